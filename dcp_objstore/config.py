@@ -1,0 +1,77 @@
+"""Settings: frozen, keyword-only data, checked when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dcp_objstore.errors import ConfigError
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig:
+    """How bytes are moved. The defaults suit a cloud VM and a regional bucket.
+
+    Extra memory of a save from CPU memory: about 2 x `part_size_bytes` (the bytes are sent from
+    the tensors' own memory); from a GPU: `(upload_concurrency + 2) x part_size_bytes`.
+    Extra memory of a load: at most `memory_budget_bytes`.
+
+    Attributes:
+        part_size_bytes: size of one part of a multipart upload; an object of up to this size goes
+            in a single PUT. Grows by itself where an object would need more than 10,000 parts.
+            At least 5 MiB (the S3 minimum). Default 16 MiB.
+        upload_concurrency: parts in flight per rank. Default 8.
+        request_size_bytes: the largest ranged GET. Default 16 MiB.
+        download_concurrency: ranged GETs in flight per rank. Default 8.
+        memory_budget_bytes: bytes of downloaded data held at once per rank. Default 128 MiB.
+        hash_threads: threads that compute block digests during a save. Default 2.
+        connect_timeout_seconds: time to establish a connection. Default 10.
+        request_timeout_seconds: deadline for one request with its body; for an upload this must
+            allow one part at the slowest rate that you accept. Default 150 (16 MiB at 110 KiB/s).
+        stall_timeout_seconds: a transfer in which no part completes for this long fails with
+            `TransferStalledError`. Default 180.
+        max_retries: retries of one request, with jittered exponential backoff. Default 10.
+        retry_timeout_seconds: no retry starts later than this after the first try. Default 180.
+
+    Raises:
+        ConfigError: a value is out of its bounds.
+    """
+
+    part_size_bytes: int = 16 * MIB
+    upload_concurrency: int = 8
+    request_size_bytes: int = 16 * MIB
+    download_concurrency: int = 8
+    memory_budget_bytes: int = 128 * MIB
+    hash_threads: int = 2
+    connect_timeout_seconds: float = 10.0
+    request_timeout_seconds: float = 150.0
+    stall_timeout_seconds: float = 180.0
+    max_retries: int = 10
+    retry_timeout_seconds: float = 180.0
+
+    def __post_init__(self) -> None:
+        """Check every bound once, here."""
+        floors: dict[str, float] = {
+            "part_size_bytes": 5 * MIB,
+            "upload_concurrency": 1,
+            "request_size_bytes": 4 * MIB,
+            "download_concurrency": 1,
+            "memory_budget_bytes": 8 * MIB,
+            "hash_threads": 1,
+            "connect_timeout_seconds": 0.001,
+            "request_timeout_seconds": 0.001,
+            "stall_timeout_seconds": 0.001,
+            "max_retries": 0,
+            "retry_timeout_seconds": 0,
+        }
+        for name, least in floors.items():
+            value = getattr(self, name)
+            kinds = (int,) if isinstance(type(self).__dataclass_fields__[name].default, int) else (int, float)
+            if not isinstance(value, kinds) or isinstance(value, bool) or not value >= least:
+                raise ConfigError(
+                    f"TransferConfig.{name} must be {'an integer' if kinds == (int,) else 'a number'}"
+                    f" of at least {least:g}, got {value!r}"
+                )
+        if self.part_size_bytes > 5 * 1024 * MIB:
+            raise ConfigError("TransferConfig.part_size_bytes must be at most 5 GiB (the S3 maximum)")

@@ -1,0 +1,190 @@
+"""Every error that this project raises, grouped by what the caller does next.
+
+    DcpObjstoreError
+    ├── RetryableError        try again, now or later: nothing was lost
+    │   ├── StoreUnavailableError     5xx, throttling, connection or time-out, after all retries
+    │   ├── TransferStalledError      no byte moved within `stall_timeout_seconds`
+    │   ├── CommitUnknownError        the store never said whether the commit took effect
+    │   └── SaveInProgressError       this writer is busy with another save
+    ├── InputError            fix the call, the settings or the credentials
+    │   ├── InvalidUrlError, ConfigError, UnsupportedError, ForkedProcessError
+    │   ├── CredentialsError, PermissionDeniedError
+    │   ├── BucketNotFoundError, ObjectNotFoundError
+    │   ├── CheckpointExistsError, CheckpointNotFoundError
+    │   ├── StateMismatchError        the state asks for keys or shapes the checkpoint lacks
+    │   └── UntrustedPickleError      reading this value would run code: `trust_pickle=True`
+    ├── CorruptDataError      the bytes are not what was saved: use another checkpoint
+    │   └── CheckpointCorruptError
+    ├── LostRaceError         somebody else was first; what they wrote is whole
+    │   ├── PreconditionFailedError   the object is not in the state the write was conditioned on
+    │   ├── CommitLostError           another writer committed this checkpoint
+    │   └── CheckpointGoneError       the checkpoint was deleted or replaced while it was read
+    └── RankFailedError       a rank failed with an error that is not ours; its text is kept
+
+Errors travel between ranks by pickle. An exception that does not unpickle leaves the ranks at
+different collectives and hangs the job, so every class here is rebuilt from plain values.
+"""
+
+from __future__ import annotations
+
+
+class DcpObjstoreError(Exception):
+    """The root of the tree.
+
+    Attributes:
+        message: what was wrong and what to do about it.
+        rank: the rank on which it happened, or None outside a process group.
+        key: the state-dict key (DCP's fqn) concerned, or None.
+        object_key: the key of the object on the store, or None.
+        url: the store or checkpoint URL, without credentials, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        rank: int | None = None,
+        key: str | None = None,
+        object_key: str | None = None,
+        url: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.rank = rank
+        self.key = key
+        self.object_key = object_key
+        self.url = url
+
+    def __str__(self) -> str:
+        """The message, followed by the places it names."""
+        where = [
+            f"{label} {value}"
+            for label, value in (
+                ("rank", self.rank),
+                ("key", self.key),
+                ("object", self.object_key),
+                ("url", self.url),
+            )
+            if value is not None
+        ]
+        return f"{self.message} [{', '.join(where)}]" if where else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Rebuild from positional plain values; `__cause__` does not survive pickling anyway."""
+        return type(self), (self.message, self.rank, self.key, self.object_key, self.url)
+
+    def at(
+        self,
+        rank: int | None = None,
+        key: str | None = None,
+        object_key: str | None = None,
+        url: str | None = None,
+    ) -> DcpObjstoreError:
+        """Fill in where it happened, keeping what is already known, and return self."""
+        self.rank = rank if self.rank is None else self.rank
+        self.key = key if self.key is None else self.key
+        self.object_key = object_key if self.object_key is None else self.object_key
+        self.url = url if self.url is None else self.url
+        return self
+
+
+class RetryableError(DcpObjstoreError):
+    """Trying again may succeed; nothing was lost."""
+
+
+class StoreUnavailableError(RetryableError):
+    """The store answered 5xx or 429, refused the connection or timed out, after all retries."""
+
+
+class TransferStalledError(RetryableError):
+    """A transfer made no progress within `TransferConfig.stall_timeout_seconds`."""
+
+
+class CommitUnknownError(RetryableError):
+    """No answer to the commit within its deadline: it may still take effect.
+
+    Look at the checkpoint (`dcp-objstore ls`) before saving it again.
+    """
+
+
+class SaveInProgressError(RetryableError):
+    """The writer is busy with another save; wait for it, or use a second writer."""
+
+
+class InputError(DcpObjstoreError):
+    """The call, the settings or the credentials need a change."""
+
+
+class InvalidUrlError(InputError):
+    """The URL has no known scheme, no bucket, or a form that we cannot use."""
+
+
+class ConfigError(InputError):
+    """A setting has a wrong name, type or value."""
+
+
+class UnsupportedError(InputError):
+    """The store, torch or this version of the format cannot do what was asked."""
+
+
+class ForkedProcessError(InputError):
+    """A client made before a fork was used after it; open the store in the child."""
+
+
+class CredentialsError(InputError):
+    """There are no credentials, or they are wrong or expired."""
+
+
+class PermissionDeniedError(InputError):
+    """The credentials are known but do not allow this."""
+
+
+class BucketNotFoundError(InputError):
+    """The bucket does not exist."""
+
+
+class ObjectNotFoundError(InputError):
+    """There is no object under this key."""
+
+
+class CheckpointExistsError(InputError):
+    """The checkpoint is committed already; pass `overwrite=True` to replace it."""
+
+
+class CheckpointNotFoundError(InputError):
+    """There is no committed checkpoint at this URL."""
+
+
+class StateMismatchError(InputError):
+    """The state asks for keys or shapes that the checkpoint does not have."""
+
+
+class UntrustedPickleError(InputError):
+    """A value can only be read by unpickling arbitrary code; `trust_pickle=True` allows it."""
+
+
+class CorruptDataError(DcpObjstoreError):
+    """The bytes on the store are not what was saved."""
+
+
+class CheckpointCorruptError(CorruptDataError):
+    """A committed checkpoint misses an object, or an object differs from what was saved."""
+
+
+class LostRaceError(DcpObjstoreError):
+    """Another writer was first; what it wrote is whole."""
+
+
+class PreconditionFailedError(LostRaceError):
+    """The object is not in the state that the write was conditioned on."""
+
+
+class CommitLostError(LostRaceError):
+    """Another writer committed this checkpoint while this save was under way."""
+
+
+class CheckpointGoneError(LostRaceError):
+    """The checkpoint was deleted or replaced while it was being read."""
+
+
+class RankFailedError(DcpObjstoreError):
+    """A rank failed with an error from outside this project; its text is kept."""

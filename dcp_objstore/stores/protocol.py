@@ -1,0 +1,167 @@
+"""`ObjectStore`: what the rest of the project may ask of a store, and nothing more.
+
+Every verb is one logical request. Keys are relative to the store's root (the URL that it was
+opened with), `/`-separated, without a leading slash. Every verb raises only errors of
+`dcp_objstore.errors`; besides those named below, any of them may raise `StoreUnavailableError`,
+`CredentialsError`, `PermissionDeniedError` and `BucketNotFoundError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from typing_extensions import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """The store's own token for one state of an object: an ETag, a generation, or both."""
+
+    e_tag: str | None = None
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class IfAbsent:
+    """Precondition: there is no object under the key (S3 `If-None-Match: *`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class IfVersion:
+    """Precondition: the object is still in this state (S3 `If-Match`, GCS generation)."""
+
+    version: Version
+
+
+Precondition: TypeAlias = IfAbsent | IfVersion
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectMeta:
+    """What the store says of an object.
+
+    Attributes:
+        key: relative to the store's root.
+        size_bytes: its size.
+        version: the token for a conditional write against this state.
+        last_modified: the store's clock (timezone-aware).
+    """
+
+    key: str
+    size_bytes: int
+    version: Version
+    last_modified: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an adapter claims; `checkpoint.probe` does not trust it but tries it.
+
+    Attributes:
+        conditional_create: `put(..., precondition=IfAbsent())` is atomic.
+        conditional_update: `put(..., precondition=IfVersion(v))` is atomic.
+        multipart: `put_stream` uploads parts in parallel.
+    """
+
+    conditional_create: bool = True
+    conditional_update: bool = True
+    multipart: bool = True
+
+
+@runtime_checkable
+class ObjectStore(Protocol):
+    """A store rooted at one URL. Safe to use from many threads; not across a fork."""
+
+    @property
+    def url(self) -> str:
+        """The root, without credentials."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the adapter claims to guarantee."""
+        ...
+
+    def put(
+        self,
+        key: str,
+        data: Buffer | Sequence[Buffer],
+        *,
+        precondition: Precondition | None = None,
+        retry: bool = True,
+    ) -> Version:
+        """Write one object in one request, whole or not at all.
+
+        Args:
+            key: the object.
+            data: 1-D contiguous uint8 buffer, or several that are sent one after the other.
+            precondition: write only if it holds.
+            retry: False sends the request once; any unclear answer is raised at once as
+                `StoreUnavailableError` (the write may have taken effect).
+
+        Raises:
+            PreconditionFailedError: the precondition did not hold; nothing was written. With
+                `retry=True` this may also be the answer to a retry of our own successful first
+                try, so conditional puts that matter pass `retry=False`.
+        """
+        ...
+
+    def put_stream(
+        self,
+        key: str,
+        buffers: Iterator[Buffer],
+        *,
+        part_size_bytes: int,
+        max_concurrency: int,
+    ) -> Version:
+        """Write one object from an iterator of buffers as a multipart upload.
+
+        Buffers are 1-D contiguous uint8, at most `part_size_bytes` each. They are held, not
+        copied, until their part is uploaded, and dropped then; their memory must not change
+        before. All parts but the last have exactly `part_size_bytes`. The iterator is advanced
+        from the calling thread, at most about `max_concurrency` parts ahead. If it raises, the
+        upload is aborted and the error passes through unchanged.
+        """
+        ...
+
+    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        """Read a whole small object, body and metadata from the same response.
+
+        Raises:
+            ObjectNotFoundError: there is none.
+            CorruptDataError: it is larger than `max_size_bytes`; the body was not read.
+        """
+        ...
+
+    def get_range(self, key: str, start: int, end: int) -> Buffer:
+        """Read bytes `[start, end)`.
+
+        Raises:
+            ObjectNotFoundError: there is no such object.
+            CorruptDataError: the object ends before `end`, or the body has another length.
+        """
+        ...
+
+    def head(self, key: str) -> ObjectMeta:
+        """Metadata of one object.
+
+        Raises:
+            ObjectNotFoundError: there is none.
+        """
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """All objects whose key starts with `prefix`, page by page, in the store's order.
+
+        `prefix` ends at a `/` or is empty. An absent prefix is an empty listing.
+        """
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove one object; an absent one is no error."""
+        ...
