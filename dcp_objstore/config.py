@@ -22,7 +22,7 @@ class TransferConfig:
             in a single PUT. Grows by itself where an object would need more than 10,000 parts.
             At least 5 MiB (the S3 minimum). Default 16 MiB.
         upload_concurrency: parts in flight per rank. Default 8.
-        request_size_bytes: the largest ranged GET. Default 16 MiB.
+        request_size_bytes: the largest ranged GET. Default 8 MiB.
         download_concurrency: ranged GETs in flight per rank. Default 8.
         memory_budget_bytes: bytes of downloaded data held at once per rank. Default 128 MiB.
         hash_threads: threads that compute block digests during a save. Default 2.
@@ -40,7 +40,7 @@ class TransferConfig:
 
     part_size_bytes: int = 16 * MIB
     upload_concurrency: int = 8
-    request_size_bytes: int = 16 * MIB
+    request_size_bytes: int = 8 * MIB
     download_concurrency: int = 8
     memory_budget_bytes: int = 128 * MIB
     hash_threads: int = 2
@@ -52,7 +52,7 @@ class TransferConfig:
 
     def __post_init__(self) -> None:
         """Check every bound once, here."""
-        floors: dict[str, float] = {
+        least: dict[str, float] = {
             "part_size_bytes": 5 * MIB,
             "upload_concurrency": 1,
             "request_size_bytes": 4 * MIB,
@@ -65,13 +65,14 @@ class TransferConfig:
             "max_retries": 0,
             "retry_timeout_seconds": 0,
         }
-        for name, least in floors.items():
+        for name, bound in least.items():
             value = getattr(self, name)
-            kinds = (int,) if isinstance(type(self).__dataclass_fields__[name].default, int) else (int, float)
-            if not isinstance(value, kinds) or isinstance(value, bool) or not value >= least:
+            whole = not name.endswith("_seconds")
+            fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+            if not fits or not value >= bound:
+                kind = "an integer" if whole else "a number"
                 raise ConfigError(
-                    f"TransferConfig.{name} must be {'an integer' if kinds == (int,) else 'a number'}"
-                    f" of at least {least:g}, got {value!r}"
+                    f"TransferConfig.{name} must be {kind} of at least {bound:g}, got {value!r}"
                 )
         if self.part_size_bytes > 5 * 1024 * MIB:
-            raise ConfigError("TransferConfig.part_size_bytes must be at most 5 GiB (the S3 maximum)")
+            raise ConfigError("TransferConfig.part_size_bytes must be at most 5 GiB (S3's maximum)")

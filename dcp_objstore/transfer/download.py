@@ -1,0 +1,112 @@
+"""Parallel ranged GETs within a memory budget, consumed where they arrive.
+
+Worker threads take requests in order, fetch, and hand each body to `consume`, which verifies it
+and copies it out; the body is dropped before the next one is fetched. So the memory in use is
+bounded by the number of workers, whatever the size of the whole. The calling thread receives the
+finished requests as an iterator and can be interrupted at any time.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from dcp_objstore.errors import CorruptDataError
+from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.ranges import RangeRequest
+from dcp_objstore.transfer.workers import spawn
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.stores.protocol import ObjectStore
+
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.25
+
+
+def worker_count(requests: Sequence[RangeRequest[T]], config: TransferConfig) -> int:
+    """How many requests may be in flight so that their bodies fit the memory budget.
+
+    A body counts twice: the transport gathers its pieces before it joins them.
+    """
+    largest = max((r.end - r.start for r in requests), default=1)
+    fitting = max(1, config.memory_budget_bytes // (2 * largest))
+    return min(config.download_concurrency, fitting, len(requests))
+
+
+def fetch_ranges(
+    store: ObjectStore,
+    object_keys: Sequence[str],
+    requests: Sequence[RangeRequest[T]],
+    consume: Callable[[RangeRequest[T], Buffer], None],
+    config: TransferConfig,
+    progress: Progress,
+) -> Iterator[RangeRequest[T]]:
+    """Fetch every request and yield it once `consume(request, body)` has returned for it.
+
+    `consume` runs in worker threads, for different requests at the same time. When it raises
+    `CorruptDataError` the range is fetched once more before the error counts: a damaged transfer
+    is not a damaged checkpoint.
+
+    Raises:
+        TransferStalledError: no request was finished for the stall timeout.
+        ObjectNotFoundError: with `object_key` set.
+        CorruptDataError: an object ends before the range, or what `consume` raised.
+        Whatever else the store or `consume` raises; the first error counts and ends the rest.
+    """
+    tasks: queue.SimpleQueue[RangeRequest[T]] = queue.SimpleQueue()
+    done: queue.SimpleQueue[RangeRequest[T] | BaseException] = queue.SimpleQueue()
+    for request in requests:
+        tasks.put(request)
+
+    def work() -> None:
+        try:
+            while True:
+                progress.check_stopped()
+                try:
+                    request = tasks.get_nowait()
+                except queue.Empty:
+                    return
+                _fetch_one(store, object_keys[request.object_number], request, consume)
+                progress.moved(request.end - request.start)
+                done.put(request)
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            done.put(error)
+
+    for number in range(worker_count(requests, config)):
+        spawn(work, f"download-{number}")
+    try:
+        for _ in requests:
+            outcome = _next_outcome(done, progress)
+            if isinstance(outcome, BaseException):
+                raise outcome
+            yield outcome
+    except BaseException as error:
+        progress.stop(error)
+        raise
+
+
+def _fetch_one(
+    store: ObjectStore,
+    key: str,
+    request: RangeRequest[T],
+    consume: Callable[[RangeRequest[T], Buffer], None],
+) -> None:
+    try:
+        consume(request, store.get_range(key, request.start, request.end))
+    except CorruptDataError:
+        consume(request, store.get_range(key, request.start, request.end))
+
+
+def _next_outcome(
+    done: queue.SimpleQueue[RangeRequest[T] | BaseException], progress: Progress
+) -> RangeRequest[T] | BaseException:
+    while True:
+        try:
+            return done.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            progress.check_stalled("download")

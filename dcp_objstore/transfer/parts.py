@@ -1,0 +1,62 @@
+"""Planning of uploads, as pure functions: how large a part is and where buffers are cut.
+
+S3 limits (Amazon S3 user guide, "multipart upload limits"): parts of 5 MiB to 5 GiB, the last may
+be smaller; at most 10,000 parts; objects up to 5 TiB (we keep to that older, universal limit).
+R2 also wants all parts but the last to be equal, so the size is fixed for a whole object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dcp_objstore.config import MIB
+from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
+
+MAX_PARTS = 10_000
+MAX_PART_SIZE_BYTES = 5 * 1024 * MIB
+MAX_OBJECT_SIZE_BYTES = 5 * 1024 * 1024 * MIB
+
+# Planned against fewer parts than allowed: pickled values are only sized when they are written.
+_PLANNED_PARTS = 9_000
+# Buffers handed to the transport. Small enough that progress is seen several times in a large
+# part, large enough that Python is called only some dozens of times per GiB.
+_MAX_SLICE_BYTES = 16 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlan:
+    """How one rank's objects are cut.
+
+    Attributes:
+        part_size_bytes: every part but the last of an object has this size.
+        slice_size_bytes: payload is handed over in slices of at most this size: a multiple of the
+            4 MiB digest block, at most one part (else there is no back pressure).
+        max_object_size_bytes: a new object is begun before an item that would exceed this.
+    """
+
+    part_size_bytes: int
+    slice_size_bytes: int
+    max_object_size_bytes: int
+
+
+def plan_parts(total_bytes: int, least_part_size_bytes: int) -> PartPlan:
+    """Choose the part size for `total_bytes` of payload on this rank.
+
+    The part size is the configured one until an object would need more than 9,000 parts; then it
+    grows, in whole MiB, up to 5 GiB.
+    """
+    object_bytes = min(total_bytes, MAX_OBJECT_SIZE_BYTES)
+    needed = -(-object_bytes // _PLANNED_PARTS)
+    part_size = max(least_part_size_bytes, -(-needed // MIB) * MIB)
+    part_size = min(part_size, MAX_PART_SIZE_BYTES)
+    slice_size = min(part_size, _MAX_SLICE_BYTES) // BLOCK_SIZE_BYTES * BLOCK_SIZE_BYTES
+    return PartPlan(
+        part_size_bytes=part_size,
+        slice_size_bytes=slice_size,
+        max_object_size_bytes=min(part_size * MAX_PARTS, MAX_OBJECT_SIZE_BYTES),
+    )
+
+
+def part_count(size_bytes: int, part_size_bytes: int) -> int:
+    """Parts of an object of `size_bytes`; 1 stands for a single PUT."""
+    return max(1, -(-size_bytes // part_size_bytes))

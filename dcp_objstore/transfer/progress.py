@@ -1,0 +1,76 @@
+"""`Progress`: how far a transfer is, whether it has stalled, and how it is told to stop.
+
+One `Progress` belongs to one save or load on one rank. Worker threads report bytes to it, the
+controlling thread watches it, and buffers generators ask it whether to go on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from dcp_objstore.errors import TransferStalledError
+
+
+class Progress:
+    """Bytes moved so far, the time of the last movement, and a request to stop.
+
+    Args:
+        stall_timeout_seconds: `check_stalled` raises when nothing moved for this long.
+        on_bytes: called with the number of bytes that were just moved, from any thread, one call
+            at a time.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        stall_timeout_seconds: float,
+        on_bytes: Callable[[int], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stall_timeout_seconds = stall_timeout_seconds
+        self._on_bytes = on_bytes
+        self._clock = clock
+        self._last_move_at = clock()
+        self._lock = threading.Lock()
+        self._stop: BaseException | None = None
+        self.moved_bytes = 0
+
+    def moved(self, count_bytes: int) -> None:
+        """Report that `count_bytes` more have reached their destination."""
+        with self._lock:
+            self.moved_bytes += count_bytes
+            self._last_move_at = self._clock()
+            if self._on_bytes is not None:
+                self._on_bytes(count_bytes)
+
+    def alive(self) -> None:
+        """Report work that moves no bytes yet (resolving data, copying from a device)."""
+        self._last_move_at = self._clock()
+
+    def stop(self, error: BaseException) -> None:
+        """Ask every worker to stop with `error`; the first request counts."""
+        with self._lock:
+            if self._stop is None:
+                self._stop = error
+
+    def check_stopped(self) -> None:
+        """Raise what `stop` was called with, if it was."""
+        if self._stop is not None:
+            raise self._stop
+
+    def check_stalled(self, what: str) -> None:
+        """Raise when nothing has moved for the stall timeout.
+
+        Raises:
+            TransferStalledError: with `what` in its text.
+        """
+        idle_seconds = self._clock() - self._last_move_at
+        if idle_seconds > self._stall_timeout_seconds:
+            raise TransferStalledError(
+                f"{what} made no progress for {idle_seconds:.0f} s"
+                f" (TransferConfig.stall_timeout_seconds={self._stall_timeout_seconds:g});"
+                f" {self.moved_bytes} bytes had been moved. Check the network and the store,"
+                " then try again"
+            )

@@ -1,0 +1,67 @@
+"""Planning of downloads, as a pure function: which ranged GETs fetch a set of spans.
+
+A span is the smallest thing that is read and verified: one digest block of one item, or the part
+of a foreign item. Neighbouring spans share a request, over small gaps (framing between items), up
+to the request size; a request never splits a span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+# Bytes that cost less to read than a request of their own: at 100 MiB/s per connection and 10 ms
+# to the first byte, a request costs as much as 1 MiB. We stay well below, since bytes are billed
+# and cached too.
+DEFAULT_GAP_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Span(Generic[T]):
+    """Bytes `[start, end)` of object number `object_number`, needed for `tag`."""
+
+    object_number: int
+    start: int
+    end: int
+    tag: T
+
+
+@dataclass(slots=True)
+class RangeRequest(Generic[T]):
+    """One ranged GET of bytes `[start, end)`, and the spans that it serves, by offset."""
+
+    object_number: int
+    start: int
+    end: int
+    spans: list[Span[T]] = field(default_factory=list)
+
+
+def plan_requests(
+    spans: Iterable[Span[T]],
+    *,
+    request_size_bytes: int,
+    gap_bytes: int = DEFAULT_GAP_BYTES,
+) -> Sequence[RangeRequest[T]]:
+    """Cover all spans with requests, ordered by object and offset.
+
+    A request is larger than `request_size_bytes` only when a single span is. Every span lies in
+    exactly one request.
+    """
+    requests: list[RangeRequest[T]] = []
+    current: RangeRequest[T] | None = None
+    for span in sorted(spans, key=lambda s: (s.object_number, s.start, s.end)):
+        if (
+            current is not None
+            and span.object_number == current.object_number
+            and span.start <= current.end + gap_bytes
+            and max(span.end, current.end) - current.start <= request_size_bytes
+        ):
+            current.end = max(current.end, span.end)
+        else:
+            current = RangeRequest(span.object_number, span.start, span.end)
+            requests.append(current)
+        current.spans.append(span)
+    return requests

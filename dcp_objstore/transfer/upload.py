@@ -1,0 +1,166 @@
+"""Upload of one object from an iterator of buffers, watched from the calling thread.
+
+The transport runs in a daemon thread, because no call into it can be interrupted. The calling
+thread waits in short steps, so Ctrl-C and the stall watchdog act at once: they make the iterator
+raise, which makes the transport abort its multipart upload, and if even that takes too long the
+thread is left behind and the possible orphan is named in the error.
+
+Progress is seen without any help from the transport: a buffer that is handed over is dropped when
+its part is uploaded, and a weak reference to it tells.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.transfer.parts import PartPlan, part_count
+from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.workers import run_into, spawn
+
+if TYPE_CHECKING:
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.stores.protocol import ObjectStore, Version
+
+T = TypeVar("T")
+
+# One uint8 array: what a tensor's memory, a frame or a pickled value is handed over as. Arrays and
+# not memoryviews, because only arrays can be weakly referenced.
+ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+_POLL_SECONDS = 0.25
+# How long a stopped upload may take to send its abort before its thread is left behind.
+_ABORT_GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """What became of one object."""
+
+    size_bytes: int
+    version: Version
+    parts: int
+
+
+class _Tracked:
+    """Passes buffers on, and reports to `progress` when the transport lets go of each."""
+
+    def __init__(self, buffers: Iterable[ByteArray], progress: Progress) -> None:
+        self._buffers = iter(buffers)
+        self._progress = progress
+        self._pending: dict[int, weakref.ref[Any]] = {}
+        self.size_bytes = 0
+
+    def __iter__(self) -> Iterator[ByteArray]:
+        return self
+
+    def __next__(self) -> ByteArray:
+        self._progress.check_stopped()
+        self._progress.alive()
+        buffer = next(self._buffers)
+        # A view of our own: the caller may keep the array that it gave us.
+        view = buffer[:]
+        self.track(view)
+        return view
+
+    def track(self, view: ByteArray) -> None:
+        count_bytes = view.nbytes
+        self.size_bytes += count_bytes
+        token = id(view)
+
+        def done(_: object) -> None:
+            self._pending.pop(token, None)
+            self._progress.moved(count_bytes)
+
+        self._pending[token] = weakref.ref(view, done)
+
+
+def upload_object(
+    store: ObjectStore,
+    key: str,
+    buffers: Iterable[ByteArray],
+    plan: PartPlan,
+    config: TransferConfig,
+    progress: Progress,
+) -> Uploaded:
+    """Write one object; in a single PUT when it fits one part, else in parallel parts.
+
+    The memory of a buffer must not change before this returns or raises.
+
+    Raises:
+        TransferStalledError: no buffer was uploaded for the stall timeout.
+        StoreUnavailableError, PermissionDeniedError, CredentialsError, BucketNotFoundError: as
+            the store says, after retries.
+        Whatever `buffers` raises, unchanged.
+
+    Nothing is visible under `key` unless it returns; a multipart upload is aborted, or named in
+    the error where that is not certain.
+    """
+    tracked = _Tracked(buffers, progress)
+
+    def send() -> Version:
+        head: list[ByteArray] = []
+        head_bytes = 0
+        for buffer in tracked:
+            head.append(buffer)
+            head_bytes += buffer.nbytes
+            del buffer
+            if head_bytes > plan.part_size_bytes:
+                break
+        else:
+            return store.put(key, head)
+        return store.put_stream(
+            key,
+            _chain(head, tracked),
+            part_size_bytes=plan.part_size_bytes,
+            max_concurrency=config.upload_concurrency,
+        )
+
+    version = run_watched(send, f"upload of {key}", progress)
+    return Uploaded(
+        size_bytes=tracked.size_bytes,
+        version=version,
+        parts=part_count(tracked.size_bytes, plan.part_size_bytes),
+    )
+
+
+def _chain(head: list[ByteArray], rest: Iterator[ByteArray]) -> Iterator[ByteArray]:
+    """`head` and then `rest`, without holding on to what was passed on."""
+    head.reverse()
+    while head:
+        yield head.pop()
+    yield from rest
+
+
+def run_watched(task: Any, what: str, progress: Progress) -> Any:
+    """Run `task()` in a daemon thread and wait for it here, so that waiting can be interrupted.
+
+    On a stall or an interrupt `progress.stop` is called and the task has a few seconds to end.
+    """
+    future: Future[Any] = Future()
+    spawn(lambda: run_into(future, task), what)
+    try:
+        while True:
+            try:
+                return future.result(timeout=_POLL_SECONDS)
+            except FutureTimeoutError:
+                if future.done():
+                    raise  # the task's own time-out
+                progress.check_stalled(what)
+    except BaseException as error:
+        if future.done():
+            raise
+        progress.stop(error)
+        try:
+            future.exception(timeout=_ABORT_GRACE_SECONDS)
+        except FutureTimeoutError:
+            if isinstance(error, DcpObjstoreError):
+                error.message += "; the request did not end, an incomplete upload may be left"
+        raise

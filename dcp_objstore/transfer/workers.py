@@ -1,0 +1,68 @@
+"""Daemon worker threads.
+
+No obstore call can be interrupted: a thread inside one ends when the server answers or the
+request times out. The threads of `concurrent.futures` are joined at interpreter exit, so one
+stalled request would keep a program that was told to stop alive for minutes. These are not.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class DaemonPool:
+    """A fixed number of daemon threads that run what is submitted, in order of submission."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._threads = threads
+        for number in range(threads):
+            spawn(self._work, f"{name}-{number}")
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            run_into(*task)
+            del task  # buffers must not outlive their task while this thread waits for the next
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Run `function(*args)` on a worker; its result or error is in the future."""
+        future: Future[T] = Future()
+        self._tasks.put((future, lambda: function(*args)))
+        return future
+
+    def __enter__(self) -> DaemonPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Let the threads end after what was submitted; do not wait for them."""
+        for _ in range(self._threads):
+            self._tasks.put(None)
+
+
+def run_into(future: Future[Any], function: Callable[[], Any]) -> None:
+    """Run `function` and put its result or error into `future`."""
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the future
+        future.set_exception(error)
+
+
+def spawn(function: Callable[[], object], name: str) -> threading.Thread:
+    """Start a daemon thread."""
+    thread = threading.Thread(target=function, name=f"dcp_objstore-{name}", daemon=True)
+    thread.start()
+    return thread
