@@ -48,6 +48,9 @@ _PORT_NAMES: Final = (
 )
 _START_TRIES: Final = 3
 _LOG_TAIL_BYTES: Final = 3000
+# Written and read at every start, so that data can be stored when the constructor returns: volumes
+# register with the master some time after S3 answers.
+_READY_BUCKET: Final = "ready-check"
 
 # Runs as `python -I -S -c`: argv is the directory to remove, the log, and the server's command.
 # Standard input ends when the owner ends or closes it. Descriptor 1 is the life line: the owner
@@ -86,6 +89,10 @@ if not done:
     done, status = os.waitpid(child, 0)
     if 0 in ready:
         shutil.rmtree(directory, ignore_errors=True)
+        for setting in command:
+            name, grpc, port = setting.partition(".port.grpc=")
+            if grpc and os.path.exists(f"/tmp/seaweedfs{name}-grpc-{port}.sock"):
+                os.unlink(f"/tmp/seaweedfs{name}-grpc-{port}.sock")
 sys.exit(os.waitstatus_to_exitcode(status) & 0xFF)
 """
 
@@ -128,19 +135,19 @@ def _pick_ports(count: int) -> list[int]:
 
 
 def _signed_headers(
-    method: str, host: str, key: str, access_key: str, secret_key: str
+    method: str, host: str, key: str, body: bytes, access_key: str, secret_key: str
 ) -> dict[str, str]:
-    """Headers of an S3 request without body or query, signed by AWS Signature Version 4.
+    """Headers of an S3 request without a query, signed by AWS Signature Version 4.
 
     Source: "Authenticating Requests (AWS Signature Version 4)", Amazon S3 API reference.
     """
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     scope = f"{now[:8]}/{_REGION}/s3/aws4_request"
-    empty = hashlib.sha256(b"").hexdigest()
+    payload = hashlib.sha256(body).hexdigest()
     names = "host;x-amz-content-sha256;x-amz-date"
     request = (
-        f"{method}\n{quote(key)}\n\nhost:{host}\nx-amz-content-sha256:{empty}\n"
-        f"x-amz-date:{now}\n\n{names}\n{empty}"
+        f"{method}\n{quote(key)}\n\nhost:{host}\nx-amz-content-sha256:{payload}\n"
+        f"x-amz-date:{now}\n\n{names}\n{payload}"
     )
     to_sign = f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
     signing_key = f"AWS4{secret_key}".encode()
@@ -150,7 +157,7 @@ def _signed_headers(
     return {
         "Host": host,
         "x-amz-date": now,
-        "x-amz-content-sha256": empty,
+        "x-amz-content-sha256": payload,
         "Authorization": f"AWS4-HMAC-SHA256 Credential={access_key}/{scope}, "
         f"SignedHeaders={names}, Signature={signature}",
     }
@@ -199,7 +206,7 @@ class _Guarded:
 class SeaweedServer:
     """A SeaweedFS server with an S3 endpoint on loopback; also a context manager.
 
-    Starting takes one to two seconds. Any number may run side by side. The server and everything
+    Starting takes two to three seconds. Any number may run side by side. The server and everything
     in it are gone after `stop()`, at the end of the `with` block, or with this process.
 
     Args:
@@ -230,6 +237,7 @@ class SeaweedServer:
         self.access_key = "dcpobjstore"
         self.secret_key = secrets.token_hex(16)
         self.start_seconds = 0.0
+        self._ports: dict[str, int] = {}
         self._timeout_seconds = start_timeout_seconds
         self._volume_size_limit_mb = volume_size_limit_mb
         self._binary = find_weed()
@@ -296,6 +304,10 @@ class SeaweedServer:
             self._run.end(remove=True)
             self._run = None
         self._finalizer()
+        # SeaweedFS puts one socket for each gRPC port there, whatever its settings say.
+        for name in ("master", "volume", "filer", "s3"):
+            port = self._ports.get(f"{name}.port.grpc")
+            Path(f"/tmp/seaweedfs-{name}-grpc-{port}.sock").unlink(missing_ok=True)
 
     def kill(self) -> None:
         """SIGKILL the server and wait for its end; its data and ports are kept for `restart`."""
@@ -368,13 +380,22 @@ class SeaweedServer:
             # A put to a missing bucket must fail as on every other store.
             "-s3.autoCreateBucket=false",
             "-master.telemetry=false",
+            # One master alone: no waiting for peers, and a restart elects it at once.
+            "-master.peers=none",
+            "-master.electionTimeout=200ms",
+            "-master.heartbeatInterval=50ms",
             f"-master.volumeSizeLimitMB={self._volume_size_limit_mb}",
             # Volumes are sparse and grow with use; the limit only counts them.
             "-volume.max=1000",
         ]
 
     def _wait_until_ready(self, guardian: subprocess.Popen[bytes], deadline: float) -> None:
-        """Poll with a signed request until S3 answers it with 200."""
+        """Poll with signed requests until S3 stores an object and gives it back."""
+        steps = [
+            ("PUT", f"/{_READY_BUCKET}", b""),
+            ("PUT", f"/{_READY_BUCKET}/probe", b"ready"),
+            ("GET", f"/{_READY_BUCKET}/probe", b""),
+        ]
         answer = "no connection"
         while time.monotonic() < deadline:
             if guardian.poll() is not None:
@@ -383,26 +404,29 @@ class SeaweedServer:
                     f"{self.log_tail}"
                 )
             try:
-                status = self._request("GET", "/")
+                status = self._request(*steps[0])
             except (OSError, http.client.HTTPException) as error:
                 answer = repr(error)
             else:
-                if status == 200:
-                    return
-                answer = f"status {status}"
+                answer = f"status {status} to {steps[0][0]} {steps[0][1]}"
+                if status in {200, 409}:  # 409: the bucket exists, after a restart
+                    steps.pop(0)
+                    if not steps:
+                        return
+                    continue
             time.sleep(0.02)
         raise StoreUnavailableError(
             f"SeaweedFS did not answer within {self._timeout_seconds:g} s ({answer}):\n"
             f"{self.log_tail}"
         )
 
-    def _request(self, method: str, key: str) -> int:
-        """One signed request without a body; its status."""
+    def _request(self, method: str, key: str, body: bytes = b"") -> int:
+        """One signed request; its status."""
         host = f"{_HOST}:{self._ports['s3.port']}"
         connection = http.client.HTTPConnection(host, timeout=10)
         try:
-            headers = _signed_headers(method, host, key, self.access_key, self.secret_key)
-            connection.request(method, quote(key), headers=headers)
+            headers = _signed_headers(method, host, key, body, self.access_key, self.secret_key)
+            connection.request(method, quote(key), body=body or None, headers=headers)
             return connection.getresponse().status
         finally:
             connection.close()
