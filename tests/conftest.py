@@ -1,0 +1,83 @@
+"""Fixtures: real stores, started once per session and only when a test asks for them.
+
+`bucket` is a fresh prefix on SeaweedFS and on moto (each test runs on both);
+`@pytest.mark.backends("gcs", …)` chooses others. `pytest --bucket-url s3://…` runs the same tests
+once, against a bucket of your own; credentials then come from your environment.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from dcp_objstore.cli.seaweedfs import SeaweedServer
+from tests.support.servers import BUCKET, Bucket, MotoServer
+
+DEFAULT_BACKENDS = ("seaweed", "moto")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--bucket-url", help="run the tests that need a bucket against this one")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "backends(*kinds): stores that the `bucket` fixture uses")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "bucket" not in metafunc.fixturenames:
+        return
+    chosen = metafunc.definition.get_closest_marker("backends")
+    kinds = chosen.args if chosen else DEFAULT_BACKENDS
+    if metafunc.config.getoption("--bucket-url"):
+        kinds = ("user",)
+    metafunc.parametrize("bucket", kinds, indirect=True)
+
+
+@pytest.fixture(scope="session")
+def seaweed() -> Iterator[SeaweedServer]:
+    with SeaweedServer() as server:
+        server.create_bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto_server() -> Iterator[MotoServer]:
+    server = MotoServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def gcs_server(moto_server: MotoServer) -> MotoServer:
+    """The same moto; its GCS door is at `gcs_endpoint_url`, with `gcs_storage_options`."""
+    return moto_server
+
+
+@pytest.fixture
+def bucket(request: pytest.FixtureRequest) -> Bucket:
+    kind: str = request.param
+    name = re.sub(r"[^a-z0-9]+", "-", request.node.originalname.lower())[:60]
+    prefix = f"{name}-{secrets.token_hex(4)}"
+    if kind == "user":
+        root = request.config.getoption("--bucket-url").rstrip("/")
+        return Bucket(kind, f"{root}/{prefix}", {})
+    if kind == "seaweed":
+        options = request.getfixturevalue("seaweed").storage_options
+        return Bucket(kind, f"s3://{BUCKET}/{prefix}", options, options)
+    moto: MotoServer = request.getfixturevalue("moto_server")
+    if kind == "moto":
+        return Bucket(kind, f"s3://{BUCKET}/{prefix}", moto.storage_options, moto.storage_options)
+    if kind == "gcs":
+        options = moto.gcs_storage_options
+        return Bucket(kind, f"gs://{BUCKET}/{prefix}", options, moto.storage_options)
+    raise ValueError(f"no backend {kind!r}")
+
+
+@pytest.fixture
+def bucket_url(bucket: Bucket) -> str:
+    """The URL of a fresh prefix; use `bucket` for its options and to look inside."""
+    return bucket.url

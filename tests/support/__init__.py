@@ -1,0 +1,1 @@
+"""What the tests share: stores to run against, rank processes, seeded states."""

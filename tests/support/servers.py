@@ -1,0 +1,138 @@
+"""Stores to run the tests against, and what a test may do to a bucket behind our back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+BUCKET = "dcp-tests"
+
+
+class MotoServer:
+    """moto in a process of its own: S3 at `endpoint_url`, GCS at `gcs_endpoint_url`."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("moto_process.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        ports = [self.process.stdout.readline().strip() for _ in range(2)]
+        assert all(ports), "moto server did not start"
+        self.endpoint_url, self.gcs_endpoint_url = (f"http://127.0.0.1:{port}" for port in ports)
+        self.create_bucket(BUCKET)
+
+    @property
+    def storage_options(self) -> dict[str, object]:
+        return {"key": "moto", "secret": "moto", "endpoint_url": self.endpoint_url}
+
+    @property
+    def gcs_storage_options(self) -> dict[str, object]:
+        return {"token": "dummy-bearer-token", "endpoint_url": self.gcs_endpoint_url}
+
+    def create_bucket(self, name: str) -> None:
+        request = urllib.request.Request(f"{self.endpoint_url}/{name}", method="PUT")
+        with urllib.request.urlopen(request, timeout=30):
+            pass
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=10)
+
+
+@dataclass
+class Bucket:
+    """A fresh prefix on some store, for one test.
+
+    Attributes:
+        kind: `seaweed`, `moto`, `gcs` or `user`.
+        url: the prefix, without a trailing slash.
+        storage_options: what reaches it.
+        s3_options: the same objects through S3, to look at them with boto3 (GCS: moto's S3 door).
+    """
+
+    kind: str
+    url: str
+    storage_options: Mapping[str, object]
+    s3_options: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return urlsplit(self.url).netloc
+
+    @property
+    def prefix(self) -> str:
+        return urlsplit(self.url).path.strip("/") + "/"
+
+    def at(self, name: str) -> str:
+        """The URL of a checkpoint (or anything) below the prefix."""
+        return f"{self.url}/{name}"
+
+    def client(self) -> Any:
+        """A boto3 client on the same store."""
+        import boto3
+
+        options = {name: str(value) for name, value in self.s3_options.items()}
+        return boto3.client(
+            "s3",
+            endpoint_url=options.get("endpoint_url"),
+            aws_access_key_id=options.get("key"),
+            aws_secret_access_key=options.get("secret"),
+            region_name=options.get("region", "us-east-1") if options else None,
+        )
+
+    def _full(self, key: str) -> str:
+        return self.prefix + key
+
+    def keys(self, below: str = "") -> list[str]:
+        """Keys relative to the prefix (or to `below`), sorted."""
+        start = self.prefix + (below.strip("/") + "/" if below else "")
+        pages = self.client().get_paginator("list_objects_v2")
+        return sorted(
+            entry["Key"].removeprefix(start)
+            for page in pages.paginate(Bucket=self.name, Prefix=start)
+            for entry in page.get("Contents", ())
+        )
+
+    def get(self, key: str) -> bytes:
+        body: bytes = self.client().get_object(Bucket=self.name, Key=self._full(key))["Body"].read()
+        return body
+
+    def put(self, key: str, data: bytes) -> None:
+        self.client().put_object(Bucket=self.name, Key=self._full(key), Body=data)
+
+    def delete(self, key: str) -> None:
+        self.client().delete_object(Bucket=self.name, Key=self._full(key))
+
+    def flip_byte(self, key: str, at: int) -> None:
+        """Damage one byte of an object on the store; its size stays."""
+        data = bytearray(self.get(key))
+        data[at] ^= 0xFF
+        self.put(key, bytes(data))
+
+    def uploads(self) -> list[str]:
+        """Keys of multipart uploads under the prefix that nobody completed or aborted."""
+        answer = self.client().list_multipart_uploads(Bucket=self.name)
+        return sorted(
+            entry["Key"]
+            for entry in answer.get("Uploads", ())
+            if entry["Key"].startswith(self.prefix)
+        )
+
+    def download(self, below: str, directory: Path) -> Path:
+        """What `aws s3 sync` does: every object below a prefix, into a directory."""
+        for key in self.keys(below):
+            place = directory / key
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(self.get(f"{below}/{key}"))
+        return directory
