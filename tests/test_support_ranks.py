@@ -1,0 +1,68 @@
+"""The rank pool: groups work, failures come back as what they were, hangs end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.support.ranks import RanksFailedError, run_ranks, try_ranks
+
+
+def add_ranks(rank: int, world_size: int, start: int) -> tuple[int, int]:
+    total = torch.tensor(start + rank)
+    dist.all_reduce(total)
+    return int(total), os.getpid()
+
+
+def test_ranks_form_a_group_and_workers_are_used_again() -> None:
+    first = run_ranks(4, add_ranks, 10)
+    assert [total for total, _ in first] == [46] * 4
+    second = run_ranks(3, add_ranks, 0)
+    assert [total for total, _ in second] == [3] * 3
+    assert {pid for _, pid in second} < {pid for _, pid in first}
+
+
+def raise_on_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise CheckpointException("from a rank", {1: (ValueError("inner"), None)})  # type: ignore[dict-item]
+
+
+def test_an_error_comes_back_as_itself_even_a_base_exception() -> None:
+    outcomes = try_ranks(2, raise_on_one)
+    assert not outcomes[0].failed
+    assert isinstance(outcomes[1].error, CheckpointException)
+    assert isinstance(outcomes[1].error.failures[1][0], ValueError)
+    with pytest.raises(RanksFailedError, match="from a rank"):
+        run_ranks(2, raise_on_one)
+
+
+def die_on_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_killed_rank_is_reported_and_replaced() -> None:
+    outcomes = try_ranks(3, die_on_one)
+    assert outcomes[1].exit_signal == signal.SIGKILL
+    assert outcomes[0].error is not None
+    assert [total for total, _ in run_ranks(3, add_ranks, 0)] == [3] * 3
+
+
+def hang_on_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        threading.Event().wait()
+
+
+def test_a_hanging_rank_is_killed_and_its_stack_is_shown() -> None:
+    outcomes = try_ranks(2, hang_on_one, timeout_seconds=2)
+    assert not outcomes[0].failed
+    assert outcomes[1].timed_out
+    assert "hang_on_one" in outcomes[1].text
+    assert [total for total, _ in run_ranks(2, add_ranks, 0)] == [1] * 2
