@@ -1,0 +1,205 @@
+"""obstore clients for one bucket: with retries for writes and reads, and one without."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores.credentials import find_gcs_credentials, find_s3_credentials
+from dcp_objstore.stores.options import S3Settings, s3_settings
+
+if TYPE_CHECKING:
+    from obstore.store import GCSStore, MemoryStore, S3Store
+
+    from dcp_objstore.stores.urls import StoreUrl
+
+# A read may wait this long for the next bytes. For writes there is no such limit: the transport
+# counts it from the start of the request, so it would cut uploads off, not only stalled ones.
+_READ_PROGRESS_TIMEOUT_SECONDS = 30.0
+_DEFAULT_REGION = "us-east-1"
+
+Make = Callable[[dict[str, Any], dict[str, Any]], "S3Store | GCSStore | MemoryStore"]
+
+_memory: dict[str, MemoryStore] = {}
+_memory_lock = threading.Lock()
+
+
+class Clients:
+    """Makes each client on first use. They differ because time-outs and retries are per client."""
+
+    def __init__(self, make: Make, config: TransferConfig) -> None:
+        self._make = make
+        self._config = config
+        self._made: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def write(self) -> Any:
+        """Retries; the whole request has `request_timeout_seconds`."""
+        return self._get("write", retries=self._config.max_retries)
+
+    def once(self) -> Any:
+        """As `write`, without retries."""
+        return self._get("once", retries=0)
+
+    def read(self) -> Any:
+        """Retries; also gives up on a body that makes no progress."""
+        return self._get("read", retries=self._config.max_retries)
+
+    def _get(self, name: str, *, retries: int) -> Any:
+        with self._lock:
+            if name not in self._made:
+                config = self._config
+                timeouts = {
+                    "timeout": timedelta(seconds=config.request_timeout_seconds),
+                    "connect_timeout": timedelta(seconds=config.connect_timeout_seconds),
+                }
+                if name == "read":
+                    seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, config.request_timeout_seconds)
+                    timeouts["read_timeout"] = timedelta(seconds=seconds)
+                # obstore's own backoff: exponential with jitter, 0.1 s to 15 s.
+                retry = {
+                    "max_retries": retries,
+                    "retry_timeout": timedelta(seconds=config.retry_timeout_seconds),
+                }
+                self._made[name] = self._make(dict(timeouts), retry)
+            return self._made[name]
+
+
+def make_clients(
+    url: StoreUrl,
+    options: Mapping[str, Any],
+    config: TransferConfig,
+    stripped: tuple[str, ...] = (),
+) -> Clients:
+    """Clients for the bucket of a URL.
+
+    Args:
+        url: its prefix is not used.
+        options: as checked by `check_options`.
+        config: time-outs and retries.
+        stripped: names of options that were left behind when the spec was pickled.
+
+    Raises:
+        CredentialsError: there are none.
+        ConfigError: an endpoint or certificate that we cannot use.
+    """
+    if url.scheme == "memory":
+        return Clients(lambda _client, _retry: _memory_store(url.bucket), config)
+    if url.scheme == "gs":
+        return Clients(_gcs(url, options, stripped), config)
+    return Clients(_s3(url, s3_settings(options), stripped), config)
+
+
+def _memory_store(name: str) -> MemoryStore:
+    from obstore.store import MemoryStore
+
+    with _memory_lock:
+        return _memory.setdefault(name, MemoryStore())
+
+
+def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> Make:
+    from obstore.store import S3Store
+
+    found = find_s3_credentials(settings, stripped)
+    environ = os.environ
+    endpoint = (
+        settings.endpoint_url
+        or environ.get("AWS_ENDPOINT_URL_S3")
+        or environ.get("AWS_ENDPOINT_URL")
+        or environ.get("AWS_ENDPOINT")
+        or found.endpoint_url
+    )
+    region = (
+        settings.region
+        or environ.get("AWS_REGION")
+        or environ.get("AWS_DEFAULT_REGION")
+        or found.region
+        or _DEFAULT_REGION
+    )
+    config: dict[str, Any] = {
+        "bucket": url.bucket,
+        "region": region,
+        # One object per DELETE: the bulk call is missing in some stores that speak S3.
+        "disable_bulk_delete": True,
+        # The body's SHA-256 in the signature costs as much CPU as all the rest (README); TLS and
+        # our own digests protect the bytes.
+        "unsigned_payload": not settings.sign_payload,
+        "skip_signature": False,
+        **found.config,
+    }
+    # A bucket name with dots does not match the certificate of *.s3.amazonaws.com.
+    virtual = settings.addressing_style == "virtual" or (
+        settings.addressing_style in (None, "auto") and endpoint is None and "." not in url.bucket
+    )
+    config["virtual_hosted_style_request"] = virtual
+    client: dict[str, Any] = dict(_tls(settings.verify))
+    if endpoint is not None:
+        base = _endpoint(endpoint, use_ssl=settings.use_ssl)
+        client["allow_http"] = base.startswith("http://")
+        scheme, _, host = base.partition("://")
+        # This field wins over every other, also over those of the environment.
+        config["aws_endpoint_url_s3"] = f"{scheme}://{url.bucket}.{host}" if virtual else base
+    if settings.requester_pays:
+        config["request_payer"] = True
+    if settings.sse is not None:
+        config["server_side_encryption"] = settings.sse
+    if settings.sse_kms_key_id is not None:
+        config["sse_kms_key_id"] = settings.sse_kms_key_id
+
+    def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> S3Store:
+        return S3Store(
+            config=config,  # type: ignore[arg-type]
+            client_options={**client, **timeouts},  # type: ignore[typeddict-item]
+            retry_config=retry,  # type: ignore[arg-type]
+            credential_provider=found.provider,
+        )
+
+    return make
+
+
+def _gcs(url: StoreUrl, options: Mapping[str, Any], stripped: tuple[str, ...]) -> Make:
+    from obstore.store import GCSStore
+
+    endpoint = options.get("base_url") or options.get("endpoint_url")
+    endpoint = endpoint or os.environ.get("GOOGLE_BASE_URL")
+    found = find_gcs_credentials(options, endpoint, stripped)
+    config: dict[str, Any] = {"bucket": url.bucket, **found.config}
+    client: dict[str, Any] = dict(_tls(options.get("verify", True)))
+    if endpoint is not None:
+        config["base_url"] = _endpoint(endpoint, use_ssl=True)
+        client["allow_http"] = config["base_url"].startswith("http://")
+
+    def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> GCSStore:
+        return GCSStore(
+            config=config,  # type: ignore[arg-type]
+            client_options={**client, **timeouts},  # type: ignore[typeddict-item]
+            retry_config=retry,  # type: ignore[arg-type]
+            credential_provider=found.provider,
+        )
+
+    return make
+
+
+def _endpoint(text: str, *, use_ssl: bool) -> str:
+    base = text if "://" in text else f"{'https' if use_ssl else 'http'}://{text}"
+    scheme, _, host = base.rstrip("/").partition("://")
+    if scheme not in ("http", "https") or not host or "@" in host:
+        raise ConfigError("an endpoint must read http(s)://host[:port], without credentials")
+    return f"{scheme}://{host}"
+
+
+def _tls(verify: bool | str) -> dict[str, Any]:
+    if verify is True:
+        return {}
+    if verify is False:
+        return {"allow_invalid_certificates": True}
+    try:
+        return {"root_certificate": Path(verify).expanduser().read_bytes()}
+    except OSError as error:
+        raise ConfigError(f"the certificates named by 'verify' cannot be read: {error}") from error

@@ -1,0 +1,315 @@
+"""Where credentials come from, in order; nothing here ever prints one.
+
+S3: `anon`; `key` and `secret`; `profile`; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY;
+AWS_PROFILE; web identity and container variables; the shared AWS files; instance metadata.
+Profiles, SSO and the shared files are read by boto3 (extra `s3`), as they are by every other tool;
+the rest obstore does itself.
+
+GCS: `token`; `anon`; Application Default Credentials, by obstore for service accounts and user
+credentials, by google-auth (extra `gcs`) for the other kinds.
+"""
+
+from __future__ import annotations
+
+import configparser
+import http.client
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dcp_objstore.errors import ConfigError, CredentialsError
+from dcp_objstore.stores.options import S3Settings
+
+_INSTALL_S3 = "pip install 'dcp-objstore[s3]'"
+_INSTALL_GCS = "pip install 'dcp-objstore[gcs]'"
+# Time to establish a connection to the metadata service, two tries, as boto3 does by default one.
+_METADATA_TIMEOUT_SECONDS = 1.0
+_METADATA_TRIES = 2
+# Settings of a profile that hold or lead to credentials.
+_PROFILE_CREDENTIALS = (
+    "aws_access_key_id",
+    "credential_process",
+    "credential_source",
+    "login_session",
+    "role_arn",
+    "sso_account_id",
+    "sso_session",
+    "sso_start_url",
+    "web_identity_token_file",
+)
+_NATIVE_VARIABLES = (
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What to give obstore.
+
+    Attributes:
+        source: where they come from, in words, for messages.
+        provider: called by obstore for credentials; None where obstore finds them itself.
+        config: additional settings of obstore's store.
+        region: the profile's region, or None.
+        endpoint_url: the profile's endpoint, or None.
+    """
+
+    source: str
+    provider: Callable[[], Any] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    region: str | None = None
+    endpoint_url: str | None = None
+
+    def __repr__(self) -> str:
+        return f"Credentials(source={self.source!r})"
+
+
+def find_s3_credentials(settings: S3Settings, stripped: tuple[str, ...] = ()) -> Credentials:
+    """Find credentials for S3 in the order of the module's docstring.
+
+    Args:
+        settings: the user's options.
+        stripped: names of options that were left behind when the spec was pickled.
+
+    Raises:
+        CredentialsError: there are none, or the profile does not exist, or boto3 is needed to
+            read them and is not installed.
+    """
+    environ = os.environ
+    if settings.anon:
+        return Credentials("anonymous", config={"skip_signature": True})
+    if settings.key is not None and settings.secret is not None:
+        return Credentials("storage_options", _static(settings))
+    if settings.profile is not None:
+        return _from_boto3(settings.profile, f"profile {settings.profile!r}")
+    if environ.get("AWS_ACCESS_KEY_ID") and environ.get("AWS_SECRET_ACCESS_KEY"):
+        return Credentials("AWS_ACCESS_KEY_ID in the environment")
+    profile = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
+    if profile:
+        return _from_boto3(profile, f"AWS_PROFILE={profile}")
+    for name in _NATIVE_VARIABLES:
+        if environ.get(name):
+            return Credentials(f"{name} in the environment")
+    if _default_profile_has_credentials():
+        return _from_boto3(None, "the default profile of the shared AWS files")
+    if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true" and _metadata_answers(
+        environ.get("AWS_METADATA_ENDPOINT") or "http://169.254.169.254",
+        "PUT",
+        "/latest/api/token",
+        {"X-aws-ec2-metadata-token-ttl-seconds": "60"},
+    ):
+        return Credentials("instance metadata")
+    lost = _lost(stripped)
+    raise CredentialsError(
+        "no credentials for S3: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,"
+        " or pass storage_options={'key': …, 'secret': …} ({'anon': True} for a public bucket)"
+        + lost
+    )
+
+
+def find_gcs_credentials(
+    options: Mapping[str, Any], base_url: str | None, stripped: tuple[str, ...] = ()
+) -> Credentials:
+    """Find credentials for GCS in the order of the module's docstring.
+
+    Args:
+        options: the user's options.
+        base_url: an endpoint other than Google's, which is not asked for Google credentials
+            without a `token`.
+        stripped: names of options that were left behind when the spec was pickled.
+
+    Raises:
+        CredentialsError: there are none, or google-auth is needed and is not installed.
+        ConfigError: `token` has a form that we do not know.
+    """
+    token = options.get("token")
+    if options.get("anon") or token == "anon":
+        return Credentials("anonymous", config={"skip_signature": True})
+    if token is not None and token not in ("google_default", "cloud"):
+        return _from_gcs_token(token)
+    if os.environ.get("GOOGLE_BEARER_TOKEN") or any(
+        os.environ.get(name)
+        for name in (
+            "GOOGLE_SERVICE_ACCOUNT",
+            "GOOGLE_SERVICE_ACCOUNT_PATH",
+            "GOOGLE_SERVICE_ACCOUNT_KEY",
+        )
+    ):
+        return Credentials("GOOGLE_* in the environment")
+    kind = _adc_kind()
+    if kind in ("service_account", "authorized_user"):
+        return Credentials(f"application default credentials ({kind})")
+    if kind is not None:
+        return _from_google_auth(None, f"application default credentials ({kind})")
+    host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
+    if base_url is None and _metadata_answers(
+        f"http://{host}", "GET", "/", {"Metadata-Flavor": "Google"}
+    ):
+        return Credentials("instance metadata")
+    raise CredentialsError(
+        "no credentials for GCS: run `gcloud auth application-default login`, set"
+        " GOOGLE_APPLICATION_CREDENTIALS, or pass storage_options={'token': …}"
+        " ({'anon': True} for a public bucket)" + _lost(stripped)
+    )
+
+
+def _lost(stripped: tuple[str, ...]) -> str:
+    if not stripped:
+        return ""
+    return (
+        f". The options {', '.join(stripped)} were given where this was made, but pickle.dumps"
+        " leaves credentials behind: pass them again here"
+    )
+
+
+def _static(settings: S3Settings) -> Callable[[], Any]:
+    # A provider, not the config fields: those would be mixed with an AWS_SESSION_TOKEN of the
+    # environment that belongs to another key.
+    answer = {
+        "access_key_id": settings.key,
+        "secret_access_key": settings.secret,
+        "token": settings.token,
+        "expires_at": None,
+    }
+    return lambda: dict(answer)
+
+
+def _from_boto3(profile: str | None, source: str) -> Credentials:
+    if importlib.util.find_spec("boto3") is None:
+        raise CredentialsError(f"{source} is read by boto3, which is not installed: {_INSTALL_S3}")
+    import boto3
+    from botocore.exceptions import BotoCoreError
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        session = boto3.Session(profile_name=profile)
+        found = session.get_credentials()
+        scoped = session._session.get_scoped_config()
+    except (BotoCoreError, configparser.Error) as error:
+        raise CredentialsError(f"{source}: {error}") from error
+    if found is None:
+        raise CredentialsError(f"{source} holds no credentials")
+    services = scoped.get("services")
+    endpoint = scoped.get("endpoint_url")
+    if services:
+        named = session._session.full_config.get("services", {}).get(services, {})
+        endpoint = (named.get("s3") or {}).get("endpoint_url", endpoint)
+    return Credentials(
+        source,
+        Boto3CredentialProvider(session),
+        region=session.region_name,
+        endpoint_url=endpoint,
+    )
+
+
+def _default_profile_has_credentials() -> bool:
+    """Whether the shared files give the default profile credentials (boto3 need not be there)."""
+    for variable, default in (
+        ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+        ("AWS_CONFIG_FILE", "~/.aws/config"),
+    ):
+        parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
+        path = Path(os.environ.get(variable) or default).expanduser()
+        try:
+            parser.read(path, encoding="utf-8")
+        except configparser.Error as error:
+            raise CredentialsError(
+                f"the AWS settings in {path.name} cannot be read: {error}"
+            ) from error
+        if parser.has_section("default") and any(
+            parser.has_option("default", name) for name in _PROFILE_CREDENTIALS
+        ):
+            return True
+    return False
+
+
+def _metadata_answers(base: str, method: str, path: str, headers: dict[str, str]) -> bool:
+    """Whether a machine's metadata service is there.
+
+    obstore would try for minutes to find out; a laptop or a container without one is common.
+    """
+    host = base.removeprefix("http://").rstrip("/")
+    for _ in range(_METADATA_TRIES):
+        connection = http.client.HTTPConnection(host, timeout=_METADATA_TIMEOUT_SECONDS)
+        try:
+            connection.request(method, path, headers=headers)
+            return connection.getresponse().status < 500
+        except (OSError, http.client.HTTPException):
+            continue
+        finally:
+            connection.close()
+    return False
+
+
+def _from_gcs_token(token: object) -> Credentials:
+    if isinstance(token, Mapping):
+        return Credentials(
+            "storage_options", config={"service_account_key": json.dumps(dict(token))}
+        )
+    if isinstance(token, str):
+        if token.lstrip().startswith("{"):
+            return Credentials("storage_options", config={"service_account_key": token})
+        if token.endswith(".json") or Path(token).expanduser().is_file():
+            path = Path(token).expanduser()
+            if not path.is_file():
+                raise CredentialsError(
+                    "the credentials named by storage_options['token'] are missing"
+                )
+            return Credentials("storage_options", config={"application_credentials": str(path)})
+        # Through a provider, so that a service account in the environment does not win.
+        return Credentials("storage_options", lambda: {"token": token, "expires_at": None})
+    if hasattr(token, "refresh"):
+        return _from_google_auth(token, "storage_options")
+    raise ConfigError(
+        "'token' must be 'anon', 'google_default', an access token, a path to or the content of a"
+        f" key in JSON, or google-auth credentials; got {type(token).__name__}"
+    )
+
+
+def _from_google_auth(credentials: object | None, source: str) -> Credentials:
+    if (
+        importlib.util.find_spec("google") is None
+        or importlib.util.find_spec("google.auth") is None
+    ):
+        raise CredentialsError(
+            f"{source} are read by google-auth, which is not installed: {_INSTALL_GCS}"
+        )
+    import google.auth
+    from google.auth.exceptions import GoogleAuthError
+    from obstore.auth.google import GoogleCredentialProvider
+
+    try:
+        if credentials is None:
+            credentials, _ = google.auth.default(
+                scopes=["https://www.googleapis.com/auth/devstorage.read_write"]
+            )
+        return Credentials(source, GoogleCredentialProvider(credentials))  # type: ignore[arg-type]
+    except GoogleAuthError as error:
+        raise CredentialsError(f"{source}: {error}") from error
+
+
+def _adc_kind() -> str | None:
+    """The `type` in the file of application default credentials, or None if there is no file."""
+    named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+    folder = Path(os.environ.get("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
+    path = Path(named) if named else folder / "application_default_credentials.json"
+    if not path.is_file():
+        if named:
+            raise CredentialsError("GOOGLE_APPLICATION_CREDENTIALS names a file that is not there")
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CredentialsError(
+            f"application default credentials cannot be read: {error}"
+        ) from error
+    kind = content.get("type") if isinstance(content, dict) else None
+    if not isinstance(kind, str):
+        raise CredentialsError("application default credentials have no 'type'")
+    return kind

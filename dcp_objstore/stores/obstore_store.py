@@ -1,0 +1,293 @@
+"""`ObjectStore` over obstore: S3 and everything that speaks it, GCS, and memory.
+
+Facts about obstore 0.12 that shape this module (each is pinned by a test):
+- It takes an iterator of buffers and builds parts of `chunk_size` without copying; an error in
+  the iterator aborts the multipart upload.
+- It does not reply to HEAD with more than a status, so a failed HEAD is asked again as a GET.
+- A client hangs in a forked child, also one made there, once the parent has used the runtime.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dcp_objstore.errors import (
+    CorruptDataError,
+    DcpObjstoreError,
+    ForkedProcessError,
+    InputError,
+    ObjectNotFoundError,
+    StoreUnavailableError,
+)
+from dcp_objstore.stores.protocol import (
+    Capabilities,
+    IfAbsent,
+    IfVersion,
+    ObjectMeta,
+    Precondition,
+    Version,
+)
+from dcp_objstore.stores.translate import http_code, translate_obstore
+from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from typing_extensions import Buffer
+
+    from dcp_objstore.stores.clients import Clients
+
+_runtime_pid: int | None = None  # the process that started obstore's runtime, or an ancestor's
+
+
+def guard_fork() -> None:
+    """Raise `ForkedProcessError` in a child forked after obstore was used; else note our use.
+
+    obstore's runtime threads do not survive a fork: every request would hang.
+    """
+    global _runtime_pid  # noqa: PLW0603  the runtime is per process
+    pid = os.getpid()
+    if _runtime_pid is None:
+        _runtime_pid = pid
+    elif _runtime_pid != pid:
+        raise ForkedProcessError(
+            f"process {pid} was forked from process {_runtime_pid}, which had opened a store;"
+            " requests would hang here. Start it with the 'spawn' or 'forkserver' method"
+            " (multiprocessing.get_context('spawn')), or fork before the first store is opened"
+        )
+
+
+class ObstoreStore:
+    """A store rooted at one URL, over obstore's blocking calls (which release the GIL)."""
+
+    def __init__(self, url: StoreUrl, clients: Clients) -> None:
+        self._url = url
+        self._clients = clients
+        self._root = f"{url.prefix}/" if url.prefix else ""
+
+    def __repr__(self) -> str:
+        return f"ObstoreStore({self.url!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("a store holds connections and is not pickled; pickle its StoreSpec")
+
+    @property
+    def url(self) -> str:
+        """The root, without credentials."""
+        return str(self._url)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Everything; whether the server keeps its side is for `checkpoint.probe` to find out."""
+        return Capabilities()
+
+    def put(
+        self,
+        key: str,
+        data: Buffer | Sequence[Buffer],
+        *,
+        precondition: Precondition | None = None,
+        retry: bool = True,
+    ) -> Version:
+        """See `ObjectStore.put`."""
+        import obstore
+
+        client = self._clients.write if retry else self._clients.once
+        body: Any = data if not isinstance(data, (list, tuple)) else (list(data) or b"")
+        with self._errors(key) as path:
+            result = obstore.put(
+                client(),
+                path,
+                body,
+                use_multipart=False,
+                mode=_mode(precondition, self._url.scheme),
+            )
+        return _version(result)
+
+    def put_stream(
+        self,
+        key: str,
+        buffers: Iterator[Buffer],
+        *,
+        part_size_bytes: int,
+        max_concurrency: int,
+    ) -> Version:
+        """See `ObjectStore.put_stream`."""
+        import obstore
+
+        source = _Source(buffers)
+        try:
+            with self._errors(key) as path:
+                result = obstore.put(
+                    self._clients.write(),
+                    path,
+                    source,
+                    use_multipart=True,
+                    chunk_size=part_size_bytes,
+                    max_concurrency=max_concurrency,
+                )
+        except BaseException:
+            if source.error is not None:
+                # `from None`: what obstore made of it, if anything, adds nothing.
+                raise source.error from None
+            raise
+        return _version(result)
+
+    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        """See `ObjectStore.get`."""
+        import obstore
+
+        with self._errors(key) as path:
+            answer = obstore.get(self._clients.read(), path)
+            meta = self._meta(answer.meta)
+            if meta.size_bytes > max_size_bytes:
+                raise CorruptDataError(
+                    f"the object has {meta.size_bytes} bytes, at most {max_size_bytes} expected"
+                )
+            body = bytes(answer.bytes())
+        if len(body) != meta.size_bytes:
+            raise CorruptDataError(
+                f"the store announced {meta.size_bytes} bytes and sent {len(body)}"
+            ).at(object_key=key, url=self.url)
+        return body, meta
+
+    def get_range(self, key: str, start: int, end: int) -> Buffer:
+        """See `ObjectStore.get_range`. An empty range is answered without a request."""
+        import obstore
+
+        check_range(start, end)
+        if start == end:
+            check_key(key)
+            return b""
+        with self._errors(key) as path:
+            if self._url.scheme == "memory":
+                # obstore's memory store tells a range past the end by its text alone.
+                self._check_end(obstore.head(self._clients.read(), path)["size"], start, end)
+            body = obstore.get_range(self._clients.read(), path, start=start, end=end)
+            self._check_end(start + len(body), start, end)
+        return body
+
+    def head(self, key: str) -> ObjectMeta:
+        """See `ObjectStore.head`."""
+        import obstore
+
+        with self._errors(key) as path:
+            try:
+                return self._meta(obstore.head(self._clients.read(), path))
+            except Exception as error:
+                status, code = http_code(error)
+                if status is None or code is not None:
+                    raise
+                # A HEAD has no body, so it does not say whether key or bucket is missing, the
+                # secret is wrong or the right is missing. A GET of nearly nothing does.
+                answer = obstore.get(self._clients.read(), path, options={"range": (0, 1)})
+                return self._meta(answer.meta)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """See `ObjectStore.list`."""
+        folder = self._root + check_prefix(prefix)
+        guard_fork()
+        return self._pages(folder.rstrip("/"))
+
+    def delete(self, key: str) -> None:
+        """See `ObjectStore.delete`."""
+        import obstore
+
+        with self._errors(key) as path:
+            try:
+                obstore.delete(self._clients.write(), path)
+            except FileNotFoundError as error:
+                # GCS says 404 for an absent object, where S3 says 204.
+                found = translate_obstore(error)
+                if not isinstance(found, ObjectNotFoundError):
+                    raise found from error
+
+    def _pages(self, folder: str) -> Iterator[ObjectMeta]:
+        import obstore
+
+        with self._errors(None):
+            pages = iter(obstore.list(self._clients.read(), prefix=folder or None))
+        while True:
+            with self._errors(None):
+                page = next(pages, None)
+            if page is None:
+                return
+            for meta in page:
+                yield self._meta(meta)
+
+    @contextmanager
+    def _errors(self, key: str | None) -> Iterator[str]:
+        """Check key and process, yield the key in the bucket, and translate what is raised."""
+        path = self._root + check_key(key) if key is not None else self._root
+        guard_fork()
+        try:
+            yield path
+        except DcpObjstoreError as error:
+            error.at(object_key=key, url=self.url)
+            raise
+        except Exception as error:
+            raise translate_obstore(error).at(object_key=key, url=self.url) from error
+
+    def _meta(self, meta: Any) -> ObjectMeta:
+        path: str = meta["path"]
+        if not path.startswith(self._root):
+            raise StoreUnavailableError(f"the store answered with a key outside the root: {path!r}")
+        return ObjectMeta(
+            path[len(self._root) :], meta["size"], _version(meta), meta["last_modified"]
+        )
+
+    @staticmethod
+    def _check_end(reached: int, start: int, end: int) -> None:
+        if reached != end and reached < end:
+            raise CorruptDataError(f"bytes [{start}, {end}) asked for, but they end at {reached}")
+        # A longer memory object is fine: only a body may not be longer than what was asked for.
+
+
+class _Source:
+    """Hands buffers through without keeping a reference, and remembers what the iterator raised."""
+
+    def __init__(self, buffers: Iterator[Buffer]) -> None:
+        self._buffers = iter(buffers)
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> _Source:
+        return self
+
+    def __next__(self) -> Buffer:
+        try:
+            return next(self._buffers)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+def check_range(start: int, end: int) -> None:
+    """Raise `InputError` unless `0 <= start <= end`."""
+    if not 0 <= start <= end:
+        raise InputError(f"not a range: [{start}, {end})")
+
+
+def _version(answer: Any) -> Version:
+    # moto and unversioned buckets say 'null' after a multipart upload and nothing in a HEAD.
+    version = answer["version"]
+    return Version(answer["e_tag"], None if version == "null" else version)
+
+
+def _mode(precondition: Precondition | None, scheme: str) -> Any:
+    if precondition is None:
+        return "overwrite"
+    if isinstance(precondition, IfAbsent):
+        return "create"
+    if isinstance(precondition, IfVersion):
+        token = precondition.version
+        fields = {"e_tag": token.e_tag, "version": token.version}
+        need = "version" if scheme == "gs" else "e_tag"
+        if fields[need] is None:
+            raise InputError(f"a conditional write to {scheme}:// needs the {need} of {token}")
+        # obstore takes an UpdateVersion only without its None fields.
+        return {name: value for name, value in fields.items() if value is not None}
+    raise InputError(f"not a precondition: {precondition!r}")

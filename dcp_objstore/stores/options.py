@@ -1,0 +1,220 @@
+"""`storage_options` in fsspec's spelling: known names, aliases, secrets, and settings made of them.
+
+The names are those of s3fs and gcsfs, so that options move over unchanged; their names that only
+tune fsspec itself (`default_block_size`, `listings_expiry_time`, …) are errors here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_objstore.errors import ConfigError
+
+# What each option must be. A tuple of types as for isinstance.
+_TEXT = (str,)
+_FLAG = (bool,)
+_S3: dict[str, tuple[type, ...]] = {
+    "key": _TEXT,
+    "secret": _TEXT,
+    "token": _TEXT,
+    "profile": _TEXT,
+    "anon": _FLAG,
+    "endpoint_url": _TEXT,
+    "region": _TEXT,
+    "region_name": _TEXT,
+    "use_ssl": _FLAG,
+    "verify": (bool, str),
+    "addressing_style": _TEXT,
+    "requester_pays": _FLAG,
+    "sign_payload": _FLAG,
+    "client_kwargs": (Mapping,),
+    "config_kwargs": (Mapping,),
+    "s3_additional_kwargs": (Mapping,),
+}
+_S3_CLIENT: dict[str, tuple[type, ...]] = {
+    "endpoint_url": _TEXT,
+    "region_name": _TEXT,
+    "use_ssl": _FLAG,
+    "verify": (bool, str),
+    "aws_access_key_id": _TEXT,
+    "aws_secret_access_key": _TEXT,
+    "aws_session_token": _TEXT,
+}
+_S3_CONFIG: dict[str, tuple[type, ...]] = {"s3": (Mapping,)}
+_S3_ADDRESSING: dict[str, tuple[type, ...]] = {"addressing_style": _TEXT}
+_S3_EXTRA: dict[str, tuple[type, ...]] = {"ServerSideEncryption": _TEXT, "SSEKMSKeyId": _TEXT}
+_GS: dict[str, tuple[type, ...]] = {
+    "token": (object,),
+    "project": _TEXT,
+    "anon": _FLAG,
+    "endpoint_url": _TEXT,
+    "base_url": _TEXT,
+    "verify": (bool, str),
+}
+_KNOWN = {"s3": _S3, "gs": _GS, "file": dict[str, tuple[type, ...]](), "memory": {}}
+_SECRETS = {
+    "key",
+    "secret",
+    "token",
+    "aws_access_key_id",
+    "aws_secret_access_key",
+    "aws_session_token",
+}
+# Values of GCS's `token` that name a method.
+PUBLIC_TOKENS = ("anon", "google_default", "cloud")
+
+
+@dataclass(frozen=True)
+class S3Settings:
+    """The S3 options under one name each; None where not given."""
+
+    key: str | None = None
+    secret: str | None = None
+    token: str | None = None
+    profile: str | None = None
+    anon: bool = False
+    endpoint_url: str | None = None
+    region: str | None = None
+    use_ssl: bool = True
+    verify: bool | str = True
+    addressing_style: str | None = None
+    requester_pays: bool = False
+    sign_payload: bool = False
+    sse: str | None = None
+    sse_kms_key_id: str | None = None
+
+    def __repr__(self) -> str:
+        return f"S3Settings(endpoint_url={self.endpoint_url!r}, region={self.region!r})"
+
+
+def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str, object]:
+    """A copy of the options, after checking names, types and combinations.
+
+    Args:
+        scheme: `s3`, `gs`, `file` or `memory`.
+        options: as the user gave them. A value of None counts as not given.
+
+    Raises:
+        ConfigError: an unknown name (with the nearest known one), a wrong type, or options that
+            contradict each other. Values are never repeated: they may be secrets.
+    """
+    if options is None:
+        return {}
+    given = _checked(options, _KNOWN[scheme], f"storage_options for {scheme}://")
+    if scheme == "s3":
+        s3_settings(given)
+    return given
+
+
+def s3_settings(options: Mapping[str, Any]) -> S3Settings:
+    """Gather the options and their aliases inside `client_kwargs` and `config_kwargs`.
+
+    Raises:
+        ConfigError: see `check_options`.
+    """
+    client = _checked(options.get("client_kwargs", {}), _S3_CLIENT, "client_kwargs")
+    config = _checked(options.get("config_kwargs", {}), _S3_CONFIG, "config_kwargs")
+    inner = _checked(config.get("s3", {}), _S3_ADDRESSING, "config_kwargs['s3']")
+    extra = _checked(options.get("s3_additional_kwargs", {}), _S3_EXTRA, "s3_additional_kwargs")
+
+    def first(*values: Any) -> Any:
+        return next((value for value in values if value is not None), None)
+
+    found = S3Settings(
+        key=first(options.get("key"), client.get("aws_access_key_id")),
+        secret=first(options.get("secret"), client.get("aws_secret_access_key")),
+        token=first(options.get("token"), client.get("aws_session_token")),
+        profile=options.get("profile"),
+        anon=bool(options.get("anon", False)),
+        endpoint_url=first(options.get("endpoint_url"), client.get("endpoint_url")),
+        region=first(options.get("region"), options.get("region_name"), client.get("region_name")),
+        use_ssl=first(options.get("use_ssl"), client.get("use_ssl"), True),
+        verify=first(options.get("verify"), client.get("verify"), True),
+        addressing_style=first(options.get("addressing_style"), inner.get("addressing_style")),
+        requester_pays=bool(options.get("requester_pays", False)),
+        sign_payload=bool(options.get("sign_payload", False)),
+        sse=extra.get("ServerSideEncryption"),
+        sse_kms_key_id=extra.get("SSEKMSKeyId"),
+    )
+    if (found.key is None) != (found.secret is None):
+        missing = "secret" if found.secret is None else "key"
+        raise ConfigError(f"storage_options need both 'key' and 'secret'; {missing!r} is missing")
+    if found.token is not None and found.key is None:
+        raise ConfigError("storage_options have a 'token' without 'key' and 'secret'")
+    chosen = [found.anon, found.key is not None, found.profile is not None]
+    if sum(chosen) > 1:
+        raise ConfigError("choose one of 'anon', 'key' with 'secret', and 'profile'")
+    if found.addressing_style not in (None, "path", "virtual", "auto"):
+        raise ConfigError("'addressing_style' must be 'path', 'virtual' or 'auto'")
+    return found
+
+
+def is_secret(name: str, value: object = None) -> bool:
+    """Whether an option holds a credential."""
+    return name in _SECRETS and not (isinstance(value, str) and value in PUBLIC_TOKENS)
+
+
+def secret_names(options: Mapping[str, object]) -> list[str]:
+    """Names of all options, nested ones too, that hold credentials."""
+    names = [name for name, value in options.items() if is_secret(name, value)]
+    for value in options.values():
+        if isinstance(value, Mapping):
+            names += secret_names(value)
+    return sorted(names)
+
+
+def public_options(options: Mapping[str, object], *, mask: bool) -> dict[str, object]:
+    """The options without credentials, or, with `mask`, with `***` in their place."""
+    shown: dict[str, object] = {}
+    for name, value in options.items():
+        if is_secret(name, value):
+            if mask:
+                shown[name] = "***"
+        elif isinstance(value, Mapping):
+            shown[name] = public_options(value, mask=mask)
+        else:
+            shown[name] = value
+    return shown
+
+
+def _checked(options: object, known: Mapping[str, tuple[type, ...]], where: str) -> dict[str, Any]:
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{where} must be a mapping, got {type(options).__name__}")
+    result: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(_unknown(name, known, where))
+        if value is None:
+            continue
+        if not isinstance(value, known[name]):
+            kinds = " or ".join(kind.__name__ for kind in known[name])
+            raise ConfigError(f"{name!r} in {where} must be {kinds}, got {type(value).__name__}")
+        result[name] = dict(value) if isinstance(value, Mapping) else value
+    return result
+
+
+def _unknown(name: object, known: Mapping[str, object], where: str) -> str:
+    aliases = {
+        "access_key": "key",
+        "access_key_id": "key",
+        "aws_access_key_id": "key",
+        "secret_key": "secret",
+        "secret_access_key": "secret",
+        "aws_secret_access_key": "secret",
+        "session_token": "token",
+        "aws_session_token": "token",
+        "endpoint": "endpoint_url",
+        "anonymous": "anon",
+        "credentials": "token",
+    }
+    text = str(name)
+    close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
+    alias = aliases.get(text)
+    nearest = alias if alias in known else (close[0] if close else None)
+    hint = f"; did you mean {nearest!r}?" if nearest else ""
+    if not known:
+        return f"{where} take no options, got {text!r}"
+    return f"unknown option {text!r} in {where}{hint} Known: {', '.join(known)}."

@@ -1,0 +1,185 @@
+"""`StoreSpec`: which store, how and with what credentials, as a value without open connections.
+
+A spec travels (DCP pickles writers into the child of a process-mode `async_save`); a client does
+not. So clients are made where they are used and kept per process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any
+
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.stores.options import check_options, public_options, secret_names
+from dcp_objstore.stores.urls import StoreUrl, parse_url
+
+if TYPE_CHECKING:
+    from dcp_objstore.stores.clients import Clients
+    from dcp_objstore.stores.protocol import ObjectStore
+
+_MAX_CACHED_CLIENTS = 32
+_cache: OrderedDict[object, Clients] = OrderedDict()
+_cache_lock = threading.Lock()
+
+
+def _forget_after_fork() -> None:
+    """A forked child starts with an empty cache and a lock that nobody holds."""
+    global _cache_lock  # noqa: PLW0603  the parent's may be held by a thread that is not here
+    _cache_lock = threading.Lock()
+    _cache.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class StoreSpec:
+    """A store's URL, options and settings; immutable.
+
+    `repr` and `pickle.dumps` leave out credentials that were given in `storage_options`; pickling
+    for a child process by `multiprocessing` (spawn, pipes, queues) carries them.
+
+    Attributes:
+        url: the root, in its normal form.
+        storage_options: in fsspec spelling; see `dcp_objstore.stores.options`.
+        config: time-outs and retries.
+
+    Raises:
+        InvalidUrlError: see `parse_url`.
+        ConfigError: an unknown or contradictory storage option.
+    """
+
+    url: str
+    storage_options: Mapping[str, object] | None = None
+    config: TransferConfig = field(default_factory=TransferConfig)
+    stripped: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check everything that needs no connection."""
+        parsed = parse_url(self.url)
+        options = check_options(parsed.scheme, self.storage_options)
+        object.__setattr__(self, "url", str(parsed))
+        object.__setattr__(self, "storage_options", options)
+
+    @property
+    def parsed(self) -> StoreUrl:
+        """The URL taken apart."""
+        return parse_url(self.url)
+
+    def at(self, url: str) -> StoreSpec:
+        """The same options and settings for another URL.
+
+        Raises:
+            InvalidUrlError, ConfigError: as for a new spec.
+        """
+        return StoreSpec(url, self.storage_options, self.config, self.stripped)
+
+    def open(self) -> ObjectStore:
+        """The store. Clients are made on first use and shared by all specs that agree in all
+        but the prefix, in this process.
+
+        Raises:
+            CredentialsError: there are no credentials.
+            ForkedProcessError: in a child forked after a store was used.
+        """
+        url = self.parsed
+        if url.scheme == "file":
+            from dcp_objstore.stores.local import LocalStore
+
+            return LocalStore(url)
+        from dcp_objstore.stores.obstore_store import ObstoreStore, guard_fork
+
+        guard_fork()
+        return ObstoreStore(url, self._clients(url))
+
+    def _clients(self, url: StoreUrl) -> Clients:
+        from dcp_objstore.stores.clients import make_clients
+
+        # The environment is part of the key: credentials in it may have been renewed.
+        environment = tuple(
+            sorted(
+                (name, value)
+                for name, value in os.environ.items()
+                if name.startswith(("AWS_", "GOOGLE_"))
+            )
+        )
+        key = (url.scheme, url.bucket, _frozen(self.storage_options), self.config, environment)
+        with _cache_lock:
+            found = _cache.get(key)
+            if found is None:
+                found = make_clients(url, self.storage_options or {}, self.config, self.stripped)
+                _cache[key] = found
+                while len(_cache) > _MAX_CACHED_CLIENTS:
+                    _cache.popitem(last=False)
+            _cache.move_to_end(key)
+        return found
+
+    def __repr__(self) -> str:
+        shown = public_options(self.storage_options or {}, mask=True)
+        return f"StoreSpec({self.url!r}, storage_options={shown!r}, config={self.config!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StoreSpec) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[object, ...]:
+        return (self.url, _frozen(self.storage_options), self.config)
+
+    def __copy__(self) -> StoreSpec:
+        return self
+
+    def __deepcopy__(self, _memo: object) -> StoreSpec:
+        return self  # immutable; and copying by `__reduce__` would lose the credentials
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """For `pickle.dumps`: without secrets, but with their names, for a helpful error."""
+        options = self.storage_options or {}
+        kept = public_options(options, mask=False)
+        gone = tuple(sorted({*self.stripped, *secret_names(options)}))
+        return StoreSpec, (self.url, kept, self.config, gone)
+
+
+def _reduce_for_child(spec: StoreSpec) -> tuple[Any, ...]:
+    return StoreSpec, (spec.url, dict(spec.storage_options or {}), spec.config, spec.stripped)
+
+
+# `multiprocessing` pickles with this class: for spawned children and over its pipes and queues.
+ForkingPickler.register(StoreSpec, _reduce_for_child)
+
+
+def open_store(
+    url: str,
+    storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+) -> ObjectStore:
+    """Open the store at a URL.
+
+    Args:
+        url: `s3://`, `gs://`, `gcs://`, `file://` or `memory://`.
+        storage_options: in fsspec spelling (`key`, `secret`, `endpoint_url`, …).
+        config: time-outs and retries; `TransferConfig()` by default.
+
+    Raises:
+        InvalidUrlError, ConfigError, CredentialsError, ForkedProcessError: see `StoreSpec`.
+    """
+    return StoreSpec(url, storage_options, config or TransferConfig()).open()
+
+
+def _frozen(value: object) -> object:
+    """A hashable stand-in: mappings and sequences by content, the rest as it is or by identity."""
+    if isinstance(value, Mapping):
+        return tuple(sorted((str(k), _frozen(v)) for k, v in value.items()))
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(item) for item in value)
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value

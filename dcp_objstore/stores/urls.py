@@ -1,0 +1,164 @@
+"""Store URLs: taken apart and checked once, here.
+
+A URL is taken literally, as the AWS command line and fsspec do: `%`, `?`, `#` and spaces after
+the bucket are part of the key. Nothing is percent-decoded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from dcp_objstore.errors import InvalidUrlError
+
+Scheme = Literal["s3", "gs", "file", "memory"]
+SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "file", "memory")
+_ALIASES: dict[str, Scheme] = {
+    "s3": "s3",
+    "gs": "gs",
+    "gcs": "gs",
+    "file": "file",
+    "memory": "memory",
+}
+# Spellings that other tools use for what we have under another name.
+_FOREIGN = {"s3a": "s3", "s3n": "s3", "minio": "s3", "local": "file", "mem": "memory"}
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """A checked URL.
+
+    Attributes:
+        scheme: one of `SCHEMES`; `gcs` became `gs`.
+        bucket: the bucket; for `memory` the name of the store; empty for `file`.
+        prefix: what all keys start with, without slashes at its ends; for `file` the absolute
+            path of the root.
+    """
+
+    scheme: Scheme
+    bucket: str
+    prefix: str
+
+    def __str__(self) -> str:
+        """The URL in its normal form, without a slash at the end."""
+        if self.scheme == "file":
+            return f"file://{self.prefix}"
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
+
+
+def parse_url(url: object) -> StoreUrl:
+    """Take a URL apart.
+
+    Args:
+        url: `s3://bucket/prefix`, `gs://` or `gcs://bucket/prefix`, `file:///absolute/path` or
+            `memory://name/prefix`. A slash at the end is dropped.
+
+    Raises:
+        InvalidUrlError: not a `str`, no or an unknown scheme, no bucket, credentials inside the
+            URL, or a prefix with an empty, `.` or `..` segment.
+    """
+    if not isinstance(url, str):
+        raise InvalidUrlError(_not_a_string(url))
+    head, found, rest = url.partition("://")
+    if not found or "/" in head:
+        raise InvalidUrlError(_no_scheme(url))
+    scheme = _ALIASES.get(head.lower())
+    if scheme is None:
+        raise InvalidUrlError(_unknown_scheme(head))
+    if scheme == "file":
+        return _file_url(url, rest)
+    bucket, _, prefix = rest.partition("/")
+    if "@" in bucket:
+        # The URL is not repeated: what stands before the @ may be a secret.
+        raise InvalidUrlError(
+            f"credentials do not belong in a {scheme}:// URL; pass storage_options="
+            "{'key': …, 'secret': …} or set the environment"
+        )
+    if not bucket:
+        what = "store name" if scheme == "memory" else "bucket"
+        raise InvalidUrlError(
+            f"{url!r} names no {what}; write {scheme}://{what.rsplit(maxsplit=1)[-1]}/prefix"
+        )
+    if not _BUCKET.match(bucket):
+        raise InvalidUrlError(
+            f"{bucket!r} in {url!r} is no bucket name: letters, digits, '.', '-' and '_' only"
+        )
+    return StoreUrl(scheme, bucket, _check_segments(prefix.removesuffix("/"), url, empty_ok=True))
+
+
+def check_key(key: str) -> str:
+    """Return a key as it is, or raise `InvalidUrlError` if no store could hold it.
+
+    A key is a non-empty `str` of `/`-separated segments, none of them empty, `.` or `..`, without
+    control characters.
+    """
+    if not isinstance(key, str) or not key:
+        raise InvalidUrlError(f"an object key must be a non-empty str, got {key!r}")
+    return _check_segments(key, key)
+
+
+def check_prefix(prefix: str) -> str:
+    """Return a prefix for `list` without its final slash, or raise `InvalidUrlError`."""
+    if prefix == "":
+        return prefix
+    if not isinstance(prefix, str) or not prefix.endswith("/"):
+        raise InvalidUrlError(f"a prefix to list must be empty or end in '/', got {prefix!r}")
+    return check_key(prefix[:-1])
+
+
+def _check_segments(text: str, url: str, *, empty_ok: bool = False) -> str:
+    if empty_ok and not text:
+        return text
+    if any(segment in ("", ".", "..") for segment in text.split("/")):
+        raise InvalidUrlError(f"{url!r} has an empty, '.' or '..' segment; remove it")
+    if _CONTROL.search(text):
+        raise InvalidUrlError(f"{url!r} contains a control character")
+    return text
+
+
+def _file_url(url: str, rest: str) -> StoreUrl:
+    path = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
+    if not path.startswith("/"):
+        raise InvalidUrlError(
+            f"{url!r} is not absolute: write file:///path (three slashes), for example"
+            f" file://{os.path.abspath(path or '.')}"  # noqa: PTH100  text for a message only
+        )
+    trimmed = path.strip("/")
+    if not trimmed:
+        raise InvalidUrlError(f"{url!r} is the root of the file system; name a folder in it")
+    return StoreUrl("file", "", "/" + _check_segments(trimmed, url))
+
+
+def _not_a_string(url: object) -> str:
+    if isinstance(url, os.PathLike):
+        # Path('s3://b/k') has already become 's3:/b/k': it cannot be repaired safely.
+        return (
+            f"a URL must be a str, got {type(url).__name__}: pathlib turns '://' into ':/';"
+            " write 's3://bucket/prefix' or 'file:///path'"
+        )
+    return f"a URL must be a str, got {type(url).__name__}"
+
+
+def _no_scheme(url: str) -> str:
+    broken = re.match(r"([A-Za-z0-9]+):/(?!/)(.*)", url)
+    if broken and broken[1].lower() in _ALIASES:
+        return f"{url!r} has lost a slash (pathlib does that): write '{broken[1]}://{broken[2]}'"
+    known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+    return f"{url!r} has no scheme; use one of {known} (for a local folder: file:///path)"
+
+
+def _unknown_scheme(head: str) -> str:
+    close = difflib.get_close_matches(head.lower(), list(_ALIASES), n=1, cutoff=0.5)
+    nearest = _FOREIGN.get(head.lower(), cast("str | None", close[0] if close else None))
+    hint = f"; did you mean {nearest}://?" if nearest else ""
+    known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+    return (
+        f"unknown scheme '{head}://'{hint} Known are {known}."
+        if hint
+        else (f"unknown scheme '{head}://'; known are {known}")
+    )
