@@ -1,0 +1,239 @@
+"""Saved on some ranks, loaded on others: every byte of every shard is the one that was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import dcp_objstore as dos
+from tests.support.ranks import run_ranks
+from tests.support.servers import Bucket
+from tests.support.states import ALL_DTYPES, TrainingJob, fill, flat, tensor_state, wrong_keys
+
+Options = Mapping[str, object]
+
+
+def save_job(rank: int, world_size: int, url: str, options: Options) -> None:
+    job = TrainingJob(sharded=True, lr=0.25)
+    state = job.state()
+    fill(state)
+    dcp.save(state, storage_writer=dos.ObjectStoreWriter(url, storage_options=options))
+
+
+def load_job(rank: int, world_size: int, url: str, options: Options) -> int:
+    return resume(TrainingJob(sharded=world_size > 0), url, options)
+
+
+def resume(job: TrainingJob, url: str, options: Options) -> int:
+    """Load into the job; the number of tensors checked."""
+    state = job.state()
+    assert wrong_keys(state), "the fresh state already has the saved values"
+    dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=options))
+    assert wrong_keys(state) == []
+    job.adopt(state)
+    assert wrong_keys(job.state()) == []
+    lrs = {value for key, value in flat(job.state()).items() if key.endswith(".lr")}
+    assert lrs == {0.25}
+    return sum(isinstance(value, torch.Tensor) for value in flat(state).values())
+
+
+def assert_whole(bucket: Bucket, name: str) -> None:
+    keys = bucket.keys(name)
+    assert "_COMMIT" in keys
+    assert ".metadata" in keys
+    assert bucket.uploads() == []
+
+
+@pytest.mark.backends("seaweed", "moto", "gcs")
+def test_fsdp2_model_and_optimizer_saved_on_8_resume_on_4_and_on_1(bucket: Bucket) -> None:
+    url = bucket.at("step-1")
+    run_ranks(8, save_job, url, bucket.storage_options)
+    assert_whole(bucket, "step-1")
+    tensors = run_ranks(4, load_job, url, bucket.storage_options)
+    assert len(set(tensors)) == 1
+    # In this process, without a process group, into an unsharded model.
+    assert not torch.distributed.is_initialized()
+    assert resume(TrainingJob(sharded=False), url, bucket.storage_options) == tensors[0]
+
+
+def test_fsdp2_model_and_optimizer_saved_on_4_resume_on_8(bucket: Bucket) -> None:
+    run_ranks(4, save_job, bucket.at("step-1"), bucket.storage_options)
+    assert_whole(bucket, "step-1")
+    run_ranks(8, load_job, bucket.at("step-1"), bucket.storage_options)
+
+
+def save_tensors(
+    rank: int, world_size: int, layout: str, url: str, options: Options, **kind: Any
+) -> None:
+    state = tensor_state(layout, **kind)
+    fill(state)
+    assert wrong_keys(state) == []
+    dcp.save(dict(state), storage_writer=dos.ObjectStoreWriter(url, storage_options=options))
+
+
+def load_tensors(
+    rank: int, world_size: int, layout: str, url: str, options: Options, **kind: Any
+) -> None:
+    state = tensor_state(layout, **kind)
+    dcp.load(dict(state), storage_reader=dos.ObjectStoreReader(url, storage_options=options))
+    assert wrong_keys(state) == []
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "saved_as", "loaded_on", "loaded_as"),
+    [
+        pytest.param(3, "shard0", 5, "shard0", id="3-to-5-uneven"),
+        pytest.param(4, "shard0", 4, "shard1", id="shard0-to-shard1"),
+        pytest.param(4, "shard1", 3, "shard0", id="shard1-to-shard0"),
+        pytest.param(8, "mesh2d", 4, "mesh2d", id="dp4-tp2-to-dp2-tp2"),
+        pytest.param(4, "mesh2d", 3, "shard0", id="mesh2d-to-shard0"),
+        pytest.param(2, "plain", 4, "mesh2d", id="plain-to-mesh2d"),
+    ],
+)
+def test_resharding_is_bit_identical(
+    bucket: Bucket, saved_on: int, saved_as: str, loaded_on: int, loaded_as: str
+) -> None:
+    url = bucket.at("step-1")
+    run_ranks(saved_on, save_tensors, saved_as, url, bucket.storage_options)
+    assert_whole(bucket, "step-1")
+    run_ranks(loaded_on, load_tensors, loaded_as, url, bucket.storage_options)
+    state = tensor_state("plain")
+    reader = dos.ObjectStoreReader(url, storage_options=bucket.storage_options)
+    dcp.load(dict(state), storage_reader=reader)
+    assert wrong_keys(state) == []
+
+
+def save_ddp(rank: int, world_size: int, url: str, options: Options) -> dos.SaveReport:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(7, 5))
+    state = model.state_dict()
+    fill(state)
+    writer = dos.ObjectStoreWriter(url, storage_options=options)
+    dcp.save(state, storage_writer=writer)
+    assert writer.last_save is not None
+    return writer.last_save
+
+
+def load_ddp(rank: int, world_size: int, url: str, options: Options) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(7, 5))
+    state = model.state_dict()
+    dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=options))
+    assert wrong_keys(state) == []
+    assert wrong_keys(model.state_dict()) == []
+
+
+def test_ddp_replicated_state_is_saved_once_and_loads_on_every_rank(bucket: Bucket) -> None:
+    run_ranks(4, save_ddp, bucket.at("step-1"), bucket.storage_options)
+    assert_whole(bucket, "step-1")
+    data = [bucket.get(f"step-1/{key}") for key in bucket.keys("step-1") if ".distcp" in key]
+    payload = torch.nn.Linear(7, 5).weight.numel() * 4
+    # Replicated: one copy in the bucket, whatever the number of ranks.
+    assert payload < sum(map(len, data)) < 4 * payload + 4096 * 2
+    run_ranks(2, load_ddp, bucket.at("step-1"), bucket.storage_options)
+
+
+DTYPE_SHAPES: dict[str, tuple[int, ...]] = {
+    "matrix": (5, 3),
+    "scalar": (),
+    "one": (1,),
+    "empty": (0,),
+    "empty.matrix": (0, 4),
+}
+SHARDED_SHAPES = {"matrix": (5, 3), "empty.matrix": (0, 4)}
+
+
+def all_dtypes(layout: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    return {
+        f"{str(dtype).removeprefix('torch.')}.{key}": tensor
+        for dtype in ALL_DTYPES
+        for key, tensor in tensor_state(layout, shapes, dtype).items()
+    }
+
+
+def save_dtypes(rank: int, world_size: int, url: str, options: Options) -> None:
+    state = {
+        "plain": all_dtypes("plain", DTYPE_SHAPES),
+        "sharded": all_dtypes("shard0", SHARDED_SHAPES),
+    }
+    fill(state)
+    dcp.save(state, storage_writer=dos.ObjectStoreWriter(url, storage_options=options))
+
+
+def load_dtypes(rank: int, world_size: int, url: str, options: Options) -> None:
+    state = {
+        "plain": all_dtypes("plain", DTYPE_SHAPES),
+        "sharded": all_dtypes("shard1", SHARDED_SHAPES),
+    }
+    dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=options))
+    assert wrong_keys(state) == []
+
+
+def test_every_dtype_scalar_and_empty_tensor_comes_back_bit_identical(bucket: Bucket) -> None:
+    run_ranks(2, save_dtypes, bucket.at("step-1"), bucket.storage_options)
+    assert_whole(bucket, "step-1")
+    run_ranks(3, load_dtypes, bucket.at("step-1"), bucket.storage_options)
+
+
+VALUES: dict[str, Any] = {
+    "step": 1234,
+    "loss": 0.1 + 0.2,
+    "name": "läufer",
+    "none": None,
+    "flag": True,
+    "raw": b"\x00\xff",
+    "list": [1, "two", [3.0]],
+    "dict": {"a": {"b": [1, 2]}},
+    "tuple": (1, 2),
+    "size": torch.Size([2, 3]),
+    "dtype": torch.bfloat16,
+}
+
+
+def save_values(rank: int, world_size: int, url: str, options: Options) -> None:
+    state = {**VALUES, "mine": rank, "tensor": torch.arange(4)}
+    dcp.save(state, storage_writer=dos.ObjectStoreWriter(url, storage_options=options))
+
+
+def load_values(rank: int, world_size: int, url: str, options: Options) -> None:
+    state: dict[str, Any] = {
+        name: type(value)() if isinstance(value, (int, str)) else value
+        for name, value in VALUES.items()
+    }
+    state |= {"list": [0, "", [0.0]], "dict": {"a": {"b": [0, 0]}}, "tensor": torch.zeros(4).long()}
+    dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=options))
+    assert {name: state[name] for name in VALUES} == VALUES
+    assert torch.equal(state["tensor"], torch.arange(4))
+
+
+def test_values_that_are_no_tensors_come_back_equal(bucket: Bucket) -> None:
+    run_ranks(2, save_values, bucket.at("step-1"), bucket.storage_options)
+    assert_whole(bucket, "step-1")
+    run_ranks(3, load_values, bucket.at("step-1"), bucket.storage_options)
+
+
+STRIDED_KEYS = ("transposed", "narrowed", "leaf", "conjugate")
+
+
+def test_strided_sources_and_destinations_keep_their_values(bucket: Bucket) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    state = {
+        "transposed": base.t(),
+        "narrowed": base[:, 1:4],
+        "leaf": torch.nn.Parameter(base.clone()),
+        "conjugate": torch.complex(base, -base).conj(),
+    }
+    url, options = bucket.at("step-1"), bucket.storage_options
+    dcp.save(dict(state), storage_writer=dos.ObjectStoreWriter(url, storage_options=options))
+    back = {
+        "transposed": torch.zeros(4, 6).t(),
+        "narrowed": torch.zeros(4, 6)[:, 2:5],
+        "leaf": torch.nn.Parameter(torch.zeros(4, 6)),
+        "conjugate": torch.zeros(4, 6, dtype=torch.complex64),
+    }
+    dcp.load(dict(back), storage_reader=dos.ObjectStoreReader(url, storage_options=options))
+    for key in STRIDED_KEYS:
+        assert torch.equal(back[key], state[key]), key
+    assert back["leaf"].requires_grad
