@@ -155,7 +155,7 @@ def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> Make:
     def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> S3Store:
         return S3Store(
             config=config,  # type: ignore[arg-type]
-            client_options={**client, **timeouts},  # type: ignore[typeddict-item]
+            client_options={**client, **timeouts},  # type: ignore[arg-type]
             retry_config=retry,  # type: ignore[arg-type]
             credential_provider=found.provider,
         )
@@ -178,7 +178,7 @@ def _gcs(url: StoreUrl, options: Mapping[str, Any], stripped: tuple[str, ...]) -
     def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> GCSStore:
         return GCSStore(
             config=config,  # type: ignore[arg-type]
-            client_options={**client, **timeouts},  # type: ignore[typeddict-item]
+            client_options={**client, **timeouts},  # type: ignore[arg-type]
             retry_config=retry,  # type: ignore[arg-type]
             credential_provider=found.provider,
         )

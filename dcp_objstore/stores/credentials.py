@@ -81,35 +81,23 @@ def find_s3_credentials(settings: S3Settings, stripped: tuple[str, ...] = ()) ->
         CredentialsError: there are none, or the profile does not exist, or boto3 is needed to
             read them and is not installed.
     """
-    environ = os.environ
-    if settings.anon:
-        return Credentials("anonymous", config={"skip_signature": True})
-    if settings.key is not None and settings.secret is not None:
-        return Credentials("storage_options", _static(settings))
-    if settings.profile is not None:
-        return _from_boto3(settings.profile, f"profile {settings.profile!r}")
-    if environ.get("AWS_ACCESS_KEY_ID") and environ.get("AWS_SECRET_ACCESS_KEY"):
-        return Credentials("AWS_ACCESS_KEY_ID in the environment")
-    profile = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
-    if profile:
-        return _from_boto3(profile, f"AWS_PROFILE={profile}")
-    for name in _NATIVE_VARIABLES:
-        if environ.get(name):
-            return Credentials(f"{name} in the environment")
+    found = _from_s3_options(settings) or _from_aws_environment()
+    if found is not None:
+        return found
     if _default_profile_has_credentials():
         return _from_boto3(None, "the default profile of the shared AWS files")
-    if environ.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true" and _metadata_answers(
-        environ.get("AWS_METADATA_ENDPOINT") or "http://169.254.169.254",
+    disabled = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+    if not disabled and _metadata_answers(
+        os.environ.get("AWS_METADATA_ENDPOINT") or "http://169.254.169.254",
         "PUT",
         "/latest/api/token",
         {"X-aws-ec2-metadata-token-ttl-seconds": "60"},
     ):
         return Credentials("instance metadata")
-    lost = _lost(stripped)
     raise CredentialsError(
         "no credentials for S3: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,"
         " or pass storage_options={'key': …, 'secret': …} ({'anon': True} for a public bucket)"
-        + lost
+        + _lost(stripped)
     )
 
 
@@ -157,6 +145,29 @@ def find_gcs_credentials(
         " GOOGLE_APPLICATION_CREDENTIALS, or pass storage_options={'token': …}"
         " ({'anon': True} for a public bucket)" + _lost(stripped)
     )
+
+
+def _from_s3_options(settings: S3Settings) -> Credentials | None:
+    if settings.anon:
+        return Credentials("anonymous", config={"skip_signature": True})
+    if settings.key is not None and settings.secret is not None:
+        return Credentials("storage_options", _static(settings))
+    if settings.profile is not None:
+        return _from_boto3(settings.profile, f"profile {settings.profile!r}")
+    return None
+
+
+def _from_aws_environment() -> Credentials | None:
+    environ = os.environ
+    if environ.get("AWS_ACCESS_KEY_ID") and environ.get("AWS_SECRET_ACCESS_KEY"):
+        return Credentials("AWS_ACCESS_KEY_ID in the environment")
+    profile = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
+    if profile:
+        return _from_boto3(profile, f"AWS_PROFILE={profile}")
+    for name in _NATIVE_VARIABLES:
+        if environ.get(name):
+            return Credentials(f"{name} in the environment")
+    return None
 
 
 def _lost(stripped: tuple[str, ...]) -> str:
@@ -289,7 +300,7 @@ def _from_google_auth(credentials: object | None, source: str) -> Credentials:
             credentials, _ = google.auth.default(
                 scopes=["https://www.googleapis.com/auth/devstorage.read_write"]
             )
-        return Credentials(source, GoogleCredentialProvider(credentials))  # type: ignore[arg-type]
+        return Credentials(source, GoogleCredentialProvider(credentials))
     except GoogleAuthError as error:
         raise CredentialsError(f"{source}: {error}") from error
 

@@ -21,6 +21,7 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     StoreUnavailableError,
 )
+from dcp_objstore.stores.inputs import WatchedBuffers, check_range
 from dcp_objstore.stores.protocol import (
     Capabilities,
     IfAbsent,
@@ -117,7 +118,7 @@ class ObstoreStore:
         """See `ObjectStore.put_stream`."""
         import obstore
 
-        source = _Source(buffers)
+        source = WatchedBuffers(buffers)
         try:
             with self._errors(key) as path:
                 result = obstore.put(
@@ -164,9 +165,14 @@ class ObstoreStore:
         with self._errors(key) as path:
             if self._url.scheme == "memory":
                 # obstore's memory store tells a range past the end by its text alone.
-                self._check_end(obstore.head(self._clients.read(), path)["size"], start, end)
+                size = obstore.head(self._clients.read(), path)["size"]
+                if size < end:
+                    raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size} bytes")
             body = obstore.get_range(self._clients.read(), path, start=start, end=end)
-            self._check_end(start + len(body), start, end)
+            if len(body) != end - start:
+                raise CorruptDataError(
+                    f"bytes [{start}, {end}) asked for, but {len(body)} bytes came"
+                )
         return body
 
     def head(self, key: str) -> ObjectMeta:
@@ -237,38 +243,6 @@ class ObstoreStore:
         return ObjectMeta(
             path[len(self._root) :], meta["size"], _version(meta), meta["last_modified"]
         )
-
-    @staticmethod
-    def _check_end(reached: int, start: int, end: int) -> None:
-        if reached != end and reached < end:
-            raise CorruptDataError(f"bytes [{start}, {end}) asked for, but they end at {reached}")
-        # A longer memory object is fine: only a body may not be longer than what was asked for.
-
-
-class _Source:
-    """Hands buffers through without keeping a reference, and remembers what the iterator raised."""
-
-    def __init__(self, buffers: Iterator[Buffer]) -> None:
-        self._buffers = iter(buffers)
-        self.error: BaseException | None = None
-
-    def __iter__(self) -> _Source:
-        return self
-
-    def __next__(self) -> Buffer:
-        try:
-            return next(self._buffers)
-        except StopIteration:
-            raise
-        except BaseException as error:
-            self.error = error
-            raise
-
-
-def check_range(start: int, end: int) -> None:
-    """Raise `InputError` unless `0 <= start <= end`."""
-    if not 0 <= start <= end:
-        raise InputError(f"not a range: [{start}, {end})")
 
 
 def _version(answer: Any) -> Version:

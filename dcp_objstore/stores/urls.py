@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from dcp_objstore.errors import InvalidUrlError
 
@@ -91,6 +91,15 @@ def parse_url(url: object) -> StoreUrl:
     return StoreUrl(scheme, bucket, _check_segments(prefix.removesuffix("/"), url, empty_ok=True))
 
 
+def is_supported_url(url: object) -> bool:
+    """Whether `parse_url` takes it."""
+    try:
+        parse_url(url)
+    except InvalidUrlError:
+        return False
+    return True
+
+
 def check_key(key: str) -> str:
     """Return a key as it is, or raise `InvalidUrlError` if no store could hold it.
 
@@ -154,7 +163,7 @@ def _no_scheme(url: str) -> str:
 
 def _unknown_scheme(head: str) -> str:
     close = difflib.get_close_matches(head.lower(), list(_ALIASES), n=1, cutoff=0.5)
-    nearest = _FOREIGN.get(head.lower(), cast("str | None", close[0] if close else None))
+    nearest = _FOREIGN.get(head.lower(), close[0] if close else None)
     hint = f"; did you mean {nearest}://?" if nearest else ""
     known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
     return (

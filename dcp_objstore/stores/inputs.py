@@ -1,0 +1,58 @@
+"""What every adapter does with its arguments: check a range, watch an iterator of buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, cast
+
+from dcp_objstore.errors import InputError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+def check_range(start: int, end: int) -> None:
+    """Raise `InputError` unless `0 <= start <= end`."""
+    if not 0 <= start <= end:
+        raise InputError(f"not a range: [{start}, {end})")
+
+
+def as_buffers(data: Buffer | Sequence[Buffer]) -> Sequence[Buffer]:
+    """One buffer, or a list or tuple of them, as a sequence."""
+    if isinstance(data, (list, tuple)):
+        return data
+    return [cast("Buffer", data)]
+
+
+class WatchedBuffers:
+    """Hands buffers through, and remembers what the iterator raised.
+
+    It is no generator, because a generator's local variable would keep the last buffer alive
+    until the next is asked for; writers see the end of an upload in the death of its buffer.
+
+    Attributes:
+        error: what the iterator raised, or None.
+    """
+
+    def __init__(
+        self, buffers: Iterator[Buffer], on_buffer: Callable[[Buffer], None] | None = None
+    ) -> None:
+        self._buffers = iter(buffers)
+        self._on_buffer = on_buffer
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> WatchedBuffers:
+        return self
+
+    def __next__(self) -> Buffer:
+        try:
+            if self._on_buffer is None:
+                return next(self._buffers)
+            buffer = next(self._buffers)
+            self._on_buffer(buffer)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+        return buffer

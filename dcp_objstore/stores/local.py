@@ -1,0 +1,338 @@
+"""`ObjectStore` over a local or shared file system, for `file://`.
+
+obstore's own local store has no conditional update and does not sync, so this one is ours. What
+it guarantees, on a POSIX file system:
+- An object appears whole or not at all: it is written beside its place, synced, then renamed.
+- `IfAbsent` is `link`, which fails if the name exists, also between machines on NFS.
+- Every change of an existing object (rename, conditional or not, and delete) happens under an
+  exclusive `flock` of its folder, so compare-and-swap is atomic between threads and processes.
+- A version is (mtime in ns, inode, size). The mtime is set by us from the clock in full
+  nanoseconds, so rewriting equal content gives another version.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dcp_objstore.errors import (
+    CorruptDataError,
+    DcpObjstoreError,
+    InputError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+)
+from dcp_objstore.stores.inputs import WatchedBuffers, as_buffers, check_range
+from dcp_objstore.stores.protocol import (
+    Capabilities,
+    IfAbsent,
+    IfVersion,
+    ObjectMeta,
+    Precondition,
+    Version,
+)
+from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_OURS = ".dcp-objstore."  # names that start so are temporary or locks, and are no objects
+_LOCK_NAME = f"{_OURS}lock"
+
+_BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
+    errno.ENOENT: ObjectNotFoundError,
+    errno.EACCES: PermissionDeniedError,
+    errno.EPERM: PermissionDeniedError,
+    errno.EROFS: PermissionDeniedError,
+    errno.ENAMETOOLONG: InputError,
+    # A key may not be both an object and the prefix of another one here.
+    errno.EISDIR: InputError,
+    errno.ENOTDIR: InputError,
+    errno.EEXIST: InputError,
+}
+
+
+class LocalStore:
+    """A store rooted at one folder, which is made by the first write."""
+
+    def __init__(self, url: StoreUrl) -> None:
+        self._url = url
+        self._root = Path(url.prefix)
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """The root."""
+        return str(self._url)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """All but parallel parts: a stream is written in order."""
+        return Capabilities(multipart=False)
+
+    def put(
+        self,
+        key: str,
+        data: Buffer | Sequence[Buffer],
+        *,
+        precondition: Precondition | None = None,
+        retry: bool = True,  # noqa: ARG002  there is nothing to retry
+    ) -> Version:
+        """See `ObjectStore.put`."""
+        with self._errors(key) as path:
+            return self._write(path, iter(as_buffers(data)), precondition)
+
+    def put_stream(
+        self,
+        key: str,
+        buffers: Iterator[Buffer],
+        *,
+        part_size_bytes: int,  # noqa: ARG002  no parts here
+        max_concurrency: int,  # noqa: ARG002  in order
+    ) -> Version:
+        """See `ObjectStore.put_stream`."""
+        source = WatchedBuffers(buffers)
+        try:
+            with self._errors(key) as path:
+                return self._write(path, source, None)
+        except BaseException:
+            if source.error is not None:
+                raise source.error from None
+            raise
+
+    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        """See `ObjectStore.get`."""
+        with self._errors(key) as path, _opened(path) as (fd, status):
+            if status.st_size > max_size_bytes:
+                raise CorruptDataError(
+                    f"the object has {status.st_size} bytes, at most {max_size_bytes} expected"
+                )
+            return bytes(_read(fd, 0, status.st_size)), _meta(key, status)
+
+    def get_range(self, key: str, start: int, end: int) -> Buffer:
+        """See `ObjectStore.get_range`."""
+        check_range(start, end)
+        with self._errors(key) as path, _opened(path) as (fd, status):
+            if status.st_size < end:
+                raise CorruptDataError(
+                    f"bytes [{start}, {end}) asked for, but they end at {status.st_size}"
+                )
+            return _read(fd, start, end)
+
+    def head(self, key: str) -> ObjectMeta:
+        """See `ObjectStore.head`."""
+        with self._errors(key) as path, _opened(path) as (_, status):
+            return _meta(key, status)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """See `ObjectStore.list`; in the order of the keys' segments."""
+        return self._walk(check_prefix(prefix))
+
+    def delete(self, key: str) -> None:
+        """See `ObjectStore.delete`."""
+        with self._errors(key) as path:
+            try:
+                with _locked(path.parent):
+                    if path.is_dir():
+                        return  # the prefix of other keys, and no object
+                    path.unlink()
+                    _sync_folder(path.parent)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+
+    def _write(
+        self, path: Path, buffers: Iterator[Buffer], precondition: Precondition | None
+    ) -> Version:
+        if precondition is not None and not isinstance(precondition, (IfAbsent, IfVersion)):
+            raise InputError(f"not a precondition: {precondition!r}")
+        _make_folder(path.parent)
+        temporary = path.parent / f"{_OURS}{secrets.token_hex(8)}.tmp"
+        try:
+            status = _write_synced(temporary, buffers)
+            if isinstance(precondition, IfAbsent):
+                _link(temporary, path)
+            else:
+                with _locked(path.parent):
+                    if precondition is not None:
+                        _check_version(path, precondition.version)
+                    temporary.replace(path)
+            _sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return _version(status)
+
+    def _walk(self, folder_key: str) -> Iterator[ObjectMeta]:
+        with self._errors(None):
+            found = _entries(self._root / folder_key if folder_key else self._root)
+        for entry in found:
+            key = f"{folder_key}/{entry.name}" if folder_key else entry.name
+            meta: ObjectMeta | None = None
+            with self._errors(None):
+                is_folder = entry.is_dir()
+                if not is_folder:
+                    try:
+                        status = entry.stat()
+                    except FileNotFoundError:
+                        continue  # deleted since the folder was read
+                    meta = _meta(key, status) if stat.S_ISREG(status.st_mode) else None
+            if is_folder:
+                yield from self._walk(key)
+            elif meta is not None:
+                yield meta
+
+    @contextmanager
+    def _errors(self, key: str | None) -> Iterator[Path]:
+        """Check the key, yield its place, and translate what is raised."""
+        path = self._root
+        if key is not None:
+            path = self._root / check_key(key)
+            if any(part.startswith(_OURS) for part in key.split("/")):
+                raise InputError(f"keys may not have segments starting with {_OURS!r}: {key!r}")
+        try:
+            yield path
+        except DcpObjstoreError as error:
+            error.at(object_key=key, url=self.url)
+            raise
+        except (OSError, ValueError, TypeError, BufferError) as error:
+            raise _translate(error).at(object_key=key, url=self.url) from error
+
+
+def _translate(error: Exception) -> DcpObjstoreError:
+    if isinstance(error, OSError):
+        kind = _BY_ERRNO.get(error.errno or 0, StoreUnavailableError)
+        return kind(error.strerror or str(error))
+    return InputError(f"{type(error).__name__}: {error}")
+
+
+def _write_synced(path: Path, buffers: Iterator[Buffer]) -> os.stat_result:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        while True:
+            # Not a `for`: its variable would keep the last buffer alive during the next one.
+            try:
+                view = memoryview(next(buffers))
+            except StopIteration:
+                break
+            if view.ndim != 1 or view.itemsize != 1 or not view.c_contiguous:
+                raise InputError("buffers must be 1-D, contiguous and of bytes")
+            written = 0
+            while written < len(view):
+                written += os.write(fd, view[written:])
+            del view
+        now = time.time_ns()
+        os.utime(fd, ns=(now, now))
+        os.fsync(fd)
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
+def _link(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except FileExistsError as error:
+        raise PreconditionFailedError("there is such an object already") from error
+    except OSError as error:
+        # File systems without hard links: the lock is all there is.
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise
+        with _locked(path.parent):
+            if path.exists():
+                raise PreconditionFailedError("there is such an object already") from None
+            temporary.replace(path)
+
+
+def _check_version(path: Path, expected: Version) -> None:
+    try:
+        found = _version(path.stat())
+    except FileNotFoundError:
+        raise PreconditionFailedError("there is no such object any more") from None
+    if found != expected:
+        raise PreconditionFailedError("the object was changed by another writer")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    # A lock of the open file description: it excludes threads of this process as well.
+    fd = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    # O_NONBLOCK: opening a FIFO must not wait; it is refused below.
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except NotADirectoryError as error:
+        raise ObjectNotFoundError("there is no such object") from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ObjectNotFoundError("there is no such object")
+        yield fd, status
+    finally:
+        os.close(fd)
+
+
+def _read(fd: int, start: int, end: int) -> bytearray:
+    body = bytearray(end - start)
+    view = memoryview(body)
+    done = 0
+    while done < len(body):
+        count = os.preadv(fd, [view[done:]], start + done)
+        if count == 0:
+            raise CorruptDataError(f"bytes [{start}, {end}) end at {start + done}")
+        done += count
+    return body
+
+
+def _make_folder(folder: Path) -> None:
+    """As `mkdir -p`, and synced: a new object must not vanish with the name of its folder."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _entries(folder: Path) -> Sequence[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            entries = [entry for entry in found if not entry.name.startswith(_OURS)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(entries, key=lambda entry: entry.name)
+
+
+def _version(status: os.stat_result) -> Version:
+    return Version(e_tag=f"{status.st_mtime_ns:x}-{status.st_ino:x}-{status.st_size:x}")
+
+
+def _meta(key: str, status: os.stat_result) -> ObjectMeta:
+    modified = datetime.fromtimestamp(status.st_mtime_ns / 1e9, tz=UTC)
+    return ObjectMeta(key, status.st_size, _version(status), modified)

@@ -1,0 +1,267 @@
+"""Stores around a store, for tests and diagnosis: they record, inject faults and add latency.
+
+They compose: `RecordingStore(FaultStore(LatencyStore(store, 0.05), plan))`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from dcp_objstore.stores.inputs import WatchedBuffers, as_buffers
+from dcp_objstore.stores.protocol import (
+    Capabilities,
+    ObjectMeta,
+    ObjectStore,
+    Precondition,
+    Version,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+Verb = Literal["put", "put_stream", "get", "get_range", "head", "list", "delete"]
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Request:
+    """One request, recorded when it has ended.
+
+    Attributes:
+        verb: the method's name.
+        key: the object, or the prefix for `list`.
+        bytes: length of the body sent or received; 0 for `head`, `list` and `delete`.
+        start: first byte of a range, else None.
+        end: end of a range, else None.
+        precondition: of a `put`.
+        retry: of a `put`.
+        buffers: number of buffers that a `put_stream` took.
+        thread: name of the calling thread.
+        error: what it raised, or None.
+    """
+
+    verb: Verb
+    key: str
+    bytes: int = 0
+    start: int | None = None
+    end: int | None = None
+    precondition: Precondition | None = None
+    retry: bool = True
+    buffers: int = 0
+    thread: str = ""
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An error to raise instead of an answer.
+
+    Attributes:
+        when: `before` the effect (nothing happens), `after` it (the answer is lost), or, for
+            `put_stream` only, `during` it: in the iterator, which aborts the upload.
+        error: what to raise.
+        after_buffers: with `during`: how many buffers pass first.
+    """
+
+    when: Literal["before", "after", "during"]
+    error: BaseException
+    after_buffers: int = 1
+
+
+Plan = Callable[[Verb, str, int], Fault | None]
+
+
+class WrappedStore:
+    """Hands every verb on through `_call`, which subclasses override."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        self.inner = inner
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+    @property
+    def url(self) -> str:
+        """The inner store's."""
+        return self.inner.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The inner store's."""
+        return self.inner.capabilities
+
+    def _around(self, request: Request) -> AbstractContextManager[None]:  # noqa: ARG002
+        """What happens around a request; raising here raises instead of, or after, it."""
+        return nullcontext()
+
+    def _on_buffer(self, request: Request, buffer: Buffer) -> None:
+        """What happens to each buffer of a `put_stream` before it is handed on."""
+
+    def put(
+        self,
+        key: str,
+        data: Buffer | Sequence[Buffer],
+        *,
+        precondition: Precondition | None = None,
+        retry: bool = True,
+    ) -> Version:
+        """See `ObjectStore.put`."""
+        size = sum(memoryview(piece).nbytes for piece in as_buffers(data))
+        request = Request("put", key, size, precondition=precondition, retry=retry)
+        with self._around(request):
+            return self.inner.put(key, data, precondition=precondition, retry=retry)
+
+    def put_stream(
+        self,
+        key: str,
+        buffers: Iterator[Buffer],
+        *,
+        part_size_bytes: int,
+        max_concurrency: int,
+    ) -> Version:
+        """See `ObjectStore.put_stream`."""
+        request = Request("put_stream", key)
+
+        def seen(buffer: Buffer) -> None:
+            self._on_buffer(request, buffer)
+            request.bytes += memoryview(buffer).nbytes
+            request.buffers += 1
+
+        with self._around(request):
+            return self.inner.put_stream(
+                key,
+                WatchedBuffers(buffers, seen),
+                part_size_bytes=part_size_bytes,
+                max_concurrency=max_concurrency,
+            )
+
+    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        """See `ObjectStore.get`."""
+        request = Request("get", key)
+        with self._around(request):
+            body, meta = self.inner.get(key, max_size_bytes=max_size_bytes)
+            request.bytes = len(body)
+            return body, meta
+
+    def get_range(self, key: str, start: int, end: int) -> Buffer:
+        """See `ObjectStore.get_range`."""
+        request = Request("get_range", key, start=start, end=end)
+        with self._around(request):
+            body = self.inner.get_range(key, start, end)
+            request.bytes = memoryview(body).nbytes
+            return body
+
+    def head(self, key: str) -> ObjectMeta:
+        """See `ObjectStore.head`."""
+        with self._around(Request("head", key)):
+            return self.inner.head(key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """See `ObjectStore.list`; the request begins with the first item and ends with the last."""
+        with self._around(Request("list", prefix)):
+            yield from self.inner.list(prefix)
+
+    def delete(self, key: str) -> None:
+        """See `ObjectStore.delete`."""
+        with self._around(Request("delete", key)):
+            self.inner.delete(key)
+
+
+class RecordingStore(WrappedStore):
+    """Keeps a record of every request, in the order in which they ended.
+
+    Attributes:
+        requests: the record; safe to read while requests run.
+    """
+
+    def __init__(self, inner: ObjectStore) -> None:
+        super().__init__(inner)
+        self.requests: list[Request] = []
+
+    @contextmanager
+    def _around(self, request: Request) -> Iterator[None]:
+        request.thread = threading.current_thread().name
+        try:
+            yield
+        except BaseException as error:
+            request.error = error
+            raise
+        finally:
+            self.requests.append(request)  # atomic under the GIL
+
+
+class FaultStore(WrappedStore):
+    """Raises what a plan says.
+
+    Args:
+        inner: the store.
+        plan: called as `plan(verb, key, nth)` before every request, `nth` counting from 1 per
+            verb and key; returns a `Fault` or None.
+    """
+
+    def __init__(self, inner: ObjectStore, plan: Plan) -> None:
+        super().__init__(inner)
+        self._plan = plan
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()
+        self._during: dict[int, Fault] = {}
+
+    @contextmanager
+    def _around(self, request: Request) -> Iterator[None]:
+        with self._lock:
+            self._counts[request.verb, request.key] += 1
+            nth = self._counts[request.verb, request.key]
+        fault = self._plan(request.verb, request.key, nth)
+        if fault is None:
+            yield
+            return
+        if fault.when == "before":
+            raise fault.error
+        if fault.when == "after":
+            yield
+            raise fault.error
+        if request.verb != "put_stream":
+            raise ValueError(f"a fault 'during' needs put_stream, not {request.verb}")
+        self._during[id(request)] = fault
+        try:
+            yield
+        finally:
+            del self._during[id(request)]
+        raise fault.error  # the stream ended before `after_buffers`
+
+    def _on_buffer(self, request: Request, buffer: Buffer) -> None:  # noqa: ARG002
+        fault = self._during.get(id(request))
+        if fault is not None and request.buffers >= fault.after_buffers:
+            raise fault.error
+
+
+class LatencyStore(WrappedStore):
+    """Waits before every request.
+
+    Args:
+        inner: the store.
+        seconds: how long, or a function of (verb, key).
+        sleep: what waits; for tests with a clock of their own.
+    """
+
+    def __init__(
+        self,
+        inner: ObjectStore,
+        seconds: float | Callable[[Verb, str], float],
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        super().__init__(inner)
+        self._seconds = seconds
+        self._sleep = sleep
+
+    @contextmanager
+    def _around(self, request: Request) -> Iterator[None]:
+        seconds = self._seconds
+        self._sleep(seconds(request.verb, request.key) if callable(seconds) else seconds)
+        yield
