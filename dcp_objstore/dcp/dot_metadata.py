@@ -1,0 +1,110 @@
+"""Write `.metadata`, the pickle by which stock torch readers find a checkpoint's items.
+
+Only stock classes, in a form that `pickle.load` reads with torch 2.6 and later, whichever torch
+writes it.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import os
+import pickle
+from types import FunctionType
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_objstore.errors import UnsupportedError
+
+# Stock torch takes Python's default protocol: 4 up to Python 3.13, 5 from 3.14 on.
+_PROTOCOL: Final = 4
+_STOCK: Final = frozenset(
+    {
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+        _MEM_FORMAT_ENCODING,
+        _StorageInfo,
+        torch.Size,
+        torch.dtype,
+        torch.layout,
+    }
+)
+
+
+def encode_metadata(metadata: Metadata) -> bytes:
+    """Pickle `metadata` so that stock torch 2.6 and later reads it.
+
+    TensorProperties is always the 5-tuple (dtype, layout, requires_grad, memory format, pinned):
+    torch 2.15 writes six fields, which torch up to 2.14 rejects. `storage_meta.checkpoint_id`
+    becomes a `str`. Attributes that `Metadata` does not have are left out. The argument is not
+    changed.
+
+    Raises:
+        UnsupportedError: it holds a value of a class that stock torch does not write there.
+    """
+    buffer = io.BytesIO()
+    _StockPickler(buffer, _PROTOCOL).dump(
+        Metadata(
+            state_dict_metadata=metadata.state_dict_metadata,
+            planner_data=metadata.planner_data,
+            storage_data=metadata.storage_data,
+            storage_meta=_with_text_id(metadata.storage_meta),
+            version=getattr(metadata, "version", None),
+        )
+    )
+    return buffer.getvalue()
+
+
+def _with_text_id(meta: StorageMeta | None) -> StorageMeta | None:
+    """A copy whose `checkpoint_id` is text, so that no class of paths has to be importable."""
+    if meta is None:
+        return None
+    place = meta.checkpoint_id
+    return StorageMeta(
+        checkpoint_id=None if place is None else str(os.fspath(place)),
+        save_id=meta.save_id,
+        load_id=meta.load_id,
+        modules=list(meta.modules),
+    )
+
+
+class _StockPickler(pickle.Pickler):
+    """Lets stock classes and plain data through; `reducer_override` sees everything else."""
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is TensorProperties:
+            return copyreg.__newobj__, (TensorProperties,), _five_fields(value)  # type: ignore[attr-defined]
+        if kind in _STOCK:
+            return NotImplemented
+        if kind is FunctionType and value is torch.serialization._get_layout:
+            return NotImplemented
+        if isinstance(value, type) and value in _STOCK:
+            return NotImplemented
+        raise UnsupportedError(
+            f".metadata cannot hold a {kind.__module__}.{kind.__qualname__}: stock torch writes "
+            "only its own classes and plain data there"
+        )
+
+
+def _five_fields(properties: TensorProperties) -> tuple[object, ...]:
+    """What torch 2.6 to 2.14 pickle; what came later is appended there, so it is cut off."""
+    state: tuple[object, ...] = properties.__getstate__()  # type: ignore[no-untyped-call]
+    return state[:5]
