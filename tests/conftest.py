@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer
-from tests.support.servers import BUCKET, Bucket, MotoServer
+from tests.support.servers import BUCKET, READ_ONLY_IDENTITY, Bucket, MotoServer
 
 DEFAULT_BACKENDS = ("seaweed", "moto")
 
@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def seaweed() -> Iterator[SeaweedServer]:
-    with SeaweedServer() as server:
+    with SeaweedServer(extra_identities=[READ_ONLY_IDENTITY]) as server:
         server.create_bucket(BUCKET)
         yield server
 

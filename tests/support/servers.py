@@ -12,6 +12,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 BUCKET = "dcp-tests"
+# Storage options of the identity that may read and list, on SeaweedFS.
+READ_ONLY = {"key": "reader", "secret": "reader-secret-0123456789"}
+READ_ONLY_IDENTITY = {
+    "name": "reader",
+    "credentials": [{"accessKey": READ_ONLY["key"], "secretKey": READ_ONLY["secret"]}],
+    "actions": ["Read", "List"],
+}
 
 
 class MotoServer:

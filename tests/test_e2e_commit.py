@@ -1,0 +1,230 @@
+"""A checkpoint exists whole or not at all: kills, failing ranks, races, overwriting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import dcp_objstore as dos
+from dcp_objstore.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitLostError,
+    DcpObjstoreError,
+)
+from tests.support.checkpoints import (
+    HookPlanner,
+    Options,
+    assert_nothing_visible,
+    cause,
+    causes,
+    edition,
+    edition_in,
+    load_here,
+    save_edition,
+    save_edition_here,
+)
+from tests.support.ranks import run_ranks, try_ranks
+from tests.support.servers import Bucket
+
+MIB = 1024 * 1024
+
+
+def save_and_die(rank: int, world_size: int, victim: int, url: str, options: Options) -> None:
+    """Two tensors of 6 MiB per rank, so a multipart upload is under way at the second."""
+
+    def die(item: int) -> None:
+        if rank == victim and item == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    config = dos.TransferConfig(part_size_bytes=5 * MIB)
+    writer = dos.ObjectStoreWriter(url, storage_options=options, config=config)
+    state = {f"{rank}.{number}": torch.full((6 * MIB // 4,), float(rank)) for number in range(2)}
+    dcp.save(dict(state), storage_writer=writer, planner=HookPlanner(die))
+
+
+@pytest.mark.parametrize("victim", [0, 2], ids=["coordinator", "other-rank"])
+def test_sigkill_of_a_rank_in_mid_save_leaves_no_checkpoint(bucket: Bucket, victim: int) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    outcomes = try_ranks(3, save_and_die, victim, url, options, timeout_seconds=45)
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            assert outcome.exit_signal == signal.SIGKILL
+        else:
+            assert outcome.error is not None, str(outcome)  # and it did not hang
+    # A killed process cannot abort its own upload; nobody else may leave one.
+    assert_nothing_visible(bucket, "step-1", uploads=True)
+    assert all(f"/__{victim}_" in key for key in bucket.uploads())
+    with pytest.raises(CheckpointException) as refused:
+        load_here(url, options)
+    assert isinstance(cause(refused.value), CheckpointNotFoundError)
+    # Nothing is in the way of saving it again.
+    run_ranks(2, save_edition, "again", url, options)
+    assert edition_in(url, options, ["again"]) == "again"
+
+
+class DiesBeforeCommit(dos.ObjectStoreWriter):
+    def finish(self, metadata: Any, results: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_before_commit(rank: int, world_size: int, url: str, options: Options) -> None:
+    writer = DiesBeforeCommit(url, storage_options=options)
+    dcp.save(dict(edition("lost", "shard0")), storage_writer=writer)
+
+
+def test_sigkill_between_the_last_upload_and_the_commit_leaves_the_old_checkpoint(
+    bucket: Bucket,
+) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    outcomes = try_ranks(2, die_before_commit, url, options, timeout_seconds=45)
+    assert outcomes[0].exit_signal == signal.SIGKILL
+    assert outcomes[1].error is not None, str(outcomes[1])
+    assert_nothing_visible(bucket, "step-1")
+    assert bucket.keys("step-1"), "all data was uploaded before the kill"
+
+
+def save_with_a_failing_rank(
+    rank: int, world_size: int, bad: int, url: str, options: Options
+) -> None:
+    def fail(item: int) -> None:
+        if rank == bad and item == 1:
+            raise ValueError("the tensor cannot be staged")
+
+    config = dos.TransferConfig(part_size_bytes=5 * MIB)
+    writer = dos.ObjectStoreWriter(url, storage_options=options, config=config)
+    state = {f"{rank}.{number}": torch.full((6 * MIB // 4,), float(rank)) for number in range(2)}
+    dcp.save(dict(state), storage_writer=writer, planner=HookPlanner(fail))
+
+
+@pytest.mark.parametrize("bad", [0, 1], ids=["coordinator", "other-rank"])
+def test_a_rank_that_fails_fails_the_save_on_every_rank_with_its_name(
+    bucket: Bucket, bad: int
+) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    for outcome in try_ranks(3, save_with_a_failing_rank, bad, url, options):
+        (error,) = causes(outcome.error)
+        assert isinstance(error, DcpObjstoreError)
+        assert error.rank == bad
+        assert error.url == url
+        assert "the tensor cannot be staged" in str(error)
+        assert f"{bad}.1" in str(error), "the state-dict key"
+    assert_nothing_visible(bucket, "step-1")
+
+
+def race(rank: int, world_size: int, url: str, options: Options) -> str:
+    """Two jobs of two ranks. All have begun before any uploads, so both may want to commit."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    job = rank // 2
+
+    def wait_for_the_other_job(item: int) -> None:
+        if item == 0:
+            dist.barrier()
+
+    writer = dos.ObjectStoreWriter(url, storage_options=options)
+    state = {f"own-{rank % 2}": torch.full((5,), float(job)), **edition(f"job-{job}")}
+    try:
+        dcp.save(
+            dict(state),
+            storage_writer=writer,
+            process_group=groups[job],
+            planner=HookPlanner(wait_for_the_other_job),
+        )
+    except CheckpointException as error:
+        assert isinstance(cause(error), CommitLostError), repr(error)
+        return "lost"
+    return "won"
+
+
+@pytest.mark.backends("seaweed", "moto", "gcs")
+def test_of_two_jobs_racing_for_a_checkpoint_exactly_one_wins_and_is_whole(bucket: Bucket) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    ends = run_ranks(4, race, url, options)
+    assert sorted(ends) == ["lost", "lost", "won", "won"]
+    assert ends[0] == ends[1], "every rank of a job ends alike"
+    winner = f"job-{ends.index('won') // 2}"
+    assert edition_in(url, options, ["job-0", "job-1"]) == winner
+    assert bucket.uploads() == []
+
+
+def test_of_many_writers_of_one_checkpoint_exactly_one_wins(bucket: Bucket) -> None:
+    """Plain processes without a group: threads of this one."""
+    url, options = bucket.at("step-1"), bucket.storage_options
+    count = 6
+    begun = threading.Barrier(count)
+    ends: dict[int, BaseException | None] = {}
+
+    def save(number: int) -> None:
+        def wait(item: int) -> None:
+            if item == 0:
+                begun.wait(timeout=30)
+
+        writer = dos.ObjectStoreWriter(url, storage_options=options)
+        try:
+            dcp.save(
+                dict(edition(f"writer-{number}")),
+                storage_writer=writer,
+                planner=HookPlanner(wait),
+                no_dist=True,
+            )
+        except BaseException as error:  # noqa: BLE001 - DCP's is a BaseException
+            ends[number] = error
+        else:
+            ends[number] = None
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    winners = [number for number, error in ends.items() if error is None]
+    assert len(winners) == 1
+    for number, error in ends.items():
+        assert number in winners or isinstance(cause(error), CommitLostError), repr(error)
+    names = [f"writer-{number}" for number in range(count)]
+    assert edition_in(url, options, names) == names[winners[0]]
+
+
+def test_a_committed_checkpoint_is_refused_on_every_rank_and_stays(bucket: Bucket) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    run_ranks(2, save_edition, "first", url, options)
+    before = {key: bucket.get(f"step-1/{key}") for key in bucket.keys("step-1")}
+    for outcome in try_ranks(3, save_edition, "second", url, options):
+        error = cause(outcome.error)
+        assert isinstance(error, CheckpointExistsError)
+        assert error.url == url
+    after = {key: bucket.get(f"step-1/{key}") for key in bucket.keys("step-1")}
+    assert after == before
+    assert bucket.uploads() == []
+
+
+@pytest.mark.backends("seaweed", "moto", "gcs")
+def test_overwrite_replaces_the_checkpoint_also_by_fewer_ranks(bucket: Bucket) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    run_ranks(3, save_edition, "first", url, options)
+    run_ranks(2, save_edition, "second", url, options, True)
+    assert edition_in(url, options, ["first", "second"]) == "second"
+    assert bucket.uploads() == []
+
+
+def test_a_save_that_fails_while_overwriting_leaves_the_old_checkpoint_whole(
+    bucket: Bucket,
+) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    save_edition_here("first", url, options)
+
+    def fail(item: int) -> None:
+        raise RuntimeError("no")
+
+    writer = dos.ObjectStoreWriter(url, storage_options=options, overwrite=True)
+    with pytest.raises(CheckpointException):
+        dcp.save(dict(edition("second")), storage_writer=writer, planner=HookPlanner(fail))
+    assert edition_in(url, options, ["first", "second"]) == "first"
