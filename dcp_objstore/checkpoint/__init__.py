@@ -1,0 +1,1 @@
+"""What a checkpoint is: object names, the index, the marker and the rules of committing it."""

@@ -1,0 +1,48 @@
+"""Time for the commit rules: a clock that tests can replace, and retries until a deadline."""
+
+from __future__ import annotations
+
+import random
+import time
+
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 5.0
+
+
+class Clock:
+    """Monotonic time and sleep; tests pass a subclass that needs no real time."""
+
+    def monotonic(self) -> float:
+        """Seconds since some fixed moment."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+
+SYSTEM_CLOCK = Clock()
+
+
+class Retries:
+    """Pauses between tries: exponential, jittered, and none that begins after the deadline.
+
+    Args:
+        deadline_seconds: from now. It bounds when a try may start, not how long a request takes.
+        clock: see `Clock`.
+    """
+
+    def __init__(self, deadline_seconds: float, clock: Clock) -> None:
+        self._clock = clock
+        self._deadline = clock.monotonic() + deadline_seconds
+        self._longest = _FIRST_PAUSE_SECONDS
+
+    def pause(self) -> bool:
+        """Sleep and return True, or return False at once when the deadline has come."""
+        left = self._deadline - self._clock.monotonic()
+        if left <= 0:
+            return False
+        # Full jitter, so that writers that collided do not collide again. No secret hangs on it.
+        self._clock.sleep(min(left, random.uniform(0, self._longest)))
+        self._longest = min(2 * self._longest, _LONGEST_PAUSE_SECONDS)
+        return True

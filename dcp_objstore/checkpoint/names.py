@@ -1,0 +1,119 @@
+"""Names of the objects of a checkpoint, and the check of a key that came from a store.
+
+    <checkpoint>/__{rank}_{n}.{nonce}.distcp   data of one rank
+    <checkpoint>/index.{nonce}.msgpack         the index
+    <checkpoint>/_COMMIT                       the marker
+    <checkpoint>/.metadata                     for stock torch readers
+
+A nonce is random and new for every rank and save, so no two writers ever share a key.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+from dcp_objstore.errors import CheckpointCorruptError, InputError
+
+MARKER_KEY: Final = "_COMMIT"
+DOT_METADATA_KEY: Final = ".metadata"
+
+# S3 and GCS allow 1024 bytes of UTF-8 for a whole key ("Object key naming guidelines").
+MAX_KEY_SIZE_BYTES: Final = 1024
+
+_NONCE_BYTES = 12
+_NONCE = re.compile(r"[0-9a-f]{16,64}\Z")
+_DATA = re.compile(r"__(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,8})\.([0-9a-f]{16,64})\.distcp\Z")
+_INDEX = re.compile(r"index\.([0-9a-f]{16,64})\.msgpack\Z")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+@dataclass(frozen=True, slots=True)
+class DataName:
+    """The parts of a data object's key.
+
+    Attributes:
+        rank: the rank that wrote it.
+        n: its number among the objects of that rank and save, from 0.
+        nonce: of that rank and save.
+    """
+
+    rank: int
+    n: int
+    nonce: str
+
+
+def new_nonce() -> str:
+    """96 random bits as 24 hexadecimal digits."""
+    return secrets.token_hex(_NONCE_BYTES)
+
+
+def data_key(rank: int, n: int, nonce: str) -> str:
+    """The key of a data object.
+
+    Raises:
+        InputError: a negative number, or a nonce that is not one of ours.
+    """
+    key = f"__{rank}_{n}.{nonce}.distcp"
+    if parse_data_key(key) is None:
+        raise InputError(f"no data object can be named by rank {rank}, n {n}, nonce {nonce!r}")
+    return key
+
+
+def index_key(nonce: str) -> str:
+    """The key of an index.
+
+    Raises:
+        InputError: a nonce that is not one of ours.
+    """
+    if not _NONCE.match(nonce):
+        raise InputError(f"not a nonce: {nonce!r}")
+    return f"index.{nonce}.msgpack"
+
+
+def parse_data_key(key: str) -> DataName | None:
+    """The parts of a data object's key, or None for any other key."""
+    found = _DATA.match(key)
+    return DataName(int(found[1]), int(found[2]), found[3]) if found else None
+
+
+def parse_index_key(key: str) -> str | None:
+    """The nonce in an index's key, or None for any other key."""
+    found = _INDEX.match(key)
+    return found[1] if found else None
+
+
+def check_object_key(key: str) -> str:
+    """Return a key read from a marker or an index, or refuse it.
+
+    A good key is relative to the checkpoint and stays inside it: `/`-separated segments, none of
+    them empty, `.` or `..`; no control characters, no backslash, no scheme; at most 1024 bytes.
+
+    Raises:
+        CheckpointCorruptError: the key is not of that form.
+    """
+    wrong = _what_is_wrong(key)
+    if wrong is not None:
+        raise CheckpointCorruptError(f"the object key {key[:200]!r} {wrong}")
+    return key
+
+
+def _what_is_wrong(key: str) -> str | None:
+    if not key:
+        return "is empty"
+    try:
+        size = len(key.encode())
+    except UnicodeEncodeError:
+        return "is not valid Unicode"
+    checks = (
+        (size > MAX_KEY_SIZE_BYTES, f"is longer than {MAX_KEY_SIZE_BYTES} bytes"),
+        (_CONTROL.search(key) is not None, "contains a control character"),
+        ("\\" in key, "contains a backslash"),
+        (_SCHEME.match(key) is not None, "is a URL"),
+        (key.startswith("/"), "is not relative"),
+        (any(part in ("", ".", "..") for part in key.split("/")), "has an empty or dotted segment"),
+    )
+    return next((text for holds, text in checks if holds), None)

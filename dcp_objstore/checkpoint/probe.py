@@ -1,0 +1,208 @@
+"""Probe: does this store keep the promise on which a commit rests? Tried out, never assumed.
+
+Some servers accept the header of a conditional PUT and ignore it (`rclone serve s3` does), so two
+writers could both believe that they committed. Names, versions and documentation tell nothing
+about the server at the other end; about a dozen small requests do, once per process and bucket.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, Retries
+from dcp_objstore.checkpoint.commit import BeginToken
+from dcp_objstore.checkpoint.names import new_nonce
+from dcp_objstore.errors import (
+    DcpObjstoreError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+    UnsupportedError,
+)
+from dcp_objstore.stores.protocol import (
+    Capabilities,
+    IfAbsent,
+    IfVersion,
+    ObjectStore,
+    Precondition,
+)
+
+_log = logging.getLogger(__name__)
+_RACERS = 4
+_DEADLINE_SECONDS = 30.0
+
+_Bucket = tuple[str, str, str]
+_known: dict[_Bucket, Capabilities] = {}
+
+
+def probe(store: ObjectStore, *, clock: Clock = SYSTEM_CLOCK) -> Capabilities:
+    """Try conditional writes with objects `.probe-…` under the store's root, and remove them.
+
+    11 requests in the good case: two creates in a row, a GET for the token, an update with it, a
+    second update with the same, now stale, token, a race of 4 creates, 2 deletes. What the adapter
+    itself disclaims is not tried. A race that nobody wins is no proof against a store; one with
+    two winners is.
+
+    Args:
+        store: any; needs the right to PUT and GET. Without the right to delete, the probe's
+            objects stay (a few bytes each, which nothing reads).
+        clock: for tests.
+
+    Returns:
+        What was seen, never more than the adapter claims.
+
+    Raises:
+        StoreUnavailableError: no clear answers for 30 s.
+        InputError: no rights, credentials or bucket.
+    """
+    retries = Retries(_DEADLINE_SECONDS, clock)
+    while True:
+        try:
+            return _probe_once(store)
+        except StoreUnavailableError:
+            # Tried again under another name: an unanswered create may yet land under this one.
+            if not retries.pause():
+                raise
+
+
+def require_fencing(
+    store: ObjectStore,
+    *,
+    overwrite: bool,
+    allow_unfenced: bool,
+    begin: BeginToken | None = None,
+    endpoint_url: str | None = None,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Capabilities:
+    """Refuse a save that this store could not fence (rule 11 of `commit`).
+
+    Args:
+        store: rooted at the checkpoint.
+        overwrite: what the save asked for.
+        allow_unfenced: the user's promise that there is only one writer. Lets a store pass that
+            has no conditional create; the caller then passes `fenced=False` to `commit` and
+            `publish_dot_metadata`, that is `fenced=result.conditional_create`.
+        begin: where it is known, only what is really there needs a conditional update: with
+            nothing at the URL yet, overwriting is creating.
+        endpoint_url: tells buckets of the same name at different servers apart. Default: the
+            store's own `endpoint_url`, if it has that attribute.
+        clock: for tests.
+
+    Returns:
+        What the store can do, from `probe`; once found it is kept for this process and bucket.
+
+    Raises:
+        UnsupportedError: the store has no conditional create and `allow_unfenced` is False; or it
+            has create but no update, and there is or may be something to overwrite.
+    """
+    bucket = bucket_of(store, endpoint_url)
+    found = _known.get(bucket)
+    if found is None:
+        # No lock: two threads that probe at once find the same.
+        found = _known[bucket] = probe(store, clock=clock)
+    if not found.conditional_create:
+        if not allow_unfenced:
+            raise UnsupportedError(
+                "this store does not keep two writers apart: it lets a PUT with `If-None-Match: *`"
+                " replace an object. Use a store with conditional writes, or, if only one job ever"
+                " saves here, pass allow_unfenced=True",
+                url=store.url,
+            )
+        _log.warning(
+            "saving to %s without protection against a second writer (allow_unfenced=True)",
+            store.url,
+        )
+        return found
+    replaces = overwrite if begin is None else begin.version is not None
+    if replaces and not found.conditional_update:
+        raise UnsupportedError(
+            "this store can create an object conditionally but not replace one, so a checkpoint"
+            " there can be neither overwritten nor saved again after it was deleted; save under"
+            " another URL",
+            url=store.url,
+        )
+    return found
+
+
+def bucket_of(store: ObjectStore, endpoint_url: str | None = None) -> tuple[str, str, str]:
+    """Scheme, endpoint and bucket: what stores must share to have the same capabilities.
+
+    For a scheme without buckets (`file://`) the whole URL stands in for one.
+    """
+    scheme, _, rest = store.url.partition("://")
+    endpoint = endpoint_url or getattr(store, "endpoint_url", None) or ""
+    bucket = rest.partition("/")[0]
+    return scheme, str(endpoint), bucket or rest
+
+
+def forget() -> None:
+    """Forget what `require_fencing` has learnt, as in a new process."""
+    _known.clear()
+
+
+def _probe_once(store: ObjectStore) -> Capabilities:
+    claims = store.capabilities
+    nonce = new_nonce()
+    keys = (f".probe-{nonce}", f".probe-{nonce}-race")
+    used: list[str] = []
+    create = update = False
+    try:
+        if claims.conditional_create:
+            used.append(keys[0])
+            create = _creates_once(store, keys[0])
+        if create and claims.conditional_update:
+            update = _updates_once(store, keys[0])
+        if create:
+            used.append(keys[1])
+            create = _race_has_one_winner(store, keys[1])
+    finally:
+        for key in used:
+            _remove(store, key)
+    return Capabilities(create, create and update, claims.multipart)
+
+
+def _creates_once(store: ObjectStore, key: str) -> bool:
+    return _holds(store, key, b"1", IfAbsent()) and not _holds(store, key, b"2", IfAbsent())
+
+
+def _updates_once(store: ObjectStore, key: str) -> bool:
+    _, meta = store.get(key, max_size_bytes=16)
+    token = IfVersion(meta.version)
+    return _holds(store, key, b"3", token) and not _holds(store, key, b"4", token)
+
+
+def _race_has_one_winner(store: ObjectStore, key: str) -> bool:
+    start = threading.Barrier(_RACERS)
+
+    def race(number: int) -> bool:
+        start.wait()
+        try:
+            return _holds(store, key, b"%d" % number, IfAbsent())
+        except StoreUnavailableError:
+            return False  # no win that anybody would act on
+
+    with ThreadPoolExecutor(_RACERS, thread_name_prefix="dcp-objstore-probe") as pool:
+        wins = list(pool.map(race, range(_RACERS)))
+    return sum(wins) <= 1
+
+
+def _holds(store: ObjectStore, key: str, data: bytes, precondition: Precondition) -> bool:
+    """Put, and return whether the store says that it did."""
+    try:
+        store.put(key, data, precondition=precondition, retry=False)
+    except (PreconditionFailedError, UnsupportedError):
+        return False
+    except ObjectNotFoundError:
+        if isinstance(precondition, IfVersion):
+            return False
+        raise  # nothing to be found in a create: the bucket is not there
+    return True
+
+
+def _remove(store: ObjectStore, key: str) -> None:
+    try:
+        store.delete(key)
+    except DcpObjstoreError as error:
+        _log.debug("the probe's object %s/%s stays: %s", store.url, key, error)
