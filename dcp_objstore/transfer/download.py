@@ -99,7 +99,10 @@ def _fetch_one(
     try:
         consume(request, store.get_range(key, request.start, request.end))
     except CorruptDataError:
-        consume(request, store.get_range(key, request.start, request.end))
+        try:
+            consume(request, store.get_range(key, request.start, request.end))
+        except CorruptDataError as error:
+            raise error.at(object_key=key) from None
 
 
 def _next_outcome(

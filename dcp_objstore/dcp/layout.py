@@ -1,0 +1,208 @@
+"""Laying one rank's items out in objects: the stream of buffers, and where everything went.
+
+Items follow one another, each framed as stock torch readers expect it (`blob.py`). Large payloads
+are handed on as views of the tensors' own memory and hashed in worker threads meanwhile; small
+ones are gathered, so that thousands of tiny tensors do not become thousands of tiny buffers.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from dcp_objstore.dcp import blob
+from dcp_objstore.errors import DcpObjstoreError, RankFailedError
+from dcp_objstore.transfer.digests import block_digest, block_digests
+
+if TYPE_CHECKING:
+    from dcp_objstore.transfer.parts import PartPlan
+    from dcp_objstore.transfer.upload import ByteArray
+    from dcp_objstore.transfer.workers import DaemonPool
+
+# Up to here a payload is copied into the gathering buffer: cheaper than a buffer of its own.
+_SMALL_BYTES = 64 * 1024
+# The gathering buffer is handed on at this size.
+_GATHERED_BYTES = 1024 * 1024
+
+
+@dataclass(slots=True)
+class Placed:
+    """Where one item went; offsets are within its object."""
+
+    item: WriteItem
+    offset: int
+    length: int
+    payload_offset: int
+    payload_length: int
+    pickled: bool
+    digests: bytes | list[Future[bytes]]
+
+    def digest_bytes(self) -> bytes:
+        """All digests of the payload; waits for those still being computed."""
+        if isinstance(self.digests, bytes):
+            return self.digests
+        return b"".join(future.result() for future in self.digests)
+
+
+def item_bytes(item: WriteItem) -> int:
+    """Payload bytes of an item's chunk; 0 for a pickled value, whose size is not known yet."""
+    if item.tensor_data is None:
+        return 0
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+@dataclass(slots=True)
+class Layout:
+    """The items of one object, as they are laid out.
+
+    Args:
+        pending: items still to be written by this rank, in order; the object takes from the left
+            and leaves what would exceed `plan.max_object_size_bytes` to the next one.
+        resolve: DCP's `planner.resolve_data`.
+        on_value: called with each pickled value's key and bytes.
+    """
+
+    pending: deque[WriteItem]
+    resolve: Callable[[WriteItem], torch.Tensor | io.BytesIO]
+    plan: PartPlan
+    hashers: DaemonPool
+    on_value: Callable[[str, bytes], None]
+    rank: int
+    placed: list[Placed] = field(default_factory=list)
+    _position: int = 0
+    _framing: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+    _gathered: bytearray = field(default_factory=bytearray)
+    _options: tuple[object, ...] = field(default_factory=blob.save_options)
+
+    @property
+    def framing_digest(self) -> bytes:
+        """XXH3-128 over all framing and padding written so far."""
+        return self._framing.digest()
+
+    def buffers(self) -> Iterator[ByteArray]:
+        """The object's bytes. Items are resolved one at a time, as the transport asks for more.
+
+        Raises:
+            DcpObjstoreError: naming rank and key; an error from elsewhere is a RankFailedError.
+        """
+        while self.pending:
+            item = self.pending[0]
+            if (
+                self._position
+                and self._position + item_bytes(item) > self.plan.max_object_size_bytes
+            ):
+                break
+            self.pending.popleft()
+            try:
+                yield from self._item(item)
+            except DcpObjstoreError as error:
+                raise error.at(rank=self.rank, key=item.index.fqn) from None
+            except Exception as error:
+                raise RankFailedError(
+                    f"reading the value to save failed: {type(error).__name__}: {error}",
+                    rank=self.rank,
+                    key=item.index.fqn,
+                ) from error
+        if self._gathered:
+            yield self._take_gathered()
+
+    def _item(self, item: WriteItem) -> Iterator[ByteArray]:
+        data = self.resolve(item)
+        if item.type == WriteItemType.BYTE_IO:
+            if not isinstance(data, io.BytesIO):
+                raise TypeError(f"the planner resolved a BYTE_IO item to {type(data).__name__}")
+            self.on_value(item.index.fqn, data.getvalue())
+            yield from self._whole(item, np.frombuffer(data.getbuffer(), np.uint8), pickled=False)
+            return
+        if not isinstance(data, torch.Tensor):
+            raise TypeError(f"the planner resolved a tensor item to {type(data).__name__}")
+        payload = blob.raw_payload(data, item.index.fqn)
+        if payload is None:
+            yield from self._whole(item, blob.pickled_blob(data), pickled=True)
+        elif (size_bytes := payload.nbytes) <= _SMALL_BYTES:
+            self._small_tensor(item, payload, size_bytes)
+            if len(self._gathered) >= _GATHERED_BYTES:
+                yield self._take_gathered()
+        else:
+            yield from self._large_tensor(item, payload, size_bytes)
+
+    def _small_tensor(self, item: WriteItem, payload: torch.Tensor, size_bytes: int) -> None:
+        if payload.device.type != "cpu":
+            payload = payload.cpu()
+        frame = blob.frame(payload.dtype, tuple(payload.shape), self._options)
+        body = blob.small_payload(payload, size_bytes)
+        offset = self._begin(frame)
+        payload_offset = offset + len(frame.header)
+        self._gathered += body
+        self._position += size_bytes
+        self._frame(frame.trailer)
+        self.placed.append(
+            Placed(
+                item,
+                offset,
+                self._position - offset,
+                payload_offset,
+                size_bytes,
+                False,
+                block_digest(body) if size_bytes else b"",
+            )
+        )
+
+    def _large_tensor(
+        self, item: WriteItem, payload: torch.Tensor, size_bytes: int
+    ) -> Iterator[ByteArray]:
+        frame = blob.frame(payload.dtype, tuple(payload.shape), self._options)
+        offset = self._begin(frame)
+        payload_offset = offset + len(frame.header)
+        if self._gathered:
+            yield self._take_gathered()
+        digests = []
+        for piece in blob.payload_slices(payload, self.plan.slice_size_bytes):
+            digests.append(self.hashers.submit(block_digests, piece))
+            yield piece
+        self._position += size_bytes
+        self._frame(frame.trailer)
+        self.placed.append(
+            Placed(
+                item, offset, self._position - offset, payload_offset, size_bytes, False, digests
+            )
+        )
+
+    def _whole(self, item: WriteItem, body: ByteArray, *, pickled: bool) -> Iterator[ByteArray]:
+        """An item that is all payload: a pickled value, or a tensor pickled as a whole."""
+        self._frame(bytes(blob.padding_before(self._position, 0)))
+        offset = self._position
+        if self._gathered:
+            yield self._take_gathered()
+        size_bytes = body.nbytes
+        digests = []
+        for start in range(0, size_bytes, self.plan.slice_size_bytes):
+            piece = body[start : start + self.plan.slice_size_bytes]
+            digests.append(self.hashers.submit(block_digests, piece))
+            yield piece
+        self._position += size_bytes
+        self.placed.append(Placed(item, offset, size_bytes, offset, size_bytes, pickled, digests))
+
+    def _begin(self, frame: blob.Frame) -> int:
+        """Write padding and header; returns the offset of the header."""
+        padding = blob.padding_before(self._position, len(frame.header))
+        self._frame(bytes(padding) + frame.header)
+        return self._position - len(frame.header)
+
+    def _frame(self, framing: bytes) -> None:
+        self._framing.update(framing)
+        self._gathered += framing
+        self._position += len(framing)
+
+    def _take_gathered(self) -> ByteArray:
+        taken, self._gathered = self._gathered, bytearray()
+        return np.frombuffer(taken, dtype=np.uint8)

@@ -1,0 +1,187 @@
+"""`ObjectStoreReader`: DCP's StorageReader, from ranged GETs to the destinations' own memory.
+
+Reading trusts nothing but the marker, the index that it names and the objects that this names
+(`checkpoint.commit`, rule 7). What is needed is planned before anything is fetched (`reads.py`,
+`transfer.ranges`), and every block is verified before it reaches a tensor.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from dcp_objstore.dcp.loading import load_items
+from dcp_objstore.dcp.plugin import plugin_errors
+from dcp_objstore.dcp.report import LoadReport, log_load
+from dcp_objstore.dcp.source import Source, open_source
+from dcp_objstore.dcp.target import Target
+from dcp_objstore.errors import ConfigError, DcpObjstoreError
+from dcp_objstore.stores.urls import is_supported_url
+
+if TYPE_CHECKING:
+    import os
+
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.stores import StoreSpec
+
+
+@dataclass(slots=True)
+class _Load:
+    """One load on one rank, from the metadata to its end."""
+
+    spec: StoreSpec
+    started_at: float
+    source: Source | None = None
+    error: DcpObjstoreError | None = None
+    rank: int | None = None
+    is_coordinator: bool = False
+
+
+class ObjectStoreReader(StorageReader):
+    """Loads with `dcp.load` from an object store, with any number of ranks or without any.
+
+    Reads checkpoints that `ObjectStoreWriter` committed, and those of stock torch's
+    `FileSystemWriter` and `FsspecWriter` (which carry no digests, so nothing of them can be
+    verified).
+
+    Args:
+        url: the checkpoint, as `s3://bucket/run/step-1000`; may be left out when
+            `dcp.load(..., checkpoint_id=url)` gives it.
+        storage_options: credentials and endpoint in fsspec's spelling. Default: from the
+            environment.
+        config: sizes, concurrency, time-outs and the memory budget.
+        progress: show a bar on rank 0 where standard error is a terminal. Default True.
+        verify: "strict" (default): no unverified byte reaches a tensor; reads are widened to
+            whole 4 MiB blocks. "off": only what is needed is read, and not checked.
+        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses, which may run
+            code that the checkpoint's author chose. Default False.
+
+    Attributes:
+        last_load: a `LoadReport` of this rank's last finished load, or None.
+
+    Raises (from the DCP call, as `CheckpointException.failures`; `dos.load` raises them plainly):
+        CheckpointNotFoundError: nothing is committed at this URL.
+        CheckpointCorruptError: objects are missing or differ from what was saved.
+        CheckpointGoneError: the checkpoint was deleted or replaced meanwhile.
+        UntrustedPickleError: a value needs `trust_pickle=True`.
+        StateMismatchError, UnsupportedError, StoreUnavailableError, TransferStalledError,
+        PermissionDeniedError, CredentialsError, BucketNotFoundError: as they say.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        storage_options: Mapping[str, object] | None = None,
+        config: TransferConfig | None = None,
+        progress: bool = True,
+        verify: Literal["strict", "off"] = "strict",
+        trust_pickle: bool = False,
+    ) -> None:
+        super().__init__()
+        if verify not in ("strict", "off"):
+            raise ConfigError(f"verify must be 'strict' or 'off', got {verify!r}")
+        self._target = Target(url, storage_options, config)
+        self._progress = progress
+        self._verify = verify == "strict"
+        self._trust_pickle = trust_pickle
+        self._load: _Load | None = None
+        self.last_load: LoadReport | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings only, without secrets or an opened checkpoint."""
+        return {**self.__dict__, "_load": None, "last_load": None}
+
+    def __repr__(self) -> str:
+        return f"ObjectStoreReader({self.checkpoint_id!r})"
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The URL of the checkpoint that is loaded next."""
+        return self._target.url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is a URL that we can load from."""
+        return is_supported_url(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Aim at another checkpoint, keeping every option; None keeps the URL."""
+        self._load = None
+        if checkpoint_id is not None:
+            self._target.aim(checkpoint_id)  # type: ignore[arg-type]  # StoreSpec checks it
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Open the checkpoint; on failure an empty Metadata, and the next call raises.
+
+        DCP turns whatever is raised here into a bare AssertionError (up to torch 2.11 without its
+        text), but lets through what `set_up_storage_reader` raises.
+        """
+        load = _Load(self._target.spec, time.monotonic())
+        self._load = load
+        try:
+            with plugin_errors(None, load.spec.url):
+                load.source = open_source(load.spec.open(), load_id=str(uuid.uuid4()))
+        except DcpObjstoreError as error:
+            load.error = error
+            return Metadata(state_dict_metadata={})
+        return load.source.metadata
+
+    # The parameter must be called `kwargs`: DCP looks for that name before it passes them.
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_: Any, **kwargs: Any
+    ) -> None:
+        """Raise what `read_metadata` met."""
+        del metadata
+        load = self._opened()
+        load.rank = kwargs.get("rank")
+        load.is_coordinator = is_coordinator
+        if load.error is not None:
+            raise load.error.at(rank=load.rank)
+
+    def _opened(self) -> _Load:
+        if self._load is None:
+            self.read_metadata()
+        assert self._load is not None
+        return self._load
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fetch, verify and place all that this rank's plan asks for; returns when done."""
+        load = self._opened()
+        with plugin_errors(load.rank, load.spec.url):
+            if load.error is not None:
+                raise load.error
+            assert load.source is not None
+            self.last_load = load_items(
+                load.spec.open(),
+                load.source,
+                plan.items,
+                planner,
+                self._target.config,
+                verify=self._verify,
+                trust_pickle=self._trust_pickle,
+                started_at=load.started_at,
+                bar_shown=self._progress and load.is_coordinator,
+            )
+            if load.is_coordinator:
+                log_load(self.last_load)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future

@@ -1,0 +1,113 @@
+"""What a save or load did, as data, and the one log line and progress bar made of it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+logger = logging.getLogger("dcp_objstore")
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """A finished save.
+
+    On the coordinator (rank 0) it covers all ranks; elsewhere what that rank wrote.
+
+    Attributes:
+        url: the checkpoint.
+        total_bytes: bytes put into data objects, framing included.
+        seconds: from set-up to commit (elsewhere than on the coordinator: of the upload).
+        objects: data objects.
+        parts: requests that carried their bytes (single PUTs and multipart parts).
+        retries: None, where the transport does not report them (obstore does not).
+        commit_id: of the commit; None on ranks that do not commit.
+    """
+
+    url: str
+    total_bytes: int
+    seconds: float
+    objects: int
+    parts: int
+    retries: int | None = None
+    commit_id: str | None = None
+
+    @property
+    def gib_per_second(self) -> float:
+        """Throughput over `seconds`."""
+        return self.total_bytes / GIB / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """A finished load, as seen by this rank.
+
+    Attributes:
+        url: the checkpoint.
+        total_bytes: bytes fetched from data objects by this rank.
+        needed_bytes: bytes that this rank's state needed.
+        seconds: from reading the marker to the last byte in place.
+        objects: data objects read from.
+        requests: ranged GETs.
+        retries: None, where the transport does not report them.
+        commit_id: of the checkpoint; None for one that another library wrote.
+    """
+
+    url: str
+    total_bytes: int
+    needed_bytes: int
+    seconds: float
+    objects: int
+    requests: int
+    retries: int | None = None
+    commit_id: str | None = None
+
+    @property
+    def gib_per_second(self) -> float:
+        """Throughput over `seconds`."""
+        return self.total_bytes / GIB / max(self.seconds, 1e-9)
+
+
+def log_save(report: SaveReport) -> None:
+    """The one INFO line of a save."""
+    logger.info(
+        "saved %s: %.3f GiB in %.2f s (%.2f GiB/s), %d objects, %d parts%s",
+        report.url,
+        report.total_bytes / GIB,
+        report.seconds,
+        report.gib_per_second,
+        report.objects,
+        report.parts,
+        "" if report.retries is None else f", {report.retries} retries",
+    )
+
+
+def log_load(report: LoadReport) -> None:
+    """The one INFO line of a load."""
+    logger.info(
+        "loaded %s: %.3f GiB in %.2f s (%.2f GiB/s), %d objects, %d requests%s",
+        report.url,
+        report.total_bytes / GIB,
+        report.seconds,
+        report.gib_per_second,
+        report.objects,
+        report.requests,
+        "" if report.retries is None else f", {report.retries} retries",
+    )
+
+
+def progress_bar(label: str, total_bytes: int, *, shown: bool) -> tqdm[None]:
+    """A byte-counting bar on standard error; shown only where that is a terminal."""
+    return tqdm(
+        desc=label,
+        total=total_bytes,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        disable=None if shown else True,
+        leave=False,
+    )

@@ -1,0 +1,145 @@
+"""`Source`: a checkpoint opened for reading, ours or one that stock torch wrote.
+
+Both become the same thing here: what DCP's planners need to know, and for each item where its
+bytes lie, whether they are raw, and what they must hash to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from dcp_objstore.checkpoint import commit
+from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
+from dcp_objstore.dcp.foreign import decode_metadata
+from dcp_objstore.dcp.metadata import describe
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    DcpObjstoreError,
+    ObjectNotFoundError,
+)
+
+if TYPE_CHECKING:
+    from dcp_objstore.stores import ObjectStore
+
+_MAX_DOT_METADATA_BYTES = 4 * 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where one item lies.
+
+    Attributes:
+        object_number: into `Source.object_keys`.
+        payload_offset, payload_length: its bytes in that object.
+        sizes: shape of the chunk; None for a pickled value.
+        dtype: torch's name of the dtype of raw elements; None where the payload is a whole
+            `torch.save` blob, or a pickled value.
+        digests: 16 bytes per 4 MiB block of payload; None for a checkpoint without digests.
+    """
+
+    object_number: int
+    payload_offset: int
+    payload_length: int
+    sizes: tuple[int, ...] | None
+    dtype: str | None
+    digests: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An opened checkpoint.
+
+    Attributes:
+        metadata: for DCP's planners.
+        object_keys: of its data objects.
+        items: by key and, for a tensor's chunk, offsets.
+        commit_id: None for a checkpoint that another library wrote.
+    """
+
+    metadata: Metadata
+    object_keys: tuple[str, ...]
+    items: dict[tuple[str, tuple[int, ...] | None], Stored]
+    commit_id: str | None
+
+    def item(self, place: MetadataIndex) -> Stored:
+        """Where the item lies that a read plan asks for."""
+        offset = None if place.offset is None else tuple(place.offset)
+        found = self.items.get((place.fqn, offset))
+        if found is None:
+            raise CheckpointCorruptError(
+                f"the checkpoint describes a chunk at offset {offset} but not where it lies",
+                key=place.fqn,
+            )
+        return found
+
+    def explain(self, store: ObjectStore, error: ObjectNotFoundError) -> DcpObjstoreError:
+        """Why a data object is missing: deleted or replaced meanwhile, or corrupt."""
+        key = error.object_key or "?"
+        if self.commit_id is None:
+            return CheckpointCorruptError("an object of the checkpoint is missing", object_key=key)
+        return commit.explain_missing(store, self.commit_id, key)
+
+
+def open_source(store: ObjectStore, load_id: str | None = None) -> Source:
+    """Open the checkpoint at the store's root.
+
+    Raises:
+        CheckpointNotFoundError: there is none, or it was never committed.
+        CheckpointCorruptError, CheckpointGoneError, UnsupportedError, UntrustedPickleError: as
+            they say.
+    """
+    if commit.read_marker(store) is None and (body := _dot_metadata(store)) is not None:
+        return _foreign(decode_metadata(body))
+    marker, body = commit.open_committed(store)
+    index = ix.decode(body)
+    items: dict[tuple[str, tuple[int, ...] | None], Stored] = {
+        (key, None): _stored(blob, None, None) for key, blob in index.blobs.items()
+    }
+    for key, tensor in index.tensors.items():
+        for chunk in tensor.chunks:
+            items[key, chunk.offsets] = _stored(
+                chunk.item, chunk.sizes, None if chunk.pickled else tensor.dtype
+            )
+    return Source(
+        metadata=describe(index, load_id),
+        object_keys=tuple(entry.key for entry in index.objects),
+        items=items,
+        commit_id=marker.commit_id,
+    )
+
+
+def _stored(item: ix.Item, sizes: tuple[int, ...] | None, dtype: str | None) -> Stored:
+    return Stored(
+        item.object_number, item.payload_offset, item.payload_length, sizes, dtype, item.digests
+    )
+
+
+def _dot_metadata(store: ObjectStore) -> bytes | None:
+    try:
+        return store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_DOT_METADATA_BYTES)[0]
+    except ObjectNotFoundError:
+        return None
+
+
+def _foreign(metadata: Metadata) -> Source:
+    """A checkpoint that stock torch wrote: every item is a `torch.save` blob or pickled value."""
+    numbers: dict[str, int] = {}
+    items: dict[tuple[str, tuple[int, ...] | None], Stored] = {}
+    for place, info in metadata.storage_data.items():
+        offset = None if place.offset is None else tuple(place.offset)
+        items[place.fqn, offset] = Stored(
+            numbers.setdefault(info.relative_path, len(numbers)),
+            info.offset,
+            info.length,
+            None if offset is None else (),
+            None,
+            None,
+        )
+    if not items and metadata.state_dict_metadata:
+        raise CheckpointNotFoundError("the .metadata found describes items but not where they lie")
+    return Source(metadata, tuple(numbers), items, commit_id=None)

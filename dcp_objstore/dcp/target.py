@@ -1,0 +1,94 @@
+"""`Target`: which checkpoint a writer or reader is aimed at, and how it is reached.
+
+DCP re-aims one writer with `reset(checkpoint_id)` and calls everything that belongs to one save
+from one thread. So the aim is kept per thread: a save in one thread is not re-aimed by another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.options import public_options
+
+
+class Target:
+    """URL, storage options and settings; pickled without secrets, except to a spawned child.
+
+    Args:
+        url: the checkpoint, or None until `aim` gives it.
+        storage_options: in fsspec spelling; checked when there is a URL.
+        config: settings of the transfers.
+
+    Raises:
+        InvalidUrlError, ConfigError: see `StoreSpec`.
+    """
+
+    def __init__(
+        self,
+        url: str | None,
+        storage_options: Mapping[str, object] | None,
+        config: TransferConfig | None,
+    ) -> None:
+        self.config = config or TransferConfig()
+        self._storage_options = storage_options
+        self._spec = None if url is None else self._make(url)
+        self._of_thread = threading.local()
+
+    def _make(self, url: str) -> StoreSpec:
+        return StoreSpec(url, self._storage_options, self.config)
+
+    def aim(self, url: str) -> None:
+        """Aim this thread, and threads that were never aimed, at another checkpoint."""
+        spec = self._make(url) if self._spec is None else self._spec.at(url)
+        self._of_thread.spec = self._spec = spec
+
+    @property
+    def url(self) -> str | None:
+        """The checkpoint that this thread is aimed at."""
+        spec = self._aimed()
+        return None if spec is None else spec.url
+
+    @property
+    def spec(self) -> StoreSpec:
+        """The store of that checkpoint.
+
+        Raises:
+            ConfigError: no URL was given yet.
+        """
+        spec = self._aimed()
+        if spec is None:
+            raise ConfigError(
+                "no checkpoint URL: pass one when making the writer or reader, or as"
+                " checkpoint_id= to the DCP call"
+            )
+        return spec
+
+    def _aimed(self) -> StoreSpec | None:
+        return getattr(self._of_thread, "spec", None) or self._spec
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        options = self._storage_options
+        kept = None if options is None else public_options(options, mask=False)
+        return _restore_target, (self._aimed(), kept, self.config)
+
+
+def _restore_target(
+    spec: StoreSpec | None, storage_options: Mapping[str, object] | None, config: TransferConfig
+) -> Target:
+    target = Target(None, storage_options, config)
+    target._spec = spec
+    return target
+
+
+def _reduce_for_child(target: Target) -> tuple[Any, ...]:
+    return _restore_target, (target._aimed(), target._storage_options, target.config)
+
+
+# `multiprocessing` pickles with this class: credentials reach the children that it starts.
+ForkingPickler.register(Target, _reduce_for_child)

@@ -1,0 +1,356 @@
+"""`ObjectStoreWriter`: DCP's StorageWriter, from the tensors' memory to committed objects.
+
+All ranks upload; the coordinator alone reads the begin token before any of them starts, and
+commits after all have reported (the rules are in `checkpoint.commit`). Whatever belongs to one
+save lives in a `_Save`, so a writer can be used for one save after another.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from dcp_objstore.checkpoint import commit, probe
+from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.marker import Counts
+from dcp_objstore.checkpoint.names import data_key, new_nonce
+from dcp_objstore.dcp.dot_metadata import encode_metadata
+from dcp_objstore.dcp.layout import Layout, item_bytes
+from dcp_objstore.dcp.metadata import StoredItem, StoredObject, build_index, stock_metadata
+from dcp_objstore.dcp.plugin import plugin_errors
+from dcp_objstore.dcp.report import SaveReport, log_save, logger, progress_bar
+from dcp_objstore.dcp.target import Target
+from dcp_objstore.dcp.values import warn_unsafe_value
+from dcp_objstore.errors import DcpObjstoreError, SaveInProgressError, UnsupportedError
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.urls import is_supported_url
+from dcp_objstore.transfer.parts import plan_parts
+from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.upload import Uploaded, upload_object
+from dcp_objstore.transfer.workers import DaemonPool
+
+if TYPE_CHECKING:
+    import os
+
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.stores import ObjectStore
+
+
+@dataclass(slots=True)
+class _Save:
+    """One save on one rank, from set-up to its end."""
+
+    spec: StoreSpec
+    thread: threading.Thread
+    rank: int
+    is_coordinator: bool
+    nonce: str = field(default_factory=new_nonce)
+    started_at: float = field(default_factory=time.monotonic)
+    begin: commit.BeginToken | None = None
+    world_size: int = 1
+    busy: bool = False
+
+    def open(self) -> ObjectStore:
+        return self.spec.open()
+
+
+class ObjectStoreWriter(StorageWriter):
+    """Saves with `dcp.save` and `dcp.async_save` to an object store.
+
+    Every rank makes one with the same arguments. Tensors are sent from their own memory; it must
+    not change until the save returns (`async_save` stages a copy first). The checkpoint exists
+    for readers once rank 0 has committed it, whole, and not before.
+
+    Args:
+        url: the checkpoint, as `s3://bucket/run/step-1000` (also `gs://`, `file://`,
+            `memory://`). May be left out when `dcp.save(..., checkpoint_id=url)` gives it.
+        overwrite: replace a committed checkpoint at this URL. Its data objects stay until a sweep
+            removes them, so readers of the old one are not disturbed. Default False: refuse.
+        storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
+            `endpoint_url`, `profile`, `anon`, ...). Default: from the environment.
+        config: sizes, concurrency and time-outs.
+        progress: show a bar on rank 0 where standard error is a terminal. Default True.
+        allow_unfenced: save even to a store without conditional writes, where two writers of one
+            checkpoint are not kept apart. Default False: refuse.
+        user_metadata: small JSON values stored in the commit marker (metrics, step, config).
+
+    Attributes:
+        last_save: a `SaveReport` of the last finished save, or None. On rank 0 it covers all
+            ranks. In process mode of `async_save` it stays in the child process.
+
+    Raises (from the DCP call, as `CheckpointException.failures`; `dos.save` raises them plainly):
+        CheckpointExistsError: committed already, and `overwrite` was not given.
+        CommitLostError: another writer committed this checkpoint meanwhile; it is whole.
+        CommitUnknownError: the store never answered the commit; it may have happened.
+        SaveInProgressError: another thread is saving with this writer.
+        StoreUnavailableError, TransferStalledError, PermissionDeniedError, CredentialsError,
+        BucketNotFoundError, ConfigError, UnsupportedError: as they say. No checkpoint became
+        visible and the one that was there is untouched.
+
+    One writer serves one save at a time. A pickled writer carries its settings without secrets,
+    except on the way to a child process that `multiprocessing` starts.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        overwrite: bool = False,
+        storage_options: Mapping[str, object] | None = None,
+        config: TransferConfig | None = None,
+        progress: bool = True,
+        allow_unfenced: bool = False,
+        user_metadata: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__()
+        self._target = Target(url, storage_options, config)
+        self._overwrite = overwrite
+        self._progress = progress
+        self._allow_unfenced = allow_unfenced
+        self._user_metadata = dict(user_metadata or {})
+        self._lock = threading.Lock()
+        self._save: _Save | None = None
+        self.last_save: SaveReport | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings only, without secrets, locks or the save under way."""
+        kept = ("_target", "_overwrite", "_progress", "_allow_unfenced", "_user_metadata")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """A writer with these settings that has not saved yet."""
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+        self._save = None
+        self.last_save = None
+
+    def __repr__(self) -> str:
+        return f"ObjectStoreWriter({self.checkpoint_id!r}, overwrite={self._overwrite})"
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The URL of the checkpoint that is saved next."""
+        return self._target.url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is a URL that we can save to."""
+        return isinstance(checkpoint_id, str) and is_supported_url(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Aim at another checkpoint, keeping every option; None keeps the URL.
+
+        A save that another thread has under way keeps its own URL.
+        """
+        if checkpoint_id is not None:
+            self._target.aim(checkpoint_id)  # type: ignore[arg-type]  # StoreSpec checks it
+
+    def storage_meta(self) -> StorageMeta:
+        """Stored with the checkpoint, for observability."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    # The parameter must be called `kwargs`: DCP looks for that name before it passes them.
+    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **kwargs: Any) -> None:
+        """Begin a save: on the coordinator, read the begin token and refuse what cannot be."""
+        rank = kwargs.get("rank")
+        with plugin_errors(rank, self.checkpoint_id):
+            if not kwargs.get("use_collectives", True):
+                raise UnsupportedError(
+                    "use_collectives=False makes every rank write a checkpoint of its own;"
+                    " a commit needs all ranks together, so leave it at True"
+                )
+            save = self._begin_save(rank or 0, is_coordinator)
+            store = save.open()
+            if is_coordinator:
+                probe.require_fencing(
+                    store, overwrite=self._overwrite, allow_unfenced=self._allow_unfenced
+                )
+                save.begin = commit.begin(store, overwrite=self._overwrite)
+
+    def _begin_save(self, rank: int, is_coordinator: bool) -> _Save:
+        spec = self._target.spec
+        with self._lock:
+            current = self._save
+            here = threading.current_thread()
+            if (
+                current is not None
+                and current.busy
+                and current.thread is not here
+                and current.thread.is_alive()
+            ):
+                raise SaveInProgressError(
+                    f"this writer is saving {current.spec.url} in another thread; wait for it or"
+                    " use a second writer"
+                )
+            self._save = _Save(spec, here, rank, is_coordinator)
+            return self._save
+
+    def _errors(self) -> AbstractContextManager[None]:
+        save = self._save
+        if save is None:
+            return plugin_errors(None, self.checkpoint_id)
+        return plugin_errors(save.rank, save.spec.url)
+
+    def _current_save(self) -> _Save:
+        """The save that this thread began; another thread may have taken the writer over."""
+        save = self._save
+        if save is None or save.thread is not threading.current_thread():
+            raise SaveInProgressError(
+                "another save was begun with this writer before this one had ended; use one"
+                " writer per save that is under way"
+            )
+        return save
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing to add: names are chosen per save, not through the plan, which DCP may cache."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Nothing to add; remembers the number of ranks for the marker."""
+        with self._errors():
+            self._current_save().world_size = len(plans)
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Upload this rank's items; returns when all of them are on the store."""
+        with self._errors():
+            save = self._current_save()
+            save.busy = True
+            try:
+                results = self._upload(save, plan, planner)
+            finally:
+                save.busy = False
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _upload(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        if torch.accelerator.is_available():
+            # Copies are made in another thread, whose stream does not wait for this one's.
+            torch.accelerator.current_stream().synchronize()
+        store = save.open()
+        pending = deque(sorted(plan.items, key=lambda item: item.tensor_data is not None))
+        payload_bytes = sum(map(item_bytes, pending))
+        part_plan = plan_parts(payload_bytes, self._target.config.part_size_bytes)
+        results: list[WriteResult] = []
+        objects: list[StoredObject] = []
+        bar = progress_bar("save", payload_bytes, shown=self._progress and save.is_coordinator)
+        with closing(bar), DaemonPool(self._target.config.hash_threads, "hash") as hashers:
+            progress = Progress(self._target.config.stall_timeout_seconds, bar.update)
+            while pending:
+                layout = Layout(
+                    pending,
+                    planner.resolve_data,
+                    part_plan,
+                    hashers,
+                    lambda key, body: warn_unsafe_value(body, key),
+                    save.rank,
+                )
+                key = data_key(save.rank, len(objects), save.nonce)
+                uploaded = upload_object(
+                    store, key, layout.buffers(), part_plan, self._target.config, progress
+                )
+                stored = _stored_object(key, uploaded, layout)
+                objects.append(stored)
+                results.extend(_write_results(stored, layout))
+        if not save.is_coordinator:
+            self.last_save = _report(save, objects, None)
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, after all ranks have reported: commit."""
+        with self._errors():
+            save = self._current_save()
+            save.busy = True
+            try:
+                self._commit(save, metadata, results)
+            finally:
+                save.busy = False
+
+    def _commit(
+        self, save: _Save, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
+    ) -> None:
+        assert save.begin is not None
+        store = save.open()
+        metadata.storage_meta = StorageMeta(checkpoint_id=save.spec.url, save_id=save.nonce)
+        index, objects = build_index(metadata, results)
+        committed = commit.commit(
+            store,
+            save.begin,
+            index=ix.encode(index),
+            objects=[(entry.key, entry.size_bytes) for entry in index.objects],
+            counts=Counts(
+                tensors=len(index.tensors),
+                blobs=len(index.blobs),
+                objects=len(index.objects),
+                total_bytes=sum(entry.size_bytes for entry in index.objects),
+            ),
+            world_size=save.world_size,
+            user_metadata=self._user_metadata,
+            nonce=save.nonce,
+        )
+        stock = stock_metadata(metadata, index)
+        _publish_for_stock_readers(store, committed.commit_id, stock)
+        metadata.storage_data, metadata.version = stock.storage_data, stock.version
+        self.last_save = _report(save, objects, committed.commit_id)
+        log_save(self.last_save)
+
+
+def _stored_object(key: str, uploaded: Uploaded, layout: Layout) -> StoredObject:
+    entry = ix.ObjectEntry(key, uploaded.size_bytes, uploaded.version.e_tag, layout.framing_digest)
+    return StoredObject(entry, uploaded.parts)
+
+
+def _write_results(stored: StoredObject, layout: Layout) -> list[WriteResult]:
+    return [
+        WriteResult(
+            index=placed.item.index,
+            size_in_bytes=placed.length,
+            storage_data=StoredItem(
+                stored,
+                placed.offset,
+                placed.length,
+                placed.payload_offset,
+                placed.payload_length,
+                placed.digest_bytes(),
+                placed.pickled,
+            ),
+        )
+        for placed in layout.placed
+    ]
+
+
+def _report(save: _Save, objects: Sequence[StoredObject], commit_id: str | None) -> SaveReport:
+    return SaveReport(
+        url=save.spec.url,
+        total_bytes=sum(stored.entry.size_bytes for stored in objects),
+        seconds=time.monotonic() - save.started_at,
+        objects=len(objects),
+        parts=sum(stored.parts for stored in objects),
+        commit_id=commit_id,
+    )
+
+
+def _publish_for_stock_readers(store: ObjectStore, commit_id: str, stock: Metadata) -> None:
+    """Write `.metadata`. The checkpoint is committed already, so a failure only warns."""
+    try:
+        commit.publish_dot_metadata(store, commit_id, encode_metadata(stock))
+    except DcpObjstoreError as error:
+        logger.warning(
+            "%s is committed, but .metadata, by which stock torch readers find it, could not be"
+            " written: %s",
+            store.url,
+            error,
+        )

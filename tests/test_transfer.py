@@ -1,0 +1,286 @@
+"""Transfer: what is planned fits the stores' limits, what is moved arrives, what fails, ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.errors import (
+    ConfigError,
+    CorruptDataError,
+    StoreUnavailableError,
+    TransferStalledError,
+)
+from dcp_objstore.stores import open_store
+from dcp_objstore.stores.wrappers import RecordingStore
+from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests, digest_count
+from dcp_objstore.transfer.download import fetch_ranges, worker_count
+from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count, plan_parts
+from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
+from dcp_objstore.transfer.upload import upload_object
+
+PART = 5 * MIB
+
+
+@given(st.integers(0, 2**52), st.integers(5 * MIB, 5 * 1024 * MIB))
+def test_no_plan_exceeds_10000_parts_or_the_limits_of_a_part(total_bytes, least):
+    plan = plan_parts(total_bytes, least)
+    assert least <= plan.part_size_bytes <= 5 * 1024 * MIB
+    assert plan.max_object_size_bytes <= 5 * 1024 * 1024 * MIB
+    assert part_count(plan.max_object_size_bytes, plan.part_size_bytes) <= MAX_PARTS
+    assert plan.slice_size_bytes % BLOCK_SIZE_BYTES == 0
+    assert 0 < plan.slice_size_bytes <= plan.part_size_bytes
+    # What was asked for fits one object where one object can hold it at all.
+    assert plan.max_object_size_bytes >= min(total_bytes, 5 * 1024 * 1024 * MIB)
+
+
+spans = st.builds(
+    lambda number, start, size: Span(number, start, start + size, None),
+    st.integers(0, 2),
+    st.integers(0, 1000),
+    st.integers(1, 50),
+)
+
+
+@given(st.lists(spans, max_size=40), st.integers(10, 200), st.integers(0, 30))
+def test_every_span_is_covered_by_exactly_one_request_within_the_size(wanted, size, gap):
+    requests = plan_requests(wanted, request_size_bytes=size, gap_bytes=gap)
+    served = [span for request in requests for span in request.spans]
+    assert sorted(map(id, served)) == sorted(map(id, wanted))
+    for request in requests:
+        assert all(
+            span.object_number == request.object_number
+            and request.start <= span.start < span.end <= request.end
+            for span in request.spans
+        )
+        assert (
+            request.end - request.start <= size
+            or len({s.end for s in request.spans}) == 1
+            or (request.end - request.start == max(s.end - s.start for s in request.spans))
+        )
+        # Between its spans a request reads no gap larger than allowed.
+        reach = request.start
+        for span in sorted(request.spans, key=lambda s: s.start):
+            assert span.start - reach <= gap
+            reach = max(reach, span.end)
+        assert reach == request.end
+
+
+def test_twenty_thousand_tiny_neighbours_need_a_handful_of_requests():
+    tiny = [Span(0, n * 2560, n * 2560 + 1024, None) for n in range(20_000)]
+    assert len(plan_requests(tiny, request_size_bytes=8 * MIB)) <= 20_000 // 100
+
+
+def test_digests_are_per_block_and_see_every_byte():
+    payload = np.arange(2 * BLOCK_SIZE_BYTES + 5, dtype=np.uint32).view(np.uint8)
+    digests = block_digests(payload)
+    assert len(digests) == 16 * digest_count(payload.nbytes)
+    payload[BLOCK_SIZE_BYTES] ^= 1
+    changed = block_digests(payload)
+    blocks = [changed[n : n + 16] == digests[n : n + 16] for n in range(0, len(digests), 16)]
+    assert blocks.count(False) == 1
+    assert blocks[1] is False
+
+
+def config(**settings) -> TransferConfig:
+    return TransferConfig(part_size_bytes=PART, **settings)
+
+
+def plan() -> PartPlan:
+    return plan_parts(0, PART)
+
+
+def random_bytes(size_bytes: int) -> np.ndarray:
+    return np.random.default_rng(size_bytes).integers(0, 256, size_bytes, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, PART - 1, PART, PART + 1, 3 * PART, 3 * PART + 7])
+def test_an_upload_of_any_size_arrives_whole_and_reports_its_parts(size_bytes, tmp_path):
+    store = RecordingStore(open_store(f"file://{tmp_path}"))
+    body = random_bytes(size_bytes)
+    pieces = (body[n : n + 2 * MIB] for n in range(0, size_bytes, 2 * MIB))
+    moved: list[int] = []
+    done = upload_object(store, "o", pieces, plan(), config(), Progress(60, moved.append))
+    assert store.get("o", max_size_bytes=100 * MIB)[0] == body.tobytes()
+    assert done.size_bytes == size_bytes
+    assert done.parts == part_count(size_bytes, PART)
+    assert sum(moved) == size_bytes
+    verbs = [request.verb for request in store.requests if request.verb.startswith("put")]
+    assert verbs == (["put"] if size_bytes <= PART else ["put_stream"])
+
+
+def test_an_error_in_the_data_ends_the_upload_and_nothing_is_visible():
+    store = open_store("memory://transfer/broken")
+
+    def pieces():
+        yield random_bytes(4 * MIB)
+        yield random_bytes(4 * MIB)
+        raise CorruptDataError("planned")
+
+    with pytest.raises(CorruptDataError, match="planned"):
+        upload_object(store, "o", pieces(), plan(), config(), Progress(60))
+    assert not list(store.list())
+
+
+class Stuck:
+    """A store whose transfers do not end before they are let go; a real server cannot be told
+    to accept a connection and then hold still at will in-process."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.ended = threading.Event()
+
+    def put_stream(self, key, buffers, *, part_size_bytes, max_concurrency):
+        try:
+            next(buffers)
+            self.let_go.wait(30)
+            for _ in buffers:
+                pass
+        finally:
+            self.ended.set()
+
+    put = get_range = None
+
+
+def test_a_stalled_upload_raises_and_its_stream_is_told_to_abort(monkeypatch):
+    monkeypatch.setattr("dcp_objstore.transfer.upload._ABORT_GRACE_SECONDS", 0.2)
+    store = Stuck()
+    pieces = (random_bytes(4 * MIB) for _ in range(4))
+    with pytest.raises(TransferStalledError, match="incomplete upload may be left"):
+        upload_object(store, "o", pieces, plan(), config(), Progress(0.3))
+    store.let_go.set()
+    assert store.ended.wait(10)
+
+
+def test_an_interrupt_ends_a_stalled_upload_at_once(monkeypatch):
+    monkeypatch.setattr("dcp_objstore.transfer.upload._ABORT_GRACE_SECONDS", 0.2)
+    store = Stuck()
+    progress = Progress(600)
+
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(progress, "check_stalled", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        upload_object(
+            store, "o", (random_bytes(4 * MIB) for _ in range(4)), plan(), config(), progress
+        )
+    store.let_go.set()
+    assert store.ended.wait(10)
+
+
+def fetch(store, requests, consume, settings=None, stall_timeout_seconds=60.0):
+    progress = Progress(stall_timeout_seconds)
+    return list(fetch_ranges(store, ["o"], requests, consume, settings or config(), progress))
+
+
+def requests_of(size_bytes: int, step: int) -> list[RangeRequest]:
+    return [
+        RangeRequest(0, start, min(size_bytes, start + step))
+        for start in range(0, size_bytes, step)
+    ]
+
+
+def test_a_download_delivers_every_range_and_never_more_at_once_than_the_budget():
+    inner = open_store("memory://transfer/download")
+    body = random_bytes(20 * MIB)
+    inner.put("o", body)
+    held = 0
+    most = 0
+    lock = threading.Lock()
+
+    class Counting(RecordingStore):
+        def get_range(self, key, start, end):
+            nonlocal held, most
+            with lock:
+                held += end - start
+                most = max(most, held)
+            return super().get_range(key, start, end)
+
+    arrived = np.zeros_like(body)
+
+    def consume(request, data):
+        nonlocal held
+        arrived[request.start : request.end] = np.frombuffer(data, np.uint8)
+        with lock:
+            held -= request.end - request.start
+
+    settings = config(memory_budget_bytes=8 * MIB, download_concurrency=16)
+    wanted = requests_of(body.nbytes, MIB)
+    assert worker_count(wanted, settings) == 4
+    assert len(fetch(Counting(inner), wanted, consume, settings)) == 20
+    assert np.array_equal(arrived, body)
+    assert most <= 8 * MIB
+
+
+def test_a_damaged_transfer_is_fetched_once_more_and_a_damaged_object_is_an_error():
+    store = RecordingStore(open_store("memory://transfer/damaged"))
+    store.put("o", random_bytes(100))
+    seen: list[int] = []
+
+    def once_bad(request, _):
+        seen.append(request.start)
+        if len(seen) == 1:
+            raise CorruptDataError("damaged")
+
+    fetch(store, requests_of(100, 100), once_bad)
+    assert seen == [0, 0]
+
+    def always_bad(request, _):
+        raise CorruptDataError("damaged")
+
+    with pytest.raises(CorruptDataError) as caught:
+        fetch(store, requests_of(100, 100), always_bad)
+    assert caught.value.object_key == "o"
+    assert [r.verb for r in store.requests].count("get_range") == 4
+
+
+def test_a_stalled_download_raises_instead_of_waiting_for_ever():
+    let_go = threading.Event()
+
+    class Silent:
+        def get_range(self, key, start, end):
+            let_go.wait(30)
+            return bytes(end - start)
+
+    with pytest.raises(TransferStalledError):
+        fetch(Silent(), requests_of(10, 5), lambda *_: None, stall_timeout_seconds=0.3)
+    let_go.set()
+
+
+def test_the_first_error_of_a_download_ends_all_workers():
+    calls: list[int] = []
+
+    class Failing:
+        def get_range(self, key, start, end):
+            calls.append(start)
+            time.sleep(0.01)
+            raise StoreUnavailableError("down")
+
+    with pytest.raises(StoreUnavailableError):
+        fetch(Failing(), requests_of(10_000, 1), lambda *_: None)
+    assert len(calls) <= 16
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"part_size_bytes": MIB},
+        {"part_size_bytes": 6 * 1024 * MIB},
+        {"upload_concurrency": 0},
+        {"upload_concurrency": 2.5},
+        {"max_retries": True},
+        {"stall_timeout_seconds": float("nan")},
+        {"memory_budget_bytes": "128MiB"},
+    ],
+)
+def test_settings_out_of_bounds_are_refused_by_name(settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        TransferConfig(**settings)
