@@ -1,0 +1,157 @@
+"""Stock torch reads what we wrote, after a plain download; we read what stock torch wrote."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+import dcp_objstore as dos
+from tests.support.checkpoints import Options
+from tests.support.ranks import run_ranks
+from tests.support.servers import Bucket
+from tests.support.states import (
+    ALL_DTYPES,
+    TrainingJob,
+    fill,
+    flat,
+    same_bits,
+    seeded,
+    tensor_state,
+    wrong_keys,
+)
+
+# torch's own loaders go through `torch.load`, which cannot rebuild this dtype in every version.
+STOCK_DTYPES = [dtype for dtype in ALL_DTYPES if dtype is not torch.complex32]
+
+
+def mixed_state(layout: str) -> dict[str, Any]:
+    """Sharded and plain tensors of many dtypes, nested, and values."""
+    dtypes = {
+        str(dtype).removeprefix("torch."): tensor_state("plain", {"t": (3, 5), "s": ()}, dtype)
+        for dtype in STOCK_DTYPES
+    }
+    return {
+        "sharded": tensor_state(layout),
+        "dtypes": dtypes,
+        "empty": torch.zeros(0, 3),
+        "values": {"step": 7, "name": "run", "list": [1, 2], "none": None},
+    }
+
+
+def save_ours(rank: int, world_size: int, url: str, options: Options) -> None:
+    state = mixed_state("shard0")
+    fill(state)
+    dcp.save(state, storage_writer=dos.ObjectStoreWriter(url, storage_options=options))
+
+
+@pytest.fixture
+def downloaded(bucket: Bucket, tmp_path: Path) -> Path:
+    run_ranks(3, save_ours, bucket.at("step-1"), bucket.storage_options)
+    return bucket.download("step-1", tmp_path / "step-1")
+
+
+def check(state: dict[str, Any]) -> None:
+    assert wrong_keys(state) == []
+    assert state["values"] == {"step": 7, "name": "run", "list": [1, 2], "none": None}
+
+
+def fresh() -> dict[str, Any]:
+    state = mixed_state("plain")
+    state["values"] = {"step": 0, "name": "", "list": [0, 0], "none": None}
+    return state
+
+
+def stock_load_sharded(rank: int, world_size: int, directory: str) -> None:
+    state = fresh() | {"sharded": tensor_state("shard1")}
+    dcp.load(state, storage_reader=FileSystemReader(directory))
+    check(state)
+
+
+def test_stock_readers_load_ours_after_a_plain_download(downloaded: Path) -> None:
+    for reader in (FileSystemReader(downloaded), FsspecReader(f"file://{downloaded}")):
+        state = fresh()
+        dcp.load(state, storage_reader=reader)
+        check(state)
+    run_ranks(2, stock_load_sharded, str(downloaded))
+
+
+def test_stock_dcp_to_torch_save_converts_ours(downloaded: Path, tmp_path: Path) -> None:
+    dcp_to_torch_save(downloaded, tmp_path / "whole.pt")
+    state = torch.load(tmp_path / "whole.pt", weights_only=True)
+    check(state)
+
+
+def test_stock_load_from_keys_reads_ours(downloaded: Path) -> None:
+    state = _load_state_dict_from_keys("sharded.even", checkpoint_id=downloaded)
+    assert same_bits(flat(state)["sharded.even"], seeded("sharded.even", (16, 8)))
+    everything = _load_state_dict_from_keys(checkpoint_id=downloaded)
+    assert set(flat(everything)) == set(flat(fresh()))
+
+
+def test_the_pickled_metadata_holds_only_what_stock_torch_has(downloaded: Path) -> None:
+    class StockOnly(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            assert module.split(".", maxsplit=1)[0] in {"torch", "builtins", "collections"}, (module, name)
+            return super().find_class(module, name)
+
+    with (downloaded / ".metadata").open("rb") as stream:
+        metadata = StockOnly(stream).load()
+    assert isinstance(metadata.storage_meta.checkpoint_id, str)
+
+
+def upload(directory: Path, bucket: Bucket, name: str) -> None:
+    for place in sorted(directory.rglob("*")):
+        if place.is_file():
+            bucket.put(f"{name}/{place.relative_to(directory)}", place.read_bytes())
+
+
+def save_stock(rank: int, world_size: int, kind: str, directory: str) -> None:
+    state = mixed_state("shard0")
+    fill(state)
+    writer = FileSystemWriter(directory) if kind == "file" else FsspecWriter(f"file://{directory}")
+    dcp.save(state, storage_writer=writer)
+
+
+def load_ours_sharded(rank: int, world_size: int, url: str, options: Options) -> None:
+    state = fresh() | {"sharded": tensor_state("shard1")}
+    dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=options))
+    check(state)
+
+
+@pytest.mark.parametrize("kind", ["file", "fsspec"])
+def test_ours_reads_what_stock_writers_wrote(bucket: Bucket, kind: str, tmp_path: Path) -> None:
+    run_ranks(3, save_stock, kind, str(tmp_path / "stock"))
+    upload(tmp_path / "stock", bucket, "stock")
+    run_ranks(2, load_ours_sharded, bucket.at("stock"), bucket.storage_options)
+    state = fresh()
+    reader = dos.ObjectStoreReader(bucket.at("stock"), storage_options=bucket.storage_options)
+    dcp.load(state, storage_reader=reader)
+    check(state)
+
+
+def save_job_stock(rank: int, world_size: int, directory: str) -> None:
+    state = TrainingJob(sharded=True).state()
+    fill(state)
+    dcp.save(state, storage_writer=FileSystemWriter(directory))
+
+
+def load_job_ours(rank: int, world_size: int, url: str, options: Options) -> None:
+    state = TrainingJob(sharded=True).state()
+    dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=options))
+    assert wrong_keys(state) == []
+
+
+@pytest.mark.backends("seaweed")
+def test_a_stock_fsdp2_job_continues_from_the_bucket(bucket: Bucket, tmp_path: Path) -> None:
+    run_ranks(4, save_job_stock, str(tmp_path / "stock"))
+    upload(tmp_path / "stock", bucket, "stock")
+    run_ranks(3, load_job_ours, bucket.at("stock"), bucket.storage_options)

@@ -1,0 +1,313 @@
+"""One writer over many saves, in the foreground and in the background."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import dcp_objstore as dos
+from dcp_objstore.errors import CheckpointExistsError, RetryableError, SaveInProgressError
+from tests.support.checkpoints import (
+    HookPlanner,
+    Options,
+    assert_nothing_visible,
+    cause,
+    edition,
+    edition_in,
+)
+from tests.support.ranks import run_ranks, try_ranks
+from tests.support.servers import Bucket
+
+
+def save_three(rank: int, world_size: int, root: str, options: Options) -> list[str]:
+    writer = dos.ObjectStoreWriter(storage_options=options, progress=False)
+    commit_ids = []
+    for number in range(3):
+        dcp.save(
+            dict(edition(f"step-{number}", "shard0")),
+            storage_writer=writer,
+            checkpoint_id=f"{root}/step-{number}",
+        )
+        report = writer.last_save
+        assert report is not None
+        assert report.url == f"{root}/step-{number}"
+        assert report.total_bytes > 0
+        assert report.objects > 0
+        if rank == 0:
+            commit_ids.append(str(report.commit_id))
+    return commit_ids
+
+
+def test_one_writer_saves_many_checkpoints_and_keeps_its_options(bucket: Bucket) -> None:
+    commit_ids, _ = run_ranks(2, save_three, bucket.url, bucket.storage_options)
+    assert len(set(commit_ids)) == 3
+    for number in range(3):
+        found = edition_in(
+            bucket.at(f"step-{number}"), bucket.storage_options, [f"step-{n}" for n in range(3)]
+        )
+        assert found == f"step-{number}"
+    assert bucket.uploads() == []
+
+
+def save_twice_with_cached_plans(rank: int, world_size: int, root: str, options: Options) -> None:
+    writer = dos.ObjectStoreWriter(storage_options=options)
+    for number in range(3):
+        dcp.save(
+            dict(edition(f"step-{number}", "shard0")),
+            storage_writer=writer,
+            checkpoint_id=f"{root}/step-{number}",
+            planner=DefaultSavePlanner(enable_plan_caching=True),
+        )
+
+
+def test_cached_plans_do_not_carry_names_from_one_save_to_the_next(bucket: Bucket) -> None:
+    run_ranks(3, save_twice_with_cached_plans, bucket.url, bucket.storage_options)
+    names = [f"step-{number}" for number in range(3)]
+    seen: set[str] = set()
+    for name in names:
+        assert edition_in(bucket.at(name), bucket.storage_options, names) == name
+        data = {key for key in bucket.keys(name) if key.endswith(".distcp")}
+        assert data
+        assert not data & seen
+        seen |= data
+
+
+def save_async(rank: int, world_size: int, kind: str, url: str, options: Options) -> None:
+    writer = dos.ObjectStoreWriter(url, storage_options=options)
+    state = dict(edition("saved", "shard0"))
+    response = dcp.async_save(
+        state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType(kind)
+    )
+    future = getattr(response, "upload_completion", response)
+    staging = getattr(response, "staging_completion", None)
+    if staging is not None:
+        staging.result(timeout=50)
+    for value in state.values():  # training goes on: what is saved must be the staged state
+        value.zero_()
+    future.result(timeout=50)
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_async_save_commits_the_state_of_the_moment_of_the_call(bucket: Bucket, kind: str) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    run_ranks(2, save_async, kind, url, options, timeout_seconds=120)
+    assert edition_in(url, options, ["saved"]) == "saved"
+    assert bucket.uploads() == []
+
+
+def save_async_twice(rank: int, world_size: int, root: str, options: Options) -> None:
+    writer = dos.ObjectStoreWriter(storage_options=options)
+    for number in range(2):
+        dcp.async_save(
+            dict(edition(f"step-{number}", "shard0")),
+            storage_writer=writer,
+            checkpoint_id=f"{root}/step-{number}",
+        ).result()
+
+
+def test_async_saves_one_after_another_share_a_writer(bucket: Bucket) -> None:
+    run_ranks(2, save_async_twice, bucket.url, bucket.storage_options)
+    names = ["step-0", "step-1"]
+    for name in names:
+        assert edition_in(bucket.at(name), bucket.storage_options, names) == name
+
+
+def refuse_async(rank: int, world_size: int, url: str, options: Options) -> None:
+    writer = dos.ObjectStoreWriter(url, storage_options=options)
+    dcp.async_save(dict(edition("second", "shard0")), storage_writer=writer).result(timeout=50)
+
+
+def test_a_background_save_that_is_refused_says_so_through_its_future(bucket: Bucket) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    run_ranks(2, refuse_async, url, options)
+    for outcome in try_ranks(2, refuse_async, url, options):
+        assert isinstance(cause(outcome.error), CheckpointExistsError)
+
+
+def overlap(rank: int, world_size: int, root: str, options: Options) -> str:
+    """Start a second save on a writer whose first upload is under way."""
+    writer = dos.ObjectStoreWriter(storage_options=options)
+    uploading, go_on = threading.Event(), threading.Event()
+
+    def block(item: int) -> None:
+        uploading.set()
+        assert go_on.wait(timeout=40)
+
+    first = dcp.async_save(
+        dict(edition("first", "shard0")),
+        storage_writer=writer,
+        checkpoint_id=f"{root}/step-1",
+        planner=HookPlanner(block),
+    )
+    assert uploading.wait(timeout=40)
+    second_group = dist.new_group()
+
+    def save_second() -> str:
+        try:
+            future = dcp.async_save(
+                dict(edition("second", "shard0")),
+                storage_writer=writer,
+                checkpoint_id=f"{root}/step-2",
+                process_group=second_group,
+            )
+            future.result(timeout=40)
+        except SaveInProgressError:
+            return "refused"
+        except CheckpointException as error:
+            assert isinstance(cause(error), SaveInProgressError), repr(error)
+            return "refused"
+        return "saved"
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        second = pool.submit(save_second)
+        # It may be refused now, or wait for the first to end; then the first has to go on.
+        concurrent.futures.wait([second], timeout=1)
+        go_on.set()
+        first.result(timeout=40)
+        return second.result(timeout=40)
+
+
+def test_overlapping_saves_on_one_writer_never_mix(bucket: Bucket) -> None:
+    ends = run_ranks(2, overlap, bucket.url, bucket.storage_options)
+    assert ends[0] == ends[1]
+    names = ["first", "second"]
+    assert edition_in(bucket.at("step-1"), bucket.storage_options, names) == "first"
+    if ends[0] == "saved":
+        assert edition_in(bucket.at("step-2"), bucket.storage_options, names) == "second"
+    else:
+        assert_nothing_visible(bucket, "step-2")
+    assert bucket.uploads() == []
+
+
+def save_after_a_failure(rank: int, world_size: int, root: str, options: Options) -> None:
+    writer = dos.ObjectStoreWriter(storage_options=options)
+
+    def fail(item: int) -> None:
+        raise OSError("disk of this rank is gone")
+
+    bad = HookPlanner(fail) if rank == 1 else None
+    try:
+        dcp.save(
+            dict(edition("bad", "shard0")),
+            storage_writer=writer,
+            checkpoint_id=f"{root}/bad",
+            planner=bad,
+        )
+    except CheckpointException:
+        pass
+    else:
+        raise AssertionError("the save of a failing rank went through")
+    dcp.save(dict(edition("good", "shard0")), storage_writer=writer, checkpoint_id=f"{root}/good")
+
+
+def test_a_writer_works_again_after_a_save_that_failed(bucket: Bucket) -> None:
+    run_ranks(2, save_after_a_failure, bucket.url, bucket.storage_options)
+    assert_nothing_visible(bucket, "bad")
+    assert edition_in(bucket.at("good"), bucket.storage_options, ["good", "bad"]) == "good"
+
+
+def dos_save(rank: int, world_size: int, url: str, options: Options) -> None:
+    report = dos.save(dict(edition("dos", "shard0")), url, storage_options=options)
+    assert report.url == url
+    state = edition("other", "shard0")
+    loaded = dos.load(dict(state), url, storage_options=options)
+    assert loaded.total_bytes > 0
+    handle = dos.async_save(
+        dict(edition("again", "shard0")), url, storage_options=options, overwrite=True
+    )
+    handle.staged()
+    assert handle.result(timeout_seconds=50).url == url
+    assert handle.done()
+
+
+def test_the_one_line_calls_save_load_and_save_in_the_background(bucket: Bucket) -> None:
+    run_ranks(2, dos_save, bucket.at("step-1"), bucket.storage_options)
+    found = edition_in(bucket.at("step-1"), bucket.storage_options, ["dos", "again"])
+    assert found == "again"
+
+
+BLOCKED_CALL = """
+import sys
+import torch
+import torch.distributed.checkpoint as dcp
+import dcp_objstore as dos
+
+what, endpoint = sys.argv[1:]
+options = {"key": "k", "secret": "s", "endpoint_url": endpoint}
+url = "s3://bucket/step-1"
+state = {"t": torch.zeros(10)}
+print("ready", flush=True)
+if what == "save":
+    dcp.save(state, storage_writer=dos.ObjectStoreWriter(url, storage_options=options))
+else:
+    dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=options))
+"""
+
+
+@pytest.mark.parametrize("what", ["save", "load"])
+def test_ctrl_c_ends_a_call_that_waits_for_the_store(what: str) -> None:
+    """The server takes the connection and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        process = subprocess.Popen(
+            [sys.executable, "-c", BLOCKED_CALL, what, endpoint],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            listener.settimeout(60)
+            connection, _ = listener.accept()
+            with connection:
+                assert connection.recv(1), "the request is under way"
+                process.send_signal(signal.SIGINT)
+                _, errors = process.communicate(timeout=10)
+        finally:
+            process.kill()
+            process.wait()
+    assert process.returncode != 0
+    assert "KeyboardInterrupt" in errors
+
+
+def test_a_store_that_stops_answering_fails_the_save_within_bounds() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        options = {
+            "key": "k",
+            "secret": "s",
+            "endpoint_url": f"http://127.0.0.1:{listener.getsockname()[1]}",
+        }
+        config = dos.TransferConfig(
+            request_timeout_seconds=1,
+            stall_timeout_seconds=2,
+            max_retries=1,
+            retry_timeout_seconds=1,
+        )
+        writer = dos.ObjectStoreWriter("s3://bucket/x", storage_options=options, config=config)
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save({"t": torch.zeros(10)}, storage_writer=writer)
+    assert isinstance(cause(caught.value), RetryableError)
+
+
+def test_a_writer_shows_no_secret(bucket: Bucket) -> None:
+    import pickle
+
+    secret = str(bucket.storage_options.get("secret", "no-secret-here"))
+    writer: Any = dos.ObjectStoreWriter(bucket.url, storage_options=bucket.storage_options)
+    reader: Any = dos.ObjectStoreReader(bucket.url, storage_options=bucket.storage_options)
+    for thing in (writer, reader):
+        assert secret not in repr(thing)
+        if len(secret) > 8:  # moto's is a word that may occur by chance
+            assert secret.encode() not in pickle.dumps(thing)
