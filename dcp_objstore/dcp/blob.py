@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.utils.serialization import config as serialization_config
 
 from dcp_objstore.errors import UnsupportedError
 
@@ -61,8 +62,8 @@ class _FrameSink(io.RawIOBase):
 
 def save_options() -> tuple[object, ...]:
     """The process-wide torch options that a frame depends on; part of its cache key."""
-    config = torch.utils.serialization.config.save
-    return config.storage_alignment, torch.serialization.get_crc32_options()
+    alignment = serialization_config.save.storage_alignment
+    return alignment, torch.serialization.get_crc32_options()
 
 
 @functools.lru_cache(maxsize=65536)

@@ -59,6 +59,7 @@ class _Save:
     nonce: str = field(default_factory=new_nonce)
     started_at: float = field(default_factory=time.monotonic)
     begin: commit.BeginToken | None = None
+    fenced: bool = True
     world_size: int = 1
     busy: bool = False
 
@@ -174,10 +175,13 @@ class ObjectStoreWriter(StorageWriter):
             save = self._begin_save(rank or 0, is_coordinator)
             store = save.open()
             if is_coordinator:
-                probe.require_fencing(
-                    store, overwrite=self._overwrite, allow_unfenced=self._allow_unfenced
-                )
                 save.begin = commit.begin(store, overwrite=self._overwrite)
+                save.fenced = probe.require_fencing(
+                    store,
+                    overwrite=self._overwrite,
+                    allow_unfenced=self._allow_unfenced,
+                    begin=save.begin,
+                ).conditional_create
 
     def _begin_save(self, rank: int, is_coordinator: bool) -> _Save:
         spec = self._target.spec
@@ -300,9 +304,10 @@ class ObjectStoreWriter(StorageWriter):
             world_size=save.world_size,
             user_metadata=self._user_metadata,
             nonce=save.nonce,
+            fenced=save.fenced,
         )
         stock = stock_metadata(metadata, index)
-        _publish_for_stock_readers(store, committed.commit_id, stock)
+        _publish_for_stock_readers(store, committed.commit_id, stock, fenced=save.fenced)
         metadata.storage_data, metadata.version = stock.storage_data, stock.version
         self.last_save = _report(save, objects, committed.commit_id)
         log_save(self.last_save)
@@ -343,10 +348,12 @@ def _report(save: _Save, objects: Sequence[StoredObject], commit_id: str | None)
     )
 
 
-def _publish_for_stock_readers(store: ObjectStore, commit_id: str, stock: Metadata) -> None:
+def _publish_for_stock_readers(
+    store: ObjectStore, commit_id: str, stock: Metadata, *, fenced: bool
+) -> None:
     """Write `.metadata`. The checkpoint is committed already, so a failure only warns."""
     try:
-        commit.publish_dot_metadata(store, commit_id, encode_metadata(stock))
+        commit.publish_dot_metadata(store, commit_id, encode_metadata(stock), fenced=fenced)
     except DcpObjstoreError as error:
         logger.warning(
             "%s is committed, but .metadata, by which stock torch readers find it, could not be"
