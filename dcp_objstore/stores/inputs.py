@@ -24,6 +24,21 @@ def as_buffers(data: Buffer | Sequence[Buffer]) -> Sequence[Buffer]:
     return [cast("Buffer", data)]
 
 
+def check_buffer(buffer: Buffer) -> None:
+    """Raise `InputError` unless it is a 1-D, contiguous buffer of bytes.
+
+    obstore alone would take a 2-D one.
+    """
+    try:
+        view = memoryview(buffer)
+    except (TypeError, BufferError) as error:
+        raise InputError(f"not a buffer: {type(buffer).__name__}") from error
+    if view.ndim != 1 or view.itemsize != 1 or not view.c_contiguous:
+        raise InputError(
+            f"a buffer must be 1-D, contiguous and of bytes; got {view.ndim}-D of {view.format!r}"
+        )
+
+
 class WatchedBuffers:
     """Hands buffers through, and remembers what the iterator raised.
 

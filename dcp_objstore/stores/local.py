@@ -33,7 +33,7 @@ from dcp_objstore.errors import (
     PreconditionFailedError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores.inputs import WatchedBuffers, as_buffers, check_range
+from dcp_objstore.stores.inputs import WatchedBuffers, as_buffers, check_buffer, check_range
 from dcp_objstore.stores.protocol import (
     Capabilities,
     IfAbsent,
@@ -93,7 +93,9 @@ class LocalStore:
     ) -> Version:
         """See `ObjectStore.put`."""
         with self._errors(key) as path:
-            return self._write(path, iter(as_buffers(data)), precondition)
+            return self._write(
+                path, WatchedBuffers(iter(as_buffers(data)), check_buffer), precondition
+            )
 
     def put_stream(
         self,
@@ -104,7 +106,7 @@ class LocalStore:
         max_concurrency: int,  # noqa: ARG002  in order
     ) -> Version:
         """See `ObjectStore.put_stream`."""
-        source = WatchedBuffers(buffers)
+        source = WatchedBuffers(buffers, check_buffer)
         try:
             with self._errors(key) as path:
                 return self._write(path, source, None)
@@ -226,8 +228,6 @@ def _write_synced(path: Path, buffers: Iterator[Buffer]) -> os.stat_result:
                 view = memoryview(next(buffers))
             except StopIteration:
                 break
-            if view.ndim != 1 or view.itemsize != 1 or not view.c_contiguous:
-                raise InputError("buffers must be 1-D, contiguous and of bytes")
             written = 0
             while written < len(view):
                 written += os.write(fd, view[written:])

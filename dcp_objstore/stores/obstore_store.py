@@ -21,7 +21,7 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores.inputs import WatchedBuffers, check_range
+from dcp_objstore.stores.inputs import WatchedBuffers, as_buffers, check_buffer, check_range
 from dcp_objstore.stores.protocol import (
     Capabilities,
     IfAbsent,
@@ -81,8 +81,8 @@ class ObstoreStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Everything; whether the server keeps its side is for `checkpoint.probe` to find out."""
-        return Capabilities()
+        """Everything (memory: no parts); `checkpoint.probe` finds out if the server keeps it."""
+        return Capabilities(multipart=self._url.scheme != "memory")
 
     def put(
         self,
@@ -96,15 +96,16 @@ class ObstoreStore:
         import obstore
 
         client = self._clients.write if retry else self._clients.once
-        body: Any = data if not isinstance(data, (list, tuple)) else (list(data) or b"")
         with self._errors(key) as path:
-            result = obstore.put(
-                client(),
-                path,
-                body,
-                use_multipart=False,
-                mode=_mode(precondition, self._url.scheme),
-            )
+            body: Any = list(as_buffers(data))
+            for buffer in body:
+                check_buffer(buffer)
+            if self._url.scheme == "memory" or not body:
+                body = b"".join(body)  # obstore's memory store would keep the caller's memory
+            elif len(body) == 1:
+                body = body[0]  # several are copied together by obstore, one is not
+            mode = _mode(precondition, self._url.scheme)
+            result = obstore.put(client(), path, body, use_multipart=False, mode=mode)
         return _version(result)
 
     def put_stream(
@@ -118,7 +119,7 @@ class ObstoreStore:
         """See `ObjectStore.put_stream`."""
         import obstore
 
-        source = WatchedBuffers(buffers)
+        source = WatchedBuffers(buffers, check_buffer)
         try:
             with self._errors(key) as path:
                 result = obstore.put(
@@ -192,7 +193,7 @@ class ObstoreStore:
                 return self._meta(answer.meta)
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """See `ObjectStore.list`."""
+        """See `ObjectStore.list`. GCS lists no generations: `head` an object to update it."""
         folder = self._root + check_prefix(prefix)
         guard_fork()
         return self._pages(folder.rstrip("/"))

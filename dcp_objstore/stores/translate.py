@@ -110,7 +110,11 @@ def translate_obstore(error: Exception) -> DcpObjstoreError:
 
 
 def _kind(error: Exception) -> type[DcpObjstoreError]:
+    from obstore import exceptions as theirs
+
     status, code = http_code(error)
+    if code == "NoSuchKey" and isinstance(error, theirs.PreconditionError):
+        return PreconditionFailedError  # If-Match on an absent key: 404 on AWS and moto
     if code in _BY_CODE:
         return _BY_CODE[code]
     if status in _BY_STATUS:
