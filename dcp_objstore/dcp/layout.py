@@ -65,13 +65,14 @@ class Layout:
     """The items of one object, as they are laid out.
 
     Args:
-        pending: items still to be written by this rank, in order; the object takes from the left
-            and leaves what would exceed `plan.max_object_size_bytes` to the next one.
+        pending: items still to be written by this rank, in order, each with its `item_bytes`; the
+            object takes from the left and leaves what would exceed `plan.max_object_size_bytes`
+            to the next one.
         resolve: DCP's `planner.resolve_data`.
         on_value: called with each pickled value's key and bytes.
     """
 
-    pending: deque[WriteItem]
+    pending: deque[tuple[WriteItem, int]]
     resolve: Callable[[WriteItem], torch.Tensor | io.BytesIO]
     plan: PartPlan
     hashers: DaemonPool
@@ -95,11 +96,8 @@ class Layout:
             DcpObjstoreError: naming rank and key; an error from elsewhere is a RankFailedError.
         """
         while self.pending:
-            item = self.pending[0]
-            if (
-                self._position
-                and self._position + item_bytes(item) > self.plan.max_object_size_bytes
-            ):
+            item, size_bytes = self.pending[0]
+            if self._position and self._position + size_bytes > self.plan.max_object_size_bytes:
                 break
             self.pending.popleft()
             try:
@@ -140,11 +138,18 @@ class Layout:
             payload = payload.cpu()
         frame = blob.frame(payload.dtype, tuple(payload.shape), self._options)
         body = blob.small_payload(payload, size_bytes)
-        offset = self._begin(frame)
-        payload_offset = offset + len(frame.header)
+        # What `_begin` and `_frame` do, spelt out: this runs once per tensor, and there may be
+        # tens of thousands.
+        padding = blob.padding_before(self._position, len(frame.header))
+        lead = bytes(padding) + frame.header
+        self._framing.update(lead)
+        self._framing.update(frame.trailer)
+        self._gathered += lead
         self._gathered += body
-        self._position += size_bytes
-        self._frame(frame.trailer)
+        self._gathered += frame.trailer
+        offset = self._position + padding
+        payload_offset = self._position + len(lead)
+        self._position = payload_offset + size_bytes + len(frame.trailer)
         self.placed.append(
             Placed(
                 item,

@@ -245,8 +245,10 @@ class ObjectStoreWriter(StorageWriter):
             # Copies are made in another thread, whose stream does not wait for this one's.
             torch.accelerator.current_stream().synchronize()
         store = save.open()
-        pending = deque(sorted(plan.items, key=lambda item: item.tensor_data is not None))
-        payload_bytes = sum(map(item_bytes, pending))
+        # Pickled values first, as stock writers have it; then tensors in the plan's order.
+        ordered = sorted(plan.items, key=lambda item: item.tensor_data is not None)
+        pending = deque((item, item_bytes(item)) for item in ordered)
+        payload_bytes = sum(size_bytes for _, size_bytes in pending)
         part_plan = plan_parts(payload_bytes, self._target.config.part_size_bytes)
         results: list[WriteResult] = []
         objects: list[StoredObject] = []
