@@ -1,0 +1,205 @@
+"""`StoreSpec`: secrets stay where they belong, clients are shared, children work or fail fast."""
+
+from __future__ import annotations
+
+import copy
+import io
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import pytest
+
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import CredentialsError, DcpObjstoreError, ForkedProcessError
+from dcp_objstore.stores import StoreSpec, open_store
+from tests.support.servers import Bucket
+
+SECRETS = ("AKIA-secret-0", "hunter2-secret-1", "session-secret-2")
+OPTIONS: dict[str, object] = {
+    "key": SECRETS[0],
+    "secret": SECRETS[1],
+    "token": SECRETS[2],
+    "endpoint_url": "http://127.0.0.1:1",
+}
+NESTED: dict[str, object] = {
+    "client_kwargs": {
+        "aws_access_key_id": SECRETS[0],
+        "aws_secret_access_key": SECRETS[1],
+        "aws_session_token": SECRETS[2],
+        "region_name": "eu-west-3",
+    }
+}
+NO_CREDENTIALS = {
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
+    "AWS_CONFIG_FILE": "/nonexistent",
+}
+
+
+@pytest.fixture
+def no_aws(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    for name, value in NO_CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("options", [OPTIONS, NESTED])
+def test_no_secret_is_shown_or_pickled(options: dict[str, object]) -> None:
+    spec = StoreSpec("s3://bucket/run", options)
+    texts = [repr(spec), str(spec), f"{spec!r}", repr(spec.at("s3://bucket/other"))]
+    texts.append(repr(spec.open()))
+    dumps = [pickle.dumps(spec, protocol) for protocol in range(2, 6)]
+    for secret in SECRETS:
+        assert not any(secret in text for text in texts)
+        assert not any(secret.encode() in dump for dump in dumps)
+    back = pickle.loads(dumps[-1])
+    assert back.url == spec.url
+    assert back.stripped
+
+
+def test_a_gcs_token_is_a_secret_and_a_method_is_not() -> None:
+    spec = StoreSpec("gs://bucket", {"token": SECRETS[0]})
+    assert SECRETS[0] not in repr(spec)
+    assert SECRETS[0].encode() not in pickle.dumps(spec)
+    assert pickle.loads(pickle.dumps(StoreSpec("gs://b", {"token": "anon"}))).stripped == ()
+
+
+def test_what_is_no_secret_survives_pickling() -> None:
+    config = TransferConfig(max_retries=3)
+    back = pickle.loads(pickle.dumps(StoreSpec("s3://bucket/x", OPTIONS, config)))
+    assert back.storage_options == {"endpoint_url": "http://127.0.0.1:1"}
+    assert back.config == config
+
+
+def test_an_unpickled_spec_without_credentials_says_what_is_missing(no_aws: None) -> None:
+    back = pickle.loads(pickle.dumps(StoreSpec("s3://bucket/x", OPTIONS)))
+    with pytest.raises(CredentialsError, match="key, secret, token were given"):
+        back.open()
+
+
+def test_multiprocessing_carries_the_credentials() -> None:
+    spec = StoreSpec("s3://bucket/x", OPTIONS)
+    buffer = io.BytesIO()
+    ForkingPickler(buffer, 5).dump({"deep": [spec]})
+    back = pickle.loads(buffer.getvalue())["deep"][0]
+    assert back == spec
+    assert back.storage_options == OPTIONS
+
+
+def test_a_copy_keeps_the_credentials() -> None:
+    spec = StoreSpec("s3://bucket/x", OPTIONS)
+    for other in (copy.copy(spec), copy.deepcopy({"a": spec})["a"], spec.at("s3://bucket/y")):
+        assert other.storage_options == OPTIONS
+
+
+def test_a_spec_keeps_its_options_when_the_callers_mapping_changes() -> None:
+    options: dict[str, object] = {"client_kwargs": {"region_name": "r"}, "anon": True}
+    spec = StoreSpec("s3://bucket/x", options)
+    options["client_kwargs"]["region_name"] = "changed"  # type: ignore[index]
+    options.clear()
+    assert spec.storage_options == {"client_kwargs": {"region_name": "r"}, "anon": True}
+
+
+def test_clients_are_shared_by_specs_that_agree(no_aws: None) -> None:
+    def clients(spec: StoreSpec) -> object:
+        return spec.open()._clients  # type: ignore[attr-defined]
+
+    spec = StoreSpec("s3://bucket/x", OPTIONS)
+    assert clients(spec) is clients(StoreSpec("s3://bucket/y", dict(OPTIONS)))
+    assert clients(spec) is not clients(StoreSpec("s3://bucket2/x", OPTIONS))
+    assert clients(spec) is not clients(StoreSpec("s3://bucket/x", {**OPTIONS, "secret": "other"}))
+    patient = TransferConfig(max_retries=20)
+    assert clients(spec) is not clients(StoreSpec("s3://bucket/x", OPTIONS, patient))
+
+
+def test_renewed_credentials_in_the_environment_are_used(
+    no_aws: None, monkeypatch: pytest.MonkeyPatch, bucket: Bucket
+) -> None:
+    options = {"endpoint_url": bucket.storage_options["endpoint_url"]}
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(bucket.storage_options["key"]))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    if bucket.kind == "seaweed":
+        with pytest.raises(CredentialsError):
+            open_store(bucket.url, options).put("k", b"x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(bucket.storage_options["secret"]))
+    open_store(bucket.url, options).put("k", b"x")
+    assert bucket.keys() == ["k"]
+
+
+def test_a_store_itself_is_not_pickled() -> None:
+    with pytest.raises(TypeError, match="StoreSpec"):
+        pickle.dumps(open_store("s3://bucket/x", OPTIONS))
+
+
+def _put_in_child(spec: StoreSpec, key: str) -> None:
+    spec.open().put(key, b"from the child")
+
+
+@pytest.mark.backends("seaweed")
+def test_a_spawned_child_gets_the_credentials(bucket: Bucket, no_aws: None) -> None:
+    spec = StoreSpec(bucket.url, bucket.storage_options)
+    spec.open().put("parent", b"x")
+    child = multiprocessing.get_context("spawn").Process(target=_put_in_child, args=(spec, "k"))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert bucket.get("k") == b"from the child"
+
+
+# In a process of its own: forking one that runs torch and test threads is nobody's guarantee.
+_FORK = """
+import os, signal, sys
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.errors import ForkedProcessError
+spec = StoreSpec(sys.argv[1], dict(key=sys.argv[2], secret=sys.argv[3], endpoint_url=sys.argv[4])
+                 if sys.argv[1].startswith("s3") else None)
+store = spec.open()
+store.put("k", b"parent")
+if os.fork() == 0:
+    signal.alarm(20)  # a hang ends as a signal, not as success
+    listing = None
+    for call in (lambda: store.get("k", max_size_bytes=9), lambda: store.put("k", b"child"),
+                 lambda: store.head("k"), lambda: list(store.list()), lambda: store.delete("k"),
+                 lambda: store.get_range("k", 0, 1), spec.open,
+                 lambda: store.put_stream("k", iter([b"x"]), part_size_bytes=5 << 20,
+                                          max_concurrency=1)):
+        try:
+            call()
+        except ForkedProcessError as error:
+            assert "spawn" in str(error)
+        else:
+            os._exit(3)
+    os._exit(0)
+status = os.waitstatus_to_exitcode(os.wait()[1])
+assert store.get("k", max_size_bytes=9)[0] == b"parent"
+sys.exit(status)
+"""
+
+
+@pytest.mark.backends("seaweed")
+@pytest.mark.parametrize("scheme", ["s3", "memory"])
+def test_a_forked_child_raises_and_does_not_hang(bucket: Bucket, scheme: str) -> None:
+    url = bucket.url if scheme == "s3" else "memory://x"
+    options = [str(bucket.storage_options[name]) for name in ("key", "secret", "endpoint_url")]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _FORK, url, *options], check=True)
+
+
+def test_the_fork_error_is_an_error_of_ours() -> None:
+    assert issubclass(ForkedProcessError, DcpObjstoreError)
+
+
+def test_a_file_store_works_in_a_forked_child(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\nfrom dcp_objstore.stores import open_store\n"
+        "store = open_store(sys.argv[1])\nstore.put('k', b'parent')\n"
+        "if os.fork() == 0:\n    store.put('k', b'child')\n    os._exit(0)\n"
+        "assert os.wait()[1] == 0\nassert store.get('k', max_size_bytes=9)[0] == b'child'\n"
+    )
+    subprocess.run([sys.executable, "-c", code, f"file://{tmp_path}/s"], check=True)

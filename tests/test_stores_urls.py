@@ -1,0 +1,150 @@
+"""URLs and storage options: what is accepted, and what the error says otherwise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcp_objstore.errors import ConfigError, InvalidUrlError
+from dcp_objstore.stores import StoreSpec, open_store
+from dcp_objstore.stores.options import s3_settings
+from dcp_objstore.stores.urls import parse_url
+
+
+@pytest.mark.parametrize(
+    ("url", "normal"),
+    [
+        ("s3://bucket", "s3://bucket"),
+        ("s3://bucket/", "s3://bucket"),
+        ("S3://bucket/a/b/", "s3://bucket/a/b"),
+        ("s3://bucket/a b%20c?d#e", "s3://bucket/a b%20c?d#e"),
+        ("gs://my_bucket.example/x", "gs://my_bucket.example/x"),
+        ("gcs://bucket/x", "gs://bucket/x"),
+        ("file:///tmp/x/", "file:///tmp/x"),
+        ("file://localhost/tmp/x", "file:///tmp/x"),
+        ("file:///tmp/a%20b", "file:///tmp/a%20b"),
+        ("memory://name/x", "memory://name/x"),
+    ],
+)
+def test_urls_are_taken_literally_and_brought_to_one_form(url: str, normal: str) -> None:
+    assert str(parse_url(url)) == normal
+    assert StoreSpec(url).url == normal
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("bucket/key", "no scheme"),
+        ("/tmp/x", "file:///path"),
+        ("", "no scheme"),
+        ("s4://bucket/x", "did you mean s3://?"),
+        ("s3a://bucket/x", "did you mean s3://?"),
+        ("minio://bucket/x", "did you mean s3://?"),
+        ("gcss://bucket/x", "did you mean gcs://?"),
+        ("flie:///x", "did you mean file://?"),
+        ("http://host/x", "unknown scheme"),
+        ("s3:/bucket/x", "write 's3://bucket/x'"),
+        ("s3://", "names no bucket"),
+        ("s3:///key", "names no bucket"),
+        ("memory://", "names no store name"),
+        ("s3://bucket//x", "empty"),
+        ("s3://bucket/a/../b", "'..'"),
+        ("s3://bucket/a\nb", "control"),
+        ("s3://buck et/x", "no bucket name"),
+        ("file://relative/x", "file:///path"),
+        ("file:///", "root of the file system"),
+    ],
+)
+def test_a_bad_url_is_refused_with_the_way_out(url: str, says: str) -> None:
+    with pytest.raises(InvalidUrlError) as caught:
+        open_store(url)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("url", [Path("s3://bucket/x"), Path("/tmp/x"), None, 7, b"s3://bucket"])
+def test_a_url_that_is_no_str_is_refused(url: object) -> None:
+    with pytest.raises(InvalidUrlError, match="must be a str"):
+        open_store(url)  # type: ignore[arg-type]
+
+
+def test_credentials_inside_a_url_are_refused_and_not_repeated() -> None:
+    with pytest.raises(InvalidUrlError) as caught:
+        open_store("s3://AKIA:hunter2@bucket/x")
+    assert "hunter2" not in str(caught.value)
+    assert "storage_options" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kye": "x"}, "did you mean 'key'?"),
+        ({"endpoint": "x"}, "did you mean 'endpoint_url'?"),
+        ({"aws_secret_access_key": "x"}, "did you mean 'secret'?"),
+        ({"access_key_id": "x"}, "did you mean 'key'?"),
+        ({"zzzzzz": 1}, "Known: key, secret"),
+        ({"client_kwargs": {"region": "x"}}, "did you mean 'region_name'?"),
+        ({"client_kwargs": "x"}, "must be Mapping"),
+        ({"anon": "yes"}, "must be bool"),
+        ({"key": "x"}, "'secret' is missing"),
+        ({"secret": "x"}, "'key' is missing"),
+        ({"token": "x"}, "without 'key'"),
+        ({"anon": True, "key": "x", "secret": "y"}, "choose one"),
+        ({"profile": "p", "key": "x", "secret": "y"}, "choose one"),
+        ({"addressing_style": "sideways"}, "'path', 'virtual' or 'auto'"),
+    ],
+)
+def test_a_bad_option_is_refused_with_the_nearest_name(
+    options: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store("s3://bucket/x", options)
+    assert says in str(caught.value)
+
+
+def test_options_belong_to_their_scheme() -> None:
+    with pytest.raises(ConfigError, match="take no options"):
+        open_store("memory://x", {"key": "x"})
+    with pytest.raises(ConfigError, match="gs://"):
+        open_store("gs://bucket", {"secret": "x"})
+    with pytest.raises(ConfigError, match="mapping"):
+        open_store("s3://bucket", ["key"])  # type: ignore[arg-type]
+
+
+def test_an_endpoint_that_is_none_is_refused() -> None:
+    for endpoint in ("ftp://host", "http://", "http://user:pw@host"):
+        with pytest.raises(ConfigError, match="endpoint"):
+            open_store("s3://bucket", {"anon": True, "endpoint_url": endpoint})
+
+
+def test_fsspec_spellings_mean_the_same() -> None:
+    plain = s3_settings(
+        {"key": "k", "secret": "s", "token": "t", "endpoint_url": "http://e", "region": "r"}
+    )
+    nested = s3_settings(
+        {
+            "client_kwargs": {
+                "aws_access_key_id": "k",
+                "aws_secret_access_key": "s",
+                "aws_session_token": "t",
+                "endpoint_url": "http://e",
+                "region_name": "r",
+            }
+        }
+    )
+    assert plain == nested
+    assert s3_settings({"config_kwargs": {"s3": {"addressing_style": "virtual"}}}) == s3_settings(
+        {"addressing_style": "virtual"}
+    )
+
+
+def test_importing_the_stores_imports_no_sdk() -> None:
+    code = (
+        "import sys, dcp_objstore.stores, dcp_objstore.stores.wrappers;"
+        "print([m for m in ('obstore', 'boto3', 'botocore', 'torch', 'google.auth', 'fsspec')"
+        " if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
