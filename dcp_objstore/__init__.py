@@ -1,1 +1,64 @@
-"""torch.distributed.checkpoint straight to S3, GCS and any other object store."""
+"""torch.distributed.checkpoint straight to S3, GCS and any other object store.
+
+    import dcp_objstore as dos
+
+    dcp.save(state, storage_writer=dos.ObjectStoreWriter("s3://bucket/run/step-1000"))
+    dcp.load(state, storage_reader=dos.ObjectStoreReader("s3://bucket/run/step-1000"))
+
+Names are resolved on first use, so importing this package does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from dcp_objstore import errors
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import *  # noqa: F403 - the whole error tree is public
+
+if TYPE_CHECKING:
+    from dcp_objstore.dcp.api import load, save
+    from dcp_objstore.dcp.async_api import AsyncSaveHandle, async_save
+    from dcp_objstore.dcp.reader import ObjectStoreReader
+    from dcp_objstore.dcp.report import LoadReport, SaveReport
+    from dcp_objstore.dcp.writer import ObjectStoreWriter
+
+_HOMES = {
+    "ObjectStoreReader": "dcp_objstore.dcp.reader",
+    "ObjectStoreWriter": "dcp_objstore.dcp.writer",
+    "LoadReport": "dcp_objstore.dcp.report",
+    "SaveReport": "dcp_objstore.dcp.report",
+    "load": "dcp_objstore.dcp.api",
+    "save": "dcp_objstore.dcp.api",
+    "AsyncSaveHandle": "dcp_objstore.dcp.async_api",
+    "async_save": "dcp_objstore.dcp.async_api",
+}
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "AsyncSaveHandle",
+    "LoadReport",
+    "ObjectStoreReader",
+    "ObjectStoreWriter",
+    "SaveReport",
+    "TransferConfig",
+    "async_save",
+    "load",
+    "save",
+    *errors.__all__,
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

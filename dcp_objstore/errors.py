@@ -27,6 +27,35 @@ different collectives and hangs the job, so every class here is rebuilt from pla
 
 from __future__ import annotations
 
+__all__ = [
+    "BucketNotFoundError",
+    "CheckpointCorruptError",
+    "CheckpointExistsError",
+    "CheckpointGoneError",
+    "CheckpointNotFoundError",
+    "CommitLostError",
+    "CommitUnknownError",
+    "ConfigError",
+    "CorruptDataError",
+    "CredentialsError",
+    "DcpObjstoreError",
+    "ForkedProcessError",
+    "InputError",
+    "InvalidUrlError",
+    "LostRaceError",
+    "ObjectNotFoundError",
+    "PermissionDeniedError",
+    "PreconditionFailedError",
+    "RankFailedError",
+    "RetryableError",
+    "SaveInProgressError",
+    "StateMismatchError",
+    "StoreUnavailableError",
+    "TransferStalledError",
+    "UnsupportedError",
+    "UntrustedPickleError",
+]
+
 
 class DcpObjstoreError(Exception):
     """The root of the tree.
