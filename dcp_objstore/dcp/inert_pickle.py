@@ -22,7 +22,6 @@ from dcp_objstore.errors import CheckpointCorruptError, UntrustedPickleError
 
 # The stock pickler nests marks about six deep; more is no `.metadata`.
 _MAX_MARKS: Final = 100
-_SCALARS: Final = frozenset({str, int, float, bool, bytes, type(None)})
 _ORDERED_DICT: Final = "collections.OrderedDict"
 _OPCODE_NAMES: Final = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 
@@ -182,14 +181,22 @@ class _Machine:
         for number in range(0, len(items), 2):
             key = items[number]
             kind = type(key)
-            # Hashing a tuple recurses in C without a limit, hence no tuples within tuples.
-            if not (
-                kind in _SCALARS
-                or kind is Node
-                or (type(key) is tuple and all(type(part) in _SCALARS for part in key))
-            ):
+            if kind is not str and kind is not Node and not _is_plain_key(key):
                 raise self.damaged(f"a dictionary key of type {kind.__name__}")
             target[key] = items[number + 1]
+
+
+def _is_plain_key(key: object) -> bool:
+    """Whether hashing `key` is safe and cheap.
+
+    Hashing nested tuples recurses in C without a limit, and large integers can be chosen so that
+    their hashes are all the same.
+    """
+    if type(key) is tuple:
+        return all(type(part) is not tuple and _is_plain_key(part) for part in key)
+    if type(key) is int:
+        return -(2**31) <= key < 2**31
+    return type(key) in {str, bytes, bool, type(None)}
 
 
 def _proto(m: _Machine) -> None:

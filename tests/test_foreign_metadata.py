@@ -1,0 +1,506 @@
+"""A stock `.metadata` is read whole; a hostile one runs nothing, changes nothing and is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+import pickle
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as stock
+
+from dcp_objstore.dcp.foreign import decode_metadata
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    DcpObjstoreError,
+    UnsupportedError,
+    UntrustedPickleError,
+)
+from tests.support import pickles as p
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64,
+          torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16)  # fmt: skip
+
+
+def save_stock(place: Path) -> bytes:
+    """A stock checkpoint of all that a training state holds; its `.metadata`."""
+    state = {
+        "model": {
+            "weight": torch.nn.Parameter(torch.randn(5, 4)),
+            "scalar": torch.tensor(3.0),
+            "empty": torch.zeros(0, 3),
+            "nested": [torch.ones(2), {"deep": torch.ones(3)}],
+            **{str(dtype): torch.zeros(3).to(dtype) for dtype in DTYPES},
+        },
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(1.0), "count": 7}},
+            "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "params": [0, 1]}],
+        },
+        "step": 2**40,
+        "none": None,
+        "name ü": "text",
+    }
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(place), no_dist=True)
+    return (place / ".metadata").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def stock_body(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return save_stock(tmp_path_factory.mktemp("stock") / "checkpoint")
+
+
+def unpickled(body: bytes) -> stock.Metadata:
+    """What stock torch makes of it, with the one difference that we promise."""
+    value = pickle.loads(body)
+    if value.storage_meta is not None and value.storage_meta.checkpoint_id is not None:
+        value.storage_meta.checkpoint_id = str(value.storage_meta.checkpoint_id)
+    return value
+
+
+def same(ours: stock.Metadata, theirs: stock.Metadata) -> None:
+    assert ours == theirs
+    # A MetadataIndex is equal whatever its `index` hint says.
+    assert [i.index for i in ours.storage_data] == [i.index for i in theirs.storage_data]
+    assert [type(i.offset) for i in ours.storage_data] == [
+        type(i.offset) for i in theirs.storage_data
+    ]
+
+
+def test_stock_metadata_decodes_to_what_stock_torch_reads(stock_body: bytes) -> None:
+    ours = decode_metadata(stock_body)
+    same(ours, unpickled(stock_body))
+    assert len(ours.state_dict_metadata) > 20
+    assert all(type(info) is filesystem._StorageInfo for info in ours.storage_data.values())
+    assert type(ours.storage_meta.checkpoint_id) is str
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_binary_protocol_decodes_alike(stock_body: bytes, protocol: int) -> None:
+    theirs = unpickled(stock_body)
+    same(decode_metadata(pickle.dumps(theirs, protocol)), theirs)
+
+
+def test_metadata_of_many_chunks_decodes() -> None:
+    chunks = [stock.ChunkStorageMetadata(torch.Size([row]), torch.Size([1])) for row in range(3000)]
+    whole = stock.TensorStorageMetadata(stock.TensorProperties(), torch.Size([3000]), chunks)
+    storage = {
+        stock.MetadataIndex("w", [row], row): filesystem._StorageInfo("a/__0_0.distcp", row, 1)
+        for row in range(3000)
+    }
+    theirs = stock.Metadata({"w": whole}, {"w": ("w",)}, storage)
+    same(decode_metadata(pickle.dumps(theirs)), theirs)
+
+
+def test_hand_made_metadata_is_valid_so_that_only_the_hostile_part_is_refused() -> None:
+    same(decode_metadata(p.metadata()), unpickled(p.metadata()))
+
+
+def test_torch_2_15_properties_with_strides_lose_only_the_strides() -> None:
+    props = p.properties(None, None, p.TRUE, None, p.FALSE, p.tupled(p.number(3), p.number(1)))
+    body = p.metadata(p.mapped({p.text("w"): p.tensor(props)}))
+    decoded = decode_metadata(body).state_dict_metadata["w"].properties
+    assert decoded == stock.TensorProperties(torch.float32, requires_grad=True)
+
+
+def test_properties_from_before_torch_2_3_are_read() -> None:
+    module = "torch.distributed._shard.sharded_tensor.metadata"
+    props = p.properties(encoding=p.call(module, "MEM_FORMAT_ENCODING", p.number(0)))
+    props = props.replace(p.text(p.METADATA), p.text(module), 1)
+    body = p.metadata(p.mapped({p.text("w"): p.tensor(props)}))
+    assert decode_metadata(body).state_dict_metadata["w"].properties == stock.TensorProperties()
+
+
+def test_unknown_attributes_are_dropped() -> None:
+    shape = p.mapped({p.text("shape"): p.tupled(p.number(4), p.number(4))})
+    extra = p.call("collections", "OrderedDict") + b"(" + p.text("w") + shape + b"u"
+    decoded = decode_metadata(p.metadata(mcore_data=extra, other=p.NONE))
+    assert vars(decoded).keys() == vars(stock.Metadata({})).keys()
+
+
+@pytest.mark.parametrize(
+    ("module", "cls", "parts", "expected"),
+    [
+        ("pathlib", "PosixPath", ("/", "a", "b"), "/a/b"),
+        ("pathlib._local", "PosixPath", ("/a/b",), "/a/b"),
+        ("pathlib", "WindowsPath", ("C:\\", "a"), "C:\\a"),
+        ("pathlib", "PosixPath", ("/", "bad\udcff"), "/bad?"),
+    ],
+)
+def test_checkpoint_id_becomes_text(
+    module: str, cls: str, parts: tuple[str, ...], expected: str
+) -> None:
+    place = p.call(module, cls, *map(p.text, parts))
+    meta = p.made(p.METADATA, "StorageMeta", checkpoint_id=place, save_id=p.text("s"))
+    decoded = decode_metadata(p.metadata(meta=meta)).storage_meta
+    assert decoded == stock.StorageMeta(expected, "s")
+
+
+def test_compressed_items_are_refused_with_the_reason() -> None:
+    storage = p.mapped({p.index(): p.info(transform_descriptors=p.listed(p.text("zstd")))})
+    with pytest.raises(UnsupportedError, match="transform_descriptors"):
+        decode_metadata(p.metadata(storage=storage))
+    storage = p.mapped({p.index(): p.info(transform_descriptors=p.listed())})
+    assert len(decode_metadata(p.metadata(storage=storage)).storage_data) == 1
+
+
+def test_a_body_above_the_limit_is_refused(stock_body: bytes) -> None:
+    decode_metadata(stock_body, max_bytes=len(stock_body))
+    with pytest.raises(CheckpointCorruptError, match="more than"):
+        decode_metadata(stock_body, max_bytes=len(stock_body) - 1)
+
+
+def test_the_global_asked_for_is_named() -> None:
+    with pytest.raises(UntrustedPickleError, match=r"'os\.system'"):
+        decode_metadata(p.whole(p.call("os", "system", p.text("true"))))
+
+
+# --- hostile pickles ---------------------------------------------------------------------------
+
+fired: list[object] = []
+
+
+def fire(*args: object) -> object:
+    """What a hostile pickle would run, if anything were run."""
+    fired.append(args)
+    return fire
+
+
+class Reducer:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return fire, (1,)
+
+
+def of_items(**items: bytes) -> bytes:
+    return p.metadata(p.mapped({p.text(key): value for key, value in items.items()}))
+
+
+def of_path(path: str) -> bytes:
+    return p.metadata(storage=p.mapped({p.index(): p.info(p.text(path))}))
+
+
+def of_info(**fields: bytes) -> bytes:
+    return p.metadata(storage=p.mapped({p.index(): p.info(**fields)}))
+
+
+def of_properties(*fields: bytes | None) -> bytes:
+    return of_items(w=p.tensor(p.properties(*fields)))  # type: ignore[arg-type]
+
+
+def on_class(cls: str, module: str = p.METADATA) -> bytes:
+    """BUILD with state upon the class itself: pickle would set attributes of the class."""
+    return p.whole(p.name(module, cls) + p.mapped({p.text("__init__"): p.NONE}) + p.BUILD)
+
+
+def slots_on_class(cls: str) -> bytes:
+    state = p.tupled(p.NONE, p.mapped({p.text("version"): p.text("owned")}))
+    return p.whole(p.name(p.METADATA, cls) + state + p.BUILD)
+
+
+THIS = __name__
+CANARY = p.call(THIS, "fire", p.text("x"))
+EXECUTES: dict[str, bytes] = {
+    "os.system": p.whole(p.call("os", "system", p.text("touch canary"))),
+    "posix.system": p.whole(p.call("posix", "system", p.text("touch canary"))),
+    "eval": p.whole(p.call("builtins", "eval", p.text("fire()"))),
+    "exec": p.whole(p.call("builtins", "exec", p.text("fire()"))),
+    "getattr": p.whole(p.call("builtins", "getattr", p.name("torch", "Size"), p.text("x"))),
+    "setattr": p.whole(p.call("builtins", "setattr", p.NONE, p.text("x"), p.NONE)),
+    "import": p.whole(p.call("builtins", "__import__", p.text("antigravity"))),
+    "subprocess": p.whole(p.call("subprocess", "Popen", p.text("touch canary"))),
+    "our canary": p.whole(CANARY),
+    "pickled by pickle": pickle.dumps(Reducer()),
+    "pickled by protocol 2": pickle.dumps(Reducer(), 2),
+    "as a value of the metadata": p.metadata(version=CANARY),
+    "in a dropped attribute": p.metadata(mcore_data=CANARY),
+    "as a tensor": of_items(w=CANARY),
+    "as a key": p.metadata(p.mapped({CANARY: p.tensor()})),
+    "as a dtype": of_properties(p.name(THIS, "fire")),
+    "as checkpoint_id": p.metadata(meta=p.made(p.METADATA, "StorageMeta", checkpoint_id=CANARY)),
+    "new object of a foreign class": p.whole(p.name("threading", "Thread") + b")\x81"),
+    "torch.load": p.whole(p.call("torch", "load", p.text("x"))),
+    "torch.hub": p.whole(p.call("torch.hub", "load", p.text("x"))),
+    "attribute of an allowed class": p.whole(p.name(p.METADATA, "Metadata.__init__")),
+    "attribute of an allowed module": p.whole(p.name(p.METADATA, "os.system")),
+    "module spelled by the name": p.whole(p.name("torch", "serialization._get_layout")),
+    "text global": b"\x80\x02cos\nsystem\nX\x01\x00\x00\x00x\x85R.",
+    "dtype that does not exist": of_properties(p.name("torch", "float3")),
+    "memo hides the name": p.whole(
+        p.listed(p.text("os") + b"\x94", p.text("system") + b"\x94", b"h\x00h\x01\x93")),
+    "copyreg": p.whole(p.call("copyreg", "_reconstructor", p.NONE, p.NONE, p.NONE)),
+    "functools.partial": p.whole(p.call("functools", "partial", p.name("torch", "Size"))),
+}  # fmt: skip
+
+HUGE = (1 << 62).to_bytes(8, "little")
+DAMAGED: dict[str, bytes] = {
+    "empty": b"",
+    "only STOP": b".",
+    "no STOP": p.metadata()[:-1],
+    "bytes after STOP": p.metadata() + b"N",
+    "left on the stack": p.whole(p.NONE + p.metadata()[2:-1]),
+    "an unknown opcode": p.whole(b"\xff"),
+    "protocol 6": p.whole(p.NONE, 6),
+    "protocol twice": b"\x80\x04\x80\x04N.",
+    "INST": b"\x80\x02(ios\nsystem\n.",
+    "OBJ": p.whole(b"(" + p.name("torch", "Size") + b"o"),
+    "persistent id": p.whole(p.text("x") + b"Q"),
+    "extension registry": p.whole(b"\x82\x01"),
+    "out-of-band buffer": p.whole(b"\x97", 5),
+    "NEWOBJ_EX": p.whole(p.name("torch", "Size") + b")}\x92"),
+    "another value": p.whole(p.number(1)),
+    "the class itself": p.whole(p.name(p.METADATA, "Metadata")),
+    "Metadata as a call": p.whole(p.call(p.METADATA, "Metadata", p.mapped({}))),
+    "BUILD on Metadata": on_class("Metadata"),
+    "BUILD on TensorProperties": on_class("TensorProperties"),
+    "BUILD on MetadataIndex": on_class("MetadataIndex"),
+    "BUILD on the enum": on_class("_MEM_FORMAT_ENCODING"),
+    "BUILD on _StorageInfo": on_class("_StorageInfo", p.FILESYSTEM),
+    "BUILD on torch.Size": on_class("Size", "torch"),
+    "BUILD on _get_layout": on_class("_get_layout", "torch.serialization"),
+    "BUILD on a dtype": on_class("float32", "torch"),
+    "BUILD of slots on a class": slots_on_class("StorageMeta"),
+    "BUILD twice": p.whole(p.metadata()[2:-1] + p.mapped({}) + p.BUILD),
+    "BUILD on a dictionary": p.whole(p.mapped({}) + p.mapped({}) + p.BUILD),
+    "REDUCE of a result": p.whole(p.size(1) + p.EMPTY_TUPLE + p.REDUCE),
+    "REDUCE of a dtype": of_items(w=p.name("torch", "float32") + b")R"),
+    "REDUCE without a tuple": p.whole(p.name("torch", "Size") + p.text("x") + p.REDUCE),
+    "NEWOBJ of a function": of_properties(None, p.name("torch.serialization", "_get_layout")
+                                          + p.tupled(p.text("torch.strided")) + p.NEWOBJ),
+    "OrderedDict of arguments": p.metadata(p.call("collections", "OrderedDict", p.listed())),
+    "SETITEMS on a class": p.whole(p.name(p.METADATA, "Metadata") + b"(NNu"),
+    "APPEND on a class": p.whole(p.name(p.METADATA, "Metadata") + b"Na"),
+    "odd SETITEMS": p.whole(b"}(Nu"),
+    "list as a key": p.whole(b"}]Ns"),
+    "nested tuples as a key": p.whole(b"})" + b"\x85" * 200_000 + b"Ns"),
+    "equal hashes as keys": p.whole(p.mapped({p.number(k * (2**61 - 1)): p.NONE for k in (1, 2)})),
+    "memo entry never made": p.whole(b"h\x07"),
+    "memo entry from far away": p.whole(b"j\xff\xff\xff\xff"),
+    "MEMOIZE on nothing": p.whole(b"\x94"),
+    "huge memo number": p.whole(b"Nr\xff\xff\xff\x7f"),
+    "itself in itself": p.whole(b"]q\x00h\x00a"),
+    "itself as state": p.metadata(b"}q\x00" + p.text("w") + b"h\x00s"),
+    "chunks that are themselves": of_items(w=p.tensor(chunks=b"]q\x05h\x05a")),
+    "BINBYTES8": p.whole(b"\x8e" + HUGE),
+    "BYTEARRAY8": p.whole(b"\x96" + HUGE, 5),
+    "BINUNICODE8": p.whole(b"\x8d" + HUGE),
+    "BINUNICODE": p.whole(b"X\xff\xff\xff\xff"),
+    "BINBYTES": p.whole(b"B\xff\xff\xff\xff"),
+    "LONG4": p.whole(b"\x8b\xff\xff\xff\x7f"),
+    "LONG4 negative": p.whole(b"\x8b\xff\xff\xff\xff"),
+    "FRAME": p.whole(b"\x95" + HUGE),
+    "text LONG": p.whole(b"L" + b"9" * 100_000 + b"L\n"),
+    "text PUT": p.whole(b"Np99999999999\n"),
+    "nested marks": p.whole(b"(" * 100_000),
+    "nested lists": p.whole(b"](" * 100_000),
+    "nested tuples": p.whole(b")" + b"\x85" * 200_000),
+    "nested tuples as a shape": of_items(
+        w=p.tensor(shape=p.call("torch", "Size", b")" + b"\x85" * 200_000))),
+    "not UTF-8": p.whole(b"\x8c\x02\xff\xff"),
+    "surrogate in a key": of_items(**{"w\udc80": p.tensor()}),
+    "number as a key": p.metadata(p.mapped({p.number(1): p.tensor()})),
+    "no state_dict_metadata": p.whole(p.made(p.METADATA, "Metadata", storage_data=p.mapped({}))),
+    "no storage_data": p.whole(p.made(p.METADATA, "Metadata", state_dict_metadata=p.mapped({}))),
+    "state that is a tuple": p.whole(p.name(p.METADATA, "Metadata") + b")\x81)b"),
+    "another class as the tensor": of_items(w=p.chunk()),
+    "shape negative": of_items(w=p.tensor(shape=p.size(-2, 3))),
+    "shape above 64 bits": of_items(w=p.tensor(shape=p.size(2**63, 3))),
+    "shape times itemsize overflows": of_items(
+        w=p.tensor(shape=p.size(2**31, 2**30), chunks=p.listed())),
+    "overflow behind a zero": of_items(
+        w=p.tensor(shape=p.size(0, 2**62, 2**62), chunks=p.listed())),
+    "shape of bools": of_items(w=p.tensor(shape=p.call("torch", "Size", p.tupled(p.TRUE, p.TRUE)))),
+    "shape of text": of_items(w=p.tensor(shape=p.call("torch", "Size", p.text("23")))),
+    "shape is a plain tuple": of_items(w=p.tensor(shape=p.tupled(p.number(2), p.number(3)))),
+    "65 dimensions": of_items(w=p.tensor(shape=p.size(*[1] * 65), chunks=p.listed())),
+    "chunk outside": of_items(w=p.tensor(chunks=p.listed(p.chunk(p.size(1, 0))))),
+    "chunk negative": of_items(w=p.tensor(chunks=p.listed(p.chunk(p.size(-1, 0))))),
+    "chunk of fewer dimensions": of_items(w=p.tensor(chunks=p.listed(p.chunk(p.size(0))))),
+    "chunks as a tuple": of_items(w=p.tensor(chunks=p.tupled(p.chunk()))),
+    "four properties": of_items(w=p.tensor(
+        p.name(p.METADATA, "TensorProperties") + b")\x81" + p.tupled(*[p.NONE] * 4) + b"b")),
+    "properties without state": of_items(
+        w=p.tensor(p.name(p.METADATA, "TensorProperties") + b")\x81")),
+    "dtype as text": of_properties(p.text("float32")),
+    "dtype is a class": of_properties(p.name("torch", "Size")),
+    "layout unknown": of_properties(
+        None, p.call("torch.serialization", "_get_layout", p.text("torch.os"))),
+    "layout unhashable": of_properties(
+        None, p.call("torch.serialization", "_get_layout", p.listed())),
+    "requires_grad is a number": of_properties(None, None, p.number(1)),
+    "memory format unknown": of_properties(
+        None, None, p.FALSE, p.call(p.METADATA, "_MEM_FORMAT_ENCODING", p.number(3))),
+    "memory format is a bool": of_properties(
+        None, None, p.FALSE, p.call(p.METADATA, "_MEM_FORMAT_ENCODING", p.TRUE)),
+    "absolute path": of_path("/etc/passwd"),
+    "path upwards": of_path("../other/__0_0.distcp"),
+    "path upwards inside": of_path("a/../../b"),
+    "path of one dot": of_path("./a"),
+    "path with an empty part": of_path("a//b"),
+    "path that ends in a slash": of_path("a/"),
+    "path with NUL": of_path("a\0b"),
+    "path with a line end": of_path("a\nb"),
+    "path with a backslash": of_path("..\\b"),
+    "path with a scheme": of_path("s3://bucket/b"),
+    "path with a drive": of_path("C:b"),
+    "path empty": of_path(""),
+    "path too long": of_path("a" * 1025),
+    "path with a surrogate": of_path("a\udc80"),
+    "path is bytes": of_info(path=b"C\x01a"),
+    "offset negative": of_info(offset=p.number(-1)),
+    "offset above 64 bits": of_info(offset=p.number(2**63)),
+    "offset is a float": of_info(offset=b"G\x00\x00\x00\x00\x00\x00\x00\x00"),
+    "offset is a bool": of_info(offset=p.TRUE),
+    "length negative": of_info(length=p.number(-24)),
+    "end above 64 bits": of_info(offset=p.number(2**63 - 1), length=p.number(2)),
+    "length of 255 bytes": of_info(length=b"\x8a\xff" + b"\x7f" * 255),
+    "key of storage is text": p.metadata(storage=p.mapped({p.text("w"): p.info()})),
+    "one chunk stored twice": p.metadata(
+        storage=p.mapped({p.index(): p.info()}) + p.index() + p.info() + b"s"),
+    "index without a key": p.metadata(
+        storage=p.mapped({p.made(p.METADATA, "MetadataIndex"): p.info()})),
+    "planner data is text": p.metadata(planner=p.text("x")),
+    "planner path is a list": p.metadata(planner=p.mapped({p.text("w"): p.listed(p.text("w"))})),
+    "planner path is nested": p.metadata(
+        planner=p.mapped({p.text("w"): p.tupled(p.tupled(p.text("w")))})),
+    "planner path is long": p.metadata(
+        planner=p.mapped({p.text("w"): p.tupled(*[p.number(0)] * 1001)})),
+    "version is a number": p.metadata(version=p.number(1)),
+    "checkpoint_id is a number": p.metadata(
+        meta=p.made(p.METADATA, "StorageMeta", checkpoint_id=p.number(1))),
+    "checkpoint_id of numbers": p.metadata(
+        meta=p.made(p.METADATA, "StorageMeta", checkpoint_id=p.call(
+            "pathlib", "PosixPath", p.number(1)))),
+    "modules is a dictionary": p.metadata(
+        meta=p.made(p.METADATA, "StorageMeta", modules=p.mapped({}))),
+    "modules are numbers": p.metadata(
+        meta=p.made(p.METADATA, "StorageMeta", modules=p.listed(p.number(1)))),
+    "one long list of chunks for many tensors": p.metadata(p.mapped({
+        p.text("first"): p.tensor(chunks=b"]r\1\0\0\1(" + p.chunk() * 300 + b"e"),
+        **{p.text(f"w{n}"): p.tensor(chunks=b"j\1\0\0\1") for n in range(300)},
+    })),
+}  # fmt: skip
+
+
+WATCHED = {"import", "exec", "compile", "os", "subprocess", "pickle", "open", "socket"}
+events: list[str] = []
+watching = False
+
+
+def watch(event: str, args: tuple[object, ...]) -> None:
+    if watching and event.partition(".")[0] in WATCHED:
+        events.append(event)
+
+
+sys.addaudithook(watch)
+
+
+def process_state() -> list[object]:
+    """What a hostile BUILD or REDUCE would leave behind."""
+    classes = (*(vars(stock)[name] for name in stock.__all__), stock._MEM_FORMAT_ENCODING,
+               filesystem._StorageInfo, filesystem._StoragePrefix, torch.Size, torch.dtype,
+               type(torch.serialization._get_layout), Path)  # fmt: skip
+    return [
+        *(dict(vars(cls)) for cls in classes),
+        dict(vars(torch.serialization._get_layout)),
+        set(sys.modules),
+        torch.serialization.get_safe_globals(),
+        dict(os.environ),
+        Path.cwd(),
+        gc.isenabled(),
+        sys.getrecursionlimit(),
+    ]
+
+
+@contextlib.contextmanager
+def nothing_happens(body: bytes) -> Iterator[None]:
+    """Nothing runs, nothing changes, and memory stays in proportion to the body."""
+    global watching
+    fired.clear()
+    events.clear()
+    before = process_state()
+    tracemalloc.start()
+    watching = True
+    try:
+        yield
+    finally:
+        watching = False
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert fired == []
+    assert events == []
+    assert peak <= 100 * len(body) + 200_000
+    assert process_state() == before
+
+
+@pytest.mark.parametrize("what", EXECUTES)
+def test_a_foreign_global_is_refused_by_name_and_not_touched(what: str) -> None:
+    body = EXECUTES[what]
+    with nothing_happens(body), pytest.raises(UntrustedPickleError):
+        decode_metadata(body)
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_malformed_metadata_is_refused_and_changes_nothing(what: str) -> None:
+    body = DAMAGED[what]
+    with nothing_happens(body), pytest.raises(CheckpointCorruptError):
+        decode_metadata(body)
+
+
+def test_the_errors_travel_between_ranks() -> None:
+    for body in (EXECUTES["os.system"], DAMAGED["path upwards"]):
+        with pytest.raises(DcpObjstoreError) as caught:
+            decode_metadata(body)
+        copy = pickle.loads(pickle.dumps(caught.value))
+        assert (type(copy), str(copy)) == (type(caught.value), str(caught.value))
+
+
+def check_promises(decoded: stock.Metadata) -> None:
+    """What `decode_metadata` promises of everything that it returns."""
+    for fqn, item in decoded.state_dict_metadata.items():
+        assert type(fqn) is str
+        if type(item) is stock.TensorStorageMetadata:
+            assert math.prod(item.size) * item.properties.dtype.itemsize < 2**63
+            for chunk in item.chunks:
+                ends = [o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+                assert all(end <= n for end, n in zip(ends, item.size, strict=True))
+    for entry in decoded.storage_data.values():
+        assert entry.offset >= 0 and entry.length >= 0
+        assert not {"", ".", ".."} & set(entry.relative_path.split("/"))
+
+
+edits = st.lists(
+    st.tuples(st.integers(0, 100_000), st.integers(0, 3), st.binary(min_size=1, max_size=9)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(edits=edits)
+def test_a_mutated_metadata_decodes_within_bounds_or_raises_a_typed_error(
+    stock_body: bytes, edits: list[tuple[int, int, bytes]]
+) -> None:
+    body = bytearray(stock_body)
+    for place, cut, new in edits:
+        at = place % len(body)
+        body[at : at + cut * len(new)] = new
+    with contextlib.suppress(CheckpointCorruptError, UntrustedPickleError, UnsupportedError):
+        check_promises(decode_metadata(bytes(body)))
+    assert fired == []
+
+
+def test_a_truncated_metadata_is_refused_at_every_length(stock_body: bytes) -> None:
+    for length in range(len(stock_body)):
+        with pytest.raises(CheckpointCorruptError):
+            decode_metadata(stock_body[:length])
