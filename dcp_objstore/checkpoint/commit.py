@@ -362,20 +362,30 @@ def _put_marker(
             may_still_land = may_still_land or not refused
             last: DcpObjstoreError = error
         try:
-            outcome = _outcome(store, begin, marker)
+            found = read_marker(store)
         except (CheckpointCorruptError, UnsupportedError) as error:
             raise _unknown(store, marker, error) from error
         except DcpObjstoreError as error:
-            outcome, last = None, error
-        if outcome is not None:
-            return outcome
+            last = error
+        else:
+            outcome = _outcome(store, begin, marker, found)
+            if outcome is not None:
+                return outcome
         if not retries.pause():
             raise _unknown(store, marker, last) from last
 
 
-def _outcome(store: ObjectStore, begin: BeginToken, marker: Marker) -> Committed | None:
-    """Rule 5: what became of our PUT by what the marker says now; None: not decided yet."""
-    found = read_marker(store)
+def _outcome(
+    store: ObjectStore,
+    begin: BeginToken,
+    marker: Marker,
+    found: tuple[Marker, Version] | None,
+) -> Committed | None:
+    """Rule 5: what became of our PUT, by the marker found after it; None: not decided yet.
+
+    Raises:
+        CommitLostError: the begin token no longer stands, and not by us.
+    """
     if found is not None and found[0].knows(marker.commit_id):
         current = found[0]
         superseded = current.commit_id != marker.commit_id or not current.is_committed

@@ -33,6 +33,9 @@ _log = logging.getLogger(__name__)
 _RACERS = 4
 _DEADLINE_SECONDS = 30.0
 
+_LOCAL_SCHEMES = ("file", "memory")
+_UNTOLD = object()
+
 _Bucket = tuple[str, str, str]
 _known: dict[_Bucket, Capabilities] = {}
 
@@ -73,7 +76,6 @@ def require_fencing(
     overwrite: bool,
     allow_unfenced: bool,
     begin: BeginToken | None = None,
-    endpoint_url: str | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Capabilities:
     """Refuse a save that this store could not fence (rule 11 of `commit`).
@@ -86,22 +88,23 @@ def require_fencing(
             `publish_dot_metadata`, that is `fenced=result.conditional_create`.
         begin: where it is known, only what is really there needs a conditional update: with
             nothing at the URL yet, overwriting is creating.
-        endpoint_url: tells buckets of the same name at different servers apart. Default: the
-            store's own `endpoint_url`, if it has that attribute.
         clock: for tests.
 
     Returns:
-        What the store can do, from `probe`; once found it is kept for this process and bucket.
+        What the store can do, from `probe`; once found it is kept for this process and bucket
+        (see `bucket_of`).
 
     Raises:
         UnsupportedError: the store has no conditional create and `allow_unfenced` is False; or it
             has create but no update, and there is or may be something to overwrite.
     """
-    bucket = bucket_of(store, endpoint_url)
-    found = _known.get(bucket)
+    bucket = bucket_of(store)
+    found = _known.get(bucket) if bucket is not None else None
     if found is None:
         # No lock: two threads that probe at once find the same.
-        found = _known[bucket] = probe(store, clock=clock)
+        found = probe(store, clock=clock)
+        if bucket is not None:
+            _known[bucket] = found
     if not found.conditional_create:
         if not allow_unfenced:
             raise UnsupportedError(
@@ -126,15 +129,23 @@ def require_fencing(
     return found
 
 
-def bucket_of(store: ObjectStore, endpoint_url: str | None = None) -> tuple[str, str, str]:
-    """Scheme, endpoint and bucket: what stores must share to have the same capabilities.
+def bucket_of(store: ObjectStore) -> tuple[str, str, str] | None:
+    """Scheme, endpoint and bucket: what stores share that are the same server and bucket.
 
-    For a scheme without buckets (`file://`) the whole URL stands in for one.
+    A bucket's name says nothing without its server, so an adapter for a remote store has an
+    attribute `endpoint_url` (None: the provider's own). For `file://` the whole URL stands in for
+    the bucket.
+
+    Returns:
+        None if the adapter does not tell its endpoint; then nothing is remembered.
     """
     scheme, _, rest = store.url.partition("://")
-    endpoint = endpoint_url or getattr(store, "endpoint_url", None) or ""
-    bucket = rest.partition("/")[0]
-    return scheme, str(endpoint), bucket or rest
+    if scheme in _LOCAL_SCHEMES:
+        return scheme, "", rest
+    endpoint = getattr(store, "endpoint_url", _UNTOLD)
+    if endpoint is _UNTOLD:
+        return None
+    return scheme, str(endpoint or ""), rest.partition("/")[0]
 
 
 def forget() -> None:

@@ -1,0 +1,200 @@
+"""A store in memory with every guarantee of `ObjectStore`, and places to step in.
+
+`on_put` sees each PUT before it has an effect and decides what becomes of it: nothing special
+(None), `LOST` (no effect, no answer), `UNANSWERED` (takes effect, no answer), `DELAYED` (no
+answer; takes effect when the test calls `deliver`), or an error that is raised instead. It may
+also act on the store first, as somebody else would.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from dcp_objstore.checkpoint.clock import Clock
+from dcp_objstore.errors import (
+    CorruptDataError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+)
+from dcp_objstore.stores.protocol import (
+    Capabilities,
+    IfAbsent,
+    IfVersion,
+    ObjectMeta,
+    Precondition,
+    Version,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class Fate(Enum):
+    LOST = auto()
+    UNANSWERED = auto()
+    DELAYED = auto()
+
+
+LOST, UNANSWERED, DELAYED = Fate.LOST, Fate.UNANSWERED, Fate.DELAYED
+
+
+@dataclass(frozen=True)
+class Put:
+    key: str
+    data: bytes
+    precondition: Precondition | None
+    retry: bool
+    number: int  # of all PUTs of this key, from 1
+
+
+OnPut = Callable[[Put], Fate | BaseException | None]
+
+
+class TickingClock(Clock):
+    """Time passes only in `sleep`, and there at once."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now += max(seconds, 0.01)
+
+
+class MemoryStore:
+    def __init__(self, url: str = "memory://test/run/step-1") -> None:
+        self.url = url
+        self.capabilities = Capabilities()
+        self.endpoint_url: str | None = None
+        self.objects: dict[str, tuple[bytes, ObjectMeta]] = {}
+        self.requests: list[tuple[str, str]] = []
+        self.puts: list[Put] = []
+        self.on_put: OnPut | None = None
+        self.on_get: Callable[[str], None] | None = None
+        self.on_list: Callable[[], None] | None = None
+        self.on_delete: Callable[[str], None] | None = None
+        # What a weaker server would do with a precondition.
+        self.ignores: tuple[type[Precondition], ...] = ()
+        self._delayed: list[Put] = []
+        self._lock = threading.RLock()
+        self._number = 0
+
+    def body(self, key: str) -> bytes:
+        return self.objects[key][0]
+
+    def put(
+        self,
+        key: str,
+        data: Buffer | Sequence[Buffer],
+        *,
+        precondition: Precondition | None = None,
+        retry: bool = True,
+    ) -> Version:
+        body = b"".join(map(bytes, data)) if isinstance(data, (list, tuple)) else bytes(data)
+        with self._lock:
+            self.requests.append(("put", key))
+            number = 1 + sum(put.key == key for put in self.puts)
+            put = Put(key, body, precondition, retry, number)
+            self.puts.append(put)
+        fate = self.on_put(put) if self.on_put else None
+        if isinstance(fate, BaseException):
+            raise fate
+        if fate is DELAYED:
+            self._delayed.append(put)
+        if fate is None:
+            return self.apply(put)
+        if fate is UNANSWERED:
+            self.apply(put)
+        raise StoreUnavailableError("no answer")
+
+    def deliver(self) -> list[bool]:
+        """Let the delayed PUTs arrive, in order; say which took effect."""
+        arrived, self._delayed = self._delayed, []
+        outcomes = []
+        for put in arrived:
+            try:
+                self.apply(put)
+            except PreconditionFailedError:
+                outcomes.append(False)
+            else:
+                outcomes.append(True)
+        return outcomes
+
+    def apply(self, put: Put) -> Version:
+        with self._lock:
+            current = self.objects.get(put.key)
+            wanted = put.precondition
+            if wanted is not None and type(wanted) not in self.ignores:
+                absent = isinstance(wanted, IfAbsent) and current is not None
+                changed = isinstance(wanted, IfVersion) and (
+                    current is None or current[1].version != wanted.version
+                )
+                if absent or changed:
+                    raise PreconditionFailedError("412")
+            self._number += 1
+            meta = ObjectMeta(
+                put.key, len(put.data), Version(f'"{self._number}"'), datetime.now(UTC)
+            )
+            self.objects[put.key] = (put.data, meta)
+            return meta.version
+
+    def put_stream(
+        self,
+        key: str,
+        buffers: Iterator[Buffer],
+        *,
+        part_size_bytes: int,
+        max_concurrency: int,
+    ) -> Version:
+        return self.put(key, list(buffers))
+
+    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        self.requests.append(("get", key))
+        if self.on_get:
+            self.on_get(key)
+        body, meta = self._find(key)
+        if len(body) > max_size_bytes:
+            raise CorruptDataError("too large")
+        return body, meta
+
+    def get_range(self, key: str, start: int, end: int) -> Buffer:
+        body, _ = self.get(key, max_size_bytes=2**63)
+        if end > len(body):
+            raise CorruptDataError("too short")
+        return body[start:end]
+
+    def head(self, key: str) -> ObjectMeta:
+        self.requests.append(("head", key))
+        return self._find(key)[1]
+
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        self.requests.append(("list", prefix))
+        if self.on_list:
+            self.on_list()
+        with self._lock:
+            keys = sorted(self.objects)
+            metas = [self.objects[key][1] for key in keys if key.startswith(prefix)]
+        return iter(metas)
+
+    def delete(self, key: str) -> None:
+        self.requests.append(("delete", key))
+        if self.on_delete:
+            self.on_delete(key)
+        with self._lock:
+            self.objects.pop(key, None)
+
+    def _find(self, key: str) -> tuple[bytes, ObjectMeta]:
+        with self._lock:
+            found = self.objects.get(key)
+        if found is None:
+            raise ObjectNotFoundError("404")
+        return found[0], replace(found[1])

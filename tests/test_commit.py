@@ -1,0 +1,659 @@
+"""The commit rules, against a store whose answers are lost, late, doubled or wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from dcp_objstore.checkpoint import commit as commits
+from dcp_objstore.checkpoint.commit import BeginToken, Committed
+from dcp_objstore.checkpoint.marker import Counts, Marker, decode_marker, encode_marker, new_id
+from dcp_objstore.checkpoint.names import (
+    DOT_METADATA_KEY,
+    MARKER_KEY,
+    data_key,
+    index_key,
+    new_nonce,
+)
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    CommitLostError,
+    CommitUnknownError,
+    CredentialsError,
+    DcpObjstoreError,
+    InputError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    PreconditionFailedError,
+    RetryableError,
+    StoreUnavailableError,
+    UnsupportedError,
+)
+from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore
+from tests.support.memory_store import (
+    DELAYED,
+    LOST,
+    UNANSWERED,
+    Fate,
+    MemoryStore,
+    Put,
+    TickingClock,
+)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def upload(store: MemoryStore, size: int = 3) -> tuple[str, list[tuple[str, int]]]:
+    """What the ranks of one save put: its nonce and its objects."""
+    nonce = new_nonce()
+    objects = [(data_key(rank, 0, new_nonce()), size + rank) for rank in range(2)]
+    for key, length in objects:
+        store.put(key, bytes(length))
+    return nonce, objects
+
+
+def finish(
+    store: MemoryStore,
+    token: BeginToken,
+    uploaded: tuple[str, list[tuple[str, int]]] | None = None,
+    *,
+    index: bytes = b"an index",
+    fenced: bool = True,
+    clock: TickingClock | None = None,
+) -> Committed:
+    nonce, objects = uploaded or upload(store)
+    return commits.commit(
+        store,
+        token,
+        index=index,
+        objects=objects,
+        counts=Counts(tensors=7, objects=len(objects), total_bytes=sum(n for _, n in objects)),
+        world_size=2,
+        user_metadata={"loss": 0.5},
+        nonce=nonce,
+        fenced=fenced,
+        clock=clock or TickingClock(),
+    )
+
+
+def save(store: MemoryStore, *, overwrite: bool = False, index: bytes = b"an index") -> Committed:
+    return finish(store, commits.begin(store, overwrite=overwrite), index=index)
+
+
+def rewrite(store: MemoryStore, **changes: object) -> Marker:
+    """Put the marker with other fields, as a deleter or a sweep would."""
+    found = commits.read_marker(store)
+    assert found is not None
+    marker = msgspec.structs.replace(found[0], write_id=new_id(), **changes)
+    store.put(MARKER_KEY, encode_marker(marker), precondition=IfVersion(found[1]))
+    return marker
+
+
+def on_marker(*fates: Fate | BaseException | Callable[[Put], Fate | BaseException | None] | None):
+    """Meet the PUTs of the marker with these fates, in turn; later ones pass."""
+    left = list(fates)
+
+    def decide(put: Put) -> Fate | BaseException | None:
+        if put.key != MARKER_KEY or not left:
+            return None
+        fate = left.pop(0)
+        return fate(put) if callable(fate) else fate
+
+    return decide
+
+
+def marker_puts(store: MemoryStore) -> list[Put]:
+    return [put for put in store.puts if put.key == MARKER_KEY]
+
+
+# --- what a commit is
+
+
+def test_memory_store_is_an_object_store(store: MemoryStore) -> None:
+    assert isinstance(store, ObjectStore)
+
+
+def test_commit_is_one_conditional_put_after_objects_and_index(store: MemoryStore) -> None:
+    token = commits.begin(store, overwrite=False)
+    assert store.requests == [("get", MARKER_KEY)]
+    uploaded = upload(store)
+    before = len(store.requests)
+    done = finish(store, token, uploaded)
+    assert store.requests[before:] == [
+        ("list", ""),
+        ("put", index_key(uploaded[0])),
+        ("put", MARKER_KEY),
+    ]
+    [put] = marker_puts(store)
+    assert put.precondition == IfAbsent()
+    assert put.retry is False
+    marker = decode_marker(store.body(MARKER_KEY))
+    assert done == Committed(marker.commit_id, False, marker)
+    assert marker.generation == 1
+    assert marker.user_metadata == {"loss": 0.5}
+    assert marker.index is not None
+    assert marker.index.sha256 == hashlib.sha256(b"an index").hexdigest()
+    assert commits.open_committed(store) == (marker, b"an index")
+
+
+def test_committed_checkpoint_is_refused_without_overwrite(store: MemoryStore) -> None:
+    save(store)
+    before = dict(store.objects)
+    with pytest.raises(CheckpointExistsError):
+        commits.begin(store, overwrite=False)
+    assert store.objects == before
+
+
+def test_overwrite_logs_the_replaced_commit_and_uses_its_version(store: MemoryStore) -> None:
+    first = save(store)
+    token = commits.begin(store, overwrite=True)
+    second = finish(store, token)
+    marker, _ = commits.open_committed(store)
+    assert marker == second.marker
+    assert marker.generation == 2
+    assert marker.log == (first.commit_id,)
+    assert marker_puts(store)[-1].precondition == token.precondition
+    assert isinstance(token.precondition, IfVersion)
+
+
+def test_pinned_checkpoint_is_not_overwritten(store: MemoryStore) -> None:
+    save(store)
+    rewrite(store, pins=("release",))
+    with pytest.raises(CheckpointExistsError, match="release"):
+        commits.begin(store, overwrite=True)
+
+
+def test_tombstone_counts_as_absent_and_is_what_the_next_commit_replaces(
+    store: MemoryStore,
+) -> None:
+    first = save(store)
+    tombstone = rewrite(store, state="deleted")
+    with pytest.raises(CheckpointNotFoundError, match="deleted"):
+        commits.open_committed(store)
+    token = commits.begin(store, overwrite=False)
+    assert token.marker == tombstone
+    second = finish(store, token)
+    assert isinstance(marker_puts(store)[-1].precondition, IfVersion)
+    assert commits.open_committed(store)[0].log == (first.commit_id,)
+    assert second.marker.generation == 2
+
+
+def test_save_onto_a_deletion_under_way_is_refused(store: MemoryStore) -> None:
+    save(store)
+    rewrite(store, state="deleting")
+    for overwrite in (False, True):
+        with pytest.raises(RetryableError, match="being deleted"):
+            commits.begin(store, overwrite=overwrite)
+    with pytest.raises(CheckpointNotFoundError, match="being deleted"):
+        commits.open_committed(store)
+
+
+def test_begin_token_travels_between_processes(store: MemoryStore) -> None:
+    for token in (commits.begin(store, overwrite=True), _token_of_committed(store)):
+        assert pickle.loads(pickle.dumps(token)) == token
+
+
+def _token_of_committed(store: MemoryStore) -> BeginToken:
+    save(store)
+    return commits.begin(store, overwrite=True)
+
+
+def test_begin_token_of_another_checkpoint_is_refused(store: MemoryStore) -> None:
+    token = commits.begin(MemoryStore("memory://test/run/step-2"), overwrite=False)
+    with pytest.raises(InputError, match="step-2"):
+        finish(store, token)
+    assert MARKER_KEY not in store.objects
+
+
+# --- objects are checked first
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "long"])
+def test_nothing_is_committed_when_an_object_is_not_as_uploaded(
+    store: MemoryStore, damage: str
+) -> None:
+    store.put("unrelated/object", b"x")
+    token = commits.begin(store, overwrite=False)
+    uploaded = upload(store)
+    key, size = uploaded[1][1]
+    if damage == "missing":
+        store.delete(key)
+    else:
+        store.put(key, bytes(size - 1 if damage == "short" else size + 1))
+    with pytest.raises(CheckpointCorruptError) as caught:
+        finish(store, token, uploaded)
+    assert caught.value.object_key == key
+    assert MARKER_KEY not in store.objects
+    assert index_key(uploaded[0]) not in store.objects
+
+
+def test_unrelated_objects_do_not_disturb_a_commit(store: MemoryStore) -> None:
+    for i in range(50):
+        store.put(f"{i:02}/other", b"x")
+        store.put(f"zz{i}", b"x")
+    save(store)
+    assert commits.open_committed(store)[1] == b"an index"
+
+
+def test_failed_listing_or_index_put_commits_nothing(store: MemoryStore) -> None:
+    token = commits.begin(store, overwrite=False)
+    uploaded = upload(store)
+    store.on_put = lambda put: (
+        StoreUnavailableError("503") if put.key.startswith("index.") else None
+    )
+    with pytest.raises(StoreUnavailableError):
+        finish(store, token, uploaded)
+    store.on_put = None
+
+    def refuse() -> None:
+        raise PermissionDeniedError("no listing")
+
+    store.on_list = refuse
+    with pytest.raises(PermissionDeniedError):
+        finish(store, token, uploaded)
+    assert not marker_puts(store)
+
+
+# --- races
+
+
+def test_of_two_writers_with_one_begin_state_exactly_one_wins(store: MemoryStore) -> None:
+    for overwrite in (False, True):
+        one, two = (commits.begin(store, overwrite=overwrite) for _ in range(2))
+        assert one == two
+        winner = finish(store, one, index=b"the winner's")
+        before = dict(store.objects)
+        with pytest.raises(CommitLostError) as caught:
+            finish(store, two, index=b"the loser's")
+        assert winner.commit_id in str(caught.value)
+        marker, index = commits.open_committed(store)
+        assert (marker.commit_id, index) == (winner.commit_id, b"the winner's")
+        assert before.items() <= store.objects.items()  # nothing of the winner's changed
+
+
+def test_of_two_writers_whose_marker_puts_cross_exactly_one_wins(store: MemoryStore) -> None:
+    one, two = (commits.begin(store, overwrite=False) for _ in range(2))
+    others: list[Committed] = []
+
+    def overtake(_: Put) -> None:
+        others.append(finish(store, two))
+
+    store.on_put = on_marker(overtake)
+    with pytest.raises(CommitLostError):
+        finish(store, one)
+    assert commits.open_committed(store)[0].commit_id == others[0].commit_id
+
+
+def test_deletion_since_begin_defeats_an_overwrite(store: MemoryStore) -> None:
+    save(store)
+    token = commits.begin(store, overwrite=True)
+    rewrite(store, state="deleting")
+    with pytest.raises(CommitLostError):
+        finish(store, token)
+    assert decode_marker(store.body(MARKER_KEY)).state == "deleting"
+
+
+def test_marker_removed_by_hand_since_begin_defeats_an_overwrite(store: MemoryStore) -> None:
+    """AWS answers `If-Match` on a missing key with 404, others with 412."""
+    for answer in (ObjectNotFoundError("404"), PreconditionFailedError("412")):
+        save(store, overwrite=True)
+        token = commits.begin(store, overwrite=True)
+        store.delete(MARKER_KEY)
+        store.on_put = on_marker(answer)
+        with pytest.raises(CommitLostError, match="removed"):
+            finish(store, token)
+        assert MARKER_KEY not in store.objects
+
+
+# --- ambiguity
+
+
+def test_put_that_took_effect_without_an_answer_is_a_success(store: MemoryStore) -> None:
+    store.on_put = on_marker(UNANSWERED)
+    done = save(store)
+    assert not done.superseded
+    assert len(marker_puts(store)) == 1
+    assert commits.open_committed(store)[0] == done.marker
+
+
+def test_put_that_took_effect_but_answers_conflict_is_a_success(store: MemoryStore) -> None:
+    """As when a proxy resends our PUT: 412 or 409 is the answer to the second copy."""
+
+    def doubled(put: Put) -> BaseException:
+        store.apply(put)
+        return PreconditionFailedError("412")
+
+    store.on_put = on_marker(doubled)
+    done = save(store)
+    assert commits.open_committed(store)[0] == done.marker
+
+
+def test_lost_put_is_sent_again_with_the_same_body(store: MemoryStore) -> None:
+    store.on_put = on_marker(LOST, LOST)
+    done = save(store)
+    puts = marker_puts(store)
+    assert len(puts) == 3
+    assert len({put.data for put in puts}) == 1
+    assert len({put.precondition for put in puts}) == 1
+    assert not any(put.retry for put in puts)
+    assert commits.open_committed(store)[0] == done.marker
+
+
+def test_conflict_without_an_effect_is_sent_again(store: MemoryStore) -> None:
+    """S3 may answer 409 to a conditional PUT although nobody else wins."""
+    store.on_put = on_marker(PreconditionFailedError("409"))
+    done = save(store)
+    assert commits.open_committed(store)[0] == done.marker
+
+
+def test_lost_answer_then_superseded_is_still_a_success(store: MemoryStore) -> None:
+    others: list[Committed] = []
+
+    def land_and_be_replaced(put: Put) -> BaseException:
+        store.apply(put)
+        others.append(save(store, overwrite=True))
+        return StoreUnavailableError("no answer")
+
+    store.on_put = on_marker(land_and_be_replaced)
+    done = save(store)
+    assert done.superseded
+    current = commits.open_committed(store)[0]
+    assert current.commit_id == others[0].commit_id
+    assert current.log == (done.commit_id,)
+
+
+def test_lost_answer_then_deleted_is_still_a_success(store: MemoryStore) -> None:
+    def land_and_be_deleted(put: Put) -> BaseException:
+        store.apply(put)
+        rewrite(store, state="deleted")
+        return StoreUnavailableError("no answer")
+
+    store.on_put = on_marker(land_and_be_deleted)
+    assert save(store).superseded
+    assert decode_marker(store.body(MARKER_KEY)).state == "deleted"
+
+
+def test_lost_answer_then_rewritten_by_a_sweep_is_current(store: MemoryStore) -> None:
+    """A sweep changes write_id and ETag; only commit_ids may be compared."""
+
+    def land_and_be_swept(put: Put) -> BaseException:
+        store.apply(put)
+        rewrite(store)
+        return StoreUnavailableError("no answer")
+
+    store.on_put = on_marker(land_and_be_swept)
+    assert not save(store).superseded
+
+
+def test_late_put_cannot_undo_a_commit_that_was_resent(store: MemoryStore) -> None:
+    store.on_put = on_marker(DELAYED)
+    done = save(store)
+    after = store.body(MARKER_KEY)
+    assert store.deliver() == [False]
+    assert store.body(MARKER_KEY) == after
+    assert commits.open_committed(store)[0] == done.marker
+
+
+def test_silence_until_the_deadline_is_unknown_and_deletes_nothing(store: MemoryStore) -> None:
+    clock = TickingClock()
+    token = commits.begin(store, overwrite=False)
+    uploaded = upload(store)
+    store.on_put = lambda put: DELAYED if put.key == MARKER_KEY else None
+    with pytest.raises(CommitUnknownError):
+        finish(store, token, uploaded, clock=clock)
+    assert 60 <= clock.now < 70
+    assert len(marker_puts(store)) > 5
+    assert ("delete", MARKER_KEY) not in store.requests
+    assert not [verb for verb, _ in store.requests if verb == "delete"]
+    assert {key for key, _ in uploaded[1]} | {index_key(uploaded[0])} == set(store.objects)
+    # And so the commit that lands after all is whole.
+    assert store.deliver()[0]
+    assert commits.open_committed(store)[1] == b"an index"
+
+
+def test_store_that_cannot_be_read_after_a_lost_answer_is_unknown(store: MemoryStore) -> None:
+    token = commits.begin(store, overwrite=False)
+    uploaded = upload(store)
+
+    def unreadable(key: str) -> None:
+        raise StoreUnavailableError("503")
+
+    def silent(put: Put) -> Fate | None:
+        store.on_get = unreadable
+        return UNANSWERED if put.key == MARKER_KEY and put.number == 1 else None
+
+    store.on_put = silent
+    with pytest.raises(CommitUnknownError):
+        finish(store, token, uploaded)
+    store.on_get = None
+    assert commits.open_committed(store)[1] == b"an index"
+
+
+@pytest.mark.parametrize("kind", [PermissionDeniedError, CredentialsError, UnsupportedError])
+def test_refusal_of_the_first_put_is_raised_at_once(
+    store: MemoryStore, kind: type[InputError]
+) -> None:
+    clock = TickingClock()
+    token = commits.begin(store, overwrite=False)
+    store.on_put = on_marker(kind("no"), kind("no"))
+    with pytest.raises(kind):
+        finish(store, token, clock=clock)
+    assert len(marker_puts(store)) == 1
+    assert clock.now == 0
+    assert MARKER_KEY not in store.objects
+
+
+def test_refusal_after_an_unanswered_put_does_not_hide_that_it_may_land(
+    store: MemoryStore,
+) -> None:
+    """Credentials that expire between two PUTs say nothing of the first one."""
+    token = commits.begin(store, overwrite=False)
+    store.on_put = on_marker(DELAYED, *[CredentialsError("expired")] * 1000)
+    with pytest.raises(CommitUnknownError):
+        finish(store, token)
+    store.on_put = None
+    assert store.deliver() == [True]
+    assert commits.open_committed(store)[1] == b"an index"
+
+
+def test_unreadable_marker_after_a_lost_answer_is_unknown(store: MemoryStore) -> None:
+    token = commits.begin(store, overwrite=False)
+
+    def damaged(put: Put) -> Fate:
+        store.put(MARKER_KEY + "", b"{}")
+        return LOST
+
+    store.on_put = on_marker(damaged)
+    with pytest.raises(CommitUnknownError, match="damaged"):
+        finish(store, token)
+    assert store.body(MARKER_KEY) == b"{}"
+
+
+def test_unfenced_commit_sends_no_condition(store: MemoryStore) -> None:
+    def refuse_conditions(put: Put) -> BaseException | None:
+        return UnsupportedError("501") if put.precondition is not None else None
+
+    store.on_put = refuse_conditions
+    done = finish(store, commits.begin(store, overwrite=False), fenced=False)
+    assert commits.publish_dot_metadata(store, done.commit_id, b"ours", fenced=False)
+    assert commits.open_committed(store)[0] == done.marker
+
+
+# --- .metadata
+
+
+def publish(store: MemoryStore, commit_id: str, body: bytes) -> bool:
+    return commits.publish_dot_metadata(store, commit_id, body, clock=TickingClock())
+
+
+def test_dot_metadata_is_written_and_replaced_by_the_next_commit(store: MemoryStore) -> None:
+    for body in (b"first", b"second"):
+        done = save(store, overwrite=True)
+        assert publish(store, done.commit_id, body)
+        assert store.body(DOT_METADATA_KEY) == body
+
+
+def test_dot_metadata_of_a_replaced_commit_is_not_written(store: MemoryStore) -> None:
+    first = save(store)
+    second = save(store, overwrite=True)
+    assert publish(store, second.commit_id, b"second")
+    assert not publish(store, first.commit_id, b"first")
+    assert store.body(DOT_METADATA_KEY) == b"second"
+
+
+def test_dot_metadata_loop_stops_for_a_newer_commit_that_comes_in_between(
+    store: MemoryStore,
+) -> None:
+    """The newer commit publishes between our look at the marker and our PUT."""
+    first = save(store)
+
+    def overtake(put: Put) -> None:
+        store.on_put = None
+        second = save(store, overwrite=True)
+        assert publish(store, second.commit_id, b"second")
+
+    store.on_put = overtake
+    assert not publish(store, first.commit_id, b"first")
+    assert store.body(DOT_METADATA_KEY) == b"second"
+
+
+def test_dot_metadata_of_a_deleted_commit_is_not_written(store: MemoryStore) -> None:
+    first = save(store)
+    for state in ("deleting", "deleted"):
+        rewrite(store, state=state)
+        assert not publish(store, first.commit_id, b"first")
+    assert DOT_METADATA_KEY not in store.objects
+
+
+def test_dot_metadata_survives_a_lost_answer(store: MemoryStore) -> None:
+    done = save(store)
+    fates = [UNANSWERED, LOST]
+    store.on_put = lambda put: fates.pop(0) if fates else None
+    assert publish(store, done.commit_id, b"ours")
+    assert store.body(DOT_METADATA_KEY) == b"ours"
+
+
+def test_dot_metadata_that_cannot_be_written_is_an_error_and_the_commit_stands(
+    store: MemoryStore,
+) -> None:
+    done = save(store)
+    for fate, kind in (
+        (LOST, RetryableError),
+        (PermissionDeniedError("no"), PermissionDeniedError),
+    ):
+        store.on_put = lambda put, fate=fate: fate
+        with pytest.raises(kind):
+            publish(store, done.commit_id, b"ours")
+    assert commits.open_committed(store)[0] == done.marker
+
+
+# --- reading
+
+
+def test_absence_is_explained(store: MemoryStore) -> None:
+    def reason() -> str:
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            commits.open_committed(store)
+        return str(caught.value)
+
+    assert "nothing here" in reason()
+    store.put("step-3/_COMMIT", b"x")
+    assert "memory://test/run/step-1/step-3" in reason()
+    upload(store)
+    assert "never committed" in reason()
+    for key in list(store.objects):
+        store.delete(key)
+    store.put(DOT_METADATA_KEY, b"x")
+    assert "not a checkpoint of dcp_objstore" in reason()
+
+    def refuse() -> None:
+        raise PermissionDeniedError("no listing")
+
+    store.on_list = refuse
+    assert "no listing" in reason()
+
+
+def test_opening_a_committed_checkpoint_never_lists(store: MemoryStore) -> None:
+    done = save(store)
+    store.requests.clear()
+    commits.open_committed(store)
+    assert done.marker.index is not None
+    assert store.requests == [("get", MARKER_KEY), ("get", done.marker.index.key)]
+
+
+@pytest.mark.parametrize("body", [b"an inde", b"an index!", b"An index", None])
+def test_damaged_or_missing_index_is_corrupt(store: MemoryStore, body: bytes | None) -> None:
+    done = save(store)
+    assert done.marker.index is not None
+    key = done.marker.index.key
+    store.delete(key)
+    if body is not None:
+        store.put(key, body)
+    with pytest.raises(CheckpointCorruptError) as caught:
+        commits.open_committed(store)
+    assert caught.value.object_key == key
+
+
+@pytest.mark.parametrize("how", ["replaced", "deleted", "removed"])
+def test_index_that_went_with_its_commit_is_gone_not_corrupt(store: MemoryStore, how: str) -> None:
+    done = save(store)
+    assert done.marker.index is not None
+    key = done.marker.index.key
+
+    def meanwhile(asked: str) -> None:
+        if asked != key:
+            return
+        store.on_get = None
+        if how == "replaced":
+            save(store, overwrite=True)
+        elif how == "deleted":
+            rewrite(store, state="deleted")
+        else:
+            store.delete(MARKER_KEY)
+        store.delete(key)
+
+    store.on_get = meanwhile
+    with pytest.raises(CheckpointGoneError, match="replaced" if how == "replaced" else "deleted"):
+        commits.open_committed(store)
+
+
+def test_missing_object_is_explained_by_the_marker(store: MemoryStore) -> None:
+    done = save(store)
+
+    def explain() -> DcpObjstoreError:
+        return commits.explain_missing(store, done.commit_id, "__0_0.x.distcp")
+
+    assert isinstance(explain(), CheckpointCorruptError)
+    rewrite(store)  # a sweep: the same commit
+    assert isinstance(explain(), CheckpointCorruptError)
+    rewrite(store, state="deleting")
+    assert isinstance(explain(), CheckpointGoneError)
+
+    def unreadable(key: str) -> None:
+        raise StoreUnavailableError("503")
+
+    store.on_get = unreadable
+    assert isinstance(explain(), StoreUnavailableError)
+    assert explain().object_key in (None, "__0_0.x.distcp")
+
+
+def test_damaged_marker_is_never_taken_for_absence(store: MemoryStore) -> None:
+    save(store)
+    body = store.body(MARKER_KEY)
+    for damaged in (b"", body[:-1], body.replace(b'"committed"', b'"deleted"'), body * 200):
+        store.put(MARKER_KEY, damaged)
+        with pytest.raises(CheckpointCorruptError):
+            commits.begin(store, overwrite=True)
+        with pytest.raises(CheckpointCorruptError) as caught:
+            commits.open_committed(store)
+        assert caught.value.object_key == MARKER_KEY

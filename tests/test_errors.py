@@ -1,0 +1,47 @@
+"""Errors travel between ranks by pickle; one that does not come back hangs the job."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from dcp_objstore import errors
+from dcp_objstore.errors import DcpObjstoreError
+
+
+def family(root: type[DcpObjstoreError]) -> list[type[DcpObjstoreError]]:
+    return [root, *(found for child in root.__subclasses__() for found in family(child))]
+
+
+ALL = sorted(set(family(DcpObjstoreError)), key=lambda kind: kind.__name__)
+
+
+def test_every_error_of_the_module_is_in_the_family() -> None:
+    here = {value for value in vars(errors).values() if isinstance(value, type)}
+    assert here <= set(ALL)
+    assert len(ALL) >= 25
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_error_survives_pickling(kind: type[DcpObjstoreError], protocol: int) -> None:
+    try:
+        raise kind("what", 3, "model.weight", "__3_0.x.distcp", "s3://b/k") from OSError("cause")
+    except DcpObjstoreError as caught:
+        error = caught
+    for back in (pickle.loads(pickle.dumps(error, protocol)), copy.copy(error)):
+        assert type(back) is kind
+        assert vars(back) == vars(error)
+        assert str(back) == str(error)
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_error_says_where_it_happened(kind: type[DcpObjstoreError]) -> None:
+    bare = kind("what")
+    assert str(bare) == "what"
+    bare.at(rank=1).at(rank=2, object_key="k")
+    assert (bare.rank, bare.object_key) == (1, "k")
+    assert str(bare) == "what [rank 1, object k]"
+    assert pickle.loads(pickle.dumps(bare)).rank == 1

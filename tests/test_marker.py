@@ -1,0 +1,307 @@
+"""The marker: what is written comes back, damage is always seen, and how markers follow."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dcp_objstore.checkpoint import names
+from dcp_objstore.checkpoint.marker import (
+    LOG_LENGTH,
+    MAX_MARKER_SIZE_BYTES,
+    Counts,
+    IndexRef,
+    Marker,
+    check_user_metadata,
+    decode_marker,
+    encode_marker,
+    new_id,
+    next_marker,
+)
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    ConfigError,
+    DcpObjstoreError,
+    InputError,
+    UnsupportedError,
+)
+
+# A busy machine is no failure.
+untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+INDEX = IndexRef(key=names.index_key("0" * 24), size_bytes=5, sha256="ab" * 32)
+
+
+def follow(old: Marker | None, commit_id: str | None = None, **user_metadata: Any) -> Marker:
+    return next_marker(
+        old,
+        commit_id=commit_id or new_id(),
+        index=INDEX,
+        counts=Counts(tensors=1, blobs=2, objects=3, total_bytes=4),
+        world_size=8,
+        user_metadata=user_metadata,
+        created_at=datetime(2026, 1, 2, tzinfo=UTC),
+    )
+
+
+def signed(**changes: Any) -> bytes:
+    """A marker with other JSON fields and a right digest."""
+    fields = json.loads(encode_marker(follow(None)))
+    del fields["digest"]
+    fields.update(changes)
+    body = json.dumps(fields, separators=(",", ":")).encode()
+    return body[:-1] + b',"digest":"%s"}' % hashlib.sha256(body).hexdigest().encode()
+
+
+# --- encoding
+
+
+def test_marker_comes_back_equal() -> None:
+    marker = follow(follow(None), note="ö", nested={"b": [1, 2.5, None, True], "a": {}})
+    for state in ("committed", "deleting", "deleted"):
+        changed = msgspec.structs.replace(marker, state=state, pins=("release",))
+        assert decode_marker(encode_marker(changed)) == changed
+
+
+def test_marker_is_one_flat_json_object_with_its_digest() -> None:
+    fields = json.loads(encode_marker(follow(None)))
+    assert fields["state"] == "committed"
+    assert set(fields) == {*Marker.__struct_fields__, "digest"}
+
+
+def test_tombstone_that_never_was_a_commit_needs_no_index() -> None:
+    marker = msgspec.structs.replace(follow(None), state="deleted", index=None)
+    assert decode_marker(encode_marker(marker)) == marker
+    with pytest.raises(CheckpointCorruptError, match="index"):
+        decode_marker(encode_marker(msgspec.structs.replace(marker, state="committed")))
+
+
+def test_unknown_field_of_the_same_format_is_ignored_but_covered_by_the_digest() -> None:
+    body = signed(later="something")
+    assert decode_marker(body).is_committed
+    with pytest.raises(CheckpointCorruptError, match="digest"):
+        decode_marker(body.replace(b"something", b"somethang"))
+
+
+def test_newer_format_is_unsupported_not_corrupt() -> None:
+    with pytest.raises(UnsupportedError, match="upgrade"):
+        decode_marker(signed(format=2))
+    with pytest.raises(UnsupportedError, match="upgrade"):
+        decode_marker(b'{"format":3}')
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"state": "maybe"},
+        {"commit_id": "short"},
+        {"generation": 0},
+        {"generation": 2**70},
+        {"format": 0},
+        {"log": [new_id()] * (LOG_LENGTH + 1)},
+        {"log": ["../x"]},
+        {"created_at": "2026-01-02T00:00:00"},
+        {"world_size": -1},
+        {"world_size": 1.5},
+        {"user_metadata": []},
+        {"pins": [""]},
+        {"index": {"key": "index", "size_bytes": -1, "sha256": "ab" * 32}},
+        {"index": {"key": "index", "size_bytes": 2**40, "sha256": "ab" * 32}},
+        {"index": {"key": "index", "size_bytes": 1, "sha256": "zz" * 32}},
+        {"index": {"key": "../index", "size_bytes": 1, "sha256": "ab" * 32}},
+        {"index": None},
+    ],
+    ids=str,
+)
+def test_impossible_field_is_corrupt_even_with_a_right_digest(changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointCorruptError):
+        decode_marker(signed(**changes))
+
+
+def test_too_large_marker_is_neither_written_nor_read() -> None:
+    with pytest.raises(ConfigError, match="user_metadata"):
+        encode_marker(follow(None, text="x" * MAX_MARKER_SIZE_BYTES))
+    with pytest.raises(CheckpointCorruptError):
+        decode_marker(signed(later="x" * MAX_MARKER_SIZE_BYTES))
+
+
+GOOD = encode_marker(follow(follow(None), note="ö", nested={"a": [1, 2.5]}))
+
+
+@untimed
+@given(at=st.integers(0, len(GOOD) - 1), byte=st.integers(0, 255))
+def test_any_changed_byte_is_seen(at: int, byte: int) -> None:
+    body = GOOD[:at] + bytes([byte]) + GOOD[at + 1 :]
+    if body == GOOD:
+        return
+    with pytest.raises((CheckpointCorruptError, UnsupportedError)):
+        decode_marker(body)
+
+
+@untimed
+@given(
+    cut=st.tuples(st.integers(0, len(GOOD)), st.integers(0, len(GOOD))),
+    insert=st.binary(max_size=20) | st.sampled_from([b"[" * 5000, b'{"a":' * 5000, b"\xff", b'"']),
+    sign=st.booleans(),
+)
+def test_mutated_marker_raises_only_typed_errors(
+    cut: tuple[int, int], insert: bytes, sign: bool
+) -> None:
+    start, end = sorted(cut)
+    body = GOOD[:start] + insert + GOOD[end:]
+    if sign:
+        inner = body[:-78] + b"}"
+        body = inner[:-1] + b',"digest":"%s"}' % hashlib.sha256(inner).hexdigest().encode()
+    with contextlib.suppress(DcpObjstoreError):
+        assert isinstance(decode_marker(body), Marker)
+
+
+@untimed
+@given(
+    changes=st.dictionaries(
+        st.sampled_from([*Marker.__struct_fields__, "later"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner),
+            max_leaves=5,
+        ),
+        max_size=3,
+    )
+)
+def test_marker_with_any_json_in_its_fields_raises_only_typed_errors(
+    changes: dict[str, Any],
+) -> None:
+    with contextlib.suppress(DcpObjstoreError):
+        assert isinstance(decode_marker(signed(**changes)), Marker)
+
+
+# --- evolution
+
+
+def test_new_commit_counts_up_and_logs_what_it_replaces() -> None:
+    markers = [follow(None)]
+    assert (markers[0].generation, markers[0].log) == (1, ())
+    for _ in range(40):
+        markers.append(follow(markers[-1]))
+    last = markers[-1]
+    assert last.generation == 41
+    assert last.log == tuple(marker.commit_id for marker in markers[-1 - LOG_LENGTH : -1])
+    assert all(last.knows(marker.commit_id) for marker in markers[-1 - LOG_LENGTH :])
+    assert not last.knows(markers[0].commit_id)
+    assert len({marker.write_id for marker in markers}) == len(markers)
+
+
+def test_new_commit_on_a_tombstone_is_committed_and_unpinned() -> None:
+    old = msgspec.structs.replace(follow(None), state="deleted", pins=("kept",))
+    new = follow(old)
+    assert new.is_committed
+    assert new.pins == ()
+    assert new.log == (old.commit_id,)
+
+
+def test_equal_commits_never_have_equal_bodies() -> None:
+    one, two = (follow(None, "0" * 32) for _ in range(2))
+    assert encode_marker(one) != encode_marker(two)
+
+
+# --- user metadata
+
+
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), 2**63, b"bytes", {1: 2}, object(), {"a": {2, 3}}, "\ud800", 1j],
+    ids=repr,
+)
+def test_user_metadata_that_json_cannot_hold_is_refused_by_name(value: object) -> None:
+    with pytest.raises(ConfigError, match="user_metadata"):
+        check_user_metadata({"value": value})
+
+
+def test_user_metadata_is_bounded() -> None:
+    deep: object = 1
+    for _ in range(40):
+        deep = [deep]
+    for value in ("x" * 40_000, deep):
+        with pytest.raises(ConfigError):
+            check_user_metadata({"value": value})
+    looped: list[object] = []
+    looped.append(looped)
+    with pytest.raises(ConfigError, match="deep"):
+        check_user_metadata({"value": looped})
+    for wrong in ([1], {1: 2}):
+        with pytest.raises(ConfigError):
+            check_user_metadata(wrong)  # type: ignore[arg-type]
+
+
+@untimed
+@given(
+    st.dictionaries(
+        st.text(max_size=10),
+        st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers(-(2**63), 2**63 - 1)
+            | st.floats(allow_nan=False, allow_infinity=False)
+            | st.text(max_size=10),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner),
+            max_leaves=5,
+        ),
+        max_size=3,
+    )
+)
+def test_user_metadata_comes_back_equal(values: dict[str, Any]) -> None:
+    marker = follow(None, values=check_user_metadata(values))
+    assert decode_marker(encode_marker(marker)).user_metadata["values"] == values
+    assert check_user_metadata(None) == {}
+
+
+# --- names
+
+
+def test_names_are_parsed_back() -> None:
+    nonce = names.new_nonce()
+    key = names.data_key(3, 12, nonce)
+    assert key == f"__3_12.{nonce}.distcp"
+    assert names.parse_data_key(key) == names.DataName(3, 12, nonce)
+    assert names.parse_index_key(names.index_key(nonce)) == nonce
+    for other in ("_COMMIT", ".metadata", "__0_0.distcp", "x/" + key, key + "\n", key.upper()):
+        assert names.parse_data_key(other) is None
+        assert names.parse_index_key(other) is None
+
+
+def test_nonces_do_not_repeat_and_have_at_least_64_bits() -> None:
+    nonces = {names.new_nonce() for _ in range(1000)}
+    assert len(nonces) == 1000
+    assert all(len(nonce) * 4 >= 64 for nonce in nonces)
+
+
+def test_impossible_names_are_refused() -> None:
+    for make in (
+        lambda: names.data_key(-1, 0, names.new_nonce()),
+        lambda: names.data_key(0, 0, "../x"),
+        lambda: names.index_key(""),
+    ):
+        with pytest.raises(InputError):
+            make()
+
+
+BAD_KEYS = ["", "/a", "a/", "a//b", ".", "..", "a/../b", "a/.", "a\0", "a\n", "a\\b", "s3://b/k"]
+BAD_KEYS += ["x" * 1025, "ö" * 513, "\ud800"]
+
+
+@pytest.mark.parametrize("key", BAD_KEYS, ids=ascii)
+def test_key_that_leaves_the_checkpoint_is_corrupt(key: str) -> None:
+    with pytest.raises(CheckpointCorruptError):
+        names.check_object_key(key)
+
+
+@pytest.mark.parametrize("key", ["a", "a/b", "..a", "a..", ".metadata", "ö", "__0_0.distcp"])
+def test_clean_key_passes(key: str) -> None:
+    assert names.check_object_key(key) == key
