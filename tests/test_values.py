@@ -1,0 +1,208 @@
+"""A value that could run code is refused on load and announced on save; plain ones pass."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import functools
+import io
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp_objstore.dcp import values
+from dcp_objstore.dcp.values import check_safe, warn_unsafe_value
+from dcp_objstore.errors import CheckpointCorruptError, UntrustedPickleError
+
+
+@dataclasses.dataclass
+class Progress:
+    step: int = 0
+
+
+fired: list[int] = []
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return fired.append, (1,)
+
+
+class HostileState:
+    """Sets attributes of a class that torch allows, when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return setattr, (collections.OrderedDict, "hijacked", True)
+
+
+def saved(value: object, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    return buffer.getvalue()
+
+
+# torch warns where a body's pickle protocol is not the one that it writes.
+PROTOCOL_WARNING = pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
+
+PLAIN: list[object] = [
+    0, 2**70, -1.5, True, None, "text", b"bytes", complex(1, 2), [1, [2]], (1, 2), {1, 2},
+    {"lr": 1e-3, "betas": (0.9, 0.95), 3: None}, collections.OrderedDict(a=1), torch.zeros(3),
+    {"t": torch.ones(2, dtype=torch.bfloat16)}, torch.Size([1, 2]), torch.float32,
+    torch.device("cpu"), torch.nn.Parameter(torch.zeros(2)), "x" * 100_000,
+]  # fmt: skip
+UNSAFE: dict[str, object] = {
+    "pathlib.PosixPath": Path("/data"),
+    "datetime.datetime": datetime.datetime(2026, 1, 1),
+    "collections.defaultdict": collections.defaultdict(int),
+    "numpy.ndarray": np.zeros(3),
+    "numpy.dtype": np.float32(1),
+    f"{__name__}.Progress": Progress(1),
+    "functools.partial": {"deep": [functools.partial(print)]},
+    "builtins.setattr": HostileState(),
+}
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
+def test_plain_values_pass_and_are_saved_without_a_warning(value: object) -> None:
+    body = saved(value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            check_safe(body, "key", trust_pickle=False)
+            warn_unsafe_value(body, "key", set())
+
+
+@pytest.mark.parametrize("name", UNSAFE)
+def test_other_values_are_refused_with_key_type_and_remedy(name: str) -> None:
+    body = saved(UNSAFE[name])
+    for _ in range(2):
+        with pytest.raises(UntrustedPickleError) as caught:
+            check_safe(body, "model.extra", trust_pickle=False)
+        assert caught.value.key == "model.extra"
+        assert name in str(caught.value)
+        assert "trust_pickle=True" in str(caught.value)
+        pickle.loads(pickle.dumps(caught.value))
+    check_safe(body, "model.extra", trust_pickle=True)
+
+
+def test_the_error_names_the_key_that_was_asked_for_not_one_with_an_equal_value() -> None:
+    body = saved(Path("/same"))
+    for key in ("first", "second"):
+        with pytest.raises(UntrustedPickleError) as caught:
+            check_safe(body, key, trust_pickle=False)
+        assert caught.value.key == key
+
+
+def test_nothing_in_the_value_is_run() -> None:
+    for value in (Hostile(), {"deep": [Hostile()]}):
+        with pytest.raises(UntrustedPickleError):
+            check_safe(saved(value), "key", trust_pickle=False)
+    with pytest.raises(UntrustedPickleError):
+        check_safe(saved(HostileState()), "key", trust_pickle=False)
+    assert fired == []
+    assert not hasattr(collections.OrderedDict, "hijacked")
+
+
+@PROTOCOL_WARNING
+def test_a_pickle_of_another_protocol_than_torch_writes_is_refused_not_called_damaged() -> None:
+    with pytest.raises(UntrustedPickleError):
+        check_safe(saved([1], pickle_protocol=4), "key", trust_pickle=False)
+
+
+def test_what_the_user_declares_safe_passes_only_as_long_as_it_is_declared() -> None:
+    body = saved(Progress(3))
+    with torch.serialization.safe_globals([Progress]):
+        check_safe(body, "key", trust_pickle=False)
+    with pytest.raises(UntrustedPickleError):
+        check_safe(body, "key", trust_pickle=False)
+    with torch.serialization.safe_globals([Progress]):
+        check_safe(body, "key", trust_pickle=False)
+
+
+def test_the_safe_globals_of_the_process_stay_as_they_were() -> None:
+    before = set(torch.serialization.get_safe_globals())
+    for value in (*PLAIN, *UNSAFE.values()):
+        warn_unsafe_value(saved(value), str(type(value)), set(map(str, map(type, UNSAFE.values()))))
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
+@PROTOCOL_WARNING
+@pytest.mark.parametrize("value", [7, torch.zeros(5000)], ids=["small", "large"])
+def test_a_damaged_value_is_corrupt_and_names_its_key(value: object) -> None:
+    body = saved(value)
+    damaged = [b"", b"garbage", body[: len(body) // 2], body[:-1], bytes(len(body)),
+               pickle.dumps(7), pickle.dumps(Path("/a"))]  # fmt: skip
+    if isinstance(value, int):
+        at = body.index(b"K\x07.")
+        damaged += [body[: at + n] + b"\xff" + body[at + n + 1 :] for n in (0, 2)]
+    for broken in damaged:
+        with pytest.raises(CheckpointCorruptError) as caught:
+            check_safe(broken, "the.key", trust_pickle=False)
+        assert caught.value.key == "the.key"
+        assert caught.value.__cause__ is not None
+
+
+def test_saving_an_unsafe_value_warns_once_per_key() -> None:
+    body = saved(Path("/data"))
+    warned: set[str] = set()
+    with pytest.warns(UserWarning, match=r"'a'.*pathlib\.PosixPath.*trust_pickle=True"):
+        warn_unsafe_value(body, "a", warned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_unsafe_value(body, "a", warned)
+    with pytest.warns(UserWarning, match="'b'"):
+        warn_unsafe_value(body, "b", warned)
+    assert warned == {"a", "b"}
+
+
+def test_without_a_set_of_its_own_the_warning_comes_once_per_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(values, "_warned", set())
+    with pytest.warns(UserWarning) as caught:
+        for _ in range(3):
+            warn_unsafe_value(saved(Path("/data")), "key")
+    assert len(caught) == 1
+
+
+def test_equal_small_values_are_test_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[int] = []
+    load = torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, **more: loads.append(1) or load(*args, **more))
+    values._remembered.cache_clear()
+    for number in range(1000):
+        warn_unsafe_value(saved({"lr": 1e-3}), f"optimizer.{number}.lr", set())
+    assert len(loads) == 1
+    assert len(saved({"lr": 1e-3})) <= values._REMEMBERED_SIZE_BYTES
+
+
+ARCHIVES = [saved({"lr": 0.1, "list": [1, 2, "x"]}), saved(Path("/data")), saved(torch.ones(9))]
+
+
+@PROTOCOL_WARNING
+@settings(max_examples=200, deadline=None)
+@given(
+    which=st.integers(0, len(ARCHIVES) - 1),
+    place=st.integers(0, 5000),
+    new=st.binary(min_size=1, max_size=6),
+    end=st.integers(1, 5000),
+)
+def test_a_mutated_value_passes_or_raises_a_typed_error(
+    which: int, place: int, new: bytes, end: int
+) -> None:
+    body = bytearray(ARCHIVES[which])
+    at = place % len(body)
+    body[at : at + len(new)] = new
+    try:
+        check_safe(bytes(body[: max(end, at)]), "key", trust_pickle=False)
+    except (CheckpointCorruptError, UntrustedPickleError) as error:
+        assert error.key == "key"
+    assert fired == []
