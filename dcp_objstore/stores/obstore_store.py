@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
     from dcp_objstore.stores.clients import Clients
 
+# A HEAD's answer has no body, so these say too little: is the key or the bucket missing, is the
+# secret wrong or the right missing?
+_UNCLEAR_IN_HEAD = (400, 403, 404, 409)
+
 _runtime_pid: int | None = None  # the process that started obstore's runtime, or an ancestor's
 
 
@@ -185,10 +189,9 @@ class ObstoreStore:
                 return self._meta(obstore.head(self._clients.read(), path))
             except Exception as error:
                 status, code = http_code(error)
-                if status is None or code is not None:
+                if status not in _UNCLEAR_IN_HEAD or code is not None:
                     raise
-                # A HEAD has no body, so it does not say whether key or bucket is missing, the
-                # secret is wrong or the right is missing. A GET of nearly nothing does.
+                # A GET of nearly nothing says it.
                 answer = obstore.get(self._clients.read(), path, options={"range": (0, 1)})
                 return self._meta(answer.meta)
 

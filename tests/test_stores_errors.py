@@ -1,0 +1,348 @@
+"""Every failure of a store is one typed error of ours, whatever verb met it."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from dcp_objstore.cli.seaweedfs import SeaweedServer
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import (
+    BucketNotFoundError,
+    ConfigError,
+    CorruptDataError,
+    CredentialsError,
+    DcpObjstoreError,
+    InputError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+    UnsupportedError,
+)
+from dcp_objstore.stores import IfAbsent, ObjectStore, open_store
+from tests.support.servers import MotoServer
+
+MIB = 1024 * 1024
+ONCE = TransferConfig(max_retries=0, connect_timeout_seconds=5, request_timeout_seconds=20)
+
+READS: dict[str, Callable[[ObjectStore], object]] = {
+    "get": lambda store: store.get("k", max_size_bytes=100),
+    "get_range": lambda store: store.get_range("k", 0, 1),
+    "head": lambda store: store.head("k"),
+    "list": lambda store: list(store.list()),
+}
+WRITES: dict[str, Callable[[ObjectStore], object]] = {
+    "put": lambda store: store.put("k", b"x"),
+    "put_absent": lambda store: store.put("k2", b"x", precondition=IfAbsent(), retry=False),
+    "put_stream": lambda store: store.put_stream(
+        "k", iter([bytes(6 * MIB)]), part_size_bytes=5 * MIB, max_concurrency=2
+    ),
+    "delete": lambda store: store.delete("k"),
+}
+VERBS = {**READS, **WRITES}
+
+
+def check(error: DcpObjstoreError, store: ObjectStore, verb: str) -> None:
+    """What each error carries: where, in plain words, through a pickle."""
+    assert error.url == store.url
+    assert (error.object_key is None) == (verb == "list")
+    assert "Debug source" not in str(error)
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is type(error)
+    assert str(back) == str(error)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("backend", ["seaweed", "moto_server", "gcs_server"])
+def test_a_missing_bucket(request: pytest.FixtureRequest, backend: str, verb: str) -> None:
+    server = request.getfixturevalue(backend)
+    if backend == "gcs_server":
+        store = open_store("gs://no-such-bucket/run", server.gcs_storage_options, ONCE)
+    else:
+        store = open_store("s3://no-such-bucket/run", server.storage_options, ONCE)
+    with pytest.raises(BucketNotFoundError) as caught:
+        VERBS[verb](store)
+    check(caught.value, store, verb)
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[SeaweedServer]:
+    """A server with a second identity that may only read."""
+    reader = {
+        "name": "reader",
+        "credentials": [{"accessKey": "reader", "secretKey": "reader-secret"}],
+        "actions": ["Read", "List"],
+    }
+    with SeaweedServer(extra_identities=[reader]) as server:
+        server.create_bucket("guarded")
+        open_store("s3://guarded", server.storage_options).put("k", b"as it was")
+        yield server
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("wrong", ["key", "secret"])
+def test_wrong_credentials(guarded: SeaweedServer, verb: str, wrong: str) -> None:
+    options = {**guarded.storage_options, wrong: "wrong"}
+    store = open_store("s3://guarded", options, ONCE)
+    with pytest.raises(CredentialsError) as caught:
+        VERBS[verb](store)
+    check(caught.value, store, verb)
+    assert str(guarded.secret_key) not in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_identity_without_the_right_to_write(guarded: SeaweedServer, verb: str) -> None:
+    reader = {"key": "reader", "secret": "reader-secret", "endpoint_url": guarded.endpoint_url}
+    store = open_store("s3://guarded", reader, ONCE)
+    if verb in READS:
+        VERBS[verb](store)
+    else:
+        with pytest.raises(PermissionDeniedError) as caught:
+            VERBS[verb](store)
+        check(caught.value, store, verb)
+    owner = open_store("s3://guarded", guarded.storage_options)
+    assert [meta.key for meta in owner.list()] == ["k"]
+    assert owner.get("k", max_size_bytes=99)[0] == b"as it was"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_nobody_listens(verb: str) -> None:
+    with socket.socket() as held:  # bound and not listening: refused, and nobody else gets it
+        held.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
+        options = {"key": "a", "secret": "b", "endpoint_url": endpoint}
+        store = open_store("s3://bucket/run", options, TransferConfig(max_retries=1))
+        with pytest.raises(StoreUnavailableError) as caught:
+            VERBS[verb](store)
+        check(caught.value, store, verb)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_server_that_never_answers(verb: str) -> None:
+    config = TransferConfig(max_retries=0, request_timeout_seconds=0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        options = {"key": "a", "secret": "b", "endpoint_url": endpoint}
+        with pytest.raises(StoreUnavailableError):
+            VERBS[verb](open_store("s3://bucket/run", options, config))
+
+
+class Scripted:
+    """An HTTP server that answers what `answer(method, target, nth)` says."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str, dict[str, str]]] = []
+        self.answer: Callable[[str, str, int], tuple[int, dict[str, str], bytes]]
+        outer = self
+        count = itertools.count(1)
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_any(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                outer.requests.append((self.command, self.path, dict(self.headers.items())))
+                status, headers, body = outer.answer(self.command, self.path, next(count))
+                self.send_response(status)
+                for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+                if "Content-Length" in headers:
+                    self.close_connection = True
+
+            def __getattr__(self, name: str) -> Callable[[], None]:
+                if name.startswith("do_"):
+                    return self.handle_any
+                raise AttributeError(name)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def store(self, config: TransferConfig = ONCE, **options: object) -> ObjectStore:
+        endpoint = f"http://127.0.0.1:{self.server.server_port}"
+        base: dict[str, object] = {"key": "a", "secret": "b", "endpoint_url": endpoint}
+        return open_store("s3://bucket/run", {**base, **options}, config)
+
+
+@pytest.fixture
+def scripted() -> Iterator[Scripted]:
+    found = Scripted()
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (400, "ExpiredToken", CredentialsError),
+        (400, "InvalidToken", CredentialsError),
+        (403, "InvalidAccessKeyId", CredentialsError),
+        (403, "SignatureDoesNotMatch", CredentialsError),
+        (403, "RequestTimeTooSkewed", CredentialsError),
+        (401, "", CredentialsError),
+        (403, "AccessDenied", PermissionDeniedError),
+        (403, "", PermissionDeniedError),
+        (404, "NoSuchBucket", BucketNotFoundError),
+        (400, "AuthorizationHeaderMalformed", ConfigError),
+        (400, "InvalidArgument", InputError),
+        (400, "RequestTimeout", StoreUnavailableError),
+        (412, "PreconditionFailed", PreconditionFailedError),
+        (409, "ConditionalRequestConflict", PreconditionFailedError),
+        (409, "OperationAborted", StoreUnavailableError),
+        (416, "InvalidRange", CorruptDataError),
+        (429, "SlowDown", StoreUnavailableError),
+        (500, "InternalError", StoreUnavailableError),
+        (501, "NotImplemented", UnsupportedError),
+        (502, "", StoreUnavailableError),
+        (503, "SlowDown", StoreUnavailableError),
+        (504, "", StoreUnavailableError),
+        (418, "", DcpObjstoreError),
+    ],
+)
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_answer_is_one_error(
+    scripted: Scripted, verb: str, status: int, code: str, expected: type[DcpObjstoreError]
+) -> None:
+    body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode() if code else b""
+    scripted.answer = lambda *_: (status, {}, body)
+    store = scripted.store()
+    with pytest.raises(DcpObjstoreError) as caught:
+        VERBS[verb](store)
+    assert type(caught.value) is expected
+    check(caught.value, store, verb)
+
+
+def test_an_absent_object_is_not_an_absent_bucket(moto_server: MotoServer) -> None:
+    store = open_store("s3://dcp-tests/nothing-here", moto_server.storage_options)
+    with pytest.raises(ObjectNotFoundError):
+        store.head("k")
+    assert list(store.list()) == []
+
+
+def test_retry_false_sends_one_request(scripted: Scripted) -> None:
+    scripted.answer = lambda *_: (503, {}, b"")
+    store = scripted.store(TransferConfig(max_retries=2))
+    with pytest.raises(StoreUnavailableError):
+        store.put("k", b"x", precondition=IfAbsent(), retry=False)
+    assert len(scripted.requests) == 1
+    with pytest.raises(StoreUnavailableError):
+        store.put("k", b"x")
+    assert len(scripted.requests) == 1 + 3
+
+
+def test_a_request_that_fails_once_is_retried(scripted: Scripted) -> None:
+    scripted.answer = lambda method, target, nth: (
+        (500, {}, b"") if nth == 1 else (200, {"ETag": '"e"'}, b"")
+    )
+    assert scripted.store(TransferConfig()).put("k", b"x").e_tag == '"e"'
+    assert len(scripted.requests) == 2
+
+
+def test_a_body_shorter_than_announced_is_an_error(scripted: Scripted) -> None:
+    headers = {
+        "ETag": '"e"',
+        "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
+        "Content-Length": "100",
+        "Content-Range": "bytes 0-99/100",
+    }
+    scripted.answer = lambda *_: (206, headers, b"only this")
+    for verb in ("get", "get_range"):
+        with pytest.raises((CorruptDataError, StoreUnavailableError)):
+            if verb == "get":
+                scripted.store().get("k", max_size_bytes=100)
+            else:
+                scripted.store().get_range("k", 0, 100)
+
+
+def test_a_server_that_ignores_the_range_is_an_error(scripted: Scripted) -> None:
+    headers = {"ETag": '"e"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+    scripted.answer = lambda *_: (200, headers, b"0123456789")
+    with pytest.raises(DcpObjstoreError):
+        scripted.store().get_range("k", 2, 4)
+
+
+def test_get_does_not_read_a_body_that_is_too_large(scripted: Scripted) -> None:
+    headers = {
+        "ETag": '"e"',
+        "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
+        "Content-Length": str(1 << 40),
+    }
+    scripted.answer = lambda *_: (200, headers, b"the first bytes")
+    with pytest.raises(CorruptDataError, match="1099511627776 bytes"):
+        scripted.store().get("k", max_size_bytes=1000)
+
+
+def test_listing_asks_for_a_page_when_it_is_needed(scripted: Scripted) -> None:
+    def page(method: str, target: str, nth: int) -> tuple[int, dict[str, str], bytes]:
+        entries = "".join(
+            f"<Contents><Key>run/{nth}-{number:03d}</Key><Size>1</Size><ETag>e</ETag>"
+            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+            for number in range(1000)
+        )
+        more = f"<NextContinuationToken>{nth}</NextContinuationToken>" if nth < 20 else ""
+        body = f"<ListBucketResult>{entries}{more}</ListBucketResult>"
+        return 200, {}, body.encode()
+
+    scripted.answer = page
+    found = scripted.store().list()
+    assert next(found).key == "1-000"
+    assert len(scripted.requests) <= 3  # one, and what is read ahead
+    assert sum(1 for _ in found) == 20 * 1000 - 1
+    assert len(scripted.requests) == 20
+
+
+def test_bodies_are_not_signed_unless_asked(scripted: Scripted) -> None:
+    scripted.answer = lambda *_: (200, {"ETag": '"e"'}, b"")
+    scripted.store().put("k", b"x")
+    scripted.store(sign_payload=True).put("k", b"x")
+    sums = [headers["x-amz-content-sha256"] for _, _, headers in scripted.requests]
+    assert sums[0] == "UNSIGNED-PAYLOAD"
+    assert len(sums[1]) == 64
+
+
+def test_anonymous_requests_carry_no_signature(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "from-the-environment")
+    scripted.answer = lambda *_: (200, {"ETag": '"e"'}, b"")
+    scripted.store(key=None, secret=None, anon=True).put("k", b"x")
+    assert not any(name.lower() == "authorization" for name in scripted.requests[0][2])
+
+
+def test_given_keys_are_not_mixed_with_a_token_of_the_environment(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of-another-key")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    scripted.answer = lambda *_: (200, {"ETag": '"e"'}, b"")
+    scripted.store().put("k", b"x")
+    headers = {name.lower(): value for name, value in scripted.requests[0][2].items()}
+    assert "x-amz-security-token" not in headers
+    assert "Credential=a/" in headers["authorization"]
+
+
+def test_an_endpoint_gets_the_bucket_in_the_path(scripted: Scripted) -> None:
+    scripted.answer = lambda *_: (200, {"ETag": '"e"'}, b"")
+    scripted.store().put("k", b"x")
+    assert scripted.requests[0][1] == "/bucket/run/k"
+
+
+def test_a_failing_head_of_a_busy_store_is_not_asked_again(scripted: Scripted) -> None:
+    scripted.answer = lambda *_: (503, {}, b"")
+    with pytest.raises(StoreUnavailableError):
+        scripted.store().head("k")
+    assert len(scripted.requests) == 1

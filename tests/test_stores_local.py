@@ -1,0 +1,166 @@
+"""What `file://` guarantees beyond the contract: whole objects, versions, processes, durability."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import stat
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dcp_objstore.errors import InputError, PermissionDeniedError, PreconditionFailedError
+from dcp_objstore.stores import IfAbsent, IfVersion, ObjectStore, StoreSpec, open_store
+from tests.store_contract import ExpectedError, keys, read
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(root: Path) -> ObjectStore:
+    return open_store(f"file://{root}")
+
+
+def names(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def test_nothing_temporary_stays(store: ObjectStore, root: Path) -> None:
+    def broken() -> Iterator[bytes]:
+        yield b"half"
+        raise ExpectedError
+
+    store.put("a", b"x", precondition=IfAbsent())
+    with pytest.raises(PreconditionFailedError):
+        store.put("a", b"y", precondition=IfAbsent())
+    with pytest.raises(ExpectedError):
+        store.put_stream("b", broken(), part_size_bytes=1, max_concurrency=1)
+    assert [name for name in names(root) if ".tmp" in name] == []
+    assert keys(store) == ["a"]
+
+
+def test_an_object_is_not_seen_before_it_is_whole(store: ObjectStore) -> None:
+    seen: list[list[str]] = []
+
+    def watched() -> Iterator[bytes]:
+        for _ in range(3):
+            seen.append(keys(store))
+            yield b"x"
+
+    store.put_stream("k", watched(), part_size_bytes=1, max_concurrency=1)
+    assert seen == [[], [], []]
+    assert read(store, "k") == b"xxx"
+
+
+def test_each_rewrite_of_equal_content_is_another_version(store: ObjectStore) -> None:
+    versions = [store.put("k", b"the same") for _ in range(300)]
+    assert len(set(versions)) == 300
+    with pytest.raises(PreconditionFailedError):
+        store.put("k", b"x", precondition=IfVersion(versions[0]))
+
+
+def test_our_own_names_are_no_objects(store: ObjectStore, root: Path) -> None:
+    store.put("k", b"x")
+    store.put("k", b"y")
+    assert ".dcp-objstore.lock" in names(root)
+    assert keys(store) == ["k"]
+    for key in (".dcp-objstore.lock", "a/.dcp-objstore.x/b"):
+        with pytest.raises(InputError):
+            store.put(key, b"x")
+
+
+def test_a_key_below_an_object_is_refused(store: ObjectStore) -> None:
+    store.put("a", b"x")
+    with pytest.raises(InputError):
+        store.put("a/b", b"y")
+    store.put("p/q", b"x")
+    with pytest.raises(InputError):
+        store.put("p", b"y")
+    assert keys(store) == ["a", "p/q"]
+
+
+def test_a_name_that_is_too_long_is_the_callers_error(store: ObjectStore) -> None:
+    with pytest.raises(InputError):
+        store.put("x" * 300, b"x")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_the_right_to_write(store: ObjectStore, root: Path) -> None:
+    store.put("k", b"x")
+    root.chmod(0o500)
+    try:
+        with pytest.raises(PermissionDeniedError):
+            store.put("k", b"y")
+        assert read(store, "k") == b"x"
+    finally:
+        root.chmod(0o700)
+
+
+def test_a_stream_holds_one_buffer_at_a_time(store: ObjectStore) -> None:
+    alive: set[int] = set()
+    peak = 0
+
+    def buffers() -> Iterator[np.ndarray]:
+        nonlocal peak
+        for number in range(10):
+            buffer = np.zeros(1000, dtype=np.uint8)
+            alive.add(number)
+            weakref.finalize(buffer, alive.discard, number)
+            peak = max(peak, len(alive))
+            yield buffer
+            del buffer
+
+    store.put_stream("k", buffers(), part_size_bytes=1000, max_concurrency=8)
+    gc.collect()
+    assert not alive
+    assert peak == 1
+
+
+@pytest.mark.parametrize("precondition", [None, IfAbsent()])
+def test_bytes_are_synced_before_the_name_and_the_name_after(
+    store: ObjectStore, root: Path, monkeypatch: pytest.MonkeyPatch, precondition: IfAbsent | None
+) -> None:
+    events: list[str] = []
+    real_fsync, real_link, real_replace = os.fsync, os.link, Path.replace
+
+    def kind(fd: int) -> str:
+        return "sync folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "sync object"
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(kind(fd)), real_fsync(fd))[1])
+    monkeypatch.setattr(os, "link", lambda *a: (events.append("name"), real_link(*a))[1])
+    monkeypatch.setattr(Path, "replace", lambda *a: (events.append("name"), real_replace(*a))[1])
+    root.mkdir()
+    store.put("k", b"x", precondition=precondition)
+    assert events == ["sync object", "name", "sync folder"]
+
+
+def _count_up(spec: StoreSpec, times: int) -> None:
+    store = spec.open()
+    for _ in range(times):
+        while True:
+            body, meta = store.get("counter", max_size_bytes=99)
+            try:
+                store.put("counter", b"%d" % (int(body) + 1), precondition=IfVersion(meta.version))
+                break
+            except PreconditionFailedError:
+                continue
+
+
+def test_updates_from_many_processes_are_all_counted(store: ObjectStore, root: Path) -> None:
+    store.put("counter", b"0")
+    context = multiprocessing.get_context("spawn")
+    spec = StoreSpec(f"file://{root}")
+    children = [context.Process(target=_count_up, args=(spec, 40)) for _ in range(4)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(120)
+    assert [child.exitcode for child in children] == [0] * 4
+    assert read(store, "counter") == b"160"
