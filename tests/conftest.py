@@ -7,6 +7,7 @@ once, against a bucket of your own; credentials then come from your environment.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from collections.abc import Iterator
@@ -24,6 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # torch logs every call of a collective and of the planner: pages of it for a failed test.
+    for name in ("c10d-NullHandler-default", "c10d-NullHandler-dcp_logger"):
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
     config.addinivalue_line("markers", "backends(*kinds): stores that the `bucket` fixture uses")
 
 

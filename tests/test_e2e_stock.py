@@ -100,7 +100,8 @@ def test_stock_load_from_keys_reads_ours(downloaded: Path) -> None:
 def test_the_pickled_metadata_holds_only_what_stock_torch_has(downloaded: Path) -> None:
     class StockOnly(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            assert module.split(".", maxsplit=1)[0] in {"torch", "builtins", "collections"}, (module, name)
+            package = module.split(".", maxsplit=1)[0]
+            assert package in {"torch", "builtins", "collections"}, (module, name)
             return super().find_class(module, name)
 
     with (downloaded / ".metadata").open("rb") as stream:
