@@ -303,15 +303,18 @@ class StoreContract:
         self, store: ObjectStore
     ) -> None:
         error = ExpectedError("the caller's own")
+        cause = ValueError("why")
 
         def broken() -> Iterator[np.ndarray]:
             for _ in range(3):
                 yield np.zeros(PART, dtype=np.uint8)
-            raise error
+            raise error from cause
 
         with pytest.raises(ExpectedError) as caught:
             store.put_stream("k", broken(), part_size_bytes=PART, max_concurrency=2)
         assert caught.value is error
+        assert error.__cause__ is cause
+        assert error.__context__ is None
         assert keys(store) == []
         with pytest.raises(ObjectNotFoundError):
             store.head("k")

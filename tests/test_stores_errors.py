@@ -197,6 +197,7 @@ def scripted() -> Iterator[Scripted]:
         (403, "", PermissionDeniedError),
         (404, "NoSuchBucket", BucketNotFoundError),
         (400, "AuthorizationHeaderMalformed", ConfigError),
+        (301, "PermanentRedirect", ConfigError),
         (400, "InvalidArgument", InputError),
         (400, "RequestTimeout", StoreUnavailableError),
         (412, "PreconditionFailed", PreconditionFailedError),

@@ -127,8 +127,8 @@ def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> Make:
         "region": region,
         # One object per DELETE: the bulk call is missing in some stores that speak S3.
         "disable_bulk_delete": True,
-        # The body's SHA-256 in the signature costs as much CPU as all the rest (README); TLS and
-        # our own digests protect the bytes.
+        # SHA-256 of every body took 1.0 instead of 0.3 CPU-seconds per GiB (2 cores, loopback).
+        # AWS, SeaweedFS and moto take bodies without; TLS and our own digests protect the bytes.
         "unsigned_payload": not settings.sign_payload,
         "skip_signature": False,
         **found.config,

@@ -111,9 +111,10 @@ class LocalStore:
             with self._errors(key) as path:
                 return self._write(path, source, None)
         except BaseException:
-            if source.error is not None:
-                raise source.error from None
-            raise
+            if source.error is None:
+                raise
+        # Outside of the handler, so that the caller's error keeps its own cause and context.
+        raise source.error
 
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         """See `ObjectStore.get`."""

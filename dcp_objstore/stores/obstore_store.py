@@ -134,12 +134,12 @@ class ObstoreStore:
                     chunk_size=part_size_bytes,
                     max_concurrency=max_concurrency,
                 )
+                return _version(result)
         except BaseException:
-            if source.error is not None:
-                # `from None`: what obstore made of it, if anything, adds nothing.
-                raise source.error from None
-            raise
-        return _version(result)
+            if source.error is None:
+                raise
+        # Outside of the handler, so that the caller's error keeps its own cause and context.
+        raise source.error
 
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         """See `ObjectStore.get`."""

@@ -26,6 +26,9 @@ from dcp_objstore.errors import (
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
+# A 301 without a Location, which is how AWS says that the bucket is in another region, comes
+# without its status; only the name of the variant in the dump tells it.
+_REDIRECT = "inner: BareRedirect"
 
 # Error codes of S3 (docs: "Error responses"), which GCS's XML API shares where it has them.
 _BY_CODE: dict[str, type[DcpObjstoreError]] = {
@@ -89,7 +92,9 @@ _ADVICE: dict[type[DcpObjstoreError], str] = {
 
 def http_code(error: BaseException) -> tuple[int | None, str | None]:
     """The HTTP status and the store's `<Code>` in an obstore error, where it has them."""
-    text = str(error).partition("\n\nDebug source:")[0]
+    text, _, dump = str(error).partition("\n\nDebug source:")
+    if _REDIRECT in dump:
+        return 301, None
     status, code = _STATUS.search(text), _CODE.search(text)
     return (int(status[1]) if status else None, code[1] if code else None)
 

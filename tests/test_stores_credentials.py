@@ -1,0 +1,250 @@
+"""Where credentials come from, in order, on a server that checks them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from dcp_objstore.errors import ConfigError, CredentialsError
+from dcp_objstore.stores import open_store
+from dcp_objstore.stores.credentials import find_gcs_credentials
+from tests.support.servers import Bucket
+
+pytestmark = pytest.mark.backends("seaweed")
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No credentials anywhere, and no metadata service; returns the place of the AWS files."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "GOOGLE_", "GCE_", "CLOUDSDK_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")
+    return tmp_path
+
+
+def write_profile(folder: Path, name: str, bucket: Bucket, secret: object = None) -> None:
+    options = bucket.storage_options
+    credentials = (
+        f"[{name}]\naws_access_key_id = {options['key']}\n"
+        f"aws_secret_access_key = {secret or options['secret']}\n"
+    )
+    (folder / "credentials").write_text(credentials)
+    section = name if name == "default" else f"profile {name}"
+    endpoint = f"[{section}]\nregion = eu-west-3\nendpoint_url = {options['endpoint_url']}\n"
+    (folder / "config").write_text(endpoint)
+
+
+def works(bucket: Bucket, options: dict[str, object] | None = None) -> bool:
+    open_store(bucket.url, options).put("k", b"x")
+    # Not through boto3, which remembers the environment of its first session.
+    return open_store(bucket.url, bucket.storage_options).head("k").size_bytes == 1
+
+
+def test_no_credentials_at_all(bucket: Bucket) -> None:
+    with pytest.raises(CredentialsError, match="AWS_ACCESS_KEY_ID"):
+        open_store(bucket.url)
+
+
+def test_a_metadata_service_that_is_not_there(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(CredentialsError, match="no credentials"):
+        open_store(bucket.url)
+
+
+def test_keys_and_endpoint_of_the_environment(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(bucket.storage_options["key"]))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(bucket.storage_options["secret"]))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", str(bucket.storage_options["endpoint_url"]))
+    assert works(bucket)
+
+
+def test_aws_profile(
+    bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_profile(bare_environment, "train", bucket)
+    monkeypatch.setenv("AWS_PROFILE", "train")
+    assert works(bucket)
+
+
+def test_the_profile_option(bucket: Bucket, bare_environment: Path) -> None:
+    write_profile(bare_environment, "train", bucket)
+    assert works(bucket, {"profile": "train"})
+
+
+def test_the_default_profile(bucket: Bucket, bare_environment: Path) -> None:
+    write_profile(bare_environment, "default", bucket)
+    assert works(bucket)
+
+
+def test_keys_of_the_environment_come_before_aws_profile(
+    bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_profile(bare_environment, "train", bucket, secret="wrong")
+    monkeypatch.setenv("AWS_PROFILE", "train")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(bucket.storage_options["key"]))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(bucket.storage_options["secret"]))
+    assert works(bucket, {"endpoint_url": bucket.storage_options["endpoint_url"]})
+
+
+def test_options_come_before_everything(
+    bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_profile(bare_environment, "default", bucket, secret="wrong")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(bucket.storage_options["key"]))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert works(bucket, dict(bucket.storage_options))
+
+
+def test_a_profile_that_does_not_exist(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CredentialsError, match="missing-profile"):
+        open_store(bucket.url, {"profile": "missing-profile"})
+    monkeypatch.setenv("AWS_PROFILE", "missing-profile")
+    with pytest.raises(CredentialsError, match="missing-profile"):
+        open_store(bucket.url)
+
+
+@pytest.mark.parametrize("how", ["option", "variable", "default"])
+def test_a_profile_without_boto3_says_what_to_install(
+    bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    write_profile(bare_environment, "default" if how == "default" else "train", bucket)
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    options: dict[str, object] | None = {"profile": "train"} if how == "option" else None
+    if how == "variable":
+        monkeypatch.setenv("AWS_PROFILE", "train")
+    with pytest.raises(CredentialsError) as caught:
+        open_store(bucket.url, options)
+    assert "pip install 'dcp-objstore[s3]'" in str(caught.value)
+    assert str(bucket.storage_options["secret"]) not in str(caught.value)
+
+
+def test_keys_work_without_boto3(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    assert works(bucket, dict(bucket.storage_options))
+
+
+@pytest.fixture
+def metadata_service(bucket: Bucket) -> Iterator[str]:
+    """Answers as an EC2 instance's metadata service (IMDSv2) does."""
+    answer = {
+        "AccessKeyId": bucket.storage_options["key"],
+        "SecretAccessKey": bucket.storage_options["secret"],
+        "Token": "",
+        "Expiration": "2099-01-01T00:00:00Z",
+        "Code": "Success",
+        "LastUpdated": "2026-01-01T00:00:00Z",
+        "Type": "AWS-HMAC",
+    }
+    base = "/latest/meta-data/iam/security-credentials/"
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            known = {"/latest/api/token": "t", base: "role", base + "role": json.dumps(answer)}
+            body = known.get(self.path, "").encode()
+            self.send_response(200 if self.path in known else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def __getattr__(self, name: str) -> object:
+            if name.startswith("do_"):
+                return self.answer
+            raise AttributeError(name)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_metadata_service_of_an_instance_is_used(
+    bucket: Bucket, metadata_service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", metadata_service)
+    assert works(bucket, {"endpoint_url": bucket.storage_options["endpoint_url"]})
+
+
+# GCS
+
+
+def test_no_google_credentials() -> None:
+    with pytest.raises(CredentialsError, match="gcloud auth application-default login"):
+        open_store("gs://bucket/x")
+
+
+@pytest.mark.parametrize("kind", ["service_account", "authorized_user"])
+def test_common_google_credentials_are_left_to_obstore(bare_environment: Path, kind: str) -> None:
+    path = bare_environment / "application_default_credentials.json"
+    path.write_text(json.dumps({"type": kind}))
+    found = find_gcs_credentials({}, None)
+    assert found.provider is None
+    assert kind in found.source
+
+
+def test_other_google_credentials_need_google_auth(
+    bare_environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = bare_environment / "key.json"
+    path.write_text(json.dumps({"type": "external_account"}))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+    monkeypatch.setitem(sys.modules, "google", None)
+    with pytest.raises(CredentialsError) as caught:
+        open_store("gs://bucket/x")
+    assert "pip install 'dcp-objstore[gcs]'" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "not json"])
+def test_broken_google_credentials(
+    bare_environment: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    path = bare_environment / "key.json"
+    path.write_text(content)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+    with pytest.raises(CredentialsError, match="application default credentials"):
+        open_store("gs://bucket/x")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path) + ".missing")
+    with pytest.raises(CredentialsError, match="not there"):
+        open_store("gs://bucket/x")
+
+
+def test_forms_of_a_google_token(bare_environment: Path) -> None:
+    path = bare_environment / "key.json"
+    path.write_text("{}")
+    assert find_gcs_credentials({"token": "anon"}, None).config == {"skip_signature": True}
+    assert find_gcs_credentials({"anon": True}, None).config == {"skip_signature": True}
+    by_path = find_gcs_credentials({"token": str(path)}, None).config
+    assert by_path == {"application_credentials": str(path)}
+    as_mapping = find_gcs_credentials({"token": {"a": 1}}, None).config
+    assert as_mapping == {"service_account_key": '{"a": 1}'}
+    provider = find_gcs_credentials({"token": "ya29.x"}, None).provider
+    assert provider is not None
+    assert provider() == {"token": "ya29.x", "expires_at": None}
+    assert "ya29" not in repr(find_gcs_credentials({"token": "ya29.x"}, None))
+    with pytest.raises(CredentialsError, match="missing"):
+        find_gcs_credentials({"token": "/nowhere/key.json"}, None)
+    with pytest.raises(ConfigError, match="token"):
+        find_gcs_credentials({"token": 7}, None)
