@@ -261,6 +261,7 @@ DAMAGED: dict[str, bytes] = {
     "another value": p.whole(p.number(1)),
     "the class itself": p.whole(p.name(p.METADATA, "Metadata")),
     "Metadata as a call": p.whole(p.call(p.METADATA, "Metadata", p.mapped({}))),
+    "Metadata as a call, then BUILD": p.metadata().replace(b")\x81", b")R", 1),
     "BUILD on Metadata": on_class("Metadata"),
     "BUILD on TensorProperties": on_class("TensorProperties"),
     "BUILD on MetadataIndex": on_class("MetadataIndex"),
@@ -270,7 +271,8 @@ DAMAGED: dict[str, bytes] = {
     "BUILD on _get_layout": on_class("_get_layout", "torch.serialization"),
     "BUILD on a dtype": on_class("float32", "torch"),
     "BUILD of slots on a class": slots_on_class("StorageMeta"),
-    "BUILD twice": p.whole(p.metadata()[2:-1] + p.mapped({}) + p.BUILD),
+    "BUILD twice": p.metadata().replace(
+        b")\x81", b")\x81" + p.mapped({p.text("x"): p.NONE}) + p.BUILD, 1),
     "BUILD on a dictionary": p.whole(p.mapped({}) + p.mapped({}) + p.BUILD),
     "REDUCE of a result": p.whole(p.size(1) + p.EMPTY_TUPLE + p.REDUCE),
     "REDUCE of a dtype": of_items(w=p.name("torch", "float32") + b")R"),
@@ -299,10 +301,12 @@ DAMAGED: dict[str, bytes] = {
     "LONG4": p.whole(b"\x8b\xff\xff\xff\x7f"),
     "LONG4 negative": p.whole(b"\x8b\xff\xff\xff\xff"),
     "FRAME": p.whole(b"\x95" + HUGE),
+    "frame longer than the body": b"\x80\x04\x95" + HUGE + p.metadata()[2:],
     "text LONG": p.whole(b"L" + b"9" * 100_000 + b"L\n"),
     "text PUT": p.whole(b"Np99999999999\n"),
     "nested marks": p.whole(b"(" * 100_000),
     "nested lists": p.whole(b"](" * 100_000),
+    "nested lists in a dropped attribute": p.metadata(mcore_data=b"](" * 200 + b"e" * 200),
     "nested tuples": p.whole(b")" + b"\x85" * 200_000),
     "nested tuples as a shape": of_items(
         w=p.tensor(shape=p.call("torch", "Size", b")" + b"\x85" * 200_000))),
@@ -455,6 +459,19 @@ def test_a_malformed_metadata_is_refused_and_changes_nothing(what: str) -> None:
     body = DAMAGED[what]
     with nothing_happens(body), pytest.raises(CheckpointCorruptError):
         decode_metadata(body)
+
+
+@pytest.mark.parametrize("body", [p.metadata(), b"", EXECUTES["os.system"]])
+def test_the_cyclic_collector_is_left_as_it_was(body: bytes) -> None:
+    was = gc.isenabled()
+    try:
+        for wanted in (True, False):
+            (gc.enable if wanted else gc.disable)()
+            with contextlib.suppress(DcpObjstoreError):
+                decode_metadata(body)
+            assert gc.isenabled() is wanted
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 def test_the_errors_travel_between_ranks() -> None:
