@@ -37,7 +37,7 @@ _HOMES = {
 
 __version__ = "0.1.0.dev0"
 
-__all__ = [
+__all__ = [  # noqa: PLE0604 - errors.__all__ holds strings
     "AsyncSaveHandle",
     "LoadReport",
     "ObjectStoreReader",

@@ -123,6 +123,7 @@ class ObjectStoreWriter(StorageWriter):
         self._user_metadata = dict(user_metadata or {})
         self._lock = threading.Lock()
         self._save: _Save | None = None
+        self._warned_keys: set[str] = set()
         self.last_save: SaveReport | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,6 +136,7 @@ class ObjectStoreWriter(StorageWriter):
         self.__dict__.update(state)
         self._lock = threading.Lock()
         self._save = None
+        self._warned_keys = set()
         self.last_save = None
 
     def __repr__(self) -> str:
@@ -261,7 +263,7 @@ class ObjectStoreWriter(StorageWriter):
                     planner.resolve_data,
                     part_plan,
                     hashers,
-                    lambda key, body: warn_unsafe_value(body, key),
+                    lambda key, body: warn_unsafe_value(body, key, self._warned_keys),
                     save.rank,
                 )
                 key = data_key(save.rank, len(objects), save.nonce)

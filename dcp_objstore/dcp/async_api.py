@@ -1,0 +1,187 @@
+"""`async_save`: the state is copied at once, uploaded and committed in the background.
+
+One save at a time in a process: the staging buffers are kept and used again, and belong to the
+save that is under way until it has ended. The upload runs in a thread of this process; the
+transport holds no GIL while bytes move.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from dcp_objstore.dcp.api import prepare, run_save
+from dcp_objstore.dcp.groups import background_group, current_rank
+from dcp_objstore.dcp.plugin import plugin_errors
+from dcp_objstore.dcp.report import SaveReport, logger
+from dcp_objstore.dcp.writer import ObjectStoreWriter
+from dcp_objstore.errors import DcpObjstoreError, SaveInProgressError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from dcp_objstore.config import TransferConfig
+
+_lock = threading.Lock()
+_latest: AsyncSaveHandle | None = None
+_stager: DefaultStager | None = None
+
+
+class AsyncSaveHandle:
+    """A save under way.
+
+    When the program ends while it is, the interpreter waits for it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._ended = threading.Event()
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._error_seen = False
+
+    def __repr__(self) -> str:
+        state = "running" if not self.done() else "failed" if self._error else "done"
+        return f"<AsyncSaveHandle {self.url} {state}>"
+
+    def staged(self, timeout_seconds: float | None = None) -> None:
+        """Wait until the state was copied, after which training may change it.
+
+        Returns at once: `async_save` copies before it returns.
+        """
+        del timeout_seconds
+
+    def done(self) -> bool:
+        """Whether the save has ended, one way or the other."""
+        return self._ended.is_set()
+
+    def exception(self, timeout_seconds: float | None = None) -> BaseException | None:
+        """The error of the save, or None if it is committed; waits for its end.
+
+        Raises:
+            TimeoutError: it has not ended within `timeout_seconds`.
+        """
+        if not self._ended.wait(timeout_seconds):
+            raise TimeoutError(f"the save of {self.url} is still under way")
+        self._error_seen = True
+        return self._error
+
+    def result(self, timeout_seconds: float | None = None) -> SaveReport:
+        """Wait for the commit and return the report, the same on every rank.
+
+        Raises:
+            TimeoutError: the save has not ended within `timeout_seconds`; it goes on.
+            Whatever `dcp_objstore.save` raises.
+        """
+        error = self.exception(timeout_seconds)
+        if error is not None:
+            raise error
+        assert self._report is not None
+        return self._report
+
+    def _run(self, save: Any) -> None:
+        try:
+            self._report = save()
+        except BaseException as error:  # noqa: BLE001 - raised by `result` and the next async_save
+            self._error = error
+            logger.error("saving %s in the background failed: %s", self.url, error)
+        finally:
+            self._ended.set()
+
+
+def async_save(
+    state: Mapping[str, Any],
+    url: str,
+    *,
+    overwrite: bool = False,
+    storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+    progress: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    user_metadata: Mapping[str, object] | None = None,
+    allow_unfenced: bool = False,
+    on_busy: Literal["wait", "refuse"] = "wait",
+) -> AsyncSaveHandle:
+    """Copy the state to host memory, return, and save the copy in the background.
+
+    Called by every rank. The copy takes as much host memory as this rank's shards, kept for the
+    next save (pinned where there is a GPU). Collectives of the save run in a gloo group of their
+    own, made at the first call.
+
+    Args:
+        on_busy: what to do while an earlier save is under way: "wait" for it (default), or
+            "refuse" with SaveInProgressError.
+        progress: show a bar; it would be drawn over the training's output. Default False.
+        state, url, process_group, overwrite, storage_options, config, user_metadata,
+        allow_unfenced: see `dcp_objstore.save`.
+
+    Raises:
+        SaveInProgressError: see `on_busy`.
+        DcpObjstoreError: the earlier save failed and nobody has asked for its result; this one
+            was not begun. Also wrong arguments.
+    """
+    writer = ObjectStoreWriter(
+        url,
+        overwrite=overwrite,
+        storage_options=storage_options,
+        config=config,
+        progress=progress,
+        allow_unfenced=allow_unfenced,
+        user_metadata=user_metadata,
+    )
+    handle = AsyncSaveHandle(str(writer.checkpoint_id))
+    _take_turn(handle, on_busy)
+    try:
+        group = background_group(process_group)
+        state_dict, failed = prepare(state)
+        if failed is None:
+            state_dict, failed = _stage(state_dict)
+    except BaseException:
+        handle._ended.set()
+        raise
+    # No daemon: the interpreter waits for it at its end, so that the last save is not lost.
+    threading.Thread(
+        target=handle._run,
+        args=(lambda: run_save(writer, state_dict, failed, group),),
+        name="dcp_objstore-async-save",
+    ).start()
+    return handle
+
+
+def _take_turn(handle: AsyncSaveHandle, on_busy: Literal["wait", "refuse"]) -> None:
+    """Wait for the earlier save, raise its unseen error, and make `handle` the latest."""
+    global _latest  # noqa: PLW0603 - one save at a time in a process
+    with _lock:
+        earlier = _latest
+        if earlier is not None:
+            if on_busy == "refuse" and not earlier.done():
+                raise SaveInProgressError(f"{earlier.url} is still being saved", url=handle.url)
+            seen = earlier._error_seen
+            error = earlier.exception()
+            if error is not None and not seen:
+                raise error
+        _latest = handle
+
+
+def _stage(state_dict: dict[str, Any]) -> tuple[dict[str, Any], DcpObjstoreError | None]:
+    """A copy in host memory; or the error, to be raised where all ranks hear of it."""
+    global _stager  # noqa: PLW0603 - its buffers are kept from save to save
+    if _stager is None:
+        on_gpu = torch.cuda.is_available()
+        _stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=on_gpu,
+            )
+        )
+    try:
+        with plugin_errors(current_rank(), None):
+            return _stager.stage(state_dict), None  # type: ignore[return-value]  # not a future
+    except DcpObjstoreError as error:
+        return {}, error
