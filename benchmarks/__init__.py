@@ -1,0 +1,1 @@
+"""Benchmarks of dcp_objstore beside its peers: `python -m benchmarks --help`."""

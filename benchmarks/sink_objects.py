@@ -1,0 +1,249 @@
+"""What the sink remembers of objects and uploads, under one lock; bodies in memory or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_SEND_FILE_BYTES = 1 << 30  # one sendfile call moves at most 2 GiB
+
+
+class Segment:
+    """A run of bytes in an anonymous memory file, closed when nobody refers to it any more."""
+
+    def __init__(self, data: bytes | bytearray) -> None:
+        self.size_bytes = len(data)
+        self._fd = os.memfd_create("sink-body")
+        weakref.finalize(self, os.close, self._fd)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+
+    def send(self, connection: socket.socket, start: int, end: int) -> None:
+        """Send bytes `[start, end)`; they pass from the kernel to the kernel."""
+        while start < end:
+            count = min(end - start, _SEND_FILE_BYTES)
+            start += os.sendfile(connection.fileno(), self._fd, start, count)
+
+
+@dataclass(frozen=True)
+class Body:
+    """The bytes of an object or part; `segments` is None when they were discarded."""
+
+    size_bytes: int
+    segments: tuple[Segment, ...] | None
+
+    def send(self, connection: socket.socket, start: int, end: int) -> None:
+        """Send bytes `[start, end)`; the body must have been kept."""
+        assert self.segments is not None
+        position = 0
+        for segment in self.segments:
+            low, high = max(start - position, 0), min(end - position, segment.size_bytes)
+            if low < high:
+                segment.send(connection, low, high)
+            position += segment.size_bytes
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One object."""
+
+    body: Body
+    e_tag: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """One page of a listing: objects and common prefixes, and where the next one begins."""
+
+    objects: list[tuple[str, Stored]]
+    prefixes: list[str]
+    next_token: str | None
+
+
+class RefusedError(Exception):
+    """The request is answered with this status line and S3 error code."""
+
+    def __init__(self, status: str, code: str) -> None:
+        super().__init__(f"{status}: {code}")
+        self.status = status
+        self.code = code
+
+
+@dataclass
+class _Upload:
+    key: str
+    parts: dict[int, Body] = field(default_factory=dict)
+
+
+class Objects:
+    """Every bucket's objects by `bucket/key`, uploads in progress, and counts of requests."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._objects: dict[str, Stored] = {}
+        self._uploads: dict[str, _Upload] = {}
+        self._numbers = itertools.count(1)
+        self._requests: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+
+    def count(self, verb: str, *, received_bytes: int = 0, sent_bytes: int = 0) -> None:
+        """Count one request and the body bytes that went either way."""
+        with self._lock:
+            self._requests[verb] += 1
+            self._bytes["received"] += received_bytes
+            self._bytes["sent"] += sent_bytes
+
+    def stats(self) -> dict[str, object]:
+        """`requests` by verb, `received_bytes` and `sent_bytes` of bodies, uploads in progress."""
+        with self._lock:
+            return {
+                "requests": dict(self._requests),
+                "received_bytes": self._bytes["received"],
+                "sent_bytes": self._bytes["sent"],
+                "open_uploads": len(self._uploads),
+            }
+
+    def reset_stats(self) -> None:
+        """Begin counting at zero."""
+        with self._lock:
+            self._requests.clear()
+            self._bytes.clear()
+
+    def put(
+        self, key: str, body: Body, *, if_none_match: str | None, if_match: str | None
+    ) -> Stored:
+        """Store an object if the preconditions hold.
+
+        Raises:
+            RefusedError: they do not; AWS's statuses (404 for If-Match on an absent key).
+        """
+        with self._lock:
+            return self._put(key, body, if_none_match, if_match)
+
+    def get(self, key: str) -> Stored:
+        """The object.
+
+        Raises:
+            RefusedError: there is none.
+        """
+        with self._lock:
+            stored = self._objects.get(key)
+        if stored is None:
+            raise RefusedError("404 Not Found", "NoSuchKey")
+        return stored
+
+    def delete(self, key: str) -> None:
+        """Forget the object, if there is one."""
+        with self._lock:
+            self._objects.pop(key, None)
+
+    def list_page(
+        self, bucket: str, prefix: str, delimiter: str, after: str, max_keys: int
+    ) -> Page:
+        """Up to `max_keys` keys (without the bucket) and common prefixes above `after`."""
+        root = f"{bucket}/"
+        with self._lock:
+            found = [(k[len(root) :], o) for k, o in self._objects.items() if k.startswith(root)]
+        found = sorted(item for item in found if item[0].startswith(prefix))
+        start = bisect_right([key for key, _ in found], after) if after else 0
+        objects: list[tuple[str, Stored]] = []
+        prefixes: list[str] = []
+        last = ""
+        for key, stored in found[start:]:
+            head, cut, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
+            group = f"{prefix}{head}{cut}" if cut else None
+            if group is not None and (group == after or (prefixes and prefixes[-1] == group)):
+                last = key
+                continue
+            if len(objects) + len(prefixes) == max_keys:
+                return Page(objects, prefixes, last)
+            last = key
+            if group is None:
+                objects.append((key, stored))
+            else:
+                prefixes.append(group)
+        return Page(objects, prefixes, None)
+
+    def begin_upload(self, key: str) -> str:
+        """A new multipart upload's id."""
+        with self._lock:
+            upload_id = f"upload-{next(self._numbers)}"
+            self._uploads[upload_id] = _Upload(key)
+        return upload_id
+
+    def put_part(self, key: str, upload_id: str, number: int, body: Body) -> str:
+        """Store a part and return its ETag.
+
+        Raises:
+            RefusedError: there is no such upload.
+        """
+        with self._lock:
+            self._upload(key, upload_id).parts[number] = body
+            return f'"part-{next(self._numbers):x}"'
+
+    def complete_upload(
+        self,
+        key: str,
+        upload_id: str,
+        numbers: Sequence[int],
+        *,
+        if_none_match: str | None,
+        if_match: str | None,
+    ) -> Stored:
+        """Join the named parts into the object.
+
+        Raises:
+            RefusedError: no such upload or part, or a precondition does not hold.
+        """
+        with self._lock:
+            upload = self._upload(key, upload_id)
+            if not numbers or any(number not in upload.parts for number in numbers):
+                raise RefusedError("400 Bad Request", "InvalidPart")
+            parts = [upload.parts[number] for number in numbers]
+            segments: tuple[Segment, ...] | None = ()
+            for part in parts:
+                gone = segments is None or part.segments is None
+                segments = None if gone else (*(segments or ()), *(part.segments or ()))
+            body = Body(sum(part.size_bytes for part in parts), segments)
+            stored = self._put(key, body, if_none_match, if_match)
+            del self._uploads[upload_id]
+            return stored
+
+    def abort_upload(self, key: str, upload_id: str) -> None:
+        """Forget an upload and its parts.
+
+        Raises:
+            RefusedError: there is no such upload.
+        """
+        with self._lock:
+            self._upload(key, upload_id)
+            del self._uploads[upload_id]
+
+    def _upload(self, key: str, upload_id: str) -> _Upload:
+        upload = self._uploads.get(upload_id)
+        if upload is None or upload.key != key:
+            raise RefusedError("404 Not Found", "NoSuchUpload")
+        return upload
+
+    def _put(
+        self, key: str, body: Body, if_none_match: str | None, if_match: str | None
+    ) -> Stored:
+        present = self._objects.get(key)
+        if if_match is not None and present is None:
+            raise RefusedError("404 Not Found", "NoSuchKey")
+        clash = (if_none_match == "*" and present is not None) or (
+            if_match is not None and present is not None and present.e_tag != if_match
+        )
+        if clash:
+            raise RefusedError("412 Precondition Failed", "PreconditionFailed")
+        stored = Stored(body, f'"sink-{next(self._numbers):x}"')
+        self._objects[key] = stored
+        return stored
