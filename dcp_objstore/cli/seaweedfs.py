@@ -404,7 +404,8 @@ class SeaweedServer:
                     f"{self.log_tail}"
                 )
             try:
-                status = self._request(*steps[0])
+                # Short: a request that comes too early may hang until long after S3 is ready.
+                status = self._request(*steps[0], timeout_seconds=1.0)
             except (OSError, http.client.HTTPException) as error:
                 answer = repr(error)
             else:
@@ -420,10 +421,12 @@ class SeaweedServer:
             f"{self.log_tail}"
         )
 
-    def _request(self, method: str, key: str, body: bytes = b"") -> int:
+    def _request(
+        self, method: str, key: str, body: bytes = b"", timeout_seconds: float = 10.0
+    ) -> int:
         """One signed request; its status."""
         host = f"{_HOST}:{self._ports['s3.port']}"
-        connection = http.client.HTTPConnection(host, timeout=10)
+        connection = http.client.HTTPConnection(host, timeout=timeout_seconds)
         try:
             headers = _signed_headers(method, host, key, body, self.access_key, self.secret_key)
             connection.request(method, quote(key), body=body or None, headers=headers)
