@@ -34,6 +34,8 @@ ITEM_SIZE_BYTES: Final[dict[str, int]] = {
 }
 _MAX_SIZE = 2**63 - 1
 _MAX_DIMENSIONS = 64
+# msgspec lets the decoder's error for a map key that is no UTF-8 through as it is.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -155,7 +157,7 @@ def decode(body: bytes) -> Index:
     """
     try:
         index = _decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         _refuse_newer(body)
         raise CheckpointCorruptError(f"the index cannot be read: {error}") from None
     if index.format != FORMAT:
@@ -176,7 +178,7 @@ def decode(body: bytes) -> Index:
 def _refuse_newer(body: bytes) -> None:
     try:
         first = msgspec.msgpack.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except _UNREADABLE:
         return
     if isinstance(first, list) and first and type(first[0]) is int and first[0] > FORMAT:
         raise UnsupportedError(
