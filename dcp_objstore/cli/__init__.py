@@ -1,0 +1,18 @@
+"""The command `dcp-objstore`. Importing this costs nothing; `main` loads what it needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+
+def main() -> None:
+    """Run the command line and exit with its status."""
+    if importlib.util.find_spec("typer") is None:
+        print(
+            "dcp-objstore needs its 'cli' extra: pip install 'dcp-objstore[cli]'", file=sys.stderr
+        )
+        sys.exit(2)
+    from dcp_objstore.cli.app import app
+
+    app()

@@ -1,0 +1,8 @@
+"""`python -m dcp_objstore.cli`."""
+
+from __future__ import annotations
+
+from dcp_objstore.cli import main
+
+if __name__ == "__main__":
+    main()

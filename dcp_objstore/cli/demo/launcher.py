@@ -1,0 +1,192 @@
+"""Rank processes of the demo: started, listened to, killed, and never left behind.
+
+Ranks are forked from a server process that has imported torch once. The launching process itself
+never imports it, and starts no threads. A rank ends with the launching process in every case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import connection as mp_connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from dcp_objstore.cli.demo.messages import Ended, Event, Job
+from dcp_objstore.errors import RetryableError
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, SpawnContext
+
+_WORKER_MODULE = "dcp_objstore.cli.demo.worker"
+_LOG_TAIL_BYTES = 2000
+# Apple's frameworks do not survive a fork after torch was imported.
+_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
+
+
+class SilenceError(RetryableError):
+    """No rank has reported anything for the time allowed."""
+
+
+def warm_up() -> None:
+    """Begin to import torch in the server process from which ranks are forked."""
+    if _METHOD != "forkserver":
+        return
+    from multiprocessing import forkserver
+
+    _context()
+    # An ignored Ctrl-C is inherited: it is this process that ends the others.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _context() -> ForkServerContext | SpawnContext:
+    if _METHOD == "forkserver":
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([_WORKER_MODULE])
+        return context
+    return multiprocessing.get_context("spawn")
+
+
+class Crew:
+    """The processes of one phase, one job for all; a context manager that ends them all.
+
+    Args:
+        job: what each of them does.
+        ranks: how many, in one gloo group; 0: one process without a process group.
+    """
+
+    def __init__(self, job: Job, ranks: int) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="dcp-objstore-demo-")
+        self._processes: list[Any] = []
+        self._pipes: dict[Connection, int] = {}
+        try:
+            for rank in range(max(ranks, 1)):
+                self._start(job, rank, ranks)
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self, job: Job, rank: int, ranks: int) -> None:
+        context = _context()
+        ours, theirs = context.Pipe(duplex=False)
+        log = Path(self._directory.name) / f"rank-{rank}.log"
+        rendezvous = Path(self._directory.name) / "rendezvous"
+        process = context.Process(
+            target=_rank_main, args=(theirs, job, rank, ranks, str(rendezvous), str(log))
+        )
+        self._pipes[ours] = rank
+        process.start()
+        self._processes.append(process)
+        theirs.close()
+
+    def events(self, silence_seconds: float) -> Iterator[tuple[int, Event]]:
+        """What the ranks report, as (rank, event), until all of them have ended.
+
+        Raises:
+            SilenceError: no report for `silence_seconds`; everything else goes on.
+        """
+        while self._pipes:
+            ready = mp_connection.wait(list(self._pipes), timeout=silence_seconds)
+            if not ready:
+                raise SilenceError(f"no rank has reported anything for {silence_seconds:g} s")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                yield self._receive(pipe)
+
+    def _receive(self, pipe: Connection) -> tuple[int, Event]:
+        rank = self._pipes[pipe]
+        try:
+            return rank, pipe.recv()
+        except (EOFError, ConnectionResetError):
+            del self._pipes[pipe]
+            pipe.close()
+            process = self._processes[rank]
+            process.join()
+            return rank, Ended(exit_code=process.exitcode)
+
+    def end_quietly(self, within_seconds: float) -> tuple[dict[int, list[Event]], list[int]]:
+        """Listen until all have ended, kill who has not by then.
+
+        Returns:
+            What each rank still reported, and the ranks that had to be killed.
+        """
+        deadline = time.monotonic() + within_seconds
+        heard: dict[int, list[Event]] = {}
+        while self._pipes and (left := deadline - time.monotonic()) > 0:
+            for pipe in mp_connection.wait(list(self._pipes), timeout=left):
+                assert isinstance(pipe, Connection)
+                rank, event = self._receive(pipe)
+                heard.setdefault(rank, []).append(event)
+        late = sorted(self._pipes.values())
+        self.end()
+        return heard, late
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL one rank."""
+        self._processes[rank].kill()
+
+    def log_tail(self, rank: int) -> str:
+        """The end of what the rank printed."""
+        log = Path(self._directory.name) / f"rank-{rank}.log"
+        return log.read_text(errors="replace")[-_LOG_TAIL_BYTES:] if log.exists() else ""
+
+    def end(self) -> None:
+        """Kill all that still run, wait for their end, and forget their logs."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes.clear()
+        self._directory.cleanup()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
+
+
+def _end_with_launcher() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    mp_connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _rank_main(
+    connection: Connection, job: Job, rank: int, ranks: int, rendezvous: str, log: str
+) -> None:
+    """The whole life of a rank. Leaves by `os._exit`: a group with a dead rank cannot be closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    from dcp_objstore.cli.demo import worker
+
+    done = worker.run(job, rank, ranks, rendezvous, connection.send)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.close()
+    os._exit(0 if done else 1)

@@ -1,0 +1,132 @@
+"""What the launching process tells a rank to do, and what ranks report back. All picklable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dcp_objstore.errors import DcpObjstoreError
+
+Digests = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train to the last step, as one rank of a group.
+
+    Attributes:
+        run_url: steps are saved at `{run_url}/step-{n}`.
+        storage_options: of the store.
+        resume_url: load this checkpoint first; None: begin at step 0.
+        save_steps: where to save, ascending; training ends at the last one.
+        doomed_step: the step in whose save the last rank's upload is held until it is killed.
+    """
+
+    run_url: str
+    storage_options: Mapping[str, object] | None
+    resume_url: str | None
+    save_steps: tuple[int, ...]
+    doomed_step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadAlone:
+    """Load a checkpoint in one process without a process group."""
+
+    url: str
+    storage_options: Mapping[str, object] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadWithStock:
+    """Load a downloaded checkpoint with torch's own tools only."""
+
+    directory: str
+
+
+Job = Train | LoadAlone | LoadWithStock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A rank has its model; `parameters` counts the whole model's."""
+
+    parameters: int
+    text_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepped:
+    """A training step is done; its mean loss over all ranks, in nats per byte."""
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What a state was when it was saved, or after it was loaded.
+
+    Attributes:
+        step: training steps done.
+        recorded_loss: loss on the fixed batch as it stands in the state.
+        fixed_loss: the same loss, computed now from the weights; None where there is no model.
+        digests: SHA-256 of every whole tensor and value, by key.
+    """
+
+    step: int
+    recorded_loss: float
+    fixed_loss: float | None
+    digests: Digests
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A save is committed. `steps_meanwhile`: training steps done while it was under way."""
+
+    state: State
+    total_bytes: int
+    seconds: float
+    objects: int
+    steps_meanwhile: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uploading:
+    """The held rank is in the middle of uploading this object."""
+
+    key: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A load is done; bytes and seconds of this rank."""
+
+    state: State
+    total_bytes: int
+    seconds: float
+    reader: str = "dcp_objstore"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """The job of this rank ended with an error.
+
+    Attributes:
+        error: it, where it is one of ours.
+        text: its type and message.
+    """
+
+    error: DcpObjstoreError | None
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """The process is gone (reported by the launcher); negative: the signal that ended it."""
+
+    exit_code: int
+
+
+Event = Ready | Stepped | Saved | Uploading | Loaded | Failed | Ended

@@ -1,0 +1,119 @@
+"""Where the demo saves: a SeaweedFS of its own on loopback, or a prefix in the user's bucket."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from dcp_objstore.checkpoint.probe import require_fencing
+from dcp_objstore.cli.seaweedfs import SeaweedServer
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import InputError
+from dcp_objstore.stores import ObjectStore, StoreSpec
+
+_BUCKET = "demo"
+# Before any rank starts, a store that does not answer is a mistake to report, not to sit out.
+_IMPATIENT = TransferConfig(
+    connect_timeout_seconds=5.0,
+    request_timeout_seconds=15.0,
+    max_retries=2,
+    retry_timeout_seconds=10.0,
+)
+
+
+class Place(AbstractContextManager["Place"]):
+    """A run's URL, and how to reach the store there.
+
+    Attributes:
+        run_url: unique to this demo.
+        storage_options: for it.
+        server: the server that was started for it, or None.
+    """
+
+    def __init__(
+        self,
+        run_url: str,
+        storage_options: Mapping[str, object] | None,
+        server: SeaweedServer | None,
+        *,
+        keep: bool,
+    ) -> None:
+        self.run_url = run_url
+        self.storage_options = storage_options
+        self.server = server
+        self._keep = keep
+
+    @classmethod
+    def on_loopback(cls) -> Place:
+        """Start SeaweedFS and make a bucket there.
+
+        Raises:
+            UnsupportedError, StoreUnavailableError: see `SeaweedServer`.
+        """
+        server = SeaweedServer()
+        try:
+            url = server.create_bucket(_BUCKET)
+        except BaseException:
+            server.stop()
+            raise
+        return cls(f"{url}/run", server.storage_options, server, keep=False)
+
+    @classmethod
+    def in_bucket(cls, url: str, *, keep: bool) -> Place:
+        """A fresh prefix below a URL of the user's own, with credentials from the environment.
+
+        The bucket must let us list, put conditionally and delete: tried here.
+
+        Raises:
+            InputError: as the store says: no such bucket, no credentials, no permission, ….
+            StoreUnavailableError: it does not answer.
+        """
+        spec = StoreSpec(url, None, _IMPATIENT)
+        if spec.parsed.scheme == "memory":
+            raise InputError("memory:// is of one process alone; the demo has many", url=url)
+        run_url = f"{spec.url}/dcp-objstore-demo-{secrets.token_hex(4)}"
+        store = spec.at(run_url).open()
+        require_fencing(store, overwrite=True, allow_unfenced=False)
+        for _ in store.list():
+            break
+        return cls(run_url, None, None, keep=keep)
+
+    @property
+    def described(self) -> str:
+        """For the reader of the demo's output."""
+        if self.server is None:
+            return self.run_url
+        return f"a SeaweedFS server at {self.server.endpoint_url}"
+
+    def open(self, step: int | None = None) -> ObjectStore:
+        """The store, rooted at the run or at one step of it."""
+        url = self.run_url if step is None else self.step_url(step)
+        return StoreSpec(url, self.storage_options).open()
+
+    def step_url(self, step: int) -> str:
+        """The checkpoint of a step."""
+        return f"{self.run_url}/step-{step}"
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self.server is not None:
+            self.server.stop()
+        elif not self._keep:
+            self._remove_all()
+
+    def _remove_all(self) -> None:
+        """Remove what lies below the run's own prefix; say so where that does not succeed."""
+        store = self.open()
+        try:
+            for meta in list(store.list()):
+                store.delete(meta.key)
+        except BaseException:
+            print(f"dcp-objstore: left behind: {self.run_url}", file=sys.stderr)
+            raise

@@ -1,0 +1,85 @@
+"""The demo's proofs as pure comparisons: each returns what it has shown or raises."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from dcp_objstore.checkpoint.names import MARKER_KEY, parse_data_key
+from dcp_objstore.cli.demo.messages import State
+
+# Two ways to add up the same float32 losses; a wrong weight changes far more.
+_LOSS_TOLERANCE = 1e-4
+
+
+class ProofFailedError(Exception):
+    """Something that the demo was to prove does not hold."""
+
+
+def identical(saved: State, loaded: State) -> str:
+    """Every tensor and value of two states is the same, bit for bit."""
+    if not saved.digests:
+        raise ProofFailedError("nothing was saved")
+    missing = sorted(set(saved.digests) ^ set(loaded.digests))
+    if missing:
+        raise ProofFailedError(f"{len(missing)} keys are only in one state, as {missing[0]!r}")
+    differing = sorted(key for key in saved.digests if saved.digests[key] != loaded.digests[key])
+    if differing:
+        raise ProofFailedError(
+            f"{len(differing)} of {len(saved.digests)} values differ from what was saved, as"
+            f" {differing[0]!r}"
+        )
+    return f"state bit-identical: all {len(saved.digests)} SHA-256 digests agree"
+
+
+def same_loss(saved: State, loaded: State) -> str:
+    """The loss on the fixed batch, computed anew, is the one recorded when it was saved."""
+    now = loaded.fixed_loss
+    if now is None or abs(saved.recorded_loss - now) > _LOSS_TOLERANCE:
+        raise ProofFailedError(
+            f"the loss on the same batch was {saved.recorded_loss:.6f} when saved and is"
+            f" {now} after the load"
+        )
+    return (
+        f"loss on the same batch: {saved.recorded_loss:.4f} when it was saved, {now:.4f} after the"
+        " load"
+    )
+
+
+def falling(before: State, after: State) -> str:
+    """Training went on from where it was."""
+    if not after.recorded_loss < before.recorded_loss:
+        raise ProofFailedError(
+            f"the loss did not go on falling: {before.recorded_loss:.4f} at step {before.step},"
+            f" {after.recorded_loss:.4f} at step {after.step}"
+        )
+    return (
+        f"loss goes on falling: {before.recorded_loss:.4f} at step {before.step},"
+        f" {after.recorded_loss:.4f} at step {after.step}"
+    )
+
+
+def torn(keys: Collection[str], ranks: int, held_key: str) -> str:
+    """Objects of all ranks but one are there, and no marker."""
+    if MARKER_KEY in keys:
+        raise ProofFailedError("the save was committed although a rank had not finished it")
+    if held_key in keys:
+        raise ProofFailedError("the killed rank's object is complete: the kill came too late")
+    names = [name for key in keys if (name := parse_data_key(key)) is not None]
+    done = {name.rank for name in names}
+    if len(done) < ranks - 1:
+        raise ProofFailedError(
+            f"only {len(done)} of {ranks - 1} surviving ranks' objects are there"
+        )
+    return f"the torn save left {len(names)} data objects and no {MARKER_KEY} marker"
+
+
+def ended_cleanly(typed: Sequence[str], others: Sequence[str], killed_late: int) -> str:
+    """Every surviving rank raised a typed error of ours by itself."""
+    if others or killed_late:
+        what = f", as {others[0]}" if others else ""
+        raise ProofFailedError(
+            f"{len(others)} surviving ranks ended without a typed error{what};"
+            f" {killed_late} had to be ended"
+        )
+    kinds = ", ".join(sorted(set(typed)))
+    return f"all {len(typed)} surviving ranks raised a typed error ({kinds})"

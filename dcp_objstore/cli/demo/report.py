@@ -1,0 +1,153 @@
+"""What the demo prints: short lines, proofs, and a table that fits the terminal."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from dataclasses import dataclass, field
+from typing import TextIO
+
+_GREEN, _RED, _BOLD, _PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[1m", "\x1b[0m"
+_HEAD = ("phase", "ranks", "step", "MiB", "s", "GiB/s", "proof")
+_WIDEST = 100
+MIB = 1024**2
+GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table; what does not apply is None.
+
+    Attributes:
+        phase: what was done.
+        ranks: by how many ranks (1: one process without a process group).
+        step: of the training.
+        total_bytes: moved, all ranks together.
+        seconds: that it took.
+        proof: what was shown by it.
+    """
+
+    phase: str
+    ranks: int
+    step: int
+    total_bytes: int | None
+    seconds: float | None
+    proof: str
+
+    def cells(self) -> tuple[str, ...]:
+        """As text, in the order of the head."""
+        size, seconds = self.total_bytes, self.seconds
+        rate = "-" if not size or not seconds else f"{size / GIB / seconds:.3f}"
+        return (
+            self.phase,
+            str(self.ranks),
+            str(self.step),
+            "-" if size is None else f"{size / MIB:.1f}",
+            "-" if seconds is None else f"{seconds:.2f}",
+            rate,
+            self.proof,
+        )
+
+
+@dataclass
+class Printer:
+    """Prints to a stream, with colour only where it is a terminal, and flushes every line.
+
+    Attributes:
+        rows: of the table, in the order in which they were added.
+        proofs: how many were printed.
+    """
+
+    stream: TextIO = field(default_factory=lambda: sys.stdout)
+    rows: list[Row] = field(default_factory=list)
+    proofs: int = 0
+
+    def __post_init__(self) -> None:
+        """Find out what the stream can show."""
+        self._colour = self.stream.isatty()
+        try:
+            "✓✗…".encode(self.stream.encoding or "ascii")
+            self._tick, self._cross = "✓", "✗"
+        except UnicodeEncodeError:
+            self._tick, self._cross = "ok", "FAILED"
+
+    def title(self, text: str) -> None:
+        """The headline of a phase."""
+        self._print(f"\n{text}", "", _BOLD)
+
+    def say(self, text: str) -> None:
+        """A plain line."""
+        self._print(text, "  ")
+
+    def proof(self, text: str) -> None:
+        """Something that was checked and holds."""
+        self.proofs += 1
+        self._print(text, f"  {self._tick} ", _GREEN)
+
+    def failure(self, text: str) -> None:
+        """Something that was checked and does not hold."""
+        self._print(text, f"  {self._cross} ", _RED)
+
+    def table(self) -> None:
+        """All rows; where the terminal is too narrow for columns, two lines for each."""
+        lines = [_HEAD, *(row.cells() for row in self.rows)]
+        widths = [max(len(line[at]) for line in lines) for at in range(len(_HEAD))]
+        self.stream.write("\n")
+        if sum(widths) + 2 * len(widths) <= self._width():
+            for number, line in enumerate(lines):
+                text = "  ".join(_aligned(line, widths)).rstrip()
+                self._write(text, _BOLD if number == 0 else "")
+            return
+        for line in lines[1:]:
+            self._write(line[0], _BOLD)
+            named = [f"{name} {cell}" for name, cell in zip(_HEAD[1:-1], line[1:-1], strict=True)]
+            self._print(", ".join(one for one in named if not one.endswith(" -")), "  ")
+            self._print(line[-1], "  ")
+
+    def _width(self) -> int:
+        if not self.stream.isatty():
+            return _WIDEST
+        return max(20, min(shutil.get_terminal_size().columns, _WIDEST))
+
+    def _print(self, text: str, lead: str, colour: str = "") -> None:
+        """Write, wrapped under the text and not under what leads it."""
+        if text.startswith("\n"):
+            self.stream.write("\n")
+            text = text[1:]
+        wrapped = textwrap.wrap(
+            text,
+            self._width(),
+            initial_indent=lead,
+            subsequent_indent=" " * len(lead),
+            break_on_hyphens=False,
+        )
+        for number, line in enumerate(wrapped):
+            whole = not lead.strip()
+            if whole or number:
+                self._write(line, colour if whole else "")
+            else:
+                mark = colour + lead + _PLAIN if self._colour else lead
+                self._write(mark + line[len(lead) :])
+
+    def _write(self, line: str, colour: str = "") -> None:
+        if not self._can_encode(line):
+            line = line.encode("ascii", "replace").decode()
+        self.stream.write(f"{colour}{line}{_PLAIN}\n" if colour and self._colour else f"{line}\n")
+        self.stream.flush()
+
+    def _can_encode(self, line: str) -> bool:
+        try:
+            line.encode(self.stream.encoding or "ascii")
+        except UnicodeEncodeError:
+            return False
+        return True
+
+
+def _aligned(cells: tuple[str, ...], widths: list[int]) -> list[str]:
+    """Text to the left, numbers to the right."""
+    last = len(cells) - 1
+    return [
+        cell.ljust(width) if at in {0, last} else cell.rjust(width)
+        for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]

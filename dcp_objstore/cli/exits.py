@@ -1,0 +1,75 @@
+"""Exit statuses of `dcp-objstore`, and errors as one line on standard error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from dcp_objstore.errors import (
+    CorruptDataError,
+    DcpObjstoreError,
+    InputError,
+    LostRaceError,
+    RetryableError,
+)
+
+EXPLAINED = """\b
+Exit status:
+  0    success
+  1    an unexpected failure
+  2    the command, URL, settings or credentials need a change, or there is
+       no such checkpoint
+  3    try again: the store did not answer
+  4    damaged data
+  5    somebody else was first
+  130  ended by Ctrl-C
+"""
+
+_UNEXPECTED = 1
+_STATUSES: tuple[tuple[type[DcpObjstoreError], int], ...] = (
+    (InputError, 2),
+    (RetryableError, 3),
+    (CorruptDataError, 4),
+    (LostRaceError, 5),
+)
+
+
+def status_of(error: DcpObjstoreError) -> int:
+    """The exit status for an error of ours, by what the user does next."""
+    return next((code for kind, code in _STATUSES if isinstance(error, kind)), _UNEXPECTED)
+
+
+def fail(text: str, status: int = _UNEXPECTED) -> NoReturn:
+    """One line on standard error, then exit."""
+    print(f"dcp-objstore: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(status)
+
+
+@contextmanager
+def exits() -> Iterator[None]:
+    """Around a command: errors of ours become one line and a status, Ctrl-C becomes 130.
+
+    SIGTERM and SIGHUP end the command as Ctrl-C does, so that it cleans up behind itself.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+    try:
+        yield
+        sys.stdout.flush()
+    except DcpObjstoreError as error:
+        fail(f"{type(error).__name__}: {error}", status_of(error))
+    except KeyboardInterrupt:
+        print("dcp-objstore: ended by Ctrl-C", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:
+        # Whoever read our output has gone; nothing more can be written, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _end(number: int, _frame: object) -> None:
+    sys.exit(128 + number)
