@@ -233,9 +233,7 @@ class Objects:
             raise RefusedError("404 Not Found", "NoSuchUpload")
         return upload
 
-    def _put(
-        self, key: str, body: Body, if_none_match: str | None, if_match: str | None
-    ) -> Stored:
+    def _put(self, key: str, body: Body, if_none_match: str | None, if_match: str | None) -> Stored:
         present = self._objects.get(key)
         if if_match is not None and present is None:
             raise RefusedError("404 Not Found", "NoSuchKey")

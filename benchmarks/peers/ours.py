@@ -1,0 +1,53 @@
+"""dcp_objstore through DCP, as a user calls it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed.checkpoint as dcp
+
+import dcp_objstore as dos
+
+if TYPE_CHECKING:
+    from benchmarks.peers import State
+    from benchmarks.settings import Settings
+    from benchmarks.targets import Place
+
+
+def _config(settings: Settings) -> dos.TransferConfig:
+    return dos.TransferConfig(
+        part_size_bytes=settings.part_size_bytes,
+        upload_concurrency=settings.upload_concurrency,
+        request_size_bytes=settings.request_size_bytes,
+        download_concurrency=settings.download_concurrency,
+    )
+
+
+class Ours:
+    """Checksums on, as by default."""
+
+    def writer(self, place: Place, settings: Settings) -> dos.ObjectStoreWriter:
+        """See `WriterPeer`."""
+        return dos.ObjectStoreWriter(
+            place.url,
+            storage_options=place.storage_options,
+            config=_config(settings),
+            progress=False,
+        )
+
+    def save(self, state: State, place: Place, settings: Settings) -> None:
+        """See `Peer`."""
+        dcp.save(state, storage_writer=self.writer(place, settings), no_dist=True)
+
+    def load(self, state: State, place: Place, settings: Settings) -> None:
+        """See `Peer`."""
+        reader = dos.ObjectStoreReader(
+            place.url,
+            storage_options=place.storage_options,
+            config=_config(settings),
+            progress=False,
+        )
+        dcp.load(state, storage_reader=reader, no_dist=True)
+
+
+PEER = Ours()

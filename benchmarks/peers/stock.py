@@ -1,0 +1,35 @@
+"""torch's own FsspecWriter and FsspecReader over s3fs, with their default settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+if TYPE_CHECKING:
+    from benchmarks.peers import State
+    from benchmarks.settings import Settings
+    from benchmarks.targets import Place
+
+
+class Stock:
+    """Part sizes and concurrency are s3fs's own; the settings are not for it."""
+
+    def writer(self, place: Place, settings: Settings) -> FsspecWriter:
+        """See `WriterPeer`."""
+        del settings
+        return FsspecWriter(place.url, **place.storage_options)
+
+    def save(self, state: State, place: Place, settings: Settings) -> None:
+        """See `Peer`."""
+        dcp.save(state, storage_writer=self.writer(place, settings), no_dist=True)
+
+    def load(self, state: State, place: Place, settings: Settings) -> None:
+        """See `Peer`."""
+        del settings
+        reader = FsspecReader(place.url, **place.storage_options)
+        dcp.load(state, storage_reader=reader, no_dist=True)
+
+
+PEER = Stock()

@@ -1,0 +1,139 @@
+"""`save` and `load`: every peer once per round, each in a fresh process; medians of the rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.child import Job, Measured
+from benchmarks.peers import PEERS, RAW
+from benchmarks.settings import Settings
+from benchmarks.table import Result, Table, number
+from benchmarks.targets import Place, open_target
+
+Rounds = dict[str, list[Measured]]
+
+
+class PeerFailedError(Exception):
+    """A peer's process ended with an error; the message ends with what it said."""
+
+
+def compare(
+    action: str, peers: Sequence[str], settings: Settings, target: str, rounds: int
+) -> tuple[Table, Result]:
+    """Measure `save` or `load`; a peer that is missing or fails is reported as such."""
+    problems = {
+        name: f"{missing} is not installed"
+        for name in peers
+        if (missing := PEERS[name].missing) is not None
+    }
+    measured: Rounds = {name: [] for name in peers if name not in problems}
+    with open_target(target, keep=action == "load") as root:
+        if action == "load":
+            for name in list(measured):
+                _attempt(
+                    Job(peer=name, action="prepare", place=root.at(name), settings=settings),
+                    measured,
+                    problems,
+                )
+        for turn in range(rounds):
+            for name in list(measured):
+                place = root.at(name) if action == "load" else root.at(f"{name}-{turn}")
+                job = Job(peer=name, action=action, place=place, settings=settings)
+                _attempt(job, measured, problems)
+                if action == "save":
+                    place.clear()
+    return _table(action, settings, target, rounds, measured, problems), {
+        "command": action,
+        "target": target,
+        "settings": dataclasses.asdict(settings),
+        "peers": {name: _summary(measured, name) for name in measured},
+        "rounds": {name: [dataclasses.asdict(m) for m in all_] for name, all_ in measured.items()},
+        "problems": problems,
+    }
+
+
+def run_child(job: Job) -> Measured | None:
+    """Do a job in a fresh process.
+
+    Raises:
+        PeerFailedError: it ended with an error.
+    """
+    child = subprocess.run(
+        [sys.executable, "-m", "benchmarks.child"],
+        input=job.dumps(),
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+        check=False,
+    )
+    if child.returncode != 0:
+        raise PeerFailedError(child.stderr.strip()[-2000:])
+    fields = json.loads(child.stdout.splitlines()[-1])
+    return None if fields is None else Measured(**fields)
+
+
+def _attempt(job: Job, measured: Rounds, problems: dict[str, str]) -> None:
+    """Run a job and keep its result; a peer that failed takes part in no further round."""
+    try:
+        result = run_child(job)
+    except PeerFailedError as error:
+        problems[job.peer] = f"failed:\n{error}"
+        del measured[job.peer]
+    else:
+        if result is not None:
+            measured[job.peer].append(result)
+
+
+def _summary(measured: Rounds, name: str) -> dict[str, float | None]:
+    """Medians, and the median of the ratios to the raw loop of the same round."""
+    own, raw = measured[name], measured.get(RAW, [])
+    extra = [m.extra_mib for m in own if m.extra_mib is not None]
+    requests = [m.requests / m.gib_moved for m in own if m.requests is not None]
+    ratios = [m.gib_per_second / r.gib_per_second for m, r in zip(own, raw, strict=False)]
+    return {
+        "gib_per_second": _median([m.gib_per_second for m in own]),
+        "to_raw": _median(ratios),
+        "cpu_seconds_per_gib": _median([m.cpu_seconds / m.gib_moved for m in own]),
+        "extra_mib": _median(extra),
+        "requests_per_gib": _median(requests),
+    }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _table(
+    action: str,
+    settings: Settings,
+    target: str,
+    rounds: int,
+    measured: Rounds,
+    problems: dict[str, str],
+) -> Table:
+    rows: list[list[str | None]] = []
+    for name in measured:
+        row = _summary(measured, name)
+        rows.append(
+            [
+                PEERS[name].label,
+                number(row["gib_per_second"]),
+                number(row["to_raw"]),
+                number(row["cpu_seconds_per_gib"]),
+                number(row["extra_mib"], ".0f"),
+                number(row["requests_per_gib"], ".0f"),
+            ]
+        )
+    return Table(
+        f"{action} on {target}: {settings.gib:g} GiB in {settings.tensors} tensors, "
+        f"medians of {rounds} rounds",
+        ["peer", "GiB/s", "x raw", "CPU-s/GiB", "extra MiB", "requests/GiB"],
+        rows,
+        [f"{PEERS[name].label}: {problem}" for name, problem in problems.items()],
+    )
