@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from dcp_objstore.errors import InputError, PermissionDeniedError, PreconditionFailedError
-from dcp_objstore.stores import IfAbsent, IfVersion, ObjectStore, StoreSpec, open_store
+from dcp_objstore.stores import IfAbsent, IfVersion, ObjectStore, StoreSpec, local, open_store
 from tests.store_contract import ExpectedError, keys, read
 
 
@@ -139,6 +140,35 @@ def test_bytes_are_synced_before_the_name_and_the_name_after(
     root.mkdir()
     store.put("k", b"x", precondition=precondition)
     assert events == ["sync object", "name", "sync folder"]
+
+
+def test_every_change_of_an_object_holds_the_folders_lock(
+    store: ObjectStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = store.put("k", b"1")
+    held: list[str] = []
+
+    def watch(owner: object, name: str) -> None:
+        real = getattr(owner, name)
+
+        def watched(path: Path, *rest: object, **named: object) -> object:
+            if path.name == "k" or (rest and rest[0] == root / "k"):
+                # Another open file description: refused while the change goes on.
+                lock_name = root / ".dcp-objstore.lock"
+                with lock_name.open() as lock, pytest.raises(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held.append(name)
+            return real(path, *rest, **named)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(local, "_check_version")
+    watch(Path, "replace")
+    watch(Path, "unlink")
+    store.put("k", b"2", precondition=IfVersion(version))
+    store.put("k", b"3")
+    store.delete("k")
+    assert held == ["_check_version", "replace", "replace", "unlink"]
 
 
 def _count_up(spec: StoreSpec, times: int) -> None:

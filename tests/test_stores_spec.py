@@ -155,7 +155,7 @@ def test_a_spawned_child_gets_the_credentials(bucket: Bucket, no_aws: None) -> N
 
 # In a process of its own: forking one that runs torch and test threads is nobody's guarantee.
 _FORK = """
-import os, signal, sys
+import faulthandler, os, sys
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.errors import ForkedProcessError
 spec = StoreSpec(sys.argv[1], dict(key=sys.argv[2], secret=sys.argv[3], endpoint_url=sys.argv[4])
@@ -163,8 +163,7 @@ spec = StoreSpec(sys.argv[1], dict(key=sys.argv[2], secret=sys.argv[3], endpoint
 store = spec.open()
 store.put("k", b"parent")
 if os.fork() == 0:
-    signal.alarm(20)  # a hang ends as a signal, not as success
-    listing = None
+    faulthandler.dump_traceback_later(20, exit=True)  # a hang ends as a failure
     for call in (lambda: store.get("k", max_size_bytes=9), lambda: store.put("k", b"child"),
                  lambda: store.head("k"), lambda: list(store.list()), lambda: store.delete("k"),
                  lambda: store.get_range("k", 0, 1), spec.open,
