@@ -24,6 +24,7 @@ from dcp_objstore.dcp.source import Source, open_source
 from dcp_objstore.dcp.target import Target
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.stores.urls import is_supported_url
+from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
     import os
@@ -130,7 +131,7 @@ class ObjectStoreReader(StorageReader):
         self._load = load
         try:
             with plugin_errors(None, load.spec.url):
-                load.source = open_source(load.spec.open(), load_id=str(uuid.uuid4()))
+                load.source = wait_for(open_source, load.spec.open(), load_id=str(uuid.uuid4()))
         except DcpObjstoreError as error:
             load.error = error
             return Metadata(state_dict_metadata={})

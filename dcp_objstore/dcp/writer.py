@@ -37,7 +37,7 @@ from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer.parts import plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.upload import Uploaded, upload_object
-from dcp_objstore.transfer.workers import DaemonPool
+from dcp_objstore.transfer.workers import DaemonPool, wait_for
 
 if TYPE_CHECKING:
     import os
@@ -177,8 +177,9 @@ class ObjectStoreWriter(StorageWriter):
             save = self._begin_save(rank or 0, is_coordinator)
             store = save.open()
             if is_coordinator:
-                save.begin = commit.begin(store, overwrite=self._overwrite)
-                save.fenced = probe.require_fencing(
+                save.begin = wait_for(commit.begin, store, overwrite=self._overwrite)
+                save.fenced = wait_for(
+                    probe.require_fencing,
                     store,
                     overwrite=self._overwrite,
                     allow_unfenced=self._allow_unfenced,
@@ -294,7 +295,8 @@ class ObjectStoreWriter(StorageWriter):
         store = save.open()
         metadata.storage_meta = StorageMeta(checkpoint_id=save.spec.url, save_id=save.nonce)
         index, objects = build_index(metadata, results)
-        committed = commit.commit(
+        committed = wait_for(
+            commit.commit,
             store,
             save.begin,
             index=ix.encode(index),
@@ -357,7 +359,8 @@ def _publish_for_stock_readers(
 ) -> None:
     """Write `.metadata`. The checkpoint is committed already, so a failure only warns."""
     try:
-        commit.publish_dot_metadata(store, commit_id, encode_metadata(stock), fenced=fenced)
+        body = encode_metadata(stock)
+        wait_for(commit.publish_dot_metadata, store, commit_id, body, fenced=fenced)
     except DcpObjstoreError as error:
         logger.warning(
             "%s is committed, but .metadata, by which stock torch readers find it, could not be"

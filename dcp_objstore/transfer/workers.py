@@ -61,6 +61,16 @@ def run_into(future: Future[Any], function: Callable[[], Any]) -> None:
         future.set_exception(error)
 
 
+def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
+    """Run `function` in a daemon thread and wait here, where Ctrl-C can end the waiting.
+
+    The call itself cannot be ended; it goes on until the store answers or the request times out.
+    """
+    future: Future[T] = Future()
+    spawn(lambda: run_into(future, lambda: function(*args, **settings)), "request")
+    return future.result()
+
+
 def spawn(function: Callable[[], object], name: str) -> threading.Thread:
     """Start a daemon thread."""
     thread = threading.Thread(target=function, name=f"dcp_objstore-{name}", daemon=True)
