@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, Retries
 from dcp_objstore.checkpoint.commit import BeginToken
@@ -28,6 +27,7 @@ from dcp_objstore.stores.protocol import (
     ObjectStore,
     Precondition,
 )
+from dcp_objstore.transfer.workers import DaemonPool
 
 _log = logging.getLogger(__name__)
 _RACERS = 4
@@ -194,9 +194,11 @@ def _race_has_one_winner(store: ObjectStore, key: str) -> bool:
         except StoreUnavailableError:
             return False  # no win that anybody would act on
 
-    with ThreadPoolExecutor(_RACERS, thread_name_prefix="dcp-objstore-probe") as pool:
-        wins = list(pool.map(race, range(_RACERS)))
-    return sum(wins) <= 1
+    # Not an executor of concurrent.futures: those refuse work once the interpreter is ending, and
+    # it waits for the last background save then.
+    with DaemonPool(_RACERS, "probe") as pool:
+        racers = [pool.submit(race, number) for number in range(_RACERS)]
+        return sum(racer.result() for racer in racers) <= 1
 
 
 def _holds(store: ObjectStore, key: str, data: bytes, precondition: Precondition) -> bool:
