@@ -187,7 +187,8 @@ sys.exit(status)
 def test_a_forked_child_raises_and_does_not_hang(bucket: Bucket, scheme: str) -> None:
     url = bucket.url if scheme == "s3" else "memory://x"
     options = [str(bucket.storage_options[name]) for name in ("key", "secret", "endpoint_url")]
-    subprocess.run([sys.executable, "-W", "ignore", "-c", _FORK, url, *options], check=True)
+    command = [sys.executable, "-W", "ignore", "-c", _FORK, url, *options]
+    subprocess.run(command, check=True, timeout=60)
 
 
 def test_the_fork_error_is_an_error_of_ours() -> None:
