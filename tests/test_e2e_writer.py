@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -137,58 +138,76 @@ def test_a_background_save_that_is_refused_says_so_through_its_future(bucket: Bu
         assert isinstance(cause(outcome.error), CheckpointExistsError)
 
 
-def overlap(rank: int, world_size: int, root: str, options: Options) -> str:
-    """Start a second save on a writer whose first upload is under way."""
+class PausedPlanner(HookPlanner):
+    """Stops once, in planning or in uploading, until `go_on` is set."""
+
+    def __init__(self, where: str) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.where = where
+        super().__init__(lambda item: self.pause("uploading"))
+
+    def pause(self, where: str) -> None:
+        if where == self.where:
+            self.reached.set()
+            assert self.go_on.wait(timeout=40)
+
+    def create_local_plan(self) -> Any:
+        self.pause("planning")
+        return super().create_local_plan()
+
+
+def end_of(save: Callable[[], Any]) -> str:
+    """`saved`, or `refused` if the writer was busy with another save; anything else is raised."""
+    try:
+        save()
+    except SaveInProgressError:
+        return "refused"
+    except CheckpointException as error:
+        assert isinstance(cause(error), SaveInProgressError), repr(error)
+        return "refused"
+    return "saved"
+
+
+def overlap(rank: int, world_size: int, where: str, root: str, options: Options) -> tuple[str, str]:
+    """Start a second save on a writer whose first is under way; how both ended."""
     writer = dos.ObjectStoreWriter(storage_options=options)
-    uploading, go_on = threading.Event(), threading.Event()
-
-    def block(item: int) -> None:
-        uploading.set()
-        assert go_on.wait(timeout=40)
-
+    planner = PausedPlanner(where)
+    second_group = dist.new_group()
     first = dcp.async_save(
         dict(edition("first", "shard0")),
         storage_writer=writer,
-        checkpoint_id=f"{root}/step-1",
-        planner=HookPlanner(block),
+        checkpoint_id=f"{root}/first",
+        planner=planner,
     )
-    assert uploading.wait(timeout=40)
-    second_group = dist.new_group()
+    assert planner.reached.wait(timeout=40)
 
-    def save_second() -> str:
-        try:
-            future = dcp.async_save(
-                dict(edition("second", "shard0")),
-                storage_writer=writer,
-                checkpoint_id=f"{root}/step-2",
-                process_group=second_group,
-            )
-            future.result(timeout=40)
-        except SaveInProgressError:
-            return "refused"
-        except CheckpointException as error:
-            assert isinstance(cause(error), SaveInProgressError), repr(error)
-            return "refused"
-        return "saved"
+    def save_second() -> None:
+        dcp.async_save(
+            dict(edition("second", "shard0")),
+            storage_writer=writer,
+            checkpoint_id=f"{root}/second",
+            process_group=second_group,
+        ).result(timeout=40)
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        second = pool.submit(save_second)
+        second = pool.submit(end_of, save_second)
         # It may be refused now, or wait for the first to end; then the first has to go on.
         concurrent.futures.wait([second], timeout=1)
-        go_on.set()
-        first.result(timeout=40)
-        return second.result(timeout=40)
+        planner.go_on.set()
+        return end_of(lambda: first.result(timeout=40)), second.result(timeout=40)
 
 
-def test_overlapping_saves_on_one_writer_never_mix(bucket: Bucket) -> None:
-    ends = run_ranks(2, overlap, bucket.url, bucket.storage_options)
-    assert ends[0] == ends[1]
-    names = ["first", "second"]
-    assert edition_in(bucket.at("step-1"), bucket.storage_options, names) == "first"
-    if ends[0] == "saved":
-        assert edition_in(bucket.at("step-2"), bucket.storage_options, names) == "second"
-    else:
-        assert_nothing_visible(bucket, "step-2")
+@pytest.mark.parametrize("where", ["planning", "uploading"])
+def test_overlapping_saves_on_one_writer_never_mix(bucket: Bucket, where: str) -> None:
+    ends = run_ranks(2, overlap, where, bucket.url, bucket.storage_options)
+    assert ends[0] == ends[1], "both ranks agree on how each save ended"
+    assert "saved" in ends[0]
+    names = ("first", "second")
+    for name, end in zip(names, ends[0], strict=True):
+        if end == "saved":
+            assert edition_in(bucket.at(name), bucket.storage_options, list(names)) == name
+        else:
+            assert_nothing_visible(bucket, name)
     assert bucket.uploads() == []
 
 
