@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import PurePosixPath
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from dcp_objstore.errors import (
     PermissionDeniedError,
     StateMismatchError,
     StoreUnavailableError,
+    UntrustedPickleError,
 )
 from tests.support.checkpoints import (
     Options,
@@ -247,3 +249,22 @@ def test_a_state_without_tensors_can_be_saved_and_loaded(bucket: Bucket) -> None
     state = {"step": 0}
     dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=options))
     assert state == {"step": 3}
+
+
+@pytest.mark.backends("moto")
+def test_a_value_that_needs_unpickling_is_refused_until_it_is_trusted(bucket: Bucket) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    place = PurePosixPath("data/shard-7")
+    writer = dos.ObjectStoreWriter(url, storage_options=options)
+    with pytest.warns(UserWarning, match="place"):
+        dcp.save({"place": place, "step": 1}, storage_writer=writer)
+    with pytest.raises(CheckpointException) as caught:
+        reader = dos.ObjectStoreReader(url, storage_options=options)
+        dcp.load({"place": None, "step": 0}, storage_reader=reader)
+    error = cause(caught.value)
+    assert isinstance(error, UntrustedPickleError)
+    assert error.key == "place"
+    state = {"place": None, "step": 0}
+    reader = dos.ObjectStoreReader(url, storage_options=options, trust_pickle=True)
+    dcp.load(state, storage_reader=reader)
+    assert state == {"place": place, "step": 1}

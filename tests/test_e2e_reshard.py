@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
-from tests.support.ranks import run_ranks
+from tests.support.checkpoints import cause
+from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import Bucket
 from tests.support.states import (
     ALL_DTYPES,
@@ -244,3 +246,52 @@ def test_strided_sources_and_destinations_keep_their_values(bucket: Bucket) -> N
     for key in STRIDED_KEYS:
         assert torch.equal(back[key], state[key]), key
     assert back["leaf"].requires_grad
+
+
+MIB = 1024 * 1024
+BIG = {"big": (3001, 4096), "small": (3, 3)}
+
+
+def save_big(rank: int, world_size: int, url: str, options: Options) -> tuple[int, int]:
+    state = tensor_state("shard0", BIG, torch.uint8)
+    fill(state)
+    config = dos.TransferConfig(part_size_bytes=5 * MIB, upload_concurrency=2)
+    writer = dos.ObjectStoreWriter(url, storage_options=options, config=config)
+    dcp.save(dict(state), storage_writer=writer)
+    assert writer.last_save is not None
+    return writer.last_save.objects, writer.last_save.parts or 0
+
+
+def load_big(rank: int, world_size: int, url: str, options: Options) -> None:
+    state = tensor_state("shard1", BIG, torch.uint8)
+    config = dos.TransferConfig(memory_budget_bytes=8 * MIB, request_size_bytes=4 * MIB)
+    reader = dos.ObjectStoreReader(url, storage_options=options, config=config)
+    dcp.load(dict(state), storage_reader=reader)
+    assert wrong_keys(state) == []
+
+
+@pytest.mark.backends("seaweed", "moto", "gcs")
+def test_objects_of_several_parts_come_back_through_a_small_memory_budget(bucket: Bucket) -> None:
+    (objects, parts), _ = run_ranks(2, save_big, bucket.at("step-1"), bucket.storage_options)
+    assert objects == 2
+    assert parts == 4, "11.7 MiB in two objects of 5 MiB parts"
+    assert_whole(bucket, "step-1")
+    run_ranks(3, load_big, bucket.at("step-1"), bucket.storage_options)
+
+
+def test_a_local_folder_is_a_store_like_the_others(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run/step-1"
+    run_ranks(3, save_tensors, "shard0", url, {})
+    for outcome in try_ranks(2, save_tensors, "plain", url, {}):
+        assert isinstance(cause(outcome.error), dos.CheckpointExistsError)
+    run_ranks(4, load_tensors, "mesh2d", url, {})
+    assert (tmp_path / "run" / "step-1" / "_COMMIT").exists()
+
+
+def test_memory_is_a_store_like_the_others() -> None:
+    state = tensor_state("plain")
+    fill(state)
+    dcp.save(dict(state), storage_writer=dos.ObjectStoreWriter("memory://e2e/step-1"))
+    back = tensor_state("plain")
+    dcp.load(dict(back), storage_reader=dos.ObjectStoreReader("memory://e2e/step-1"))
+    assert wrong_keys(back) == []
