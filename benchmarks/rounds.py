@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.child import Job, Measured
 from benchmarks.peers import PEERS, RAW
+from benchmarks.processes import ChildFailedError, run_module
 from benchmarks.settings import Settings
 from benchmarks.table import Result, Table, number
-from benchmarks.targets import Place, open_target
+from benchmarks.targets import open_target
 
 Rounds = dict[str, list[Measured]]
-
-
-class PeerFailedError(Exception):
-    """A peer's process ended with an error; the message ends with what it said."""
+_CHILD = "benchmarks.child"
 
 
 def compare(
@@ -58,36 +52,16 @@ def compare(
     }
 
 
-def run_child(job: Job) -> Measured | None:
-    """Do a job in a fresh process.
-
-    Raises:
-        PeerFailedError: it ended with an error.
-    """
-    child = subprocess.run(
-        [sys.executable, "-m", "benchmarks.child"],
-        input=job.dumps(),
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent.parent,
-        check=False,
-    )
-    if child.returncode != 0:
-        raise PeerFailedError(child.stderr.strip()[-2000:])
-    fields = json.loads(child.stdout.splitlines()[-1])
-    return None if fields is None else Measured(**fields)
-
-
 def _attempt(job: Job, measured: Rounds, problems: dict[str, str]) -> None:
     """Run a job and keep its result; a peer that failed takes part in no further round."""
     try:
-        result = run_child(job)
-    except PeerFailedError as error:
+        fields = run_module(_CHILD, job.dumps())
+    except ChildFailedError as error:
         problems[job.peer] = f"failed:\n{error}"
         del measured[job.peer]
     else:
-        if result is not None:
-            measured[job.peer].append(result)
+        if fields is not None:
+            measured[job.peer].append(Measured(**fields))
 
 
 def _summary(measured: Rounds, name: str) -> dict[str, float | None]:

@@ -1,4 +1,4 @@
-"""What the sink remembers of objects and uploads, under one lock; bodies in memory or not at all."""
+"""What the sink remembers: objects and uploads, with their bodies or without."""
 
 from __future__ import annotations
 

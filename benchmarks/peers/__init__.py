@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.checkpoint import StorageWriter
+    from torch.distributed.checkpoint.storage import StorageWriter
 
     from benchmarks.settings import Settings
     from benchmarks.targets import Place

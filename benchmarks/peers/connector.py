@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import torch.distributed.checkpoint as dcp
 from s3torchconnector import S3ClientConfig
 from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 if TYPE_CHECKING:
     from benchmarks.peers import State
@@ -42,13 +43,13 @@ class Connector:
 
     def save(self, state: State, place: Place, settings: Settings) -> None:
         """See `Peer`."""
-        dcp.save(state, storage_writer=self.writer(place, settings), no_dist=True)
+        save(state, storage_writer=self.writer(place, settings), no_dist=True)
 
     def load(self, state: State, place: Place, settings: Settings) -> None:
         """See `Peer`."""
         del settings
         reader = S3StorageReader(_region(), place.url, s3client_config=_client_config(place))
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        load(state, storage_reader=reader, no_dist=True)
 
 
 PEER = Connector()

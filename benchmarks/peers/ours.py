@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import dcp_objstore as dos
 
@@ -37,7 +38,7 @@ class Ours:
 
     def save(self, state: State, place: Place, settings: Settings) -> None:
         """See `Peer`."""
-        dcp.save(state, storage_writer=self.writer(place, settings), no_dist=True)
+        save(state, storage_writer=self.writer(place, settings), no_dist=True)
 
     def load(self, state: State, place: Place, settings: Settings) -> None:
         """See `Peer`."""
@@ -47,7 +48,7 @@ class Ours:
             config=_config(settings),
             progress=False,
         )
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        load(state, storage_reader=reader, no_dist=True)
 
 
 PEER = Ours()

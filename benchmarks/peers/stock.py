@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 if TYPE_CHECKING:
     from benchmarks.peers import State
@@ -23,13 +24,13 @@ class Stock:
 
     def save(self, state: State, place: Place, settings: Settings) -> None:
         """See `Peer`."""
-        dcp.save(state, storage_writer=self.writer(place, settings), no_dist=True)
+        save(state, storage_writer=self.writer(place, settings), no_dist=True)
 
     def load(self, state: State, place: Place, settings: Settings) -> None:
         """See `Peer`."""
         del settings
         reader = FsspecReader(place.url, **place.storage_options)
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        load(state, storage_reader=reader, no_dist=True)
 
 
 PEER = Stock()

@@ -1,0 +1,192 @@
+"""`async-loop`: does a training loop keep its pace while `async_save` uploads?
+
+A step is pure Python, which needs the GIL all the time: the worst case for an upload that wants
+it too. The raw loop in a thread shows what the upload costs by itself: on few cores the sink, the
+client and the loop share them, whatever the client does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from benchmarks.child import Job, make_state
+from benchmarks.peers import PEERS, State, WriterPeer
+from benchmarks.processes import ChildFailedError, run_module
+from benchmarks.settings import GIB, MIB, Settings
+from benchmarks.table import Result, Table, number
+from benchmarks.targets import Place, open_target
+
+_MODULE = "benchmarks.async_loop"
+_STEP_ITERATIONS = 10_000  # about a millisecond
+_ALONE_SECONDS = 2.0
+_SAVES = 3
+
+
+@dataclass
+class Pace:
+    """Steps that were made in some time.
+
+    Attributes:
+        steps: how many.
+        seconds: in which time.
+        longest_ms: the longest single step.
+    """
+
+    steps: int = 0
+    seconds: float = 0.0
+    longest_ms: float = 0.0
+
+    def run(self, done: Callable[[], bool]) -> None:
+        """Make steps until `done`."""
+        began = time.perf_counter()
+        while not done():
+            start = time.perf_counter()
+            _step()
+            self.longest_ms = max(self.longest_ms, (time.perf_counter() - start) * 1e3)
+            self.steps += 1
+        self.seconds += time.perf_counter() - began
+
+    @property
+    def per_second(self) -> float:
+        """Steps per second."""
+        return self.steps / self.seconds if self.seconds else 0.0
+
+
+def async_loop(
+    peers: list[str], settings: Settings, target: str, rounds: int
+) -> tuple[Table, Result]:
+    """Every peer once per round in a fresh process; medians of the rounds."""
+    problems = {n: f"{m} is not installed" for n in peers if (m := PEERS[n].missing) is not None}
+    found: dict[str, list[dict[str, float]]] = {n: [] for n in peers if n not in problems}
+    with open_target(target, keep=False) as root:
+        for turn in range(rounds):
+            for name in list(found):
+                place = root.at(f"{name}-{turn}")
+                job = Job(peer=name, action="async", place=place, settings=settings)
+                try:
+                    found[name].append(run_module(_MODULE, job.dumps()))
+                except ChildFailedError as error:
+                    problems[name] = f"failed:\n{error}"
+                    del found[name]
+                place.clear()
+    medians = {
+        name: {key: statistics.median(one[key] for one in all_) for key in all_[0]}
+        for name, all_ in found.items()
+    }
+    rows = [
+        [
+            PEERS[name].label,
+            number(row["alone_per_second"], ".0f"),
+            number(row["during_per_second"], ".0f"),
+            number(row["ratio"]),
+            number(row["alone_longest_ms"], ".0f"),
+            number(row["during_longest_ms"], ".0f"),
+            number(row["upload_seconds"]),
+        ]
+        for name, row in medians.items()
+    ]
+    table = Table(
+        f"steps of a Python loop during async_save of {settings.gib:g} GiB to {target}, "
+        f"medians of {rounds} rounds",
+        ["peer", "steps/s alone", "during", "ratio", "longest ms alone", "during", "upload s"],
+        rows,
+        [f"{PEERS[name].label}: {problem}" for name, problem in problems.items()],
+    )
+    return table, {"command": "async-loop", "peers": medians, "problems": problems}
+
+
+def measure(job: Job) -> dict[str, float]:
+    """Steps per second without and with uploads under way, in this process."""
+    settings = job.settings
+    warm_up = dataclasses.replace(settings, gib=32 * MIB / GIB, tensors=2)
+    begin = _begin_raw if job.peer == "raw" else _begin_async
+    begin(job, make_state(warm_up, blank=False), job.place.at("warm-up")).wait()
+    state = make_state(settings, blank=False)
+    begin(job, state, job.place.at("first")).wait()  # staging memory is allocated
+    alone, during = Pace(), Pace()
+    deadline = time.perf_counter() + _ALONE_SECONDS
+    alone.run(lambda: time.perf_counter() > deadline)
+    for number_ in range(_SAVES):
+        save = begin(job, state, job.place.at(f"save-{number_}"))
+        during.run(save.ended.is_set)
+        save.wait()
+    return {
+        "alone_per_second": alone.per_second,
+        "during_per_second": during.per_second,
+        "ratio": during.per_second / alone.per_second,
+        "alone_longest_ms": alone.longest_ms,
+        "during_longest_ms": during.longest_ms,
+        "upload_seconds": during.seconds / _SAVES,
+    }
+
+
+class _Save:
+    """A save that runs beside the main thread."""
+
+    def __init__(self, result: Callable[[], Any]) -> None:
+        self.ended = threading.Event()
+        self._error: BaseException | None = None
+
+        def wait() -> None:
+            try:
+                result()
+            except BaseException as error:
+                self._error = error
+            self.ended.set()
+
+        self._thread = threading.Thread(target=wait)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for its end; raise what it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def _begin_raw(job: Job, state: State, place: Place) -> _Save:
+    peer = PEERS[job.peer].load()
+    return _Save(lambda: peer.save(state, place, job.settings))
+
+
+def _begin_async(job: Job, state: State, place: Place) -> _Save:
+    peer = cast(WriterPeer, PEERS[job.peer].load())
+    future = async_save(state, storage_writer=peer.writer(place, job.settings))
+    return _Save(cast(Any, future).result)
+
+
+def _step() -> int:
+    total = 0
+    for i in range(_STEP_ITERATIONS):
+        total += i * i & 7
+    return total
+
+
+def main() -> None:
+    """Read a job from stdin, measure, print the result as JSON."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    job = Job.loads(sys.stdin.read())
+    # async_save works in a process group only.
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    result = measure(job)
+    dist.destroy_process_group()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

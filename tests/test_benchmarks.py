@@ -1,0 +1,177 @@
+"""The sink answers as S3 does, and the benchmarks run."""
+
+from __future__ import annotations
+
+import http.client
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import dcp_objstore as dos
+from benchmarks.sink import Sink
+from dcp_objstore.stores import open_store
+from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Version
+
+MIB = 1024**2
+_ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def keeping() -> Iterator[Sink]:
+    with Sink(keep=True) as sink:
+        yield sink
+
+
+@pytest.fixture(scope="module")
+def discarding() -> Iterator[Sink]:
+    with Sink() as sink:
+        yield sink
+
+
+def _store(sink: Sink, prefix: str) -> ObjectStore:
+    return open_store(f"s3://bench/{prefix}", sink.storage_options)
+
+
+def _parts(count: int, size_bytes: int) -> list[bytes]:
+    return [bytes([number + 1]) * size_bytes for number in range(count)]
+
+
+def test_what_is_saved_through_a_keeping_sink_loads_bit_identical(keeping: Sink) -> None:
+    torch.manual_seed(1)
+    state = {f"w{i}": torch.randn(3 * MIB) for i in range(4)}
+    state["half"] = torch.randn(7, 11).half()
+    url = "s3://bench/whole/step-1"
+    options = keeping.storage_options
+    writer = dos.ObjectStoreWriter(url, storage_options=options, progress=False)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    loaded = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    reader = dos.ObjectStoreReader(url, storage_options=options, progress=False)
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(loaded[key], state[key]) for key in state)
+    assert keeping.stats()["open_uploads"] == 0
+
+
+def test_a_save_goes_through_a_discarding_sink(discarding: Sink) -> None:
+    state = {"w": torch.ones(5 * MIB), "b": torch.ones(3)}
+    writer = dos.ObjectStoreWriter(
+        "s3://bench/gone/step-1", storage_options=discarding.storage_options, progress=False
+    )
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    names = {meta.key: meta.size_bytes for meta in _store(discarding, "gone/step-1").list()}
+    assert {"_COMMIT", ".metadata"} < set(names)
+    assert sum(names.values()) > 20 * MIB
+
+
+def test_discarded_objects_keep_their_size_and_refuse_to_be_read(discarding: Sink) -> None:
+    store = _store(discarding, "sizes")
+    store.put("single", b"x" * (2 * MIB))
+    store.put_stream("parts", iter(_parts(3, 5 * MIB)), part_size_bytes=5 * MIB, max_concurrency=2)
+    assert {m.key: m.size_bytes for m in store.list()} == {"single": 2 * MIB, "parts": 15 * MIB}
+    assert store.head("parts").size_bytes == 15 * MIB
+    with pytest.raises(dos.DcpObjstoreError):
+        store.get_range("parts", 0, 10)
+
+
+def test_ranges_cross_the_parts_they_were_sent_in(keeping: Sink) -> None:
+    store = _store(keeping, "ranges")
+    parts = _parts(3, 5 * MIB)
+    store.put_stream("o", iter(parts), part_size_bytes=5 * MIB, max_concurrency=3)
+    whole = b"".join(parts)
+    for start, end in ((0, 1), (5 * MIB - 3, 5 * MIB + 3), (4 * MIB, 11 * MIB), (0, len(whole))):
+        assert bytes(store.get_range("o", start, end)) == whole[start:end]
+
+
+def test_conditional_puts_hold(keeping: Sink) -> None:
+    store = _store(keeping, "conditions")
+    first = store.put("o", b"1", precondition=IfAbsent())
+    with pytest.raises(dos.PreconditionFailedError):
+        store.put("o", b"2", precondition=IfAbsent())
+    second = store.put("o", b"3", precondition=IfVersion(first))
+    with pytest.raises(dos.PreconditionFailedError):
+        store.put("o", b"4", precondition=IfVersion(first))
+    assert second != first
+    assert store.get("o", max_size_bytes=10)[0] == b"3"
+    with pytest.raises(dos.DcpObjstoreError):
+        store.put("absent", b"5", precondition=IfVersion(Version(e_tag='"none"')))
+    store.delete("o")
+    assert list(store.list()) == []
+
+
+def test_an_upload_that_fails_is_aborted_and_leaves_nothing(keeping: Sink) -> None:
+    store = _store(keeping, "aborted")
+
+    def buffers() -> Iterator[bytes]:
+        yield from _parts(2, 5 * MIB)
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        store.put_stream("o", buffers(), part_size_bytes=5 * MIB, max_concurrency=2)
+    assert list(store.list()) == []
+    assert keeping.stats()["open_uploads"] == 0
+
+
+def test_listing_goes_on_past_a_thousand_keys(keeping: Sink) -> None:
+    store = _store(keeping, "many")
+    for number in range(1001):
+        store.put(f"{number:04d}", b"")
+    assert [meta.key for meta in store.list()] == [f"{number:04d}" for number in range(1001)]
+
+
+def test_requests_and_bytes_are_counted() -> None:
+    with Sink() as sink:
+        store = _store(sink, "counted")
+        store.put("a", b"x" * (2 * MIB))
+        store.head("a")
+        stats = sink.stats()
+    assert stats["requests"] == {"PUT": 1, "HEAD": 1}
+    assert stats["received_bytes"] == 2 * MIB
+
+
+def test_chunked_bodies_with_trailing_checksums_are_stored_without_their_framing(
+    keeping: Sink,
+) -> None:
+    body = b"5\r\nhello\r\n6;chunk-signature=0\r\n world\r\n0\r\nx-amz-checksum-crc32:AA==\r\n\r\n"
+    connection = http.client.HTTPConnection(keeping.endpoint_url.removeprefix("http://"))
+    headers = {"Content-Encoding": "aws-chunked", "x-amz-decoded-content-length": "11"}
+    connection.request("PUT", "/bench/chunked/o", body, headers)
+    assert connection.getresponse().read() == b""
+    connection.close()
+    assert _store(keeping, "chunked").get("o", max_size_bytes=100)[0] == b"hello world"
+
+
+def test_the_sink_ends_with_its_process() -> None:
+    code = "from benchmarks.sink import Sink; import os; sink = Sink(); os._exit(3)"
+    # The sink holds the pipe of standard error too: this returns only once both have ended.
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=_ROOT, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 3
+
+
+def test_the_save_benchmark_prints_its_table() -> None:
+    command = ["-m", "benchmarks", "save", "--gib", "0.05", "--rounds", "1"]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=_ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "CPU-s/GiB" in done.stdout
+    assert "raw obstore loop" in done.stdout
+    assert "dcp_objstore" in done.stdout
+
+
+def test_the_load_benchmark_checks_what_it_loads() -> None:
+    command = ["-m", "benchmarks", "load", "--gib", "0.05", "--rounds", "1"]
+    done = subprocess.run(
+        [sys.executable, *command, "--peers", "raw", "dcp_objstore"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "requests/GiB" in done.stdout
