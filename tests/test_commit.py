@@ -125,7 +125,7 @@ def test_memory_store_is_an_object_store(store: MemoryStore) -> None:
 
 def test_commit_is_one_conditional_put_after_objects_and_index(store: MemoryStore) -> None:
     token = commits.begin(store, overwrite=False)
-    assert store.requests == [("get", MARKER_KEY)]
+    assert store.requests == [("get", MARKER_KEY), ("head", DOT_METADATA_KEY)]
     uploaded = upload(store)
     before = len(store.requests)
     done = finish(store, token, uploaded)
@@ -659,3 +659,11 @@ def test_damaged_marker_is_never_taken_for_absence(store: MemoryStore) -> None:
         with pytest.raises(CheckpointCorruptError) as caught:
             commits.open_committed(store)
         assert caught.value.object_key == MARKER_KEY
+
+
+def test_a_checkpoint_of_another_library_is_not_replaced_unasked(store: MemoryStore) -> None:
+    store.put(DOT_METADATA_KEY, b"stock")
+    with pytest.raises(CheckpointExistsError, match="another library"):
+        commits.begin(store, overwrite=False)
+    assert commits.begin(store, overwrite=True).marker is None
+    assert store.get(DOT_METADATA_KEY, max_size_bytes=10)[0] == b"stock"

@@ -107,15 +107,19 @@ class Committed:
 
 
 def begin(store: ObjectStore, *, overwrite: bool) -> BeginToken:
-    """Take the begin token of a save (rule 2). One GET.
+    """Take the begin token of a save (rule 2). One GET; and where nothing of ours is, a HEAD for
+    what another library may have saved there.
 
     Raises:
-        CheckpointExistsError: it is committed and `overwrite` is False, or it is pinned.
+        CheckpointExistsError: it is committed and `overwrite` is False, or it is pinned; or,
+            without `overwrite`, there is a `.metadata` without a marker.
         RetryableError: somebody is deleting it.
         CheckpointCorruptError, UnsupportedError: the marker cannot be read.
     """
     found = read_marker(store)
     if found is None:
+        if not overwrite:
+            _refuse_foreign(store)
         return BeginToken(store.url, None, None)
     marker, version = found
     if marker.state == "deleting":
@@ -137,6 +141,19 @@ def begin(store: ObjectStore, *, overwrite: bool) -> BeginToken:
             url=store.url,
         )
     return BeginToken(store.url, marker, version)
+
+
+def _refuse_foreign(store: ObjectStore) -> None:
+    """Our commit would replace the `.metadata` by which stock readers find another's data."""
+    try:
+        store.head(DOT_METADATA_KEY)
+    except ObjectNotFoundError:
+        return
+    raise CheckpointExistsError(
+        "there is a '.metadata' here without a commit marker: a checkpoint that another library"
+        " wrote. Save under another URL, or pass overwrite=True to replace it",
+        url=store.url,
+    )
 
 
 def commit(

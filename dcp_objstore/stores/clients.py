@@ -31,9 +31,14 @@ _memory_lock = threading.Lock()
 
 
 class Clients:
-    """Makes each client on first use. They differ because time-outs and retries are per client."""
+    """Makes each client on first use. They differ because time-outs and retries are per client.
 
-    def __init__(self, make: Make, config: TransferConfig) -> None:
+    Attributes:
+        endpoint_url: the server, or None for the provider's own.
+    """
+
+    def __init__(self, make: Make, config: TransferConfig, endpoint_url: str | None = None) -> None:
+        self.endpoint_url = endpoint_url
         self._make = make
         self._config = config
         self._made: dict[str, Any] = {}
@@ -92,8 +97,10 @@ def make_clients(
     if url.scheme == "memory":
         return Clients(lambda _client, _retry: _memory_store(url.bucket), config)
     if url.scheme == "gs":
-        return Clients(_gcs(url, options, stripped), config)
-    return Clients(_s3(url, s3_settings(options), stripped), config)
+        make, endpoint_url = _gcs(url, options, stripped)
+    else:
+        make, endpoint_url = _s3(url, s3_settings(options), stripped)
+    return Clients(make, config, endpoint_url)
 
 
 def _memory_store(name: str) -> MemoryStore:
@@ -103,7 +110,7 @@ def _memory_store(name: str) -> MemoryStore:
         return _memory.setdefault(name, MemoryStore())
 
 
-def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> Make:
+def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple[Make, str | None]:
     from obstore.store import S3Store
 
     found = find_s3_credentials(settings, stripped)
@@ -139,6 +146,7 @@ def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> Make:
     )
     config["virtual_hosted_style_request"] = virtual
     client: dict[str, Any] = dict(_tls(settings.verify))
+    base: str | None = None
     if endpoint is not None:
         base = _endpoint(endpoint, use_ssl=settings.use_ssl)
         client["allow_http"] = base.startswith("http://")
@@ -160,10 +168,12 @@ def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> Make:
             credential_provider=found.provider,
         )
 
-    return make
+    return make, base
 
 
-def _gcs(url: StoreUrl, options: Mapping[str, Any], stripped: tuple[str, ...]) -> Make:
+def _gcs(
+    url: StoreUrl, options: Mapping[str, Any], stripped: tuple[str, ...]
+) -> tuple[Make, str | None]:
     from obstore.store import GCSStore
 
     endpoint = options.get("base_url") or options.get("endpoint_url")
@@ -183,7 +193,7 @@ def _gcs(url: StoreUrl, options: Mapping[str, Any], stripped: tuple[str, ...]) -
             credential_provider=found.provider,
         )
 
-    return make
+    return make, config.get("base_url")
 
 
 def _endpoint(text: str, *, use_ssl: bool) -> str:

@@ -84,6 +84,11 @@ class ObstoreStore:
         return str(self._url)
 
     @property
+    def endpoint_url(self) -> str | None:
+        """The server, or None for the provider's own; `checkpoint.probe` remembers by it."""
+        return self._clients.endpoint_url
+
+    @property
     def capabilities(self) -> Capabilities:
         """Everything (memory: no parts); `checkpoint.probe` finds out if the server keeps it."""
         return Capabilities(multipart=self._url.scheme != "memory")

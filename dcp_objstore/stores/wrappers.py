@@ -92,6 +92,11 @@ class WrappedStore:
         return self.inner.url
 
     @property
+    def endpoint_url(self) -> str | None:
+        """The inner store's."""
+        return getattr(self.inner, "endpoint_url", None)
+
+    @property
     def capabilities(self) -> Capabilities:
         """The inner store's."""
         return self.inner.capabilities

@@ -79,7 +79,7 @@ class GcsDoor(OneAtATime):
         environ["HTTP_AUTHORIZATION"] = SOMEBODY
         # obstore's GCS client escapes `-` and `.` too, and moto takes the bucket's name as sent.
         query = environ.get("QUERY_STRING", "")
-        plain = quote(environ["PATH_INFO"]) + (f"?{query}" if query else "")
+        plain = quote(environ["PATH_INFO"].encode("latin-1")) + (f"?{query}" if query else "")
         environ["RAW_URI"] = environ["REQUEST_URI"] = plain
         wanted = environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None)
         if wanted is not None and self.generation(environ) != int(wanted):

@@ -138,7 +138,7 @@ class _Pool:
     def __init__(self) -> None:
         from torch.distributed import TCPStore
 
-        self.workers: list[_Worker] = []
+        self.workers: dict[int, _Worker] = {}
         self.runs = itertools.count()
         # Here, not on rank 0: it outlives every rank, and port 0 means no race for a port.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -146,19 +146,22 @@ class _Pool:
 
     def end(self) -> None:
         while self.workers:
-            self.workers.pop().end()
+            self.workers.popitem()[1].end()
 
     def run(
         self, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], seconds: float
     ) -> list[Outcome]:
         if not 1 <= world_size <= MAX_WORKERS:
             raise ValueError(f"world_size must be 1 to {MAX_WORKERS}, got {world_size}")
-        for worker in [one for one in self.workers if not one.process.is_alive()]:
-            self.workers.remove(worker)
-            worker.end()
-        while len(self.workers) < world_size:
-            self.workers.append(_Worker())
-        chosen = self.workers[:world_size]
+        # A worker keeps its rank for life, as a real rank does: DTensor caches what it worked out
+        # for a mesh, and a process that changed its rank would go on with the old coordinates.
+        for rank, worker in list(self.workers.items()):
+            if not worker.process.is_alive():
+                self._drop(rank)
+        for rank in range(world_size):
+            if rank not in self.workers:
+                self.workers[rank] = _Worker()
+        chosen = [self.workers[rank] for rank in range(world_size)]
         deadline = time.monotonic() + seconds
         job = (next(self.runs), self.store.port, world_size, seconds, pickle.dumps((fn, args)))
         for rank, worker in enumerate(chosen):
@@ -191,7 +194,7 @@ class _Pool:
             worker.process.join()
             code = worker.process.exitcode or 0
             text = worker.log.read_text(errors="replace")
-            self._drop(worker)
+            self._drop(rank)
             if code < 0:
                 return Outcome(rank, text=text, exit_signal=signal.Signals(-code))
             return Outcome(
@@ -208,11 +211,11 @@ class _Pool:
             os.kill(pid, signal.SIGUSR1)
         worker.process.join(0.5)  # the handler writes at once; this only leaves it the time
         text = worker.log.read_text(errors="replace")
-        self._drop(worker)
+        self._drop(rank)
         return Outcome(rank, text=text, timed_out=True)
 
-    def _drop(self, worker: _Worker) -> None:
-        self.workers.remove(worker)
+    def _drop(self, rank: int) -> None:
+        worker = self.workers.pop(rank)
         worker.end()
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+import threading
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -143,3 +147,44 @@ class Bucket:
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(self.get(f"{below}/{key}"))
         return directory
+
+
+class RcloneServer:
+    """`rclone serve s3` over a folder: an S3 server that ignores the headers of conditional PUTs."""
+
+    bucket = "unfenced"
+
+    def __init__(self, directory: Path) -> None:
+        (directory / self.bucket).mkdir()
+        binary = shutil.which("rclone", path=sysconfig.get_path("scripts")) or "rclone"
+        command = [binary, "serve", "s3", str(directory), "--addr", "127.0.0.1:0", "-v"]
+        self.process = subprocess.Popen(
+            [*command, "--config", "/dev/null", "--auth-key", "rclone,rclone-secret"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stderr is not None
+        seen = []
+        for line in self.process.stderr:
+            seen.append(line)
+            found = re.search(r"http://127\.0\.0\.1:\d+", line)
+            if found:
+                self.endpoint_url = found[0]
+                break
+        else:
+            raise RuntimeError(f"rclone did not start: {''.join(seen)}")
+        # It logs every request: somebody has to read that, or it stops at a full pipe.
+        threading.Thread(target=self.process.stderr.read, daemon=True).start()
+
+    @property
+    def storage_options(self) -> dict[str, object]:
+        return {"key": "rclone", "secret": "rclone-secret", "endpoint_url": self.endpoint_url}
+
+    def __enter__(self) -> RcloneServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
