@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from benchmarks.child import Job, make_state
-from benchmarks.peers import PEERS, State, WriterPeer
+from benchmarks.peers import PEERS, State, WriterPeer, absent
 from benchmarks.processes import ChildFailedError, run_module
 from benchmarks.settings import GIB, MIB, Settings
 from benchmarks.table import Result, Table, number
@@ -70,7 +70,7 @@ def async_loop(
     peers: list[str], settings: Settings, target: str, rounds: int
 ) -> tuple[Table, Result]:
     """Every peer once per round in a fresh process; medians of the rounds."""
-    problems = {n: f"{m} is not installed" for n in peers if (m := PEERS[n].missing) is not None}
+    problems = absent(peers)
     found: dict[str, list[dict[str, float]]] = {n: [] for n in peers if n not in problems}
     with open_target(target, keep=False) as root:
         for turn in range(rounds):

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.child import Job, Measured
-from benchmarks.peers import PEERS, RAW
+from benchmarks.peers import PEERS, RAW, absent
 from benchmarks.processes import ChildFailedError, run_module
 from benchmarks.settings import Settings
 from benchmarks.table import Result, Table, number
@@ -21,11 +21,7 @@ def compare(
     action: str, peers: Sequence[str], settings: Settings, target: str, rounds: int
 ) -> tuple[Table, Result]:
     """Measure `save` or `load`; a peer that is missing or fails is reported as such."""
-    problems = {
-        name: f"{missing} is not installed"
-        for name in peers
-        if (missing := PEERS[name].missing) is not None
-    }
+    problems = absent(peers)
     measured: Rounds = {name: [] for name in peers if name not in problems}
     with open_target(target, keep=action == "load") as root:
         if action == "load":

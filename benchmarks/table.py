@@ -19,6 +19,7 @@ class Table:
 
     def show(self) -> None:
         """Print it; the first column to the left, the others to the right."""
+        print(self.title)
         rows = [["-" if cell is None else cell for cell in row] for row in self.rows]
         if importlib.util.find_spec("rich") is not None:
             self._show_rich(rows)
@@ -31,7 +32,7 @@ class Table:
         from rich.console import Console
         from rich.table import Table as RichTable
 
-        table = RichTable(title=self.title, title_justify="left")
+        table = RichTable()
         for number, name in enumerate(self.columns):
             table.add_column(name, justify="right" if number else "left", no_wrap=True)
         for row in rows:
@@ -43,7 +44,6 @@ class Table:
     def _show_plain(self, rows: list[list[str]]) -> None:
         lines = [list(self.columns), *rows]
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
-        print(self.title)
         for line in lines:
             first, *others = (
                 cell.rjust(width) if i else cell.ljust(width)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import importlib.metadata
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,19 +46,26 @@ class PeerInfo:
     Attributes:
         name: as in `--peers`.
         module: the module here with its `PEER`.
-        needs: the top-level modules that must be installed.
+        needs: the distributions that must be installed, with their least versions.
         label: what the table says.
     """
 
     name: str
     module: str
-    needs: tuple[str, ...]
+    needs: tuple[tuple[str, str], ...]
     label: str
 
     @property
     def missing(self) -> str | None:
-        """The first module that is not installed, or None."""
-        return next((n for n in self.needs if importlib.util.find_spec(n) is None), None)
+        """Why the peer cannot be measured here, or None."""
+        for name, least in self.needs:
+            try:
+                version = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                return f"{name} is not installed"
+            if _numbers(version) < _numbers(least):
+                return f"{name} {version} is installed, {least} is needed"
+        return None
 
     def load(self) -> Peer:
         """Import the peer."""
@@ -64,18 +73,37 @@ class PeerInfo:
         return peer
 
 
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version, for comparing releases."""
+    return tuple(int(text) for text in re.findall(r"\d+", version)[:2])
+
+
 RAW = "raw"
+# The versions are those of the `bench` extra: older ones have another interface.
 PEERS = {
     info.name: info
     for info in (
-        PeerInfo(RAW, "benchmarks.peers.raw", ("obstore",), "raw obstore loop"),
-        PeerInfo("dcp_objstore", "benchmarks.peers.ours", ("dcp_objstore",), "dcp_objstore"),
+        PeerInfo(RAW, "benchmarks.peers.raw", (("obstore", "0.12"),), "raw obstore loop"),
+        PeerInfo(
+            "dcp_objstore", "benchmarks.peers.ours", (("dcp-objstore", "0.1"),), "dcp_objstore"
+        ),
         PeerInfo(
             "s3torchconnector",
             "benchmarks.peers.connector",
-            ("s3torchconnector",),
+            (("s3torchconnector", "1.5"),),
             "s3torchconnector",
         ),
-        PeerInfo("fsspec", "benchmarks.peers.stock", ("fsspec", "s3fs"), "torch Fsspec + s3fs"),
+        PeerInfo(
+            "fsspec",
+            "benchmarks.peers.stock",
+            (("fsspec", "2026.9"), ("s3fs", "2026.9")),
+            "torch Fsspec + s3fs",
+        ),
     )
 }
+
+
+def absent(names: Iterable[str]) -> dict[str, str]:
+    """Of the named peers, those that cannot be measured here, and why."""
+    reasons = {name: PEERS[name].missing for name in names}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
