@@ -9,7 +9,7 @@ import pytest
 
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.wrappers import FaultStore, LatencyStore, RecordingStore
-from tests.store_contract import AWKWARD_KEYS, PART, ExpectedError, StoreContract
+from tests.store_contract import PART, ExpectedError, StoreContract
 from tests.support.servers import Bucket
 
 
@@ -76,12 +76,6 @@ class TestGcs(StoreContract):
     @pytest.fixture
     def store(self, bucket: Bucket) -> ObjectStore:
         return open_store(f"{bucket.url}/pre fix", bucket.storage_options)
-
-    @pytest.mark.parametrize("key", AWKWARD_KEYS)
-    def test_awkward_keys_are_kept_as_they_are(self, store: ObjectStore, key: str) -> None:
-        if not key.isascii():
-            pytest.skip("the GCS door in front of moto encodes such keys twice")
-        super().test_awkward_keys_are_kept_as_they_are(store, key)
 
 
 class TestWrapped(StoreContract):
