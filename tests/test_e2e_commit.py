@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from dcp_objstore.errors import (
     CheckpointNotFoundError,
     CommitLostError,
     DcpObjstoreError,
+    UnsupportedError,
 )
 from tests.support.checkpoints import (
     HookPlanner,
@@ -33,7 +35,7 @@ from tests.support.checkpoints import (
     save_edition_here,
 )
 from tests.support.ranks import run_ranks, try_ranks
-from tests.support.servers import Bucket
+from tests.support.servers import Bucket, RcloneServer
 
 MIB = 1024 * 1024
 
@@ -228,3 +230,18 @@ def test_a_save_that_fails_while_overwriting_leaves_the_old_checkpoint_whole(
     with pytest.raises(CheckpointException):
         dcp.save(dict(edition("second")), storage_writer=writer, planner=HookPlanner(fail))
     assert edition_in(url, options, ["first", "second"]) == "first"
+
+
+def test_a_store_that_ignores_conditions_is_refused_until_the_user_vouches_for_one_writer(
+    tmp_path: Path,
+) -> None:
+    with RcloneServer(tmp_path) as server:
+        url, options = f"s3://{server.bucket}/step-1", server.storage_options
+        with pytest.raises(CheckpointException) as caught:
+            save_edition_here("first", url, options)
+        assert isinstance(cause(caught.value), UnsupportedError)
+        assert not list((tmp_path / server.bucket).rglob("*.distcp"))
+        save_edition_here("first", url, options, allow_unfenced=True)
+    # Looked at behind the server: it answers ranged GETs with 200, which obstore does not take.
+    folder_url = f"file://{tmp_path}/{RcloneServer.bucket}/step-1"
+    assert edition_in(folder_url, {}, ["first"]) == "first"

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint import probe
 from dcp_objstore.errors import CheckpointExistsError, RetryableError, SaveInProgressError
 from tests.support.checkpoints import (
     HookPlanner,
@@ -28,6 +29,7 @@ from tests.support.checkpoints import (
     cause,
     edition,
     edition_in,
+    save_edition_here,
 )
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import Bucket
@@ -330,3 +332,19 @@ def test_a_writer_shows_no_secret(bucket: Bucket) -> None:
         assert secret not in repr(thing)
         if len(secret) > 8:  # moto's is a word that may occur by chance
             assert secret.encode() not in pickle.dumps(thing)
+
+
+@pytest.mark.backends("moto", "gcs")
+def test_a_bucket_is_probed_once_per_process(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed = []
+    real = probe.probe
+    monkeypatch.setattr(
+        probe, "probe", lambda store, **kw: probed.append(store) or real(store, **kw)
+    )
+    probe.forget()
+    for number in range(3):
+        save_edition_here(f"step-{number}", bucket.at(f"step-{number}"), bucket.storage_options)
+    assert len(probed) == 1
+    assert "probe" not in "".join(bucket.keys())

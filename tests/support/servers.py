@@ -150,7 +150,7 @@ class Bucket:
 
 
 class RcloneServer:
-    """`rclone serve s3` over a folder: an S3 server that ignores the headers of conditional PUTs."""
+    """`rclone serve s3` over a folder: an S3 server that ignores conditions of a PUT."""
 
     bucket = "unfenced"
 
