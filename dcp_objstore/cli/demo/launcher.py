@@ -19,7 +19,7 @@ from multiprocessing import connection as mp_connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from dcp_objstore.cli.demo.messages import Ended, Event, Job
 from dcp_objstore.errors import RetryableError
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext
 
 _WORKER_MODULE = "dcp_objstore.cli.demo.worker"
+# Imported once, before ranks are forked. The last three are imported at first use otherwise, by
+# every rank on its own; optimizers are what needs torch._dynamo. The only thread that these start
+# is NumPy's OpenBLAS's, which knows how to survive a fork.
+_PRELOAD = [_WORKER_MODULE, "torch._dynamo", "dcp_objstore.dcp.async_api", "obstore.store"]
 _LOG_TAIL_BYTES = 2000
 # Apple's frameworks do not survive a fork after torch was imported.
 _METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
@@ -37,25 +41,36 @@ class SilenceError(RetryableError):
     """No rank has reported anything for the time allowed."""
 
 
+# What the fork server and its resource tracker print; without a name, so it leaves with us.
+_server_output: IO[bytes] | None = None
+
+
 def warm_up() -> None:
     """Begin to import torch in the server process from which ranks are forked."""
-    if _METHOD != "forkserver":
+    global _server_output  # noqa: PLW0603  there is one fork server in a process
+    if _METHOD != "forkserver" or _server_output is not None:
         return
     from multiprocessing import forkserver
 
     _context()
-    # An ignored Ctrl-C is inherited: it is this process that ends the others.
+    _server_output = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the server
+    # The server inherits that Ctrl-C is ignored (it is we who end the others), and where to print:
+    # when we end while it imports torch, it would complain on the user's terminal.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ours = os.dup(2)
     try:
+        os.dup2(_server_output.fileno(), 2)
         forkserver.ensure_running()
     finally:
+        os.dup2(ours, 2)
+        os.close(ours)
         signal.signal(signal.SIGINT, before)
 
 
 def _context() -> ForkServerContext | SpawnContext:
     if _METHOD == "forkserver":
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([_WORKER_MODULE])
+        context.set_forkserver_preload(_PRELOAD)
         return context
     return multiprocessing.get_context("spawn")
 
@@ -139,9 +154,13 @@ class Crew:
         self._processes[rank].kill()
 
     def log_tail(self, rank: int) -> str:
-        """The end of what the rank printed."""
+        """The end of what the rank printed, or else of what the fork server did."""
         log = Path(self._directory.name) / f"rank-{rank}.log"
-        return log.read_text(errors="replace")[-_LOG_TAIL_BYTES:] if log.exists() else ""
+        text = log.read_text(errors="replace") if log.exists() else ""
+        if not text and _server_output is not None:
+            _server_output.seek(0)
+            text = _server_output.read().decode(errors="replace")
+        return text[-_LOG_TAIL_BYTES:]
 
     def end(self) -> None:
         """Kill all that still run, wait for their end, and forget their logs."""

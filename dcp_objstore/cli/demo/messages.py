@@ -18,6 +18,7 @@ class Train:
         run_url: steps are saved at `{run_url}/step-{n}`.
         storage_options: of the store.
         resume_url: load this checkpoint first; None: begin at step 0.
+        sequences_per_step: all ranks together; at least as many as ranks.
         save_steps: where to save, ascending; training ends at the last one.
         doomed_step: the step in whose save the last rank's upload is held until it is killed.
     """
@@ -25,6 +26,7 @@ class Train:
     run_url: str
     storage_options: Mapping[str, object] | None
     resume_url: str | None
+    sequences_per_step: int
     save_steps: tuple[int, ...]
     doomed_step: int | None = None
 

@@ -11,8 +11,7 @@ CONTEXT = 64
 WIDTH = 256
 HEADS = 4
 LAYERS = 3
-SEQUENCES_PER_STEP = 16
-FIXED_SEQUENCES = 64
+FIXED_SEQUENCES = 32
 
 
 class Block(nn.Module):
@@ -74,9 +73,9 @@ def read_text() -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
 
 
-def training_batch(text: Tensor, step: int, rank: int, world_size: int) -> Tensor:
-    """This rank's share of the sequences of a step, which are the same for any number of ranks."""
-    return _sequences(text, step, SEQUENCES_PER_STEP)[rank::world_size]
+def training_batch(text: Tensor, step: int, sequences: int) -> Tensor:
+    """The sequences of a step, the same for any number of ranks."""
+    return _sequences(text, step, sequences)
 
 
 def fixed_batch(text: Tensor) -> Tensor:

@@ -76,9 +76,9 @@ class Place(AbstractContextManager["Place"]):
             raise InputError("memory:// is of one process alone; the demo has many", url=url)
         run_url = f"{spec.url}/dcp-objstore-demo-{secrets.token_hex(4)}"
         store = spec.at(run_url).open()
-        require_fencing(store, overwrite=True, allow_unfenced=False)
-        for _ in store.list():
+        for _ in store.list():  # first: the probe is more patient with a store that is not there
             break
+        require_fencing(store, overwrite=True, allow_unfenced=False)
         return cls(run_url, None, None, keep=keep)
 
     @property

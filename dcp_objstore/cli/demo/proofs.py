@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from dcp_objstore.checkpoint.names import MARKER_KEY, parse_data_key
 from dcp_objstore.cli.demo.messages import State
+from dcp_objstore.cli.demo.report import counted
 
-# Two ways to add up the same float32 losses; a wrong weight changes far more.
+# Ranks add up the same float32 numbers in another order; a wrong weight changes far more.
 _LOSS_TOLERANCE = 1e-4
+# The same for the losses of several steps, in which such differences grow.
+_PATH_TOLERANCE = 1e-2
 
 
 class ProofFailedError(Exception):
@@ -58,6 +61,28 @@ def falling(before: State, after: State) -> str:
     )
 
 
+def same_path(killed: Mapping[int, float], resumed: Mapping[int, float]) -> str:
+    """The resumed run trained with the losses of the run that was killed, step by step.
+
+    Args:
+        killed: loss by step; of the whole batch, which is the same for any number of ranks.
+        resumed: the same of the resumed run.
+    """
+    steps = sorted(killed.keys() & resumed.keys())
+    if not steps:
+        raise ProofFailedError("the resumed run trained none of the steps of the killed one")
+    gap, step = max((abs(killed[step] - resumed[step]), step) for step in steps)
+    if gap > _PATH_TOLERANCE:
+        raise ProofFailedError(
+            f"the loss of step {step} was {killed[step]:.5f} before the kill and is"
+            f" {resumed[step]:.5f} after the resume"
+        )
+    return (
+        f"steps {steps[0]} to {steps[-1]} have the losses that they had before the kill, within"
+        f" {gap:.0e}"
+    )
+
+
 def torn(keys: Collection[str], ranks: int, held_key: str) -> str:
     """Objects of all ranks but one are there, and no marker."""
     if MARKER_KEY in keys:
@@ -70,7 +95,7 @@ def torn(keys: Collection[str], ranks: int, held_key: str) -> str:
         raise ProofFailedError(
             f"only {len(done)} of {ranks - 1} surviving ranks' objects are there"
         )
-    return f"the torn save left {len(names)} data objects and no {MARKER_KEY} marker"
+    return f"the torn save left {counted(len(names), 'data object')} and no {MARKER_KEY} marker"
 
 
 def ended_cleanly(typed: Sequence[str], others: Sequence[str], killed_late: int) -> str:
@@ -82,4 +107,4 @@ def ended_cleanly(typed: Sequence[str], others: Sequence[str], killed_late: int)
             f" {killed_late} had to be ended"
         )
     kinds = ", ".join(sorted(set(typed)))
-    return f"all {len(typed)} surviving ranks raised a typed error ({kinds})"
+    return f"each of {counted(len(typed), 'surviving rank')} raised a typed error ({kinds})"

@@ -15,6 +15,11 @@ MIB = 1024**2
 GIB = 1024**3
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One line of the table; what does not apply is None.
@@ -72,9 +77,14 @@ class Printer:
         except UnicodeEncodeError:
             self._tick, self._cross = "ok", "FAILED"
 
+    def headline(self, text: str) -> None:
+        """A line at the margin."""
+        self._print(text, "", _BOLD)
+
     def title(self, text: str) -> None:
-        """The headline of a phase."""
-        self._print(f"\n{text}", "", _BOLD)
+        """The headline of a phase, after an empty line."""
+        self.stream.write("\n")
+        self.headline(text)
 
     def say(self, text: str) -> None:
         """A plain line."""
@@ -112,9 +122,6 @@ class Printer:
 
     def _print(self, text: str, lead: str, colour: str = "") -> None:
         """Write, wrapped under the text and not under what leads it."""
-        if text.startswith("\n"):
-            self.stream.write("\n")
-            text = text[1:]
         wrapped = textwrap.wrap(
             text,
             self._width(),

@@ -32,7 +32,7 @@ def run_demo(settings: Settings, url: str | None, *, keep: bool) -> None:
     if importlib.util.find_spec("pydoc_data") is None:
         raise UnsupportedError("this Python comes without pydoc_data, the text to train on")
     printer = Printer()
-    printer.say("dcp-objstore demo: train, kill a rank in the middle of a save, resume, prove")
+    printer.headline("dcp-objstore demo: train, kill a rank in mid-save, resume, prove")
     with _prepare(url, keep=keep) as place:
         printer.say(f"saving to {place.described}")
         story = Story(place, settings, printer)

@@ -28,11 +28,12 @@ from dcp_objstore.cli.demo.messages import (
 )
 from dcp_objstore.cli.demo.place import Place
 from dcp_objstore.cli.demo.proofs import ProofFailedError
-from dcp_objstore.cli.demo.report import MIB, Printer, Row
+from dcp_objstore.cli.demo.report import MIB, Printer, Row, counted
 from dcp_objstore.errors import CheckpointNotFoundError
 from dcp_objstore.stores import ObjectStore
 
 _STEPS = (8, 16, 24)
+_SEQUENCES_PER_STEP = 16
 _COMMITTED, _DOOMED = _STEPS[1], _STEPS[2]
 # Generous, for slow machines: nothing in the demo is silent for longer than a few seconds.
 _SILENCE_SECONDS = 120.0
@@ -67,6 +68,7 @@ class Story:
     def __init__(self, place: Place, settings: Settings, printer: Printer) -> None:
         self.place, self.settings, self.out = place, settings, printer
         self.saved: dict[int, State] = {}
+        self.losses: dict[int, float] = {}
 
     def tell(self) -> None:
         """All of it.
@@ -84,20 +86,27 @@ class Story:
 
     def _train_and_kill(self) -> None:
         ranks = self.settings.ranks
-        self.out.title(f"1. Train on {ranks} ranks (FSDP2, gloo), save on the way")
+        self.out.title(f"1. Train on {counted(ranks, 'rank')} (FSDP2, gloo), save on the way")
         job = Train(
             run_url=self.place.run_url,
             storage_options=self.place.storage_options,
             resume_url=None,
+            sequences_per_step=_SEQUENCES_PER_STEP,
             save_steps=_STEPS,
             doomed_step=_DOOMED,
         )
+        held: Uploading | None = None
         with _crew(job, ranks) as crew:
             for _, event in _reports(crew):
                 if isinstance(event, Uploading):
-                    self._kill_in_mid_save(crew, event)
-                    return
+                    held = event
+                elif isinstance(event, Stepped):
+                    self.losses[event.step] = event.loss
                 self._show_training(event, ranks)
+                # Ranks report on pipes of their own: this one's upload may be heard of first.
+                if held is not None and _COMMITTED in self.saved:
+                    self._kill_in_mid_save(crew, held)
+                    return
         raise DemoFailedError("the ranks ended before the last save began")
 
     def _show_training(self, event: Event, ranks: int) -> None:
@@ -123,8 +132,8 @@ class Story:
         if (marker.world_size, marker.user_metadata.get("step")) != (ranks, step):
             raise ProofFailedError(f"the marker of step {step} does not say who saved what")
         self.out.proof(
-            f"step-{step} committed: {event.total_bytes / MIB:.1f} MiB in {event.objects} objects,"
-            f" {event.seconds:.1f} s{beside}"
+            f"step-{step} committed: {event.total_bytes / MIB:.1f} MiB in"
+            f" {counted(event.objects, 'object')}, {event.seconds:.1f} s{beside}"
         )
         self.out.rows.append(
             Row(
@@ -144,8 +153,8 @@ class Story:
         store = self.place.open(_DOOMED)
         self._wait_for_the_others(store, held)
         self.out.say(
-            f"{victim} of {victim + 1} ranks have written step-{_DOOMED}; the upload of rank"
-            f" {victim} ({held.size_bytes / MIB:.1f} MiB) is slow, and now its process is killed"
+            f"the {counted(victim, 'other rank')} wrote; rank {victim} is held in its upload of"
+            f" {held.size_bytes / MIB:.1f} MiB: kill"
         )
         began = time.monotonic()
         crew.kill(victim)
@@ -219,27 +228,34 @@ class Story:
     def _resume(self) -> None:
         ranks = self.settings.resume_ranks
         step = self._newest_committed()
-        self.out.title(f"3. Resume on {ranks} ranks from the newest committed step")
+        self.out.title(f"3. Resume on {counted(ranks, 'rank')} from the newest committed step")
         if step != _COMMITTED:
             raise ProofFailedError(f"step {step} is the newest committed one, not {_COMMITTED}")
         job = Train(
             run_url=self.place.run_url,
             storage_options=self.place.storage_options,
             resume_url=self.place.step_url(step),
+            sequences_per_step=_SEQUENCES_PER_STEP,
             save_steps=(_DOOMED,),
         )
         loads: dict[int, Loaded] = {}
+        losses: dict[int, float] = {}
         with _crew(job, ranks) as crew:
             for rank, event in _reports(crew):
                 if isinstance(event, Loaded):
                     loads[rank] = event
                     if len(loads) == ranks:
                         self._check_resume(step, list(loads.values()))
-                elif not isinstance(event, Ready):
+                elif isinstance(event, Stepped):
+                    losses[event.step] = event.loss
+                if not isinstance(event, Ready):
                     self._show_training(event, ranks)
         if len(loads) != ranks or _DOOMED not in self.saved:
             raise DemoFailedError("the resumed ranks ended before their job was done")
         self.out.proof(proofs.falling(self.saved[step], self.saved[_DOOMED]))
+        if all(_SEQUENCES_PER_STEP % number == 0 for number in (ranks, self.settings.ranks)):
+            # Otherwise ranks have unequal shares, and a mean over ranks weighs them differently.
+            self.out.proof(proofs.same_path(self.losses, losses))
 
     def _check_resume(self, step: int, loads: list[Loaded]) -> None:
         saved = self.saved[step]
@@ -248,7 +264,7 @@ class Story:
             proofs.identical(saved, other.state)
             proofs.same_loss(saved, other.state)
         proof = proofs.identical(saved, first.state)
-        self.out.proof(f"step-{step}, saved by {self.settings.ranks} ranks: {proof}")
+        self.out.proof(f"step-{step}, saved by {counted(self.settings.ranks, 'rank')}: {proof}")
         self.out.proof(proofs.same_loss(saved, first.state))
         self.out.rows.append(
             Row(
@@ -268,7 +284,9 @@ class Story:
         )
         for event in self._loads(job):
             proof = proofs.identical(self.saved[_DOOMED], event.state)
-            self.out.proof(f"step-{_DOOMED}, saved by {self.settings.resume_ranks} ranks: {proof}")
+            self.out.proof(
+                f"step-{_DOOMED}, saved by {counted(self.settings.resume_ranks, 'rank')}: {proof}"
+            )
             self.out.proof(proofs.same_loss(self.saved[_DOOMED], event.state))
             self.out.rows.append(
                 Row(

@@ -108,10 +108,10 @@ class _Training:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "progress": self.progress}
 
-    def step(self, rank: int, ranks: int) -> float:
+    def step(self, sequences: int, rank: int, ranks: int) -> float:
         """One step of training; its loss, the mean over all ranks."""
-        batch = training_batch(self.text, self.progress["step"], rank, ranks)
-        loss = next_byte_loss(self.model, batch)
+        batch = training_batch(self.text, self.progress["step"], sequences)
+        loss = next_byte_loss(self.model, batch[rank::ranks])
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -122,11 +122,17 @@ class _Training:
 
     @torch.no_grad()
     def fixed_loss(self) -> float:
-        """Loss on the batch that never changes."""
-        return next_byte_loss(self.model, fixed_batch(self.text)).item()
+        """Loss on the batch that never changes; each rank computes its share of it."""
+        batch = fixed_batch(self.text)
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        share = batch[rank::ranks]
+        total = next_byte_loss(self.model, share).double() * len(share)
+        if ranks > 1:
+            dist.all_reduce(total)
+        return total.item() / len(batch)
 
     def snapshot(self) -> State:
-        """The state as it is now, to be compared elsewhere. A collective where it is sharded."""
+        """The state as it is now, to be compared elsewhere. A collective in a group."""
         return State(
             step=self.progress["step"],
             recorded_loss=self.progress["loss"],
@@ -158,7 +164,7 @@ class _Trainer:
             self._report(self.training.load(self.job.resume_url, self.job.storage_options))
         under_way: _Save | None = None
         while self.training.progress["step"] < self.job.save_steps[-1]:
-            loss = self.training.step(self.rank, self.ranks)
+            loss = self.training.step(self.job.sequences_per_step, self.rank, self.ranks)
             step = self.training.progress["step"]
             self._tell(Stepped(step=step, loss=loss))
             if step in self.job.save_steps:

@@ -1,0 +1,200 @@
+"""The command line: quick to start, one clear line for an error, and stable exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcp_objstore import errors
+from dcp_objstore.checkpoint.commit import begin, commit
+from dcp_objstore.checkpoint.marker import Counts
+from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
+from dcp_objstore.cli.exits import exits, status_of
+from dcp_objstore.cli.listing import print_checkpoints
+from dcp_objstore.stores import open_store
+
+TYPER_AND_TORCH_FREE = """
+import sys
+from dcp_objstore.cli import main
+assert "typer" not in sys.modules
+sys.argv = ["dcp-objstore", *sys.argv[1:]]
+try:
+    main()
+finally:
+    heavy = {"torch", "numpy", "obstore", "msgspec", "rich", "tqdm", "boto3"} & sys.modules.keys()
+    assert not heavy, heavy
+"""
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    return subprocess.run(
+        [sys.executable, "-m", "dcp_objstore.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env={**plain, **environment},
+        timeout=120,
+        check=False,
+    )
+
+
+def save_step(url: str, **user_metadata: object) -> None:
+    """Commit a checkpoint of one object without torch."""
+    store, nonce = open_store(url), new_nonce()
+    token = begin(store, overwrite=False)
+    store.put(data_key(0, 0, nonce), b"x" * 2048)
+    commit(
+        store,
+        token,
+        index=b"index",
+        objects=[(data_key(0, 0, nonce), 2048)],
+        counts=Counts(tensors=3, objects=1, total_bytes=2048),
+        world_size=4,
+        user_metadata=user_metadata,
+        nonce=nonce,
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "-h"], ["--version"], ["ls", "-h"]])
+def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TYPER_AND_TORCH_FREE, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(("Usage: ", "dcp-objstore "))
+
+
+def test_help_tells_the_exit_statuses_one_a_line() -> None:
+    lines = [line.strip() for line in run("--help").stdout.splitlines()]
+    for status in ("0", "1", "2", "3", "4", "5", "130"):
+        assert any(line.split()[:1] == [status] for line in lines), (status, lines)
+
+
+def test_without_the_cli_extra_the_command_says_how_to_get_it() -> None:
+    code = "import sys; sys.modules['typer'] = None; from dcp_objstore.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'dcp-objstore[cli]'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_wrong_option_is_a_usage_error() -> None:
+    for arguments in (["demo", "--ranks", "1"], ["demo", "--resume-ranks", "99"], ["nothing"]):
+        done = run(*arguments)
+        assert done.returncode == 2
+        assert "Usage: " in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (errors.StoreUnavailableError, 3),
+        (errors.CommitUnknownError, 3),
+        (errors.InvalidUrlError, 2),
+        (errors.CheckpointNotFoundError, 2),
+        (errors.CheckpointCorruptError, 4),
+        (errors.CommitLostError, 5),
+        (errors.RankFailedError, 1),
+        (errors.DcpObjstoreError, 1),
+    ],
+)
+def test_each_kind_of_error_has_its_status(
+    error: type[errors.DcpObjstoreError], status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status_of(error("")) == status
+    with pytest.raises(SystemExit) as caught, exits():
+        raise error("two\nlines", url="s3://bucket/x")
+    assert caught.value.code == status
+    shown = capsys.readouterr().err
+    assert shown == f"dcp-objstore: {error.__name__}: two lines [url s3://bucket/x]\n"
+
+
+def test_ctrl_c_is_130_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught, exits():
+        raise KeyboardInterrupt
+    assert caught.value.code == 130
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_stores_xml_is_reduced_to_its_code_and_message(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answer = (
+        '403 Forbidden: <?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccessDenied</Code>'
+        "<Message>No.</Message><RequestId>1</RequestId></Error>"
+    )
+    with pytest.raises(SystemExit), exits():
+        raise errors.PermissionDeniedError(answer)
+    shown = capsys.readouterr().err
+    assert shown == "dcp-objstore: PermissionDeniedError: 403 Forbidden: AccessDenied: No.\n"
+
+
+def test_a_reader_that_goes_away_is_no_error_message(tmp_path: Path) -> None:
+    save_step(f"file://{tmp_path}/step-1")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dcp_objstore.cli", "ls", f"file://{tmp_path}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 141
+
+
+def test_ls_shows_committed_steps_in_order_and_torn_saves_as_not_committed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"file://{tmp_path}"
+    for step in (10, 9):
+        save_step(f"{url}/run/step-{step}", step=step)
+    open_store(f"{url}/run/step-11").put(data_key(0, 0, new_nonce()), b"torn")
+    print_checkpoints(f"{url}/run", as_json=False)
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["state", "size", "ranks"]
+    assert [line.split("step-")[1].split()[0] for line in lines] == ["9", "10", "11"]
+    assert lines[0].startswith("committed")
+    assert "2.0 KiB" in lines[0]
+    assert '{"step": 9}' in lines[0]
+    assert lines[2].startswith("not committed")
+
+
+def test_ls_as_json_has_the_markers_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"file://{tmp_path}/step-1"
+    save_step(url, loss=0.5)
+    print_checkpoints(url, as_json=True)
+    entry = json.loads(capsys.readouterr().out)
+    assert {name: entry[name] for name in ("url", "state", "bytes", "world_size")} == {
+        "url": url,
+        "state": "committed",
+        "bytes": 2048,
+        "world_size": 4,
+    }
+    assert entry["user_metadata"] == {"loss": 0.5}
+
+
+def test_ls_of_what_is_not_there_or_damaged_says_so(tmp_path: Path) -> None:
+    nothing = run("ls", f"file://{tmp_path}/nothing")
+    assert nothing.returncode == 2
+    assert "CheckpointNotFoundError" in nothing.stderr
+    assert run("ls", "s4://bucket/x").returncode == 2
+    open_store(f"file://{tmp_path}/step-1").put(MARKER_KEY, b"{}")
+    damaged = run("ls", f"file://{tmp_path}/step-1")
+    assert damaged.returncode == 4
+    assert "CheckpointCorruptError" in damaged.stderr
+    for done in (nothing, damaged):
+        assert len(done.stderr.splitlines()) == 1
+        assert done.stdout == ""

@@ -1,0 +1,332 @@
+"""The demo: it runs, proves what it says, cleans up behind itself, and fails when a proof fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcp_objstore.cli.demo import proofs, stage
+from dcp_objstore.cli.demo.digests import digest_state
+from dcp_objstore.cli.demo.messages import State
+from dcp_objstore.cli.demo.model import (
+    CONTEXT,
+    ByteTransformer,
+    next_byte_loss,
+    read_text,
+    training_batch,
+)
+from dcp_objstore.cli.demo.place import Place
+from dcp_objstore.cli.demo.proofs import ProofFailedError
+from dcp_objstore.cli.demo.report import Printer, Row
+from dcp_objstore.cli.demo.story import Settings, Story
+from dcp_objstore.cli.seaweedfs import SeaweedServer
+from dcp_objstore.stores import open_store
+from tests.support.servers import BUCKET
+
+COMMAND = [sys.executable, "-m", "dcp_objstore.cli", "demo"]
+PROMISED = [
+    r"step-8 committed: .* 4 objects",
+    r"step-16 committed: .* 4 objects",
+    r"each of 3 surviving ranks raised a typed error \(RankFailedError\)",
+    r"the torn save left 3 data objects and no _COMMIT marker",
+    r"so it does not exist: dos.load raises CheckpointNotFoundError",
+    r"step-16, saved by 4 ranks: state bit-identical: all \d+ SHA-256 digests agree",
+    r"loss on the same batch: (\d\.\d+) when it was saved, \1 after the load",
+    r"step-24 committed: .* 2 objects",
+    r"loss goes on falling: .* at step 16, .* at step 24",
+    r"steps 17 to 24 have the losses that they had before the kill",
+    r"step-24, saved by 2 ranks: state bit-identical",
+    r"loss on the same batch: (\d\.\d+) when it was saved, \1 after the load",
+    r"FileSystemReader: state bit-identical",
+    r"dcp_to_torch_save: state bit-identical",
+]
+
+
+def environment_of(server: SeaweedServer) -> dict[str, str]:
+    return {
+        **os.environ,
+        "AWS_ENDPOINT_URL": server.endpoint_url,
+        "AWS_ACCESS_KEY_ID": server.access_key,
+        "AWS_SECRET_ACCESS_KEY": server.secret_key,
+    }
+
+
+def is_gone(session: int) -> bool:
+    """No process of that session is left; zombies are, as far as we are concerned."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, _, _, found = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(found) == session and state != "Z":
+                return False
+    return True
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A temporary directory for the demo, with a short name: it is for sockets too."""
+    with tempfile.TemporaryDirectory(prefix="d-") as name:
+        yield Path(name)
+
+
+def test_the_demo_keeps_its_promises_and_leaves_nothing(scratch: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "--ranks", "4", "--resume-ranks", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        start_new_session=True,
+    )
+    output, complaints = process.communicate(timeout=280)
+    assert process.returncode == 0, output + complaints
+    assert complaints == ""
+    assert "\x1b" not in output, "control characters where there is no terminal"
+    shown = [line[4:] for line in output.splitlines() if line.startswith("  ✓ ")]
+    assert len(shown) == len(PROMISED), output
+    for line, promised in zip(shown, PROMISED, strict=True):
+        assert re.match(promised, line), (line, promised)
+    assert "All 14 proofs hold" in output.splitlines()[-1]
+    assert_gone(process.pid)
+    assert list(scratch.iterdir()) == []
+
+
+def assert_gone(session: int) -> None:
+    """The fork server needs a moment to see that its owner has ended."""
+    pause = threading.Event()
+    for _ in range(200):
+        if is_gone(session):
+            return
+        pause.wait(0.05)
+    pytest.fail("processes of the demo are left behind")
+
+
+def test_ctrl_c_ends_everything_and_empties_the_users_prefix(
+    seaweed: SeaweedServer, scratch: Path
+) -> None:
+    root = f"s3://{BUCKET}/demo-ctrl-c"
+    store = open_store(root, seaweed.storage_options)
+    process = subprocess.Popen(
+        [*COMMAND, "--ranks", "2", "--url", root],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment_of(seaweed), "TMPDIR": str(scratch)},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "step-8 committed" in line:
+            assert list(store.list()), "something was written"
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+            break
+    _, complaints = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert complaints == "dcp-objstore: ended by Ctrl-C\n"
+    assert list(store.list()) == []
+    assert_gone(process.pid)
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "change", "status", "error"),
+    [
+        ("s4://bucket/x", {}, 2, "InvalidUrlError"),
+        ("memory://store/x", {}, 2, "InputError"),
+        ("s3://no-such-bucket/x", {}, 2, "BucketNotFoundError"),
+        (f"s3://{BUCKET}/x", {"AWS_SECRET_ACCESS_KEY": "wrong"}, 2, "CredentialsError"),
+        (f"s3://{BUCKET}/x", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, 3, "StoreUnavailable"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_one_line_before_any_rank_starts(
+    seaweed: SeaweedServer, url: str, change: dict[str, str], status: int, error: str
+) -> None:
+    done = subprocess.run(
+        [*COMMAND, "--url", url],
+        env={**environment_of(seaweed), **change},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == status
+    assert error in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "Train on" not in done.stdout
+
+
+def test_a_proof_that_fails_ends_the_demo_with_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def tell(story: Story) -> None:
+        story.place.open().put("left-over", b"x")
+        raise ProofFailedError("the state differs")
+
+    monkeypatch.setattr(Story, "tell", tell)
+    monkeypatch.setattr(stage, "warm_up", lambda: None)
+    with pytest.raises(SystemExit) as caught:
+        stage.run_demo(Settings(ranks=2, resume_ranks=1), f"file://{tmp_path}", keep=False)
+    assert caught.value.code == 1
+    shown = capsys.readouterr()
+    assert "✗ the state differs" in shown.out
+    assert shown.err == "dcp-objstore: the demo failed: the state differs\n"
+    assert list(open_store(f"file://{tmp_path}").list()) == [], "cleaned up all the same"
+
+
+def test_keep_leaves_the_users_objects(tmp_path: Path) -> None:
+    for keep in (True, False):
+        with Place.in_bucket(f"file://{tmp_path}/{keep}", keep=keep) as place:
+            place.open(8).put("object", b"x")
+        left = [meta.key for meta in open_store(f"file://{tmp_path}/{keep}").list()]
+        assert [key.endswith("/step-8/object") for key in left] == ([True] if keep else [])
+
+
+STATE = State(step=8, recorded_loss=3.0, fixed_loss=3.0, digests={"a": "1", "b": "2"})
+
+
+@pytest.mark.parametrize(
+    "loaded",
+    [
+        dataclasses.replace(STATE, digests={"a": "1", "b": "3"}),
+        dataclasses.replace(STATE, digests={"a": "1"}),
+        dataclasses.replace(STATE, digests={"a": "1", "b": "2", "c": "3"}),
+    ],
+)
+def test_states_that_differ_are_not_called_identical(loaded: State) -> None:
+    assert proofs.identical(STATE, STATE)
+    with pytest.raises(ProofFailedError):
+        proofs.identical(STATE, loaded)
+    empty = dataclasses.replace(STATE, digests={})
+    with pytest.raises(ProofFailedError):
+        proofs.identical(empty, empty)
+
+
+def test_losses_that_do_not_go_on_fail_the_proof() -> None:
+    off = dataclasses.replace(STATE, fixed_loss=3.001)
+    assert proofs.same_loss(STATE, STATE)
+    with pytest.raises(ProofFailedError):
+        proofs.same_loss(STATE, off)
+    with pytest.raises(ProofFailedError):
+        proofs.falling(STATE, STATE)
+    assert proofs.same_path({1: 9.0, 2: 2.0}, {2: 2.0001})
+    for resumed in ({2: 2.1}, {}):
+        with pytest.raises(ProofFailedError):
+            proofs.same_path({1: 9.0, 2: 2.0}, resumed)
+
+
+def test_only_a_torn_save_counts_as_torn() -> None:
+    keys = [f"__{rank}_0.{'a' * 24}.distcp" for rank in range(4)]
+    assert proofs.torn(keys[:3], 4, keys[3])
+    for wrong in (keys, keys[:2], [*keys[:3], "_COMMIT"]):
+        with pytest.raises(ProofFailedError):
+            proofs.torn(wrong, 4, keys[3])
+
+
+def test_survivors_without_a_typed_error_fail_the_proof() -> None:
+    assert proofs.ended_cleanly(["RankFailedError"], [], 0)
+    for others, late in ((["RuntimeError: gloo"], 0), ([], 1)):
+        with pytest.raises(ProofFailedError):
+            proofs.ended_cleanly(["RankFailedError"], others, late)
+
+
+def test_digests_see_every_bit_and_every_value() -> None:
+    def state(value: float = 0.0, **more: object) -> dict[str, object]:
+        weights = torch.zeros(4)
+        weights[3] = value
+        return {"model": {"w": weights, "b": torch.tensor(1)}, "groups": [{"lr": 0.1}], **more}
+
+    plain = digest_state(state())
+    assert sorted(plain) == ["groups.0.lr", "model.b", "model.w"]
+    assert digest_state(state(-0.0)) != plain
+    assert digest_state({**state(), "groups": [{"lr": 0.2}]}) != plain
+    reshaped = {**state(), "model": {"w": torch.zeros(2, 2), "b": torch.tensor(1)}}
+    assert digest_state(reshaped)["model.w"] != plain["model.w"]
+
+
+def test_the_model_reads_real_text_and_learns_from_it() -> None:
+    text = read_text()
+    assert b"Python" in bytes(text.to(torch.uint8).tolist())
+    torch.manual_seed(0)
+    model = ByteTransformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = training_batch(text, 0, 2)
+    assert batch.shape == (2, CONTEXT + 1)
+    losses = []
+    for _ in range(4):
+        loss = next_byte_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert model(batch[:1, :5]).shape == (1, 5, 256)
+
+
+def test_no_position_of_the_model_sees_the_bytes_after_it() -> None:
+    model = ByteTransformer().eval()
+    tokens = training_batch(read_text(), 0, 1)[:, :16]
+    changed = tokens.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 256
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(params=[40, 60, 100])
+def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setenv("COLUMNS", str(request.param))
+    return request.param
+
+
+def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
+    terminal = Terminal()
+    printer = Printer(terminal)
+    printer.title("A headline that says what happens in this phase of the whole demo")
+    printer.proof("something was shown that needs more than forty columns to be told")
+    printer.rows.append(
+        Row(
+            phase="save, killed",
+            ranks=8,
+            step=24,
+            total_bytes=2**25,
+            seconds=0.5,
+            proof="what it shows, in words",
+        )
+    )
+    printer.table()
+    lines = re.sub(r"\x1b\[\d+m", "", terminal.getvalue()).splitlines()
+    assert max(map(len, lines)) <= columns
+    table = " ".join(" ".join(lines).split())
+    for cell in ("save, killed", "32.0", "0.062", "what it shows, in words"):
+        assert cell in table
+
+
+def test_a_stream_without_unicode_gets_plain_words() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    printer = Printer(stream)
+    printer.proof("shown")
+    printer.failure("not shown …")
+    assert raw.getvalue().decode() == "  ok shown\n  FAILED not shown ?\n"
