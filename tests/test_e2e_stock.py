@@ -90,6 +90,7 @@ def test_stock_dcp_to_torch_save_converts_ours(downloaded: Path, tmp_path: Path)
     check(state)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is unavailable:UserWarning")
 def test_stock_load_from_keys_reads_ours(downloaded: Path) -> None:
     state = _load_state_dict_from_keys("sharded.even", checkpoint_id=downloaded)
     assert same_bits(flat(state)["sharded.even"], seeded("sharded.even", (16, 8)))
