@@ -65,11 +65,12 @@ def _summary(measured: Rounds, name: str) -> dict[str, float | None]:
     own, raw = measured[name], measured.get(RAW, [])
     extra = [m.extra_mib for m in own if m.extra_mib is not None]
     requests = [m.requests / m.gib_moved for m in own if m.requests is not None]
-    ratios = [m.gib_per_second / r.gib_per_second for m, r in zip(own, raw, strict=False)]
+    pairs = list(zip(own, raw, strict=False))  # of the same round; none without the raw loop
     return {
         "gib_per_second": _median([m.gib_per_second for m in own]),
-        "to_raw": _median(ratios),
+        "to_raw": _median([m.gib_per_second / r.gib_per_second for m, r in pairs]),
         "cpu_seconds_per_gib": _median([m.cpu_seconds / m.gib_moved for m in own]),
+        "cpu_to_raw": _median([m.cpu_seconds / r.cpu_seconds for m, r in pairs]),
         "extra_mib": _median(extra),
         "requests_per_gib": _median(requests),
     }
@@ -96,6 +97,7 @@ def _table(
                 number(row["gib_per_second"]),
                 number(row["to_raw"]),
                 number(row["cpu_seconds_per_gib"]),
+                number(row["cpu_to_raw"]),
                 number(row["extra_mib"], ".0f"),
                 number(row["requests_per_gib"], ".0f"),
             ]
@@ -103,7 +105,7 @@ def _table(
     return Table(
         f"{action} on {target}: {settings.gib:g} GiB in {settings.tensors} tensors, "
         f"medians of {rounds} rounds",
-        ["peer", "GiB/s", "x raw", "CPU-s/GiB", "extra MiB", "requests/GiB"],
+        ["peer", "GiB/s", "x raw", "CPU-s/GiB", "CPU x raw", "extra MiB", "requests/GiB"],
         rows,
         [f"{PEERS[name].label}: {problem}" for name, problem in problems.items()],
     )
