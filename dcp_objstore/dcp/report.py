@@ -100,9 +100,15 @@ def log_load(report: LoadReport) -> None:
     )
 
 
+class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    """tqdm without the thread that it starts, even for a bar that is not shown, to redraw bars."""
+
+    monitor_interval = 0
+
+
 def progress_bar(label: str, total_bytes: int, *, shown: bool) -> tqdm[None]:
     """A byte-counting bar on standard error; shown only where that is a terminal."""
-    return tqdm(
+    return _Bar(
         desc=label,
         total=total_bytes,
         unit="B",
