@@ -62,8 +62,8 @@ def demo(
 
     A language model is trained with FSDP2 on 8 ranks and saved on the way; one rank is killed in
     the middle of a save. The torn checkpoint is invisible; training resumes on 4 ranks from the
-    last committed one, bit for bit; and stock torch reads what was written. Takes one to two
-    minutes on 2 cores.
+    last committed one, bit for bit; and stock torch reads what was written. Takes about a
+    minute on 2 cores.
     """
     with exits():
         from dcp_objstore.cli.demo.stage import run_demo

@@ -83,19 +83,22 @@ def same_path(killed: Mapping[int, float], resumed: Mapping[int, float]) -> str:
     )
 
 
+def ranks_that_wrote(keys: Collection[str]) -> set[int]:
+    """The ranks whose data objects are among these."""
+    return {name.rank for key in keys if (name := parse_data_key(key)) is not None}
+
+
 def torn(keys: Collection[str], ranks: int, held_key: str) -> str:
     """Objects of all ranks but one are there, and no marker."""
     if MARKER_KEY in keys:
         raise ProofFailedError("the save was committed although a rank had not finished it")
     if held_key in keys:
         raise ProofFailedError("the killed rank's object is complete: the kill came too late")
-    names = [name for key in keys if (name := parse_data_key(key)) is not None]
-    done = {name.rank for name in names}
-    if len(done) < ranks - 1:
-        raise ProofFailedError(
-            f"only {len(done)} of {ranks - 1} surviving ranks' objects are there"
-        )
-    return f"the torn save left {counted(len(names), 'data object')} and no {MARKER_KEY} marker"
+    done = len(ranks_that_wrote(keys))
+    if done < ranks - 1:
+        raise ProofFailedError(f"only {done} of {ranks - 1} surviving ranks' objects are there")
+    left = sum(parse_data_key(key) is not None for key in keys)
+    return f"the torn save left {counted(left, 'data object')} and no {MARKER_KEY} marker"
 
 
 def ended_cleanly(typed: Sequence[str], others: Sequence[str], killed_late: int) -> str:
@@ -107,4 +110,4 @@ def ended_cleanly(typed: Sequence[str], others: Sequence[str], killed_late: int)
             f" {killed_late} had to be ended"
         )
     kinds = ", ".join(sorted(set(typed)))
-    return f"each of {counted(len(typed), 'surviving rank')} raised a typed error ({kinds})"
+    return f"typed error ({kinds}) on {len(typed)} of {len(typed)} surviving ranks"

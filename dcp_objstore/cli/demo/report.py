@@ -90,6 +90,10 @@ class Printer:
         """A plain line."""
         self._print(text, "  ")
 
+    def verbatim(self, text: str) -> None:
+        """A line to be copied: not wrapped, not indented."""
+        self._write(text)
+
     def proof(self, text: str) -> None:
         """Something that was checked and holds."""
         self.proofs += 1

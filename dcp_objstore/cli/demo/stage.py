@@ -66,14 +66,14 @@ def _show_what_is_kept(place: Place, printer: Printer) -> None:
         return
     server = place.server
     printer.say("the server runs until Ctrl-C; to look around, in another terminal:")
-    for name, value in (
-        ("AWS_ENDPOINT_URL", server.endpoint_url),
-        ("AWS_ACCESS_KEY_ID", server.access_key),
-        ("AWS_SECRET_ACCESS_KEY", server.secret_key),
-    ):
-        printer.say(f"export {name}={value}")
-    printer.say(f"dcp-objstore ls {place.run_url}")
     try:
+        for name, value in (
+            ("AWS_ENDPOINT_URL", server.endpoint_url),
+            ("AWS_ACCESS_KEY_ID", server.access_key),
+            ("AWS_SECRET_ACCESS_KEY", server.secret_key),
+        ):
+            printer.verbatim(f"export {name}={value}")
+        printer.verbatim(f"dcp-objstore ls {place.run_url}")
         while True:
             signal.pause()
     except KeyboardInterrupt:
