@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 
 from tqdm import tqdm
@@ -104,6 +105,11 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
     """tqdm without the thread that it starts, even for a bar that is not shown, to redraw bars."""
 
     monitor_interval = 0
+
+
+# tqdm's own lock is one of multiprocessing, which a killed rank would leave behind and a helper
+# process would complain about. Our bars are drawn by one process.
+_Bar.set_lock(threading.RLock())
 
 
 def progress_bar(label: str, total_bytes: int, *, shown: bool) -> tqdm[None]:
