@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -34,8 +35,9 @@ _SMALL_BYTES = 64 * 1024
 _GATHERED_BYTES = 1024 * 1024
 
 
-@dataclass(slots=True)
-class Placed:
+# Not tracked by the cyclic collector (there are no cycles): with tens of thousands of tensors the
+# collector's passes over the whole program would cost more than the tensors.
+class Placed(msgspec.Struct, gc=False):
     """Where one item went; offsets are within its object."""
 
     item: WriteItem

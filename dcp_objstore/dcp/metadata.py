@@ -35,7 +35,7 @@ class StoredObject(msgspec.Struct, frozen=True, array_like=True):
     parts: int
 
 
-class StoredItem(msgspec.Struct, frozen=True, array_like=True):
+class StoredItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`WriteResult.storage_data`: where an item went. Pickled between ranks.
 
     The `object` is one instance shared by all its items, so pickle stores it once.
