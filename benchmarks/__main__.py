@@ -37,6 +37,19 @@ _COMPARED = {
 }
 
 
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+def _target(text: str) -> str:
+    if text not in {"sink", "seaweedfs"} and not text.startswith("s3://"):
+        raise argparse.ArgumentTypeError(f"must be sink, seaweedfs or s3://bucket, not {text!r}")
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -49,10 +62,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--target",
             "--url",
+            type=_target,
             default="sink",
             help="sink (default), seaweedfs, or a bucket of your own as s3://bucket[/prefix]",
         )
-        command.add_argument("--rounds", type=int, default=5)
+        command.add_argument("--rounds", type=_positive, default=5)
         command.add_argument(
             "--peers",
             nargs="+",
@@ -62,17 +76,17 @@ def _parser() -> argparse.ArgumentParser:
             help=f"of {', '.join(PEERS)}; default all",
         )
         for field in fields(Settings):
-            kind = float if field.name == "gib" else int
+            kind = float if field.name == "gib" else _positive
             option = f"--{field.name.replace('_', '-')}"
             command.add_argument(option, type=kind, default=field.default)
     command = commands.add_parser("small", help="cost of each small tensor inside write_data")
-    command.add_argument("--tensors", type=int, default=20_000)
-    command.add_argument("--tensor-bytes", type=int, default=1024)
-    command.add_argument("--rounds", type=int, default=5)
+    command.add_argument("--tensors", type=_positive, default=20_000)
+    command.add_argument("--tensor-bytes", type=_positive, default=1024)
+    command.add_argument("--rounds", type=_positive, default=5)
     command = commands.add_parser("startup", help="seconds of the import and of --help")
-    command.add_argument("--rounds", type=int, default=7)
+    command.add_argument("--rounds", type=_positive, default=7)
     command = commands.add_parser("digests", help="GiB/s of XXH3-128, alone and beside Python")
-    command.add_argument("--rounds", type=int, default=5)
+    command.add_argument("--rounds", type=_positive, default=5)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print data, not a table")
     return parser
