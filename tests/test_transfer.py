@@ -41,6 +41,14 @@ def test_no_plan_exceeds_10000_parts_or_the_limits_of_a_part(total_bytes, least)
     assert plan.max_object_size_bytes >= min(total_bytes, 5 * 1024 * 1024 * MIB)
 
 
+def test_large_payloads_go_in_larger_parts_while_there_are_still_many():
+    assert plan_parts(100 * MIB, 16 * MIB).part_size_bytes == 16 * MIB
+    assert plan_parts(1024 * MIB, 16 * MIB).part_size_bytes == 32 * MIB
+    assert plan_parts(100 * 1024 * MIB, 16 * MIB).part_size_bytes == 32 * MIB
+    assert plan_parts(100 * 1024 * MIB, 64 * MIB).part_size_bytes == 64 * MIB
+    assert plan_parts(10 * 1024 * 1024 * MIB, 16 * MIB).part_size_bytes > 500 * MIB
+
+
 spans = st.builds(
     lambda number, start, size: Span(number, start, start + size, None),
     st.integers(0, 2),

@@ -16,6 +16,11 @@ MAX_PARTS = 10_000
 MAX_PART_SIZE_BYTES = 5 * 1024 * MIB
 MAX_OBJECT_SIZE_BYTES = 5 * 1024 * 1024 * MIB
 
+# Up to here parts grow with the payload as long as there are many of them: fewer requests, and
+# measured on loopback a tenth less processor time per byte at 32 than at 16 MiB. Not further: what
+# is in flight has to get through within the request time-out on a slow network too.
+_GROWN_PART_SIZE_BYTES = 32 * MIB
+_MANY_PARTS = 32
 # Planned against fewer parts than allowed: pickled values are only sized when they are written.
 _PLANNED_PARTS = 9_000
 # Buffers handed to the transport. Small enough that progress is seen several times in a large
@@ -42,11 +47,12 @@ class PartPlan:
 def plan_parts(total_bytes: int, least_part_size_bytes: int) -> PartPlan:
     """Choose the part size for `total_bytes` of payload on this rank.
 
-    The part size is the configured one until an object would need more than 9,000 parts; then it
-    grows, in whole MiB, up to 5 GiB.
+    The part size is the configured one; from 32 parts on it grows, in whole MiB, up to 32 MiB, and
+    beyond that only as far as 9,000 parts of an object require, up to 5 GiB.
     """
     object_bytes = min(total_bytes, MAX_OBJECT_SIZE_BYTES)
-    needed = -(-object_bytes // _PLANNED_PARTS)
+    grown = min(object_bytes // _MANY_PARTS, _GROWN_PART_SIZE_BYTES)
+    needed = max(-(-object_bytes // _PLANNED_PARTS), grown)
     part_size = max(least_part_size_bytes, -(-needed // MIB) * MIB)
     part_size = min(part_size, MAX_PART_SIZE_BYTES)
     slice_size = min(part_size, _MAX_SLICE_BYTES) // BLOCK_SIZE_BYTES * BLOCK_SIZE_BYTES
