@@ -13,14 +13,15 @@ MIB = 1024 * 1024
 class TransferConfig:
     """How bytes are moved. The defaults suit a cloud VM and a regional bucket.
 
-    Extra memory of a save from CPU memory: about 2 x `part_size_bytes` (the bytes are sent from
+    Extra memory of a save from CPU memory: about 2 MiB (the bytes are sent from
     the tensors' own memory); from a GPU: `(upload_concurrency + 2) x part_size_bytes`.
     Extra memory of a load: at most `memory_budget_bytes`.
 
     Attributes:
         part_size_bytes: size of one part of a multipart upload; an object of up to this size goes
-            in a single PUT. Grows by itself where an object would need more than 10,000 parts.
-            At least 5 MiB (the S3 minimum). Default 16 MiB.
+            in a single PUT. Grows by itself to 32 MiB for large payloads, and beyond where an
+            object would need more than 10,000 parts. At least 5 MiB (the S3 minimum). Default
+            16 MiB.
         upload_concurrency: parts in flight per rank. Default 8.
         request_size_bytes: the largest ranged GET. Default 8 MiB.
         download_concurrency: ranged GETs in flight per rank. Default 8.
@@ -28,11 +29,16 @@ class TransferConfig:
         hash_threads: threads that compute block digests during a save. Default 2.
         connect_timeout_seconds: time to establish a connection. Default 10.
         request_timeout_seconds: deadline for one request with its body; for an upload this must
-            allow one part at the slowest rate that you accept. Default 150 (16 MiB at 110 KiB/s).
+            allow one part at the slowest rate that you accept. Default 150 (32 MiB at 220 KiB/s,
+            in each of the `upload_concurrency` connections).
         stall_timeout_seconds: a transfer in which no part completes for this long fails with
             `TransferStalledError`. Default 180.
         max_retries: retries of one request, with jittered exponential backoff. Default 10.
         retry_timeout_seconds: no retry starts later than this after the first try. Default 180.
+        peer_timeout_seconds: how long a rank waits for the others in a process group that we make
+            (`async_save`; `save` and `load` where the default group is NCCL alone), which bounds
+            the wait for a rank that hangs. It must allow the slowest rank's whole upload to end
+            after the fastest one's. Elsewhere the group's own time-out holds. Default 1800.
 
     Raises:
         ConfigError: a value is out of its bounds.
@@ -49,6 +55,7 @@ class TransferConfig:
     stall_timeout_seconds: float = 180.0
     max_retries: int = 10
     retry_timeout_seconds: float = 180.0
+    peer_timeout_seconds: float = 1800.0
 
     def __post_init__(self) -> None:
         """Check every bound once, here."""
@@ -64,6 +71,7 @@ class TransferConfig:
             "stall_timeout_seconds": 0.001,
             "max_retries": 0,
             "retry_timeout_seconds": 0,
+            "peer_timeout_seconds": 0.001,
         }
         for name, bound in least.items():
             value = getattr(self, name)

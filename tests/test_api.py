@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -134,6 +135,121 @@ def test_when_a_rank_dies_the_others_raise_a_typed_error_and_nothing_is_visible(
         dos.load({"w": torch.zeros(4)}, bucket.at("step-1"), storage_options=bucket.storage_options)
 
 
+class BreaksOnLoad:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: Any) -> None:
+        if self.rank == 1:
+            raise KeyError("not mine")
+
+
+def load_breaks_on_one(rank: int, world: int, url: str, options: Options) -> None:
+    dos.load({"own": BreaksOnLoad(rank)}, url, storage_options=options)
+
+
+@pytest.mark.backends("seaweed")
+def test_an_object_that_refuses_its_state_on_one_rank_fails_the_load_on_all(
+    bucket: Bucket,
+) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    dos.save({"own": BreaksOnLoad(0)}, url, storage_options=options)
+    for outcome in try_ranks(3, load_breaks_on_one, url, options):
+        assert type(outcome.error) is dos.RankFailedError, outcome
+        assert outcome.error.rank == 1
+        assert "KeyError" in str(outcome.error)
+
+
+def save_to_own_url(rank: int, world: int, url: str, options: Options) -> None:
+    dos.save({f"w{rank}": torch.ones(4)}, f"{url}-{rank // 2}", storage_options=options)
+
+
+def load_own_url(rank: int, world: int, url: str, options: Options) -> None:
+    dos.load({"w": torch.zeros(1)}, f"{url}-{rank // 2}", storage_options=options)
+
+
+@pytest.mark.backends("seaweed")
+def test_ranks_with_different_urls_are_refused_before_a_byte_moves(bucket: Bucket) -> None:
+    url, options = bucket.at("step"), bucket.storage_options
+    for outcome in try_ranks(3, save_to_own_url, url, options):
+        assert type(outcome.error) is dos.InvalidUrlError, outcome
+        assert f"rank 0 has {url}-0 and rank 2 {url}-1" in str(outcome.error)
+    assert bucket.keys("step-0") == bucket.keys("step-1") == []
+    for number in range(2):
+        dos.save({"w": torch.ones(1)}, f"{url}-{number}", storage_options=options)
+    for outcome in try_ranks(3, load_own_url, url, options):
+        assert type(outcome.error) is dos.InvalidUrlError, outcome
+
+
+def load_while_it_is_replaced(rank: int, world: int, url: str, options: Options) -> list[float]:
+    read_metadata = dos.ObjectStoreReader.read_metadata
+
+    def late(reader: dos.ObjectStoreReader, *args: Any, **kwargs: Any) -> Any:
+        if rank == 0:
+            opened = read_metadata(reader, *args, **kwargs)
+            dist.barrier()
+            return opened
+        dist.barrier()  # rank 0 has opened the old one
+        alone = ["-c", _REPLACE, url, json.dumps(dict(options))]
+        subprocess.run([sys.executable, *alone], check=True, timeout=60)
+        return read_metadata(reader, *args, **kwargs)
+
+    dos.ObjectStoreReader.read_metadata = late  # type: ignore[method-assign]
+    state = {"w": torch.zeros(2)}
+    try:
+        dos.load(state, url, storage_options=options)
+    finally:
+        dos.ObjectStoreReader.read_metadata = read_metadata  # type: ignore[method-assign]
+        assert state["w"].tolist() == [0.0, 0.0]
+    return state["w"].tolist()
+
+
+_REPLACE = """
+import json, sys, torch, dcp_objstore as dos
+dos.save({"w": torch.full((2,), 2.0)}, sys.argv[1], overwrite=True,
+         storage_options=json.loads(sys.argv[2]))
+"""
+
+
+@pytest.mark.backends("seaweed")
+def test_ranks_never_load_one_half_of_each_of_two_checkpoints(bucket: Bucket) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    dos.save({"w": torch.ones(2)}, url, storage_options=options)
+    for outcome in try_ranks(2, load_while_it_is_replaced, url, options):
+        assert type(outcome.error) is dos.CheckpointGoneError, outcome
+
+
+def in_a_subgroup(rank: int, world: int, url: str, options: Options) -> Any:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    report = dos.save(
+        {f"w{rank}": torch.ones(2)}, url, storage_options=options, process_group=group
+    )
+    assert dos.load({f"w{rank}": torch.zeros(2)}, url, process_group=group, storage_options=options)
+    handle = dos.async_save(
+        {f"w{rank}": torch.ones(2)}, url + "b", storage_options=options, process_group=group
+    )
+    assert handle.result(60).objects == 2
+    state = {"w": torch.ones(2), "bad": threading.Lock() if rank == 2 else 1}
+    try:
+        dos.save(state, url + "c", storage_options=options, process_group=group)
+    except dos.RankFailedError as error:
+        return report.objects, error.rank
+    return None
+
+
+@pytest.mark.backends("seaweed")
+def test_some_of_the_ranks_can_save_alone_and_errors_name_them_as_the_user_does(
+    bucket: Bucket,
+) -> None:
+    outcomes = run_ranks(3, in_a_subgroup, bucket.at("step"), bucket.storage_options)
+    assert outcomes == [None, (2, 2), (2, 2)]
+
+
 def load_wrong(rank: int, world: int, url: str, options: Options) -> None:
     key = "w" if rank != 2 else "weigth"
     dos.load({key: torch.zeros(4)}, url, storage_options=options)
@@ -162,6 +278,54 @@ def test_wrong_shapes_and_kinds_are_all_listed_and_nothing_is_changed() -> None:
     assert torch.equal(state["a"], torch.zeros(3))
 
 
+def test_a_key_that_was_saved_as_several_is_answered_with_those() -> None:
+    url = memory_url()
+    dos.save({"log": [{"loss": 1.0}]}, url)
+    with pytest.raises(dos.StateMismatchError, match=r"1 key:\n  log: .*nearest: log\.0\.loss"):
+        dos.load({"log": []}, url)
+
+
+def partly_trained(steps: int) -> dict[str, Any]:
+    torch.manual_seed(steps)
+    model = nn.ModuleDict({"used": nn.Linear(3, 3), "unused": nn.Linear(3, 3)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model["used"](torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"train": {"model": model, "optimizers": [optimizer]}}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_parameter_that_never_got_a_gradient_does_not_keep_a_checkpoint_from_loading(
+    caplog: pytest.LogCaptureFixture, steps: int
+) -> None:
+    url = memory_url()
+    dos.save(partly_trained(5), url)
+    state = partly_trained(steps)
+    dos.load(state, url)
+    counts = [float(s["step"]) for s in state["train"]["optimizers"][0].state.values()]
+    assert counts == [5.0, 5.0]
+    assert "no optimizer state for 2 parameters" in caplog.text
+    assert "unused.weight" in caplog.text
+
+
+def test_optimizer_state_is_not_left_out_for_a_parameter_that_the_checkpoint_lacks() -> None:
+    url = memory_url()
+    saved = partly_trained(2)
+    saved["train"]["model"] = nn.ModuleDict({"other": saved["train"]["model"]})
+    dos.save(saved, url)
+    with pytest.raises(dos.StateMismatchError, match=r"optimizers\.0\.state\.used\.weight"):
+        dos.load(partly_trained(0), url)
+
+
+def test_a_load_that_fails_leaves_a_fresh_optimizer_fresh() -> None:
+    state = partly_trained(0)
+    with pytest.raises(dos.CheckpointNotFoundError):
+        dos.load(state, memory_url())
+    assert not state["train"]["optimizers"][0].state
+
+
 def test_a_state_may_ask_for_less_than_was_saved() -> None:
     url = memory_url()
     dos.save({"model": {"a": torch.ones(4), "b": torch.ones(2)}, "step": 3}, url)
@@ -172,8 +336,8 @@ def test_a_state_may_ask_for_less_than_was_saved() -> None:
 
 
 def test_the_checkpoint_is_named_by_a_str_not_by_a_path() -> None:
-    for wrong in (Path("s3://bucket/x"), None, 5):
-        with pytest.raises(dos.DcpObjstoreError):
+    for wrong in (Path("s3://bucket/x"), 5):
+        with pytest.raises(dos.InvalidUrlError, match="must be a str"):
             dos.save({"a": torch.ones(1)}, wrong)  # type: ignore[arg-type]
 
 
@@ -251,6 +415,86 @@ def test_an_unseen_error_of_a_background_save_is_raised_by_the_next_one_once(
     dos.async_save({"t": torch.ones(1)}, memory_url()).result(30)
     with pytest.raises(dos.CheckpointExistsError):
         handle.result()
+
+
+def errors_seen_on_rank_0_only(rank: int, world: int, url: str, options: Options) -> list[str]:
+    state = {"w": torch.ones(2)}
+    dos.save(state, url, storage_options=options)
+    failed = dos.async_save(state, url, storage_options=options)
+    if rank == 0:
+        assert isinstance(failed.exception(60), dos.CheckpointExistsError)
+    seen = []
+    try:
+        dos.async_save(state, url + "b", storage_options=options)
+    except dos.CheckpointExistsError:
+        seen.append("told")
+    seen.append(dos.async_save(state, url + "c", storage_options=options).result(60).url[-1])
+    return seen
+
+
+@pytest.mark.backends("seaweed")
+def test_an_error_that_some_ranks_have_not_seen_is_raised_by_the_next_save_on_all(
+    bucket: Bucket,
+) -> None:
+    results = run_ranks(3, errors_seen_on_rank_0_only, bucket.at("s"), bucket.storage_options)
+    assert results == [["told", "c"]] * 3
+
+
+def busy_on_one(rank: int, world: int, url: str, options: Options) -> str:
+    gate = threading.Event()
+    run_save = async_api.run_save
+
+    def held(*args: Any) -> Any:
+        report = run_save(*args)
+        assert rank == 0 or gate.wait(30)
+        return report
+
+    async_api.run_save = held
+    try:
+        state = {"w": torch.ones(2)}
+        first = dos.async_save(state, url, storage_options=options)
+        if rank == 0:
+            first.result(30)
+        dist.barrier()  # ended on rank 0, not on the others
+        with pytest.raises(dos.SaveInProgressError):
+            dos.async_save(state, url + "b", storage_options=options, on_busy="refuse")
+        gate.set()
+        first.result(30)
+        dist.barrier()
+        second = dos.async_save(state, url + "b", storage_options=options, on_busy="refuse")
+        return second.result(30).url
+    finally:
+        gate.set()
+        async_api.run_save = run_save
+
+
+@pytest.mark.backends("seaweed")
+def test_a_save_is_refused_on_all_ranks_while_any_rank_is_busy(bucket: Bucket) -> None:
+    results = run_ranks(3, busy_on_one, bucket.at("s"), bucket.storage_options)
+    assert results == [bucket.at("sb")] * 3
+
+
+def late_peer(rank: int, world: int, url: str, options: Options) -> None:
+    config = dos.TransferConfig(peer_timeout_seconds=1)
+    state = {"w": torch.ones(2)}
+    dos.async_save(state, url, storage_options=options, config=config).result(30)
+    try:
+        if rank == 0:
+            dos.async_save(state, url + "b", storage_options=options, config=config)
+    finally:
+        dist.barrier()  # rank 1 stays away until rank 0 has given up
+
+
+@pytest.mark.backends("seaweed")
+def test_the_wait_for_a_rank_that_does_not_come_is_bounded_by_the_config(bucket: Bucket) -> None:
+    outcomes = try_ranks(2, late_peer, bucket.at("s"), bucket.storage_options)
+    assert type(outcomes[0].error) is dos.RankFailedError, outcomes[0]
+    assert not outcomes[1].failed
+
+
+def test_a_wrong_word_for_a_busy_writer_is_refused() -> None:
+    with pytest.raises(dos.ConfigError, match="on_busy"):
+        dos.async_save({"t": torch.ones(1)}, memory_url(), on_busy="skip")  # type: ignore[arg-type]
 
 
 def background_beside_training(rank: int, world: int, url: str, options: Options) -> list[float]:

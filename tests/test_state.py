@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 
-from dcp_objstore.dcp.state import restore, to_state_dict
+from dcp_objstore.dcp.state import ConvertedState
 from dcp_objstore.errors import StateMismatchError
+
+
+def to_state_dict(state):
+    return ConvertedState(state, loading=False).state_dict
+
+
+def restore(state, saved, without_state=()) -> None:
+    converted = ConvertedState(state, loading=True)
+    converted.state_dict = saved
+    converted.restore(without_state)
 
 
 def trained(steps: int, seed: int = 0) -> dict[str, object]:
@@ -57,6 +69,59 @@ def test_training_goes_on_exactly_where_it_was_saved():
     assert [advance(before) for _ in range(4)] == [advance(after) for _ in range(4)]
 
 
+def test_a_fresh_optimizer_that_holds_gradients_is_restored_and_keeps_them():
+    before = trained(3)
+    saved = copied(to_state_dict(before))
+    after = trained(0, seed=1)
+    after["model"](torch.ones(3, 4)).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in after["model"].parameters()]
+    restore(after, saved)
+    assert [float(s["step"]) for s in after["optimizer"].state.values()] == [3.0] * 6
+    kept = [parameter.grad for parameter in after["model"].parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(kept, gradients, strict=True))
+
+
+def test_a_save_before_the_first_step_does_not_change_the_training_nor_does_loading_it():
+    expected = trained(3)["model"][0].weight
+    touched = trained(0)
+    saved = copied(to_state_dict(touched))
+    assert not touched["optimizer"].state
+    resumed = trained(0, seed=1)
+    restore(resumed, saved)
+    for state in (touched, resumed):
+        for _ in range(3):
+            advance(state)
+        assert torch.equal(state["model"][0].weight, expected)
+
+
+def test_after_a_load_that_failed_an_optimizer_is_as_fresh_as_before():
+    state = trained(0)
+    converted = ConvertedState(state, loading=True)
+    assert state["optimizer"].state
+    converted.undo()
+    assert not state["optimizer"].state
+
+
+def test_state_is_restored_for_parameters_that_had_none_while_others_had():
+    saved = copied(to_state_dict(trained(5)))
+    state = trained(2)
+    del state["optimizer"].state[state["model"][2].bias]
+    before = dict(state["optimizer"].state)
+    failed = ConvertedState(state, loading=True)
+    failed.undo()
+    assert dict(state["optimizer"].state) == before
+    restore(state, saved)
+    assert [float(s["step"]) for s in state["optimizer"].state.values()] == [5.0] * 6
+
+
+def test_a_parameter_that_was_saved_without_optimizer_state_is_left_without():
+    saved = copied(to_state_dict(trained(2)))
+    state = trained(0)
+    restore(state, saved, {(("optimizer",), "2.bias")})
+    assert state["model"][2].bias not in state["optimizer"].state
+    assert float(state["optimizer"].state[state["model"][2].weight]["step"]) == 2.0
+
+
 def test_optimizer_state_is_keyed_by_parameter_name_not_by_position():
     saved = to_state_dict(trained(1))
     assert "0.weight" in saved["optimizer"]["state"]
@@ -82,6 +147,30 @@ def test_values_deep_in_dicts_and_lists_are_converted_and_replaced():
     assert state["a"]["b"][2]["c"] == "y"
     assert state["a"]["b"][1] is inner
     assert inner.bias.tolist() == [5.0, 5.0]
+
+
+def test_a_list_of_plain_values_comes_back_with_the_length_it_was_saved_with():
+    losses: list[float] = []
+    state = {"losses": losses, "nested": {"seen": [9, 9, 9]}}
+    restore(state, {"losses": [0.5, 0.25], "nested": {"seen": [[1], None]}})
+    assert losses == [0.5, 0.25]
+    assert state["losses"] is losses
+    assert state["nested"]["seen"] == [[1], None]
+
+
+def test_keys_that_are_no_str_and_types_of_dicts_come_back():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    saved = to_state_dict({"scheduler": scheduler, "by_layer": {3: "x"}})
+    assert saved["scheduler"]["milestones"] == {"2": 1, "4": 1}
+    assert saved["by_layer"] == {"3": "x"}
+    saved["scheduler"]["milestones"]["2"] = 5
+    state = {"scheduler": scheduler, "by_layer": {3: "y"}}
+    restore(state, saved)
+    assert scheduler.milestones == Counter({2: 5, 4: 1})
+    assert isinstance(scheduler.milestones, Counter)
+    assert state["by_layer"] == {3: "x"}
 
 
 def test_several_optimizers_find_each_its_own_module():
@@ -119,7 +208,7 @@ def test_frozen_and_shared_parameters_are_saved_and_restored():
     assert not torch.equal(model["a"].bias, torch.full((3,), 3.0))
 
 
-class Counter:
+class Odometer:
     """Stateful by its two methods alone."""
 
     def __init__(self) -> None:
@@ -133,7 +222,7 @@ class Counter:
 
 
 def test_anything_with_the_two_methods_is_restored_in_place():
-    counter = Counter()
+    counter = Odometer()
     state = {"nested": {"counter": counter}}
     restore(state, {"nested": {"counter": {"count": 4}}})
     assert state["nested"]["counter"] is counter
@@ -154,3 +243,26 @@ def test_an_optimizer_without_its_module_says_what_to_pass():
 def test_a_bare_module_is_refused_with_the_way_to_pass_it():
     with pytest.raises(StateMismatchError, match="'model'"):
         to_state_dict(nn.Linear(2, 2))
+
+
+def test_what_could_not_be_loaded_again_is_refused_before_it_is_saved():
+    model = nn.Linear(2, 2)
+    with pytest.raises(StateMismatchError, match="tuple") as caught:
+        to_state_dict({"models": (1, {"m": model})})
+    assert caught.value.key == "models"
+    groups = [{"params": model.parameters()}, {"params": []}, {"params": []}]
+    with pytest.raises(StateMismatchError, match="several parameter groups without") as caught:
+        to_state_dict({"model": model, "optimizer": torch.optim.SGD(groups)})
+    assert caught.value.key == "optimizer"
+    with pytest.raises(StateMismatchError, match="must be str"):
+        to_state_dict({1: model})
+
+
+def test_a_module_without_parameters_and_an_empty_parameter_group_are_fine():
+    model = nn.Linear(2, 2)
+    groups = [{"params": model.parameters()}, {"params": [], "lr": 0.5}]
+    state = {"act": nn.ReLU(), "model": model, "optimizer": torch.optim.SGD(groups, lr=0.1)}
+    saved = copied(to_state_dict(state))
+    state["optimizer"].param_groups[1]["lr"] = 9.0
+    restore(state, saved)
+    assert [group["lr"] for group in state["optimizer"].param_groups] == [0.1, 0.5]

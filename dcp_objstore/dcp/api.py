@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
-from dcp_objstore.dcp.failures import typed_failures
+from dcp_objstore.dcp.failures import agree, typed_failures
 from dcp_objstore.dcp.groups import current_rank, sync_group
 from dcp_objstore.dcp.planner import AgreeingLoadPlanner, AgreeingSavePlanner
 from dcp_objstore.dcp.plugin import plugin_errors
 from dcp_objstore.dcp.reader import ObjectStoreReader
-from dcp_objstore.dcp.state import restore, to_state_dict
+from dcp_objstore.dcp.report import logger
+from dcp_objstore.dcp.state import ConvertedState, Place
 from dcp_objstore.dcp.writer import ObjectStoreWriter
 from dcp_objstore.errors import DcpObjstoreError
 
@@ -56,7 +57,8 @@ def save(
     Raises:
         DcpObjstoreError: that of the lowest rank that failed; see `ObjectStoreWriter` for which.
         RankFailedError: a rank failed otherwise, or died. When a rank dies the others notice
-            when its connections close; when it hangs, after the process group's time-out.
+            when its connections close; when it hangs, after the process group's time-out (that
+            given to `init_process_group`; see also `TransferConfig.peer_timeout_seconds`).
     """
     writer = ObjectStoreWriter(
         url,
@@ -67,19 +69,20 @@ def save(
         allow_unfenced=allow_unfenced,
         user_metadata=user_metadata,
     )
-    state_dict, failed = prepare(state)
-    return run_save(writer, state_dict, failed, sync_group(process_group))
+    converted, failed = convert(state, loading=False)
+    state_dict = {} if converted is None else converted.state_dict
+    return run_save(writer, state_dict, failed, sync_group(process_group, config))
 
 
-def prepare(
-    state: Mapping[str, Any],
-) -> tuple[dict[str, Any], DcpObjstoreError | None]:
-    """The state dict; or the error, to be raised where all ranks hear of it."""
+def convert(
+    state: Mapping[str, Any], *, loading: bool
+) -> tuple[ConvertedState | None, DcpObjstoreError | None]:
+    """The state in DCP's terms; or the error, to be raised where all ranks hear of it."""
     try:
         with plugin_errors(current_rank(), None):
-            return to_state_dict(state), None
+            return ConvertedState(state, loading=loading), None
     except DcpObjstoreError as error:
-        return {}, error
+        return None, error
 
 
 def run_save(
@@ -90,11 +93,11 @@ def run_save(
 ) -> SaveReport:
     """`dcp.save` with one typed error for all ranks and the coordinator's report for each."""
     url = str(writer.checkpoint_id)
-    with typed_failures(url, current_rank()), single_process_is_fine():
+    with typed_failures(url, group), single_process_is_fine():
         state_dict_saver.save(
             state_dict,
             storage_writer=writer,
-            planner=AgreeingSavePlanner(failed),
+            planner=AgreeingSavePlanner(url, failed),
             process_group=group,
         )
         return _from_coordinator(writer.last_save, group)
@@ -123,7 +126,9 @@ def load(
     """Load a checkpoint into a state, in place, with any number of ranks or in one process.
 
     Modules, optimizers and Stateful objects are restored in place, tensors are filled, and plain
-    values are replaced in `state`. The state may ask for less than the checkpoint has.
+    values are replaced in `state`. The state may ask for less than the checkpoint has. Where it has
+    a parameter but no optimizer state for it (it was frozen or never used), the optimizer is left
+    without state for it as well, and a warning is logged.
 
     Args:
         state: as for `save`; its shapes and keys say what is read.
@@ -149,17 +154,53 @@ def load(
         verify=verify,
         trust_pickle=trust_pickle,
     )
-    state_dict, failed = prepare(state)
-    with typed_failures(str(reader.checkpoint_id), current_rank()), single_process_is_fine():
+    converted, failed = convert(state, loading=True)
+    try:
+        return _run_load(reader, converted, failed, sync_group(process_group, config))
+    except BaseException:
+        if converted is not None:
+            converted.undo()
+        raise
+
+
+def _run_load(
+    reader: ObjectStoreReader,
+    converted: ConvertedState | None,
+    failed: DcpObjstoreError | None,
+    group: dist.ProcessGroup | None,
+) -> LoadReport:
+    """`dcp.load` and the way back into the user's state, with one typed error for all ranks."""
+    url = str(reader.checkpoint_id)
+    state_dict, optimizers = (
+        ({}, {}) if converted is None else (converted.state_dict, converted.optimizers)
+    )
+    planner = AgreeingLoadPlanner(url, failed, optimizers)
+    with typed_failures(url, group), single_process_is_fine():
         state_dict_loader.load(
-            state_dict,
-            storage_reader=reader,
-            planner=AgreeingLoadPlanner(failed),
-            process_group=sync_group(process_group),
+            state_dict, storage_reader=reader, planner=planner, process_group=group
         )
-    restore(state, state_dict)
+    try:
+        assert converted is not None
+        with plugin_errors(current_rank(), url):
+            converted.restore(planner.without_state)
+    except DcpObjstoreError as error:
+        failed = error
+    agree(failed, url, group)
+    _tell_of_missing_state(url, planner.without_state)
     assert reader.last_load is not None
     return reader.last_load
+
+
+def _tell_of_missing_state(url: str, without_state: Collection[tuple[Place, str]]) -> None:
+    if without_state and not current_rank():
+        first = ", ".join(name for _, name in sorted(without_state)[:5])
+        logger.warning(
+            "%s has no optimizer state for %d parameters, which go on without (%s%s)",
+            url,
+            len(without_state),
+            first,
+            ", ..." if len(without_state) > 5 else "",
+        )
 
 
 @contextlib.contextmanager

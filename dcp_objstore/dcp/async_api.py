@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from dcp_objstore.dcp.api import prepare, run_save
-from dcp_objstore.dcp.groups import background_group, current_rank
+from dcp_objstore.dcp.api import convert, run_save
+from dcp_objstore.dcp.failures import agree, typed_failures
+from dcp_objstore.dcp.groups import current_rank, own_group
 from dcp_objstore.dcp.plugin import plugin_errors
 from dcp_objstore.dcp.report import SaveReport, logger
 from dcp_objstore.dcp.writer import ObjectStoreWriter
-from dcp_objstore.errors import DcpObjstoreError, SaveInProgressError
+from dcp_objstore.errors import (
+    ConfigError,
+    DcpObjstoreError,
+    RankFailedError,
+    SaveInProgressError,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -109,8 +115,8 @@ def async_save(
     """Copy the state to host memory, return, and save the copy in the background.
 
     Called by every rank. The copy takes as much host memory as this rank's shards, kept for the
-    next save (pinned where there is a GPU). Collectives of the save run in a gloo group of their
-    own, made at the first call.
+    next save (pinned where there is a GPU). Collectives of the save run in gloo groups of their
+    own, made at the first call; the ranks begin a save, or refuse it, together.
 
     Args:
         on_busy: what to do while an earlier save is under way: "wait" for it (default), or
@@ -121,9 +127,12 @@ def async_save(
 
     Raises:
         SaveInProgressError: see `on_busy`.
-        DcpObjstoreError: the earlier save failed and nobody has asked for its result; this one
-            was not begun. Also wrong arguments.
+        DcpObjstoreError: the earlier save failed and on some rank nobody has asked for its result;
+            this one was not begun. Also wrong arguments.
+        RankFailedError: a rank died, or did not call within `config.peer_timeout_seconds`.
     """
+    if on_busy not in ("wait", "refuse"):
+        raise ConfigError(f"on_busy must be 'wait' or 'refuse', got {on_busy!r}")
     writer = ObjectStoreWriter(
         url,
         overwrite=overwrite,
@@ -134,37 +143,69 @@ def async_save(
         user_metadata=user_metadata,
     )
     handle = AsyncSaveHandle(str(writer.checkpoint_id))
-    _take_turn(handle, on_busy)
+    with typed_failures(handle.url, process_group):
+        # Two: collectives of this thread and of the one that saves must not meet in one group.
+        calls = own_group("async_save calls", process_group, config)
+        saves = own_group("async_save saves", process_group, config)
+    _take_turn(handle, on_busy, calls)
     try:
-        group = background_group(process_group)
-        state_dict, failed = prepare(state)
-        if failed is None:
-            state_dict, failed = _stage(state_dict)
+        converted, failed = convert(state, loading=False)
+        state_dict: dict[str, Any] = {}
+        if converted is not None:
+            state_dict, failed = _stage(converted.state_dict)
     except BaseException:
         handle._ended.set()
         raise
     # No daemon: the interpreter waits for it at its end, so that the last save is not lost.
     threading.Thread(
         target=handle._run,
-        args=(lambda: run_save(writer, state_dict, failed, group),),
+        args=(lambda: run_save(writer, state_dict, failed, saves),),
         name="dcp_objstore-async-save",
     ).start()
     return handle
 
 
-def _take_turn(handle: AsyncSaveHandle, on_busy: Literal["wait", "refuse"]) -> None:
-    """Wait for the earlier save, raise its unseen error, and make `handle` the latest."""
+def _take_turn(
+    handle: AsyncSaveHandle, on_busy: Literal["wait", "refuse"], group: dist.ProcessGroup | None
+) -> None:
+    """Make `handle` the latest save; or raise, on every rank if on any.
+
+    Ranks see the end of the earlier save at different times, and its result may have been asked
+    for on some only. A rank that refused alone would leave the others in the collectives of the
+    new save.
+    """
     global _latest  # noqa: PLW0603 - one save at a time in a process
-    with _lock:
+    while True:
         earlier = _latest
-        if earlier is not None:
-            if on_busy == "refuse" and not earlier.done():
-                raise SaveInProgressError(f"{earlier.url} is still being saved", url=handle.url)
-            seen = earlier._error_seen
-            error = earlier.exception()
-            if error is not None and not seen:
-                raise error
-        _latest = handle
+        if earlier is not None and on_busy == "wait":
+            earlier._ended.wait()
+        try:
+            agree(_objection(earlier, handle.url), handle.url, group)
+        except SaveInProgressError:
+            raise
+        except DcpObjstoreError:
+            if earlier is not None:
+                earlier._error_seen = True
+            raise
+        with _lock:
+            if _latest is earlier:
+                _latest = handle
+                return
+
+
+def _objection(earlier: AsyncSaveHandle | None, url: str) -> DcpObjstoreError | None:
+    """Why this rank cannot begin another save now."""
+    if earlier is None:
+        return None
+    if not earlier.done():
+        return SaveInProgressError(f"{earlier.url} is still being saved", url=url)
+    if earlier._error is None or earlier._error_seen:
+        return None
+    if isinstance(earlier._error, DcpObjstoreError):
+        return earlier._error
+    return RankFailedError(
+        f"{type(earlier._error).__name__}: {earlier._error}", current_rank(), url=earlier.url
+    )
 
 
 def _stage(state_dict: dict[str, Any]) -> tuple[dict[str, Any], DcpObjstoreError | None]:

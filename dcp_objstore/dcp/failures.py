@@ -1,4 +1,4 @@
-"""One error for a failure that DCP reports for several ranks, the same on every rank."""
+"""One error for a failure on any rank, the same on every rank."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import contextlib
 from collections.abc import Iterator
 from typing import NoReturn
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dcp_objstore.dcp.groups import current_rank
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError
 
 
 @contextlib.contextmanager
-def typed_failures(url: str, rank: int | None) -> Iterator[None]:
-    """Turn what a DCP call raises into one of our errors.
+def typed_failures(url: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Turn what a DCP call or a collective raises into one of our errors.
+
+    Args:
+        url: the checkpoint.
+        group: the ranks that take part; None for all.
 
     Raises:
-        DcpObjstoreError: that of the lowest rank that failed, with its rank; other failures are
-            listed in its text.
+        DcpObjstoreError: that of the lowest rank that failed, with its (global) rank; other
+            failures are listed in its text.
         RankFailedError: the lowest rank failed with an error that is not ours, or the process
             group broke because a rank died or did not answer within the group's time-out.
         KeyboardInterrupt, SystemExit: on the rank where it came up.
@@ -25,7 +31,9 @@ def typed_failures(url: str, rank: int | None) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        _raise_one(error, url, rank)
+        # DCP numbers the ranks within the group.
+        failures = {_global(n, group): pair[0] for n, pair in sorted(error.failures.items())}
+        _raise_lowest(failures, url)
     except DcpObjstoreError:
         raise
     except RuntimeError as error:
@@ -34,14 +42,40 @@ def typed_failures(url: str, rank: int | None) -> Iterator[None]:
         raise RankFailedError(
             "the ranks lost each other: one has died, or did not answer within the process"
             f" group's time-out. Nothing was committed by this rank ({error})",
-            rank=rank,
+            rank=current_rank(),
             url=url,
         ) from error
 
 
-def _raise_one(error: CheckpointException, url: str, rank: int | None) -> NoReturn:
-    failures = {number: pair[0] for number, pair in sorted(error.failures.items())}
-    own = failures.get(rank or 0)
+def agree(own: DcpObjstoreError | None, url: str, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank if any rank has an error. A collective of the group's ranks.
+
+    Raises:
+        As `typed_failures`.
+    """
+    if current_rank() is None:
+        if own is not None:
+            raise own
+        return
+    with typed_failures(url, group):
+        found: list[DcpObjstoreError | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, own, group=group)
+        failures: dict[int, BaseException] = {
+            _global(number, group): error for number, error in enumerate(found) if error is not None
+        }
+        if failures:
+            _raise_lowest(failures, url)
+
+
+def _global(number: int, group: dist.ProcessGroup | None) -> int:
+    """The global rank of a rank numbered within the group."""
+    if current_rank() is None or group is None:
+        return number
+    return dist.get_global_rank(group, number)
+
+
+def _raise_lowest(failures: dict[int, BaseException], url: str) -> NoReturn:
+    own = failures.get(current_rank() or 0)
     if own is not None and not isinstance(own, Exception):
         raise own  # Ctrl-C here; the other ranks are told of it below
     first, cause = next(iter(failures.items()))
@@ -53,5 +87,6 @@ def _raise_one(error: CheckpointException, url: str, rank: int | None) -> NoRetu
     suffix = f" (also failed: {', '.join(others)})" if others else ""
     if isinstance(cause, DcpObjstoreError):
         cause.message += suffix
-        raise cause.at(rank=first, url=url) from None
+        cause.rank = first  # it may have been filled in with the rank within the group
+        raise cause.at(url=url) from None
     raise RankFailedError(f"{type(cause).__name__}: {cause}{suffix}", rank=first, url=url) from None

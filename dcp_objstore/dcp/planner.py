@@ -2,29 +2,46 @@
 
 A planner runs inside DCP's collectives, so what it raises is raised on all ranks. That is why a
 failure to prepare the state on one rank is handed to the planner (`failed=`) instead of being
-raised at once: the other ranks would wait in the collective for a rank that never comes.
+raised at once: the other ranks would wait in the collective for a rank that never comes. For the
+same reason the plans carry what must be the same on every rank: the coordinator compares it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import heapq
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
-from dcp_objstore.errors import DcpObjstoreError, StateMismatchError
+from dcp_objstore.dcp.state import Place
+from dcp_objstore.errors import (
+    CheckpointGoneError,
+    DcpObjstoreError,
+    InvalidUrlError,
+    StateMismatchError,
+)
 
 _SHOWN = 10
+# Comparing two names takes some 50 microseconds, so only the likely ones are compared.
+_COMPARED = 200
 
 
 class AgreeingSavePlanner(DefaultSavePlanner):
-    """Raises `failed` on every rank, if it is given on any."""
+    """Refuses ranks that save to different URLs, before a byte is uploaded.
 
-    def __init__(self, failed: DcpObjstoreError | None = None) -> None:
+    Raises `failed` on every rank, if it is given on any.
+    """
+
+    def __init__(self, url: str, failed: DcpObjstoreError | None = None) -> None:
         super().__init__()
+        self._url = url
         self._failed = failed
 
     def set_up_planner(
@@ -38,16 +55,47 @@ class AgreeingSavePlanner(DefaultSavePlanner):
             raise self._failed
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
+    def create_local_plan(self) -> SavePlan:
+        """See `DefaultSavePlanner`."""
+        return dataclasses.replace(super().create_local_plan(), storage_data=self._url)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """See `DefaultSavePlanner`.
+
+        Raises:
+            InvalidUrlError: the ranks save to different URLs.
+        """
+        _same_url([plan.storage_data for plan in all_plans])
+        return super().create_global_plan(all_plans)
+
 
 class AgreeingLoadPlanner(DefaultLoadPlanner):
     """Names every key and shape that the checkpoint does not have, with the nearest names.
 
-    Raises `failed` on every rank, if it is given on any.
+    Refuses ranks that have opened different checkpoints. Raises `failed` on every rank, if it is
+    given on any.
+
+    Args:
+        url: the checkpoint.
+        failed: see the module.
+        optimizers: for the place of each optimizer in the state, that of its module.
+
+    Attributes:
+        without_state: (optimizer's place, parameter's name in its module) for which the checkpoint
+            has the parameter and no optimizer state; nothing was loaded for them.
     """
 
-    def __init__(self, failed: DcpObjstoreError | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        failed: DcpObjstoreError | None = None,
+        optimizers: Mapping[Place, Place] | None = None,
+    ) -> None:
         super().__init__()
+        self._url = url
         self._failed = failed
+        self._optimizers = optimizers or {}
+        self.without_state: set[tuple[Place, str]] = set()
 
     def set_up_planner(
         self,
@@ -69,18 +117,64 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         problems = _mismatches(self.state_dict, self.metadata)
         if problems:
-            raise StateMismatchError(_listed("the checkpoint does not fit the state", problems))
+            raise _listed("the checkpoint does not fit the state", problems)
+        self._leave_out_absent_state(self.metadata)
         try:
             # It also knows the key format of torch before 2.4, under which keys that look missing
             # may be there.
-            return super().create_local_plan()
+            plan = super().create_local_plan()
         except Exception:
             missing = _missing(self.state_dict, self.metadata)
             if missing:
-                raise StateMismatchError(
-                    _listed("the checkpoint does not have what the state asks for", missing)
+                raise _listed(
+                    "the checkpoint does not have what the state asks for", missing
                 ) from None
             raise
+        stored = self.metadata.storage_meta
+        save_id = None if stored is None else stored.save_id
+        return dataclasses.replace(plan, planner_data=(self._url, save_id))
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """See `DefaultLoadPlanner`.
+
+        Raises:
+            InvalidUrlError: the ranks load from different URLs.
+            CheckpointGoneError: some ranks have opened what another save has replaced.
+        """
+        urls = [plan.planner_data[0] for plan in global_plan]
+        saves = [plan.planner_data[1] for plan in global_plan]
+        _same_url(urls)
+        if len(set(saves)) > 1:
+            raise CheckpointGoneError(
+                "the checkpoint was replaced while the ranks opened it, and some have the old one;"
+                " load again"
+            )
+        return super().create_global_plan(global_plan)
+
+    def _leave_out_absent_state(self, metadata: Metadata) -> None:
+        """Ask for no optimizer state of parameters that were saved without any."""
+        saved = metadata.state_dict_metadata
+        asked: dict[tuple[Place, str], list[str]] = {}
+        for key in self.state_dict:
+            path = tuple(map(str, self.mappings[key]))
+            if "state" in path:
+                for optimizer in self._optimizers:
+                    if path[: len(optimizer) + 1] == (*optimizer, "state"):
+                        asked.setdefault((optimizer, path[len(optimizer) + 1]), []).append(key)
+        for (optimizer, parameter), keys in asked.items():
+            named = ".".join((*self._optimizers[optimizer], parameter))
+            if named in saved and not any(key in saved for key in keys):
+                self.without_state.add((optimizer, parameter))
+                for key in keys:
+                    del self.state_dict[key]
+
+
+def _same_url(urls: list[Any]) -> None:
+    for rank, url in enumerate(urls):
+        if url != urls[0]:
+            raise InvalidUrlError(
+                f"every rank must pass the same URL, but rank 0 has {urls[0]} and rank {rank} {url}"
+            )
 
 
 def _mismatches(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
@@ -106,18 +200,34 @@ def _mismatches(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
 
 def _missing(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
     """One line for each key that was not saved, with the nearest saved names."""
-    saved = list(metadata.state_dict_metadata)
+    saved = metadata.state_dict_metadata
     lines: list[str] = []
     for key in state_dict:
-        if key in metadata.state_dict_metadata:
-            continue
-        # Comparing names is slow for long lists; only lines that will be shown are worth it.
-        near = difflib.get_close_matches(key, saved, n=3) if len(lines) < _SHOWN else []
-        hint = f" (nearest: {', '.join(near)})" if near else ""
-        lines.append(f"{key}: not in the checkpoint{hint}")
+        if key not in saved:
+            near = _nearest(key, list(saved)) if len(lines) < _SHOWN else []
+            hint = f" (nearest: {', '.join(near)})" if near else ""
+            lines.append(f"{key}: not in the checkpoint{hint}")
     return lines
 
 
-def _listed(summary: str, lines: list[str]) -> str:
+def _nearest(key: str, saved: list[str]) -> list[str]:
+    """Up to three saved names that are most like `key`."""
+    inside = [name for name in saved if name.startswith(f"{key}.")]
+    if inside:
+        return inside[:3]
+
+    def in_common(name: str) -> int:
+        """Characters at the start and at the end that are the same."""
+        start = os.path.commonprefix((key, name))  # noqa: RUF071 - by character on purpose
+        end = os.path.commonprefix((key[::-1], name[::-1]))  # noqa: RUF071 - as above
+        return len(start) + len(end)
+
+    if len(saved) > _COMPARED:
+        saved = heapq.nlargest(_COMPARED, saved, key=in_common)
+    return difflib.get_close_matches(key, saved, n=3)
+
+
+def _listed(summary: str, lines: list[str]) -> StateMismatchError:
     more = f"\n  ... and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    return f"{summary} in {len(lines)} keys:\n  " + "\n  ".join(lines[:_SHOWN]) + more
+    count = "1 key" if len(lines) == 1 else f"{len(lines)} keys"
+    return StateMismatchError(f"{summary} in {count}:\n  " + "\n  ".join(lines[:_SHOWN]) + more)
