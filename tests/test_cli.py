@@ -125,19 +125,6 @@ def test_ctrl_c_is_130_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> N
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_the_stores_xml_is_reduced_to_its_code_and_message(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    answer = (
-        '403 Forbidden: <?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccessDenied</Code>'
-        "<Message>No.</Message><RequestId>1</RequestId></Error>"
-    )
-    with pytest.raises(SystemExit), exits():
-        raise errors.PermissionDeniedError(answer)
-    shown = capsys.readouterr().err
-    assert shown == "dcp-objstore: PermissionDeniedError: 403 Forbidden: AccessDenied: No.\n"
-
-
 def test_a_reader_that_goes_away_is_no_error_message(tmp_path: Path) -> None:
     save_step(f"file://{tmp_path}/step-1")
     process = subprocess.Popen(

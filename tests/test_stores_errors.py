@@ -27,6 +27,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import IfAbsent, ObjectStore, open_store
+from dcp_objstore.stores.translate import translate_obstore
 from tests.support.servers import MotoServer
 
 MIB = 1024 * 1024
@@ -347,3 +348,24 @@ def test_a_failing_head_of_a_busy_store_is_not_asked_again(scripted: Scripted) -
     with pytest.raises(StoreUnavailableError):
         scripted.store().head("k")
     assert len(scripted.requests) == 1
+
+
+def test_the_stores_answer_is_reduced_to_its_code_and_message() -> None:
+    from obstore.exceptions import GenericError
+
+    answer = (
+        'Server returned non-2xx status code: 403 Forbidden: <?xml version="1.0"?>\n<Error><Code>'
+        "AccessDenied</Code><Message>No.</Message><RequestId>1</RequestId></Error>"
+    )
+    error = translate_obstore(GenericError(answer))
+    assert type(error) is PermissionDeniedError
+    assert error.message.endswith("403 Forbidden: AccessDenied: No.")
+
+
+def test_an_answer_of_the_instance_metadata_is_about_credentials_not_about_the_bucket() -> None:
+    from obstore.exceptions import GenericError
+
+    url = "http://169.254.169.254/latest/api/token"
+    error = translate_obstore(GenericError(f"PUT {url} - status code: 403 Forbidden: no"))
+    assert type(error) is CredentialsError
+    assert "there are no credentials" in error.message

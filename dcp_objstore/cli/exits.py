@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -31,9 +30,6 @@ Exit status:
 """
 
 _UNEXPECTED = 1
-_XML = re.compile(
-    r"(?:<\?xml[^>]*>\s*)?<Error>.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*?</Error>", re.S
-)
 _STATUSES: tuple[tuple[type[DcpObjstoreError], int], ...] = (
     (InputError, 2),
     (RetryableError, 3),
@@ -65,7 +61,7 @@ def exits() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except DcpObjstoreError as error:
-        fail(f"{type(error).__name__}: {_readable(str(error))}", status_of(error))
+        fail(f"{type(error).__name__}: {error}", status_of(error))
     except KeyboardInterrupt:
         print("dcp-objstore: ended by Ctrl-C", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
@@ -73,11 +69,6 @@ def exits() -> Iterator[None]:
         # Whoever read our output has gone; nothing more can be written, at exit neither.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
-
-
-def _readable(text: str) -> str:
-    """The text without the XML around the code and message of a store's answer."""
-    return _XML.sub(r"\1: \2", text)
 
 
 def _end(number: int, _frame: object) -> None:

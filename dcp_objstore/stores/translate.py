@@ -26,6 +26,13 @@ from dcp_objstore.errors import (
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
+# The store's answer around its code and message, which is all that a reader needs of it.
+_ANSWER = re.compile(
+    r"(?:<\?xml[^>]*>\s*)?<Error>.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*?</Error>", re.S
+)
+# Where AWS SDKs ask for an instance's credentials when none were given. An error from there says
+# nothing of the bucket.
+_INSTANCE_METADATA = "http://169.254.169.254/"
 # A 301 without a Location, which is how AWS says that the bucket is in another region, comes
 # without its status; only the name of the variant in the dump tells it.
 _REDIRECT = "inner: BareRedirect"
@@ -79,7 +86,7 @@ _BY_STATUS: dict[int, type[DcpObjstoreError]] = {
 _ADVICE: dict[type[DcpObjstoreError], str] = {
     BucketNotFoundError: "the bucket does not exist (or is at another endpoint)",
     ObjectNotFoundError: "there is no such object",
-    CredentialsError: "the store did not accept the credentials",
+    CredentialsError: "there are no credentials, or the store did not accept them",
     PermissionDeniedError: "the credentials do not allow this",
     ConfigError: "the bucket is in another region: set storage_options={'region': …}",
     CorruptDataError: "the object is shorter than the range that was asked for",
@@ -109,7 +116,7 @@ def translate_obstore(error: Exception) -> DcpObjstoreError:
     if isinstance(error, DcpObjstoreError):
         return error
     kind = _kind(error)
-    summary = str(error).partition("\n\nDebug source:")[0].strip()
+    summary = _ANSWER.sub(r"\1: \2", str(error).partition("\n\nDebug source:")[0]).strip()
     advice = _ADVICE.get(kind)
     return kind(f"{advice}: {summary}" if advice else f"{type(error).__name__}: {summary}")
 
@@ -117,6 +124,8 @@ def translate_obstore(error: Exception) -> DcpObjstoreError:
 def _kind(error: Exception) -> type[DcpObjstoreError]:
     from obstore import exceptions as theirs
 
+    if _INSTANCE_METADATA in str(error):
+        return CredentialsError
     status, code = http_code(error)
     if code == "NoSuchKey" and isinstance(error, theirs.PreconditionError):
         return PreconditionFailedError  # If-Match on an absent key: 404 on AWS and moto
