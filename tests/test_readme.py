@@ -1,0 +1,53 @@
+"""The README: its code runs as it stands, on stores of this machine, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_every_snippet_runs_one_after_the_other() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    names = {
+        "state": {"w": torch.ones(3)},
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "step": 7,
+    }
+    found = blocks("python")
+    assert len(found) >= 2
+    bucket = f"memory://{secrets.token_hex(4)}"
+    for block in found:
+        exec(block.replace("s3://bucket", bucket).replace("gs://bucket", f"{bucket}/gs"), names)
+    names["future"].result()
+    assert names["state"]["step"] == 7
+
+
+def test_the_two_commands_are_those_that_install_and_run_everything() -> None:
+    (commands,) = blocks("sh")
+    lines = [line.partition("#")[0].strip() for line in commands.splitlines()]
+    assert lines == [
+        "pip install -e '.[demo]' && dcp-objstore demo",
+        "pip install -e '.[test]' && pytest",
+    ]
+    runner = (Path(__file__).parent.parent / ".ci" / "run").read_text()
+    assert "pip install -q -e '.[test]' && pytest" in runner
+
+
+def test_links_to_files_lead_somewhere() -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (Path(__file__).parent.parent / target).exists(), target
