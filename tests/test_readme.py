@@ -1,4 +1,4 @@
-"""The README: its code runs as it stands, on stores of this machine, and its links lead somewhere."""
+"""The README: its snippets run as they stand, and its commands and links are the right ones."""
 
 from __future__ import annotations
 
