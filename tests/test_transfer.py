@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -261,6 +262,35 @@ def test_a_stalled_download_raises_instead_of_waiting_for_ever():
     with pytest.raises(TransferStalledError):
         fetch(Silent(), requests_of(10, 5), lambda *_: None, stall_timeout_seconds=0.3)
     let_go.set()
+
+
+def test_once_a_download_has_failed_nothing_is_consumed_any_more():
+    let_go = threading.Event()
+    answered = threading.Event()
+    consumed: list[int] = []
+
+    class SecondIsSlow:
+        def get_range(self, key, start, end):
+            if start:
+                let_go.wait(30)
+                answered.set()
+            return bytes(end - start)
+
+    def consume(request, _):
+        consumed.append(request.start)
+
+    iterator = fetch_ranges(
+        SecondIsSlow(), ["o"], requests_of(10, 5), consume, config(), Progress(60)
+    )
+    with pytest.raises(ValueError, match="the caller's"), contextlib.closing(iterator):
+        for _ in iterator:
+            raise ValueError("the caller's")
+    let_go.set()
+    assert answered.wait(10)
+    for thread in threading.enumerate():
+        if thread.name.startswith("dcp_objstore-download"):
+            thread.join(10)
+    assert consumed == [0]
 
 
 def test_the_first_error_of_a_download_ends_all_workers():

@@ -80,14 +80,14 @@ def load_items(
             finish(read)
     with closing(progress_bar("load", total_bytes, shown=bar_shown)) as bar:
         progress = Progress(config.stall_timeout_seconds, bar.update)
+        arriving = fetch_ranges(store, source.object_keys, requests, consume, config, progress)
         try:
-            for request in fetch_ranges(
-                store, source.object_keys, requests, consume, config, progress
-            ):
-                for span in request.spans:
-                    for read in span.tag.reads:
-                        if isinstance(read, GatherRead) and read.complete_once():
-                            finish(read)
+            with closing(arriving):
+                for request in arriving:
+                    for span in request.spans:
+                        for read in span.tag.reads:
+                            if isinstance(read, GatherRead) and read.complete_once():
+                                finish(read)
         except ObjectNotFoundError as error:
             raise source.explain(store, error) from error
         except CheckpointCorruptError:

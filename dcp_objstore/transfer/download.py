@@ -9,7 +9,8 @@ finished requests as an iterator and can be interrupted at any time.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from dcp_objstore.errors import CorruptDataError
@@ -45,12 +46,16 @@ def fetch_ranges(
     consume: Callable[[RangeRequest[T], Buffer], None],
     config: TransferConfig,
     progress: Progress,
-) -> Iterator[RangeRequest[T]]:
+) -> Generator[RangeRequest[T], None, None]:
     """Fetch every request and yield it once `consume(request, body)` has returned for it.
 
     `consume` runs in worker threads, for different requests at the same time. When it raises
     `CorruptDataError` the range is fetched once more before the error counts: a damaged transfer
     is not a damaged checkpoint.
+
+    Close the iterator when you stop before its end (`contextlib.closing`). Once it has raised or is
+    closed, `consume` is not running and will not be called again, though requests may still be
+    under way: what was loaded into belongs to the caller again.
 
     Raises:
         TransferStalledError: no request was finished for the stall timeout.
@@ -60,8 +65,13 @@ def fetch_ranges(
     """
     tasks: queue.SimpleQueue[RangeRequest[T]] = queue.SimpleQueue()
     done: queue.SimpleQueue[RangeRequest[T] | BaseException] = queue.SimpleQueue()
+    gate = _Gate(progress)
     for request in requests:
         tasks.put(request)
+
+    def guarded(request: RangeRequest[T], body: Buffer) -> None:
+        with gate:
+            consume(request, body)
 
     def work() -> None:
         try:
@@ -71,7 +81,7 @@ def fetch_ranges(
                     request = tasks.get_nowait()
                 except queue.Empty:
                     return
-                _fetch_one(store, object_keys[request.object_number], request, consume)
+                _fetch_one(store, object_keys[request.object_number], request, guarded)
                 progress.moved(request.end - request.start)
                 done.put(request)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
@@ -87,7 +97,32 @@ def fetch_ranges(
             yield outcome
     except BaseException as error:
         progress.stop(error)
+        gate.wait_empty()
         raise
+
+
+class _Gate:
+    """Lets workers in to consume, until the transfer is stopped."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._inside = 0
+        self._changed = threading.Condition()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._progress.check_stopped()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    def wait_empty(self) -> None:
+        """Wait until no worker is inside. After `progress.stop` none gets in any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._inside == 0)
 
 
 def _fetch_one(
