@@ -124,8 +124,8 @@ def begin(store: ObjectStore, *, overwrite: bool) -> BeginToken:
     marker, version = found
     if marker.state == "deleting":
         raise RetryableError(
-            "this checkpoint is being deleted; wait until that is done, or finish it with"
-            " `dcp-objstore rm`, and save again",
+            "this checkpoint is being deleted; wait until that is done and save again, or save"
+            " under another URL",
             url=store.url,
         )
     if marker.is_committed and not overwrite:
