@@ -80,7 +80,7 @@ class TransferConfig:
             if not fits or not value >= bound:
                 kind = "an integer" if whole else "a number"
                 raise ConfigError(
-                    f"TransferConfig.{name} must be {kind} of at least {bound:g}, got {value!r}"
+                    f"TransferConfig.{name} must be {kind} of at least {bound}, got {value!r}"
                 )
         if self.part_size_bytes > 5 * 1024 * MIB:
             raise ConfigError("TransferConfig.part_size_bytes must be at most 5 GiB (S3's maximum)")

@@ -530,3 +530,11 @@ def test_the_interpreter_waits_for_the_last_background_save(tmp_path: Path) -> N
     loaded = {"t": torch.zeros(1 << 20)}
     dos.load(loaded, f"file://{tmp_path}/ck")
     assert loaded["t"].sum() == 1 << 20
+
+
+def test_settings_and_metadata_of_the_wrong_kind_are_refused_before_anything_is_sent() -> None:
+    url = memory_url()
+    with pytest.raises(dos.ConfigError, match="must be a TransferConfig, got dict"):
+        dos.ObjectStoreWriter(url, config={"max_retries": 2})  # type: ignore[arg-type]
+    with pytest.raises(dos.ConfigError):
+        dos.ObjectStoreWriter(url, user_metadata={"x": object()})

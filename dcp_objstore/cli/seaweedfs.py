@@ -179,6 +179,9 @@ class _Guarded:
                 stdout=life_write,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
+                # The server takes an identity from AWS_* variables too, which would replace ours
+                # where the key is the same: after the exports that `demo --keep` prints, say.
+                env={k: v for k, v in os.environ.items() if not k.startswith("AWS_")},
             )
         except BaseException:
             os.close(life_read)

@@ -35,6 +35,11 @@ class Target:
         storage_options: Mapping[str, object] | None,
         config: TransferConfig | None,
     ) -> None:
+        if config is not None and not isinstance(config, TransferConfig):
+            raise ConfigError(
+                f"config must be a TransferConfig, got {type(config).__name__}; write"
+                " config=TransferConfig(max_retries=2), for example"
+            )
         self.config = config or TransferConfig()
         self._storage_options = storage_options
         self._spec = None if url is None else self._make(url)

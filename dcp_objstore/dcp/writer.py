@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from dcp_objstore.checkpoint import commit, probe
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.checkpoint.marker import Counts
+from dcp_objstore.checkpoint.marker import Counts, check_user_metadata
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.dcp.dot_metadata import encode_metadata
 from dcp_objstore.dcp.layout import Layout, item_bytes
@@ -120,7 +120,8 @@ class ObjectStoreWriter(StorageWriter):
         self._overwrite = overwrite
         self._progress = progress
         self._allow_unfenced = allow_unfenced
-        self._user_metadata = dict(user_metadata or {})
+        # Checked here and not only when it is stored, after all the data was uploaded.
+        self._user_metadata = check_user_metadata(user_metadata)
         self._lock = threading.Lock()
         self._save: _Save | None = None
         self._warned_keys: set[str] = set()

@@ -69,7 +69,7 @@ class Progress:
         idle_seconds = self._clock() - self._last_move_at
         if idle_seconds > self._stall_timeout_seconds:
             raise TransferStalledError(
-                f"{what} made no progress for {idle_seconds:.0f} s"
+                f"{what}: no part was completed for {idle_seconds:.0f} s"
                 f" (TransferConfig.stall_timeout_seconds={self._stall_timeout_seconds:g});"
                 f" {self.moved_bytes} bytes had been moved. Check the network and the store,"
                 " then try again"

@@ -11,6 +11,7 @@ its part is uploaded, and a weak reference to it tells.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.protocol import ObjectStore, Version
 
 T = TypeVar("T")
+
+logger = logging.getLogger("dcp_objstore")
 
 # One uint8 array: what a tensor's memory, a frame or a pickled value is handed over as. Arrays and
 # not memoryviews, because only arrays can be weakly referenced.
@@ -161,6 +164,9 @@ def run_watched(task: Any, what: str, progress: Progress) -> Any:
         try:
             future.exception(timeout=_ABORT_GRACE_SECONDS)
         except FutureTimeoutError:
+            left = "the request did not end, an incomplete upload may be left"
             if isinstance(error, DcpObjstoreError):
-                error.message += "; the request did not end, an incomplete upload may be left"
+                error.message += f"; {left}"
+            else:
+                logger.warning("%s was stopped; %s", what, left)
         raise
