@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.storage as dcp_storage
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -538,3 +539,33 @@ def test_settings_and_metadata_of_the_wrong_kind_are_refused_before_anything_is_
         dos.ObjectStoreWriter(url, config={"max_retries": 2})  # type: ignore[arg-type]
     with pytest.raises(dos.ConfigError):
         dos.ObjectStoreWriter(url, user_metadata={"x": object()})
+
+
+def test_a_tensor_of_which_only_a_part_would_be_saved_is_refused() -> None:
+    from torch.distributed.checkpoint import metadata as described
+
+    from dcp_objstore.checkpoint.index import ObjectEntry
+    from dcp_objstore.dcp.metadata import StoredItem, StoredObject, build_index
+
+    half = described.ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
+    whole = described.TensorStorageMetadata(
+        described.TensorProperties(), torch.Size([8]), chunks=[half]
+    )
+    stored = StoredObject(ObjectEntry("o", 100, None, b"d" * 16), 1)
+    item = StoredItem(stored, 0, 16, 0, 16, b"d" * 16, False)
+    result = dcp_storage.WriteResult(described.MetadataIndex("g", (0,)), 16, item)
+    with pytest.raises(dos.StateMismatchError, match="only 4 of this tensor's 8 elements"):
+        build_index(described.Metadata({"g": whole}), [[result]])
+
+
+@pytest.mark.parametrize("count", [10, 100_000])
+def test_a_tensor_whose_memory_was_freed_is_neither_saved_nor_loaded_into(count: int) -> None:
+    url = memory_url()
+    freed = torch.ones(count)
+    dos.save({"w": freed}, url)
+    freed.untyped_storage().resize_(0)
+    for call in (lambda: dos.save({"w": freed}, url + "-2"), lambda: dos.load({"w": freed}, url)):
+        with pytest.raises(dos.UnsupportedError, match="freed"):
+            call()
+    with pytest.raises(dos.CheckpointNotFoundError):
+        dos.load({"w": torch.zeros(count)}, url + "-2")

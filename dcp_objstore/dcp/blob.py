@@ -105,6 +105,8 @@ def raw_payload(tensor: torch.Tensor, key: str) -> torch.Tensor | None:
         raise UnsupportedError("a meta tensor has no data to save", key=key)
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
         return None
+    if tensor.numel() and tensor.data_ptr() == 0:
+        raise UnsupportedError("the tensor's memory was freed, there is no data to save", key=key)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()

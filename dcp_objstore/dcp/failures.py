@@ -36,12 +36,13 @@ def typed_failures(url: str, group: dist.ProcessGroup | None) -> Iterator[None]:
         _raise_lowest(failures, url)
     except DcpObjstoreError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         # Every rank's own failure arrives as a CheckpointException; what is left is torch
         # reporting that a collective failed.
         raise RankFailedError(
             "the ranks lost each other: one has died, or did not answer within the process"
-            f" group's time-out. Nothing was committed by this rank ({error})",
+            f" group's time-out. Look at the checkpoint before you save it again: it exists only"
+            f" if rank 0 had committed it already ({error})",
             rank=current_rank(),
             url=url,
         ) from error

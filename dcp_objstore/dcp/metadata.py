@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -20,7 +21,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.errors import CheckpointCorruptError, RankFailedError, UnsupportedError
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    RankFailedError,
+    StateMismatchError,
+    UnsupportedError,
+)
 
 T = TypeVar("T")
 
@@ -127,6 +133,13 @@ def _tensor_entry(
         offsets = tuple(chunk.offsets)
         item, pickled = _reported(items, fqn, offsets)
         chunks.append(ix.Chunk(offsets, tuple(chunk.sizes), item, pickled))
+    given, wanted = sum(math.prod(c.sizes) for c in chunks), math.prod(described.size)
+    if given != wanted:
+        raise StateMismatchError(
+            f"the ranks that save hold only {given} of this tensor's {wanted} elements; all ranks"
+            " that it is sharded over have to call save",
+            key=fqn,
+        )
     properties = described.properties
     return ix.Tensor(
         shape=tuple(described.size),

@@ -276,6 +276,8 @@ def check_destination(item: ReadItem, destination: torch.Tensor) -> torch.Tensor
     destination = destination.detach()
     if destination.is_meta or isinstance(destination, FakeTensor):
         raise UnsupportedError("the destination is a meta or fake tensor without memory", key=key)
+    if destination.layout == torch.strided and destination.numel() and not destination.data_ptr():
+        raise UnsupportedError("the destination's memory was freed", key=key)
     if any(s == 0 and n > 1 for s, n in zip(destination.stride(), destination.shape, strict=True)):
         raise UnsupportedError(
             "the destination is an expanded tensor, whose elements share memory; clone it first",

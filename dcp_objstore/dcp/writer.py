@@ -31,7 +31,7 @@ from dcp_objstore.dcp.plugin import plugin_errors
 from dcp_objstore.dcp.report import SaveReport, log_save, logger, progress_bar
 from dcp_objstore.dcp.target import Target
 from dcp_objstore.dcp.values import warn_unsafe_value
-from dcp_objstore.errors import DcpObjstoreError, SaveInProgressError, UnsupportedError
+from dcp_objstore.errors import SaveInProgressError, UnsupportedError
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer.parts import plan_parts
@@ -362,7 +362,7 @@ def _publish_for_stock_readers(
     try:
         body = encode_metadata(stock)
         wait_for(commit.publish_dot_metadata, store, commit_id, body, fenced=fenced)
-    except DcpObjstoreError as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the save has succeeded
         logger.warning(
             "%s is committed, but .metadata, by which stock torch readers find it, could not be"
             " written: %s",

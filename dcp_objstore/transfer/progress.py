@@ -33,7 +33,8 @@ class Progress:
         self._on_bytes = on_bytes
         self._clock = clock
         self._last_move_at = clock()
-        self._lock = threading.Lock()
+        # Re-entrant: bytes are reported by weak references, also in the midst of such a report.
+        self._lock = threading.RLock()
         self._stop: BaseException | None = None
         self.moved_bytes = 0
 

@@ -154,8 +154,8 @@ def run_watched(task: Any, what: str, progress: Progress) -> Any:
             try:
                 return future.result(timeout=_POLL_SECONDS)
             except FutureTimeoutError:
-                if future.done():
-                    raise  # the task's own time-out
+                if future.done():  # it ended in this instant, or with a time-out of its own
+                    return future.result()
                 progress.check_stalled(what)
     except BaseException as error:
         if future.done():
