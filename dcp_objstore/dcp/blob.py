@@ -13,7 +13,7 @@ import ctypes
 import functools
 import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -124,7 +124,8 @@ def payload_slices(tensor: torch.Tensor, slice_size_bytes: int) -> Iterator[Byte
     """
     flat = tensor.reshape(-1).view(torch.uint8)
     if flat.device.type == "cpu":
-        memory: ByteArray = flat.numpy()
+        # Not `flat.numpy()`: that would leave the storage unresizable for good.
+        memory = cast("ByteArray", np.from_dlpack(flat))
         for start in range(0, memory.nbytes, slice_size_bytes):
             yield memory[start : start + slice_size_bytes]
     else:
