@@ -7,6 +7,7 @@ Reading trusts nothing but the marker, the index that it names and the objects t
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from dcp_objstore.dcp.plugin import plugin_errors
 from dcp_objstore.dcp.report import LoadReport, log_load
 from dcp_objstore.dcp.source import Source, open_source
 from dcp_objstore.dcp.target import Target
-from dcp_objstore.errors import ConfigError, DcpObjstoreError
+from dcp_objstore.errors import CheckpointGoneError, ConfigError, DcpObjstoreError
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer.workers import wait_for
 
@@ -156,11 +157,24 @@ class ObjectStoreReader(StorageReader):
         return self._load
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
-        return plan
+        """Say which commit this rank has opened, for the coordinator to compare."""
+        source = self._opened().source
+        opened = (self.checkpoint_id, None if source is None else source.commit_id)
+        return dataclasses.replace(plan, storage_data=opened)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
+        """Refuse a load of which the ranks have opened different checkpoints.
+
+        Raises:
+            CheckpointGoneError: the checkpoint was replaced between the ranks' openings of it, or
+                they were given different URLs.
+        """
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise CheckpointGoneError(
+                "the ranks have opened different checkpoints: it was replaced meanwhile, or they"
+                " were given different URLs; load again",
+                url=self.checkpoint_id,
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
