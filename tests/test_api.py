@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict_loader as dcp_loader
+import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 import torch.distributed.checkpoint.storage as dcp_storage
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -569,3 +571,31 @@ def test_a_tensor_whose_memory_was_freed_is_neither_saved_nor_loaded_into(count:
             call()
     with pytest.raises(dos.CheckpointNotFoundError):
         dos.load({"w": torch.zeros(count)}, url + "-2")
+
+
+def opens_another_commit(rank: int, world: int, url: str, options: Options) -> None:
+    """Rank 1 opens the checkpoint only when it has been replaced."""
+    reader = dos.ObjectStoreReader(url, storage_options=options)
+    read = reader.read_metadata
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        if rank == 0:
+            opened = read(*args, **kwargs)
+            writer = dos.ObjectStoreWriter(url, overwrite=True, storage_options=options)
+            dcp_saver.save({"w": torch.full((4,), 2.0)}, storage_writer=writer, no_dist=True)
+            dist.barrier()
+            return opened
+        dist.barrier()
+        return read(*args, **kwargs)
+
+    reader.read_metadata = late  # type: ignore[method-assign]
+    dcp_loader.load({"w": torch.zeros(4)}, storage_reader=reader)
+
+
+@pytest.mark.backends("seaweed")
+def test_dcp_load_does_not_mix_two_commits(bucket: Bucket) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    dos.save({"w": torch.ones(4)}, url, storage_options=options)
+    for outcome in try_ranks(2, opens_another_commit, url, options):
+        failures = getattr(outcome.error, "failures", {})
+        assert [type(failure[0]) for failure in failures.values()] == [dos.CheckpointGoneError]
