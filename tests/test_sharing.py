@@ -1,0 +1,166 @@
+"""`transfer.sharing`: every shared block is fetched once, and every rank gets what it wants."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp_objstore.transfer.sharing import NEED, Needs, SharedRequest, plan_sharing
+
+_BLOCK = 64
+
+
+def _needs(rows: list[tuple[int, int, int, int, int, int, int]]) -> Needs:
+    return np.array(rows, dtype=NEED)
+
+
+@st.composite
+def _row(draw: st.DrawFn) -> tuple[int, int, int, int, int, int, int]:
+    """A need of a 64-byte block: all of it, a stretch, or pieces of it."""
+    number, block = draw(st.integers(0, 2)), draw(st.integers(0, 9))
+    start, end = block * _BLOCK, (block + 1) * _BLOCK
+    low = draw(st.integers(start, end - 1))
+    high = draw(st.integers(low + 1, end))
+    if draw(st.booleans()):
+        return (number, start, end, low, high, 0, -1)
+    return (
+        number,
+        start,
+        end,
+        low,
+        high,
+        draw(st.integers(1, high - low)),
+        draw(st.integers(0, 3)),
+    )
+
+
+_jobs = st.lists(st.lists(_row(), max_size=12).map(_needs), min_size=1, max_size=5)
+
+
+@given(_jobs, st.integers(1, 400), st.integers(1, 1000), st.sampled_from([0, 64, 1000]))
+@settings(max_examples=300, deadline=None)
+def test_shared_blocks_are_fetched_once_and_reach_every_rank_that_needs_them(
+    needs: list[Needs], request_size_bytes: int, round_size_bytes: int, gap_bytes: int
+) -> None:
+    plans = plan_sharing(
+        needs,
+        request_size_bytes=request_size_bytes,
+        round_size_bytes=round_size_bytes,
+        gap_bytes=gap_bytes,
+    )
+    wanted: dict[tuple[int, int, int], set[int]] = {}
+    for rank, rows in enumerate(needs):
+        for row in rows.tolist():
+            wanted.setdefault(row[:3], set()).add(rank)
+    shared = {block: ranks for block, ranks in wanted.items() if len(ranks) > 1}
+
+    assert len({len(plan.rounds) for plan in plans}) == 1
+    if not shared:
+        assert plans[0].rounds == []
+    fetched: list[tuple[int, int, int]] = []
+    for rank, plan in enumerate(plans):
+        for request in plan.fetched_by(rank):
+            blocks = [(request.object_number, *block) for block in request.blocks]
+            fetched += blocks
+            for block in blocks:
+                assert request.start <= block[1] < block[2] <= request.end
+                # The fetcher verifies with its own digests, so it must need all of them.
+                assert shared[block] == {rank, *request.messages}
+            if len(blocks) > 1:
+                assert request.end - request.start <= request_size_bytes
+    assert sorted(fetched) == sorted(shared)
+
+    for rank, plan in enumerate(plans):
+        for number, requests in enumerate(plan.rounds):
+            for request in requests:
+                if request.fetcher == rank:
+                    continue
+                # Both ends must have the same idea of the message, in the same round.
+                (sent,) = (
+                    r
+                    for r in plans[request.fetcher].rounds[number]
+                    if (r.object_number, r.start) == (request.object_number, request.start)
+                )
+                assert sent.messages[rank] == request.messages[rank]
+        _check_all_arrives(rank, needs[rank], plan.rounds, shared)
+
+
+def _check_all_arrives(
+    rank: int,
+    rows: Needs,
+    rounds: list[list[SharedRequest]],
+    shared: Container[tuple[int, int, int]],
+) -> None:
+    own = {
+        (request.object_number, *block)
+        for requests in rounds
+        for request in requests
+        if request.fetcher == rank
+        for block in request.blocks
+    }
+    segments = [
+        (request.object_number, segment)
+        for requests in rounds
+        for request in requests
+        if request.fetcher != rank
+        for segment in request.messages[rank]
+    ]
+    for number, start, end, low, high, packed_bytes, read in rows.tolist():
+        if (number, start, end) not in shared or (number, start, end) in own:
+            continue
+        if packed_bytes:
+            assert any(
+                of == number
+                and (s.start, s.end, s.packed_bytes, s.read) == (start, end, packed_bytes, read)
+                for of, s in segments
+            )
+        else:
+            assert any(
+                of == number and not s.packed_bytes and s.start <= low and high <= s.end
+                for of, s in segments
+            )
+
+
+@given(_jobs, st.integers(64, 1000))
+@settings(max_examples=200, deadline=None)
+def test_a_round_has_no_more_bytes_than_its_bound(needs: list[Needs], bound: int) -> None:
+    plans = plan_sharing(needs, request_size_bytes=128, round_size_bytes=bound)
+    for number in range(len(plans[0].rounds)):
+        sizes = [
+            request.end - request.start
+            for rank, plan in enumerate(plans)
+            for request in plan.rounds[number]
+            if request.fetcher == rank
+        ]
+        assert sizes
+        assert len(sizes) == 1 or sum(sizes) <= bound
+
+
+def test_replicas_are_fetched_evenly_by_bytes() -> None:
+    every_block = _needs([(0, n * 64, n * 64 + 64, n * 64, n * 64 + 64, 0, -1) for n in range(64)])
+    plans = plan_sharing([every_block] * 8, request_size_bytes=128, round_size_bytes=1024)
+    fetched = [sum(r.end - r.start for r in plan.fetched_by(n)) for n, plan in enumerate(plans)]
+    assert fetched == [64 * 64 // 8] * 8
+
+
+def test_a_rank_with_much_to_fetch_alone_fetches_nothing_for_others() -> None:
+    both = [(0, n * 64, n * 64 + 64, n * 64, n * 64 + 64, 0, -1) for n in range(4)]
+    alone = [(1, 0, 4096, 0, 4096, 0, -1)]
+    plans = plan_sharing(
+        [_needs(both + alone), _needs(both)], request_size_bytes=64, round_size_bytes=1024
+    )
+    assert list(plans[0].fetched_by(0)) == []
+    assert len(list(plans[1].fetched_by(1))) == 4
+
+
+def test_many_small_neighbours_make_one_request_and_one_segment_each() -> None:
+    small = _needs(
+        [(0, n * 2048, n * 2048 + 1024, n * 2048, n * 2048 + 1024, 0, -1) for n in range(4000)]
+    )
+    plans = plan_sharing([small] * 4, request_size_bytes=8 << 20, round_size_bytes=8 << 20)
+    requests = [r for rank, plan in enumerate(plans) for r in plan.fetched_by(rank)]
+    assert len(requests) == 1
+    assert all(len(segments) == 1 for segments in requests[0].messages.values())
