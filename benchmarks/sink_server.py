@@ -2,8 +2,8 @@
 
 Bodies that are not kept are dropped by the kernel: `recv` with MSG_TRUNC takes them off the socket
 without copying them anywhere, and MSG_WAITALL makes that one call for a whole part. Kept bodies
-are sent with `sendfile` from memory. So the process measured against the sink has the processor
-nearly to itself. Linux only.
+are sent from memory, a whole range in one call. So the process measured against the sink has the
+processor nearly to itself. Linux only.
 
 Protocol: Amazon S3 API Reference (PutObject, UploadPart, CompleteMultipartUpload, GetObject,
 ListObjectsV2, CopyObject, DeleteObjects) and its page on `aws-chunked` bodies with trailing
