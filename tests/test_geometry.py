@@ -1,12 +1,14 @@
 """Copies planned out of linear stretches put every wanted element in its place, once."""
 
+import itertools
 import math
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_objstore.dcp.geometry import Box, collapse, covering_stretch, plan_copies
+from dcp_objstore.dcp.geometry import Box, Selection, collapse, covering_stretch, plan_copies
 
 
 @st.composite
@@ -63,3 +65,47 @@ def test_the_covering_stretch_begins_and_ends_at_wanted_elements(case):
 
 def test_nothing_is_read_for_an_empty_box():
     assert covering_stretch((0, 4), Box((0, 0), (0, 4))) == (0, 0)
+
+
+def wanted_bytes(selection: Selection) -> set[int]:
+    """Numbers of all bytes of the chunk that are wanted, by NumPy's own indexing."""
+    count = math.prod(selection.shape) * selection.itemsize
+    numbers = np.arange(count).reshape(*selection.shape, selection.itemsize)
+    box = zip(selection.wanted.offsets, selection.wanted.sizes, strict=True)
+    return set(numbers[tuple(slice(o, o + n) for o, n in box)].flatten().tolist())
+
+
+@given(chunk_and_box(), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 70))
+def test_runs_hold_every_wanted_byte_and_no_gap_that_is_longer_than_allowed(case, itemsize, gap):
+    selection = Selection(*case, itemsize)
+    wanted = wanted_bytes(selection)
+    runs = selection.runs(gap)
+    covered = [number for start, end in runs for number in range(start, end)]
+    assert covered == sorted(set(covered))
+    assert wanted <= set(covered)
+    for start, end in runs:
+        inside = sorted(wanted & set(range(start, end)))
+        assert (inside[0], inside[-1]) == (start, end - 1)
+        assert all(b - a - 1 <= gap for a, b in itertools.pairwise(inside))
+    assert all(b[0] - a[1] > gap for a, b in itertools.pairwise(runs))
+
+
+@given(chunk_and_box(), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 40))
+def test_packing_takes_the_wanted_bytes_of_a_block_in_their_order(case, itemsize, step):
+    selection = Selection(*case, itemsize)
+    wanted = wanted_bytes(selection)
+    chunk = np.random.default_rng(7).integers(0, 256, math.prod(selection.shape) * itemsize)
+    chunk = chunk.astype(np.uint8)
+    for low in range(0, len(chunk), step * itemsize):
+        block = chunk[low : low + step * itemsize]
+        into = np.zeros(selection.count_bytes(low, low + len(block)), np.uint8)
+        selection.pack(block, low, into)
+        expected = [n for n in range(low, low + len(block)) if n in wanted]
+        assert into.tolist() == chunk[expected].tolist()
+
+
+def test_runs_are_few_where_rows_are_short_and_separate_where_they_are_long():
+    columns = Selection((4096, 4096), Box((0, 0), (4096, 512)), 4)
+    assert columns.runs(256 * 1024) == [(0, (4095 * 4096 + 512) * 4)]
+    long = Selection((8, 1 << 20), Box((0, 0), (8, 1 << 17)), 4)
+    assert long.runs(256 * 1024) == [(n << 22, (n << 22) + (1 << 19)) for n in range(8)]

@@ -1,4 +1,4 @@
-"""Which elements of a destination box lie in a linear stretch of a stored chunk: pure arithmetic.
+"""Which elements of a wanted box lie in a linear stretch of a stored chunk.
 
 A chunk is stored row-major. It is read in stretches (digest blocks), which begin and end anywhere
 in a row. Every stretch of a row-major array is a union of at most `2 * ndim - 1` boxes: the rest
@@ -11,6 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import numpy as np
+
+_ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+# Elements are moved as these, whatever they mean, by their size in bytes.
+_CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,61 @@ class Copy:
     source_shape: tuple[int, ...]
     source: Box
     destination: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """A box that is wanted of a stored chunk, as bytes: pure arithmetic, and the packing of it.
+
+    Attributes:
+        shape: of the chunk, row-major.
+        wanted: the box, within `shape`.
+        itemsize: bytes of one element.
+    """
+
+    shape: tuple[int, ...]
+    wanted: Box
+    itemsize: int
+
+    def runs(self, gap_bytes: int) -> list[tuple[int, int]]:
+        """Stretches of bytes `[start, end)` that hold the box, in order.
+
+        What lies between two of them is longer than `gap_bytes`; smaller gaps are part of a
+        stretch. (So with a gap of one byte less than a block, every aligned block that a stretch
+        touches holds some of the box.)
+        """
+        shape, wanted = collapse(self.shape, self.wanted)
+        runs = _runs(shape, wanted, gap_bytes // self.itemsize)
+        return [(start * self.itemsize, end * self.itemsize) for start, end in runs]
+
+    def copies(self, start: int, end: int) -> list[Copy]:
+        """`plan_copies` for bytes `[start, end)` of the chunk, which are whole elements."""
+        return plan_copies(self.shape, self.wanted, start // self.itemsize, end // self.itemsize)
+
+    def count_bytes(self, start: int, end: int) -> int:
+        """How many of bytes `[start, end)` of the chunk are wanted."""
+        return self.itemsize * sum(math.prod(copy.source.sizes) for copy in self.copies(start, end))
+
+    def pack(self, block: _ByteArray, position: int, into: _ByteArray) -> None:
+        """Put what is wanted of the bytes at `position` into `into`, in the order found.
+
+        Args:
+            into: of length `count_bytes(position, position + len(block))`.
+        """
+        elements = block.view(_CARRIERS[self.itemsize])
+        packed = into.view(elements.dtype)
+        filled = 0
+        for copy in self.copies(position, position + block.nbytes):
+            count = math.prod(copy.source_shape)
+            box = elements[copy.start : copy.start + count].reshape(copy.source_shape)
+            cut = box[
+                tuple(
+                    slice(offset, offset + size)
+                    for offset, size in zip(copy.source.offsets, copy.source.sizes, strict=True)
+                )
+            ]
+            packed[filled : filled + cut.size].reshape(cut.shape)[...] = cut
+            filled += cut.size
 
 
 def collapse(shape: tuple[int, ...], wanted: Box) -> tuple[tuple[int, ...], Box]:
@@ -67,6 +129,36 @@ def covering_stretch(shape: tuple[int, ...], wanted: Box) -> tuple[int, int]:
         start = start * extent + offset
         end = end * extent + offset + size - 1
     return start, end + 1
+
+
+def _runs(shape: tuple[int, ...], wanted: Box, gap: int) -> list[tuple[int, int]]:
+    """`Selection.runs` in elements."""
+    if 0 in wanted.sizes:
+        return []
+    if not shape:
+        return [(0, 1)]
+    first, count = wanted.offsets[0], wanted.sizes[0]
+    if len(shape) == 1:
+        return [(first, first + count)]
+    row = math.prod(shape[1:])
+    inside = _runs(shape[1:], Box(wanted.offsets[1:], wanted.sizes[1:]), gap)
+    start, end = inside[0][0], inside[-1][1]
+    if start + row - end > gap:  # between the last of a row and the first of the next
+        return [
+            (number * row + low, number * row + high)
+            for number in range(first, first + count)
+            for low, high in inside
+        ]
+    if len(inside) == 1:
+        return [(first * row + start, (first + count - 1) * row + end)]
+    runs: list[tuple[int, int]] = []
+    for number in range(first, first + count):
+        for low, high in inside:
+            if runs and number * row + low - runs[-1][1] <= gap:
+                runs[-1] = (runs[-1][0], number * row + high)
+            else:
+                runs.append((number * row + low, number * row + high))
+    return runs
 
 
 def plan_copies(shape: tuple[int, ...], wanted: Box, start: int, end: int) -> list[Copy]:
