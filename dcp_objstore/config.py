@@ -15,7 +15,12 @@ class TransferConfig:
 
     Extra memory of a save from CPU memory: about 2 MiB (the bytes are sent from
     the tensors' own memory); from a GPU: `(upload_concurrency + 2) x part_size_bytes`.
-    Extra memory of a load: at most `memory_budget_bytes`.
+    Extra memory of a load: at most `memory_budget_bytes` for what is copied straight into the
+    tensors. What only torch can take apart comes on top: tensors of checkpoints that stock torch
+    wrote (and quantized or subclass tensors), of which some `download_concurrency` are in progress
+    at once, each with up to twice its size; and pickled values, of which those that have arrived
+    and wait for the planner take up to `memory_budget_bytes`, plus what one request per connection
+    completes.
 
     Attributes:
         part_size_bytes: size of one part of a multipart upload; an object of up to this size goes
@@ -25,7 +30,9 @@ class TransferConfig:
         upload_concurrency: parts in flight per rank. Default 8.
         request_size_bytes: the largest ranged GET. Default 8 MiB.
         download_concurrency: ranged GETs in flight per rank. Default 8.
-        memory_budget_bytes: bytes of downloaded data held at once per rank. Default 128 MiB.
+        memory_budget_bytes: bytes of requests in flight held at once per rank (each counts twice,
+            as the transport gathers its pieces before it joins them); at least one request is made
+            whatever its size. Default 128 MiB.
         hash_threads: threads that compute block digests during a save. Default 2.
         connect_timeout_seconds: time to establish a connection. Default 10.
         request_timeout_seconds: deadline for one request with its body; for an upload this must

@@ -94,13 +94,14 @@ def padding_before(position: int, header_bytes: int) -> int:
 def raw_payload(tensor: torch.Tensor, key: str) -> torch.Tensor | None:
     """The tensor whose memory is the payload, or None where only plain `torch.save` will do.
 
-    Copies only what is not contiguous, conjugated or negated. None for sparse, quantized and
+    Copies only what is not contiguous, conjugated or negated. None for quantized and
     subclass tensors.
 
     Raises:
-        UnsupportedError: the tensor has no memory (meta, fake).
+        UnsupportedError: the tensor has no memory (meta, fake), or is sparse.
     """
     tensor = tensor.detach()
+    check_layout(tensor.layout, key)
     if tensor.is_meta:
         raise UnsupportedError("a meta tensor has no data to save", key=key)
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
@@ -110,6 +111,20 @@ def raw_payload(tensor: torch.Tensor, key: str) -> torch.Tensor | None:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def check_layout(layout: torch.layout, key: str) -> None:
+    """Refuse tensors that DCP cannot place in a grid of chunks; stock writers fail on them too.
+
+    Raises:
+        UnsupportedError: it is a sparse layout, or MKL-DNN's.
+    """
+    if layout not in (torch.strided, torch.jagged):
+        raise UnsupportedError(
+            f"a tensor of layout {str(layout).removeprefix('torch.')} cannot be saved; save its"
+            " to_dense(), or its parts (indices and values) as tensors of their own",
+            key=key,
+        )
 
 
 def small_payload(tensor: torch.Tensor, size_bytes: int) -> bytes:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
+from dcp_objstore.dcp.gather import Backlog, GatherRead
 from dcp_objstore.dcp.reads import (
-    GatherRead,
+    Block,
     Read,
     TensorRead,
     check_destination,
@@ -26,9 +27,11 @@ from dcp_objstore.dcp.values import check_safe
 from dcp_objstore.errors import CheckpointCorruptError, CorruptDataError, ObjectNotFoundError
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.ranges import plan_requests
+from dcp_objstore.transfer.ranges import RangeRequest, plan_requests
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.dcp.source import Source
     from dcp_objstore.stores import ObjectStore
@@ -61,33 +64,35 @@ def load_items(
         UnsupportedError, and the store's errors.
     """
     destinations: dict[int, torch.Tensor] = {}
-    reads = list(_resolve(source, items, planner, destinations))
+    backlog = Backlog(config.memory_budget_bytes)
+    reads = list(_resolve(source, items, planner, destinations, backlog))
     keys = [item.dest_index.fqn for item in items]
     spans = plan_spans(reads, keys, verify=verify)
     requests = plan_requests(spans, request_size_bytes=config.request_size_bytes)
     total_bytes = sum(request.end - request.start for request in requests)
 
     def finish(read: GatherRead) -> None:
+        if read.error is not None:
+            raise read.error
         if is_value(read.item):
             body = read.take()
             check_safe(body.getvalue(), read.item.dest_index.fqn, trust_pickle=trust_pickle)
             planner.load_bytes(read.item, body)
-        else:
-            read.load_tensor(destinations[id(read.item)])
+            progress.alive()  # workers may have waited for this
 
-    for read in reads:
-        if isinstance(read, GatherRead) and not read.missing_bytes:
-            finish(read)
     with closing(progress_bar("load", total_bytes, shown=bar_shown)) as bar:
         progress = Progress(config.stall_timeout_seconds, bar.update)
-        arriving = fetch_ranges(store, source.object_keys, requests, consume, config, progress)
+
+        def take_in(request: RangeRequest[Block], body: Buffer) -> None:
+            backlog.wait_for_room(progress)
+            consume(request, body)
+
+        arriving = fetch_ranges(store, source.object_keys, requests, take_in, config, progress)
         try:
             with closing(arriving):
-                for request in arriving:
-                    for span in request.spans:
-                        for read in span.tag.reads:
-                            if isinstance(read, GatherRead) and read.complete_once():
-                                finish(read)
+                backlog.drain(finish)  # items without bytes
+                for _ in arriving:
+                    backlog.drain(finish)
         except ObjectNotFoundError as error:
             raise source.explain(store, error) from error
         except CheckpointCorruptError:
@@ -117,18 +122,19 @@ def _resolve(
     items: Iterable[ReadItem],
     planner: LoadPlanner,
     destinations: dict[int, torch.Tensor],
+    backlog: Backlog,
 ) -> Iterable[Read]:
     """A read for every item; tensors' destinations are kept by the identity of their item."""
     warned = False
     for item in items:
         stored = stored_of(source, item)
         if is_value(item):
-            yield GatherRead(item, stored)
+            yield GatherRead(item, stored, None, backlog.add)
             continue
         destination = check_destination(item, planner.resolve_tensor(item))
         destinations[id(item)] = destination
         if stored.dtype is None:
-            yield GatherRead(item, stored)
+            yield GatherRead(item, stored, destination, backlog.add)
             continue
         warned = warned or warn_if_lossy(item, stored.dtype, destination)
         yield TensorRead(item, stored, destination)

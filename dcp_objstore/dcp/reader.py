@@ -8,6 +8,7 @@ Reading trusts nothing but the marker, the index that it names and the objects t
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 import uuid
 from collections.abc import Mapping
@@ -77,6 +78,12 @@ class ObjectStoreReader(StorageReader):
         UntrustedPickleError: a value needs `trust_pickle=True`.
         StateMismatchError, UnsupportedError, StoreUnavailableError, TransferStalledError,
         PermissionDeniedError, CredentialsError, BucketNotFoundError: as they say.
+
+    A load that fails may have filled some of the destinations, in whole or in part, and left the
+    others as they were (what it did place was verified, under "strict"). Nothing writes to them
+    any more once it has raised. Load again, or do not use that state.
+
+    Threads may load with one reader at the same time, each into a state of its own.
     """
 
     def __init__(
@@ -96,12 +103,19 @@ class ObjectStoreReader(StorageReader):
         self._progress = progress
         self._verify = verify == "strict"
         self._trust_pickle = trust_pickle
-        self._load: _Load | None = None
+        self._of_thread = threading.local()
         self.last_load: LoadReport | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings only, without secrets or an opened checkpoint."""
-        return {**self.__dict__, "_load": None, "last_load": None}
+        kept = ("_target", "_progress", "_verify", "_trust_pickle")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """A reader with these settings that has not loaded yet."""
+        self.__dict__.update(state)
+        self._of_thread = threading.local()
+        self.last_load = None
 
     def __repr__(self) -> str:
         return f"ObjectStoreReader({self.checkpoint_id!r})"
@@ -118,7 +132,7 @@ class ObjectStoreReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Aim at another checkpoint, keeping every option; None keeps the URL."""
-        self._load = None
+        self._of_thread.load = None
         if checkpoint_id is not None:
             self._target.aim(checkpoint_id)  # type: ignore[arg-type]  # StoreSpec checks it
 
@@ -129,7 +143,7 @@ class ObjectStoreReader(StorageReader):
         text), but lets through what `set_up_storage_reader` raises.
         """
         load = _Load(self._target.spec, time.monotonic())
-        self._load = load
+        self._of_thread.load = load
         try:
             with plugin_errors(None, load.spec.url):
                 load.source = wait_for(open_source, load.spec.open(), load_id=str(uuid.uuid4()))
@@ -151,10 +165,13 @@ class ObjectStoreReader(StorageReader):
             raise load.error.at(rank=load.rank)
 
     def _opened(self) -> _Load:
-        if self._load is None:
+        """The load that this thread has under way: DCP makes all calls of one from one thread."""
+        load: _Load | None = getattr(self._of_thread, "load", None)
+        if load is None:
             self.read_metadata()
-        assert self._load is not None
-        return self._load
+            load = self._of_thread.load
+        assert load is not None
+        return load
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Say which commit this rank has opened, for the coordinator to compare."""
@@ -184,7 +201,7 @@ class ObjectStoreReader(StorageReader):
             if load.error is not None:
                 raise load.error
             assert load.source is not None
-            self.last_load = load_items(
+            report = load_items(
                 load.spec.open(),
                 load.source,
                 plan.items,
@@ -195,8 +212,9 @@ class ObjectStoreReader(StorageReader):
                 started_at=load.started_at,
                 bar_shown=self._progress and load.is_coordinator,
             )
+            self.last_load = report
             if load.is_coordinator:
-                log_load(self.last_load)
+                log_load(report)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -4,13 +4,12 @@
 arrived is verified once and then handed to every read that wants some of it:
 
 - `TensorRead` copies elements straight into the destination tensor;
-- `GatherRead` collects an item that only torch can take apart (pickled values, foreign blobs).
+- `gather.GatherRead` collects an item that only torch can take apart (pickled values, foreign
+  blobs).
 """
 
 from __future__ import annotations
 
-import io
-import threading
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_objstore.dcp.geometry import Box, collapse, covering_stretch, plan_copies
+from dcp_objstore.dcp.memory import byte_memory, count_write, fits, narrow
 from dcp_objstore.errors import CheckpointCorruptError, StateMismatchError, UnsupportedError
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, block_digest
 from dcp_objstore.transfer.ranges import RangeRequest, Span
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.dcp.source import Source, Stored
+    from dcp_objstore.transfer.upload import ByteArray
 
 
 class Read(Protocol):
@@ -71,7 +72,7 @@ class TensorRead:
         self._dtype: torch.dtype = getattr(torch, stored.dtype)
         shape = stored.sizes
         wanted = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        if not _fits(wanted, shape):
+        if not fits(wanted, shape):
             raise StateMismatchError(
                 f"elements {wanted} are to be read of a chunk of shape {shape}", key=key
             )
@@ -80,11 +81,9 @@ class TensorRead:
             shape, wanted = collapse(shape, wanted)
             view = view.view(wanted.sizes)
         self._shape, self._wanted, self._view = shape, wanted, view
-        # One contiguous run of equal elements: bytes are copied without asking torch, whose copy
-        # would start a team of OpenMP threads in each of our workers.
-        self._memory: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
-        if len(shape) == 1 and view.dtype == self._dtype and view.device.type == "cpu":
-            self._memory = view.view(torch.uint8).numpy() if view.numel() else None
+        self._memory: ByteArray | None = None
+        if len(shape) == 1 and view.dtype == self._dtype:
+            self._memory = byte_memory(view)
 
     def stretch(self) -> tuple[int, int]:
         """See `Read`."""
@@ -114,7 +113,7 @@ class TensorRead:
             for copy in plan_copies(self._shape, self._wanted, start, end):
                 source = arrived_elements[copy.start :]
                 source = source[: _count(copy.source_shape)].view(copy.source_shape)
-                _narrow(self._view, copy.destination).copy_(_narrow(source, copy.source))
+                narrow(self._view, copy.destination).copy_(narrow(source, copy.source))
 
     @property
     def needed_bytes(self) -> int:
@@ -123,77 +122,8 @@ class TensorRead:
 
     def finish(self) -> None:
         """Tell autograd that the destination was written, where that went past torch."""
-        if self._memory is not None and not self.destination.is_inference():
-            torch.autograd.graph.increment_version(self.destination)
-
-
-class GatherRead:
-    """All bytes of an item, for torch to take apart.
-
-    Its memory is allocated when the first block arrives; `take` gives it away.
-    """
-
-    def __init__(self, item: ReadItem, stored: Stored) -> None:
-        self.item = item
-        self.stored = stored
-        self.missing_bytes = stored.payload_length
-        self._body: bytearray | None = None
-        self._taken = False
-        self._lock = threading.Lock()
-
-    def stretch(self) -> tuple[int, int]:
-        """See `Read`."""
-        return 0, self.stored.payload_length
-
-    def wants(self, start: int, end: int) -> bool:
-        """See `Read`."""
-        del start, end
-        return True
-
-    def accept(self, position: int, block: Buffer) -> None:
-        """See `Read`."""
-        view = memoryview(block)
-        with self._lock:
-            if self._body is None:
-                self._body = bytearray(self.stored.payload_length)
-            self._body[position : position + view.nbytes] = view
-            self.missing_bytes -= view.nbytes
-
-    def complete_once(self) -> bool:
-        """Whether all bytes are here; True only the first time that it is."""
-        if self.missing_bytes or self._taken:
-            return False
-        self._taken = True
-        return True
-
-    def take(self) -> io.BytesIO:
-        """The whole item."""
-        body, self._body = self._body, None
-        return io.BytesIO(body or b"")
-
-    def load_tensor(self, destination: torch.Tensor) -> None:
-        """Unpickle the item as a tensor and copy the part that is wanted into `destination`.
-
-        Raises:
-            CheckpointCorruptError: it is no tensor, or not one of the expected shape.
-        """
-        key = self.item.dest_index.fqn
-        try:
-            tensor = torch.load(self.take(), map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise CheckpointCorruptError(
-                f"the stored tensor cannot be read: {type(error).__name__}: {error}", key=key
-            ) from error
-        if not isinstance(tensor, torch.Tensor):
-            raise CheckpointCorruptError(f"a {type(tensor).__name__} is stored", key=key)
-        wanted = Box(tuple(self.item.storage_offsets), tuple(self.item.lengths))
-        if not _fits(wanted, tuple(tensor.shape)):
-            raise CheckpointCorruptError(
-                f"a tensor of shape {tuple(tensor.shape)} is stored, {wanted} was expected of it",
-                key=key,
-            )
-        with torch.inference_mode(destination.is_inference()), torch.no_grad():
-            destination.copy_(_narrow(tensor, wanted))
+        if self._memory is not None:
+            count_write(self.destination)
 
 
 @dataclass(slots=True)
@@ -276,7 +206,13 @@ def check_destination(item: ReadItem, destination: torch.Tensor) -> torch.Tensor
     destination = destination.detach()
     if destination.is_meta or isinstance(destination, FakeTensor):
         raise UnsupportedError("the destination is a meta or fake tensor without memory", key=key)
-    if destination.layout == torch.strided and destination.numel() and not destination.data_ptr():
+    if destination.layout != torch.strided:
+        raise UnsupportedError(
+            f"the destination has layout {str(destination.layout).removeprefix('torch.')}, only"
+            " strided tensors can be loaded into",
+            key=key,
+        )
+    if destination.numel() and not destination.data_ptr():
         raise UnsupportedError("the destination's memory was freed", key=key)
     if any(s == 0 and n > 1 for s, n in zip(destination.stride(), destination.shape, strict=True)):
         raise UnsupportedError(
@@ -332,20 +268,6 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
         return torch.promote_types(dtype, other) == dtype
     except (RuntimeError, TypeError):  # torch promotes no float8
         return dtype.is_floating_point and dtype.itemsize > other.itemsize
-
-
-def _fits(wanted: Box, shape: tuple[int, ...]) -> bool:
-    return len(shape) == len(wanted.sizes) and all(
-        offset + size <= extent
-        for offset, size, extent in zip(wanted.offsets, wanted.sizes, shape, strict=True)
-    )
-
-
-def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, offset, size)
-    return tensor
 
 
 def _count(shape: tuple[int, ...]) -> int:

@@ -73,14 +73,22 @@ class LoadReport:
         return self.total_bytes / GIB / max(self.seconds, 1e-9)
 
 
+def size_text(count_bytes: float) -> str:
+    """Bytes in the largest unit (B, KiB, MiB, GiB) of which there is at least one."""
+    for unit, size in (("GiB", GIB), ("MiB", 1024**2), ("KiB", 1024)):
+        if count_bytes >= size:
+            return f"{count_bytes / size:.2f} {unit}"
+    return f"{count_bytes:.0f} B"
+
+
 def log_save(report: SaveReport) -> None:
     """The one INFO line of a save."""
     logger.info(
-        "saved %s: %.3f GiB in %.2f s (%.2f GiB/s), %d objects, %d parts%s",
+        "saved %s: %s in %.2f s (%s/s), %d objects, %d parts%s",
         report.url,
-        report.total_bytes / GIB,
+        size_text(report.total_bytes),
         report.seconds,
-        report.gib_per_second,
+        size_text(report.gib_per_second * GIB),
         report.objects,
         report.parts,
         "" if report.retries is None else f", {report.retries} retries",
@@ -90,11 +98,11 @@ def log_save(report: SaveReport) -> None:
 def log_load(report: LoadReport) -> None:
     """The one INFO line of a load."""
     logger.info(
-        "loaded %s: %.3f GiB in %.2f s (%.2f GiB/s), %d objects, %d requests%s",
+        "loaded %s: %s in %.2f s (%s/s), %d objects, %d requests%s",
         report.url,
-        report.total_bytes / GIB,
+        size_text(report.total_bytes),
         report.seconds,
-        report.gib_per_second,
+        size_text(report.gib_per_second * GIB),
         report.objects,
         report.requests,
         "" if report.retries is None else f", {report.retries} retries",

@@ -20,6 +20,8 @@ from dcp_objstore.stores.options import public_options
 class Target:
     """URL, storage options and settings; pickled without secrets, except to a spawned child.
 
+    A deep copy keeps them.
+
     Args:
         url: the checkpoint, or None until `aim` gives it.
         storage_options: in fsspec spelling; checked when there is a URL.
@@ -76,6 +78,11 @@ class Target:
 
     def _aimed(self) -> StoreSpec | None:
         return getattr(self._of_thread, "spec", None) or self._spec
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Target:
+        """With secrets: it stays in this process. Aimed as this thread's is."""
+        del memo
+        return _restore_target(self._aimed(), self._storage_options, self.config)
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = self._storage_options

@@ -61,14 +61,21 @@ def warn_unsafe_value(body: bytes, key: str, warned: set[str] | None = None) -> 
         body: what `torch.save` wrote for the value.
         key: its state-dict key.
         warned: the keys already warned about; extended. Default: a set of this process.
-
-    Raises:
-        CheckpointCorruptError: `body` is not what `torch.save` writes.
     """
     seen = _warned if warned is None else warned
     if key in seen:
         return
-    refused = _refusal(body, key)
+    try:
+        refused = _refusal(body, key)
+    except CheckpointCorruptError:  # a planner's own format, which is its affair
+        seen.add(key)
+        warnings.warn(
+            f"the value of {key!r} is not what torch.save writes: loading this checkpoint will"
+            " need trust_pickle=True and a planner that can read it",
+            UserWarning,
+            stacklevel=2,
+        )
+        return
     if refused is not None:
         seen.add(key)
         warnings.warn(

@@ -24,6 +24,7 @@ from dcp_objstore.checkpoint import commit, probe
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.marker import Counts, check_user_metadata
 from dcp_objstore.checkpoint.names import data_key, new_nonce
+from dcp_objstore.dcp.blob import check_layout
 from dcp_objstore.dcp.dot_metadata import encode_metadata
 from dcp_objstore.dcp.layout import Layout, item_bytes
 from dcp_objstore.dcp.metadata import StoredItem, StoredObject, build_index, stock_metadata
@@ -222,7 +223,14 @@ class ObjectStoreWriter(StorageWriter):
         return save
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add: names are chosen per save, not through the plan, which DCP may cache."""
+        """Refuse what cannot be saved, before anything is sent.
+
+        Nothing to add: names are chosen per save, not through the plan, which DCP may cache.
+        """
+        with self._errors():
+            for item in plan.items:
+                if item.tensor_data is not None:
+                    check_layout(item.tensor_data.properties.layout, item.index.fqn)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -296,6 +304,7 @@ class ObjectStoreWriter(StorageWriter):
         store = save.open()
         metadata.storage_meta = StorageMeta(checkpoint_id=save.spec.url, save_id=save.nonce)
         index, objects = build_index(metadata, results)
+        stock = stock_metadata(metadata, index)
         committed = wait_for(
             commit.commit,
             store,
@@ -313,10 +322,10 @@ class ObjectStoreWriter(StorageWriter):
             nonce=save.nonce,
             fenced=save.fenced,
         )
-        stock = stock_metadata(metadata, index)
-        _publish_for_stock_readers(store, committed.commit_id, stock, fenced=save.fenced)
-        metadata.storage_data, metadata.version = stock.storage_data, stock.version
+        # Now, because what follows may be interrupted, and the checkpoint is committed.
         self.last_save = _report(save, objects, committed.commit_id)
+        metadata.storage_data, metadata.version = stock.storage_data, stock.version
+        _publish_for_stock_readers(store, committed.commit_id, stock, fenced=save.fenced)
         log_save(self.last_save)
 
 
