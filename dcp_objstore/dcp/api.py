@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
-from dcp_objstore.dcp.failures import agree, typed_failures
+from dcp_objstore.dcp.failures import agree, attempt, extended, typed_failures
 from dcp_objstore.dcp.groups import current_rank, sync_group
 from dcp_objstore.dcp.planner import AgreeingLoadPlanner, AgreeingSavePlanner
-from dcp_objstore.dcp.plugin import plugin_errors
 from dcp_objstore.dcp.reader import ObjectStoreReader
 from dcp_objstore.dcp.report import logger
 from dcp_objstore.dcp.state import ConvertedState, Place
@@ -23,6 +22,12 @@ from dcp_objstore.errors import DcpObjstoreError
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.dcp.report import LoadReport, SaveReport
+
+
+_PARTLY = (
+    "; tensors of the state may be partly filled, so load again, or from another checkpoint, before"
+    " you use them"
+)
 
 
 def save(
@@ -60,36 +65,33 @@ def save(
             when its connections close; when it hangs, after the process group's time-out (that
             given to `init_process_group`; see also `TransferConfig.peer_timeout_seconds`).
     """
-    writer = ObjectStoreWriter(
-        url,
-        overwrite=overwrite,
-        storage_options=storage_options,
-        config=config,
-        progress=progress,
-        allow_unfenced=allow_unfenced,
-        user_metadata=user_metadata,
+    group = sync_group(process_group, config)
+    writer, refused = attempt(
+        lambda: ObjectStoreWriter(
+            url,
+            overwrite=overwrite,
+            storage_options=storage_options,
+            config=config,
+            progress=progress,
+            allow_unfenced=allow_unfenced,
+            user_metadata=user_metadata,
+        )
     )
-    converted, failed = convert(state, loading=False)
-    state_dict = {} if converted is None else converted.state_dict
-    return run_save(writer, state_dict, failed, sync_group(process_group, config))
+    # Also on a rank whose arguments were refused: some modules make their state in collectives.
+    converted, failed = attempt(lambda: ConvertedState(state, loading=False))
+    agree(refused or failed, aim(writer), group)
+    assert writer is not None
+    assert converted is not None
+    return run_save(writer, converted.state_dict, group)
 
 
-def convert(
-    state: Mapping[str, Any], *, loading: bool
-) -> tuple[ConvertedState | None, DcpObjstoreError | None]:
-    """The state in DCP's terms; or the error, to be raised where all ranks hear of it."""
-    try:
-        with plugin_errors(current_rank(), None):
-            return ConvertedState(state, loading=loading), None
-    except DcpObjstoreError as error:
-        return None, error
+def aim(plugin: ObjectStoreWriter | ObjectStoreReader | None) -> str | None:
+    """The checkpoint's URL, for errors; None where the URL or another argument was refused."""
+    return None if plugin is None else plugin.checkpoint_id
 
 
 def run_save(
-    writer: ObjectStoreWriter,
-    state_dict: dict[str, Any],
-    failed: DcpObjstoreError | None,
-    group: dist.ProcessGroup | None,
+    writer: ObjectStoreWriter, state_dict: dict[str, Any], group: dist.ProcessGroup | None
 ) -> SaveReport:
     """`dcp.save` with one typed error for all ranks and the coordinator's report for each."""
     url = str(writer.checkpoint_id)
@@ -97,7 +99,7 @@ def run_save(
         state_dict_saver.save(
             state_dict,
             storage_writer=writer,
-            planner=AgreeingSavePlanner(url, failed),
+            planner=AgreeingSavePlanner(url),
             process_group=group,
         )
         return _from_coordinator(writer.last_save, group)
@@ -143,20 +145,29 @@ def load(
         StateMismatchError: keys or shapes that the checkpoint does not have, with the nearest
             names.
         DcpObjstoreError: that of the lowest rank that failed; see `ObjectStoreReader` for which.
-            Tensors may then be partly filled; load again or from another checkpoint.
         RankFailedError: a rank failed otherwise, or died.
+
+    A load that fails while data is read (its error says so), or that is stopped by Ctrl-C then,
+    leaves tensors of the state partly filled: load again, or from another checkpoint, before you
+    use them.
     """
-    reader = ObjectStoreReader(
-        url,
-        storage_options=storage_options,
-        config=config,
-        progress=progress,
-        verify=verify,
-        trust_pickle=trust_pickle,
+    group = sync_group(process_group, config)
+    reader, refused = attempt(
+        lambda: ObjectStoreReader(
+            url,
+            storage_options=storage_options,
+            config=config,
+            progress=progress,
+            verify=verify,
+            trust_pickle=trust_pickle,
+        )
     )
-    converted, failed = convert(state, loading=True)
+    converted, failed = attempt(lambda: ConvertedState(state, loading=True))
     try:
-        return _run_load(reader, converted, failed, sync_group(process_group, config))
+        agree(refused or failed, aim(reader), group)
+        assert reader is not None
+        assert converted is not None
+        return _run_load(reader, converted, group)
     except BaseException:
         if converted is not None:
             converted.undo()
@@ -164,28 +175,22 @@ def load(
 
 
 def _run_load(
-    reader: ObjectStoreReader,
-    converted: ConvertedState | None,
-    failed: DcpObjstoreError | None,
-    group: dist.ProcessGroup | None,
+    reader: ObjectStoreReader, converted: ConvertedState, group: dist.ProcessGroup | None
 ) -> LoadReport:
     """`dcp.load` and the way back into the user's state, with one typed error for all ranks."""
     url = str(reader.checkpoint_id)
-    state_dict, optimizers = (
-        ({}, {}) if converted is None else (converted.state_dict, converted.optimizers)
-    )
-    planner = AgreeingLoadPlanner(url, failed, optimizers)
-    with typed_failures(url, group), single_process_is_fine():
-        state_dict_loader.load(
-            state_dict, storage_reader=reader, planner=planner, process_group=group
-        )
+    planner = AgreeingLoadPlanner(url, converted.optimizers)
     try:
-        assert converted is not None
-        with plugin_errors(current_rank(), url):
-            converted.restore(planner.without_state)
+        with typed_failures(url, group), single_process_is_fine():
+            state_dict_loader.load(
+                converted.state_dict, storage_reader=reader, planner=planner, process_group=group
+            )
+        _, failed = attempt(lambda: converted.restore(planner.without_state))
+        agree(failed, url, group)
     except DcpObjstoreError as error:
-        failed = error
-    agree(failed, url, group)
+        if not planner.reading:
+            raise
+        raise extended(error, _PARTLY).with_traceback(error.__traceback__) from error.__cause__
     _tell_of_missing_state(url, planner.without_state)
     assert reader.last_load is not None
     return reader.last_load

@@ -7,18 +7,20 @@ transport holds no GIL while bytes move.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
-from dcp_objstore.dcp.api import convert, run_save
-from dcp_objstore.dcp.failures import agree, typed_failures
+from dcp_objstore.dcp.api import aim, run_save
+from dcp_objstore.dcp.failures import agree, attempt, typed_failures
 from dcp_objstore.dcp.groups import current_rank, own_group
-from dcp_objstore.dcp.plugin import plugin_errors
 from dcp_objstore.dcp.report import SaveReport, logger
+from dcp_objstore.dcp.state import ConvertedState
 from dcp_objstore.dcp.writer import ObjectStoreWriter
 from dcp_objstore.errors import (
     ConfigError,
@@ -35,6 +37,19 @@ if TYPE_CHECKING:
 _lock = threading.Lock()
 _latest: AsyncSaveHandle | None = None
 _stager: DefaultStager | None = None
+# What a forked child has of its parent's stager. Never given back there: for pinned memory that
+# would take a call of CUDA, which does not work in a forked child.
+_inherited: list[DefaultStager | None] = []
+
+
+def _forget_parent() -> None:
+    """In a forked child: the parent's save goes on in the parent, in a thread that is not here."""
+    global _lock, _latest, _stager
+    _inherited.append(_stager)
+    _lock, _latest, _stager = threading.Lock(), None, None
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 class AsyncSaveHandle:
@@ -45,6 +60,7 @@ class AsyncSaveHandle:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self._running = False
         self._ended = threading.Event()
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
@@ -68,8 +84,11 @@ class AsyncSaveHandle:
     def exception(self, timeout_seconds: float | None = None) -> BaseException | None:
         """The error of the save, or None if it is committed; waits for its end.
 
+        Args:
+            timeout_seconds: how long to wait. Default: until it ends.
+
         Raises:
-            TimeoutError: it has not ended within `timeout_seconds`.
+            TimeoutError: Python's own: it has not ended within `timeout_seconds`; it goes on.
         """
         if not self._ended.wait(timeout_seconds):
             raise TimeoutError(f"the save of {self.url} is still under way")
@@ -79,8 +98,12 @@ class AsyncSaveHandle:
     def result(self, timeout_seconds: float | None = None) -> SaveReport:
         """Wait for the commit and return the report, the same on every rank.
 
+        Args:
+            timeout_seconds: how long to wait. Default: until it ends.
+
         Raises:
-            TimeoutError: the save has not ended within `timeout_seconds`; it goes on.
+            TimeoutError: Python's own, no DcpObjstoreError: the save has not ended within
+                `timeout_seconds`. It goes on; ask again.
             Whatever `dcp_objstore.save` raises.
         """
         error = self.exception(timeout_seconds)
@@ -89,7 +112,18 @@ class AsyncSaveHandle:
         assert self._report is not None
         return self._report
 
+    def _fail(self, error: BaseException) -> None:
+        """End it, unless its thread runs: then that ends it."""
+        with _lock:
+            if not self._running:
+                self._error = error
+                self._ended.set()
+
     def _run(self, save: Any) -> None:
+        with _lock:
+            if self.done():
+                return  # Ctrl-C came as the thread was started
+            self._running = True
         try:
             self._report = save()
         except BaseException as error:  # noqa: BLE001 - raised by `result` and the next async_save
@@ -116,7 +150,9 @@ def async_save(
 
     Called by every rank. The copy takes as much host memory as this rank's shards, kept for the
     next save (pinned where there is a GPU). Collectives of the save run in gloo groups of their
-    own, made at the first call; the ranks begin a save, or refuse it, together.
+    own, made at the first call; the ranks begin a save, or refuse it, together. Call
+    `handle.result()` before `torch.distributed.destroy_process_group()`: without the groups a save
+    that is under way fails.
 
     Args:
         on_busy: what to do while an earlier save is under way: "wait" for it (default), or
@@ -131,37 +167,54 @@ def async_save(
             this one was not begun. Also wrong arguments.
         RankFailedError: a rank died, or did not call within `config.peer_timeout_seconds`.
     """
-    if on_busy not in ("wait", "refuse"):
-        raise ConfigError(f"on_busy must be 'wait' or 'refuse', got {on_busy!r}")
-    writer = ObjectStoreWriter(
-        url,
-        overwrite=overwrite,
-        storage_options=storage_options,
-        config=config,
-        progress=progress,
-        allow_unfenced=allow_unfenced,
-        user_metadata=user_metadata,
-    )
-    handle = AsyncSaveHandle(str(writer.checkpoint_id))
-    with typed_failures(handle.url, process_group):
+
+    def make_writer() -> ObjectStoreWriter:
+        if on_busy not in ("wait", "refuse"):
+            raise ConfigError(f"on_busy must be 'wait' or 'refuse', got {on_busy!r}")
+        return ObjectStoreWriter(
+            url,
+            overwrite=overwrite,
+            storage_options=storage_options,
+            config=config,
+            progress=progress,
+            allow_unfenced=allow_unfenced,
+            user_metadata=user_metadata,
+        )
+
+    writer, refused = attempt(make_writer)
+    with typed_failures(aim(writer), process_group):
         # Two: collectives of this thread and of the one that saves must not meet in one group.
         calls = own_group("async_save calls", process_group, config)
         saves = own_group("async_save saves", process_group, config)
-    _take_turn(handle, on_busy, calls)
+    agree(refused, aim(writer), calls)
+    assert writer is not None
+    return _begin(writer, state, on_busy, calls, saves)
+
+
+def _begin(
+    writer: ObjectStoreWriter,
+    state: Mapping[str, Any],
+    on_busy: Literal["wait", "refuse"],
+    calls: dist.ProcessGroup | None,
+    saves: dist.ProcessGroup | None,
+) -> AsyncSaveHandle:
+    """Wait for the turn, copy the state and start the thread that saves it."""
+    handle = AsyncSaveHandle(str(writer.checkpoint_id))
+
+    def save() -> SaveReport:
+        agree(failed, handle.url, saves)
+        assert staged is not None
+        return run_save(writer, staged, saves)
+
     try:
-        converted, failed = convert(state, loading=False)
-        state_dict: dict[str, Any] = {}
-        if converted is not None:
-            state_dict, failed = _stage(converted.state_dict)
-    except BaseException:
-        handle._ended.set()
+        _take_turn(handle, on_busy, calls)
+        # What fails here is raised by the save, where the other ranks are told of it.
+        staged, failed = attempt(lambda: _stage(ConvertedState(state, loading=False).state_dict))
+        # No daemon: the interpreter waits for it at its end, so that the last save is not lost.
+        threading.Thread(target=handle._run, args=(save,), name="dcp_objstore-async-save").start()
+    except BaseException as error:  # Ctrl-C, or no thread can be started
+        handle._fail(error)
         raise
-    # No daemon: the interpreter waits for it at its end, so that the last save is not lost.
-    threading.Thread(
-        target=handle._run,
-        args=(lambda: run_save(writer, state_dict, failed, saves),),
-        name="dcp_objstore-async-save",
-    ).start()
     return handle
 
 
@@ -208,8 +261,8 @@ def _objection(earlier: AsyncSaveHandle | None, url: str) -> DcpObjstoreError | 
     )
 
 
-def _stage(state_dict: dict[str, Any]) -> tuple[dict[str, Any], DcpObjstoreError | None]:
-    """A copy in host memory; or the error, to be raised where all ranks hear of it."""
+def _stage(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A copy in host memory."""
     global _stager  # noqa: PLW0603 - its buffers are kept from save to save
     if _stager is None:
         on_gpu = torch.cuda.is_available()
@@ -221,8 +274,26 @@ def _stage(state_dict: dict[str, Any]) -> tuple[dict[str, Any], DcpObjstoreError
                 use_non_blocking_copy=on_gpu,
             )
         )
-    try:
-        with plugin_errors(current_rank(), None):
-            return _stager.stage(state_dict), None  # type: ignore[return-value]  # not a future
-    except DcpObjstoreError as error:
-        return {}, error
+    return _stager.stage(_with_locals_at_start(state_dict))  # type: ignore[return-value]  # no future
+
+
+def _with_locals_at_start(value: Any) -> Any:
+    """With a copy of each DTensor whose local tensor does not begin where its storage does.
+
+    torch (2.13) takes such a DTensor for one with memory of its own, beside its local tensor's, and
+    fails to stage it. The copy is on the same device, for as long as the staging takes.
+    """
+    if type(value) is dict:
+        return {key: _with_locals_at_start(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_with_locals_at_start(item) for item in value]
+    if isinstance(value, DTensor) and value._local_tensor.storage_offset():
+        return DTensor.from_local(
+            value._local_tensor.detach().clone(),
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    return value

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import NoReturn
+import copy
+from collections.abc import Callable, Iterator
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_objstore.dcp.groups import current_rank
+from dcp_objstore.dcp.plugin import plugin_errors
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError
+
+T = TypeVar("T")
+
+# A job can have thousands of ranks, and a wrong setting fails all of them.
+_OTHERS_SHOWN = 8
+
+
+def attempt(make: Callable[[], T]) -> tuple[T | None, DcpObjstoreError | None]:
+    """What `make` returns; or the error, for `agree` to raise where all ranks hear of it.
+
+    Raised at once on one rank alone, it would leave the others waiting for that rank.
+    """
+    try:
+        with plugin_errors(current_rank(), None):
+            return make(), None
+    except DcpObjstoreError as error:
+        return None, error
 
 
 @contextlib.contextmanager
-def typed_failures(url: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+def typed_failures(url: str | None, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Turn what a DCP call or a collective raises into one of our errors.
 
     Args:
-        url: the checkpoint.
+        url: the checkpoint; None where it is not known yet.
         group: the ranks that take part; None for all.
 
     Raises:
@@ -48,7 +67,7 @@ def typed_failures(url: str, group: dist.ProcessGroup | None) -> Iterator[None]:
         ) from error
 
 
-def agree(own: DcpObjstoreError | None, url: str, group: dist.ProcessGroup | None) -> None:
+def agree(own: DcpObjstoreError | None, url: str | None, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank if any rank has an error. A collective of the group's ranks.
 
     Raises:
@@ -56,7 +75,7 @@ def agree(own: DcpObjstoreError | None, url: str, group: dist.ProcessGroup | Non
     """
     if current_rank() is None:
         if own is not None:
-            raise own
+            _raise_copy(own, url=url)
         return
     with typed_failures(url, group):
         found: list[DcpObjstoreError | None] = [None] * dist.get_world_size(group)
@@ -75,7 +94,7 @@ def _global(number: int, group: dist.ProcessGroup | None) -> int:
     return dist.get_global_rank(group, number)
 
 
-def _raise_lowest(failures: dict[int, BaseException], url: str) -> NoReturn:
+def _raise_lowest(failures: dict[int, BaseException], url: str | None) -> NoReturn:
     own = failures.get(current_rank() or 0)
     if own is not None and not isinstance(own, Exception):
         raise own  # Ctrl-C here; the other ranks are told of it below
@@ -85,9 +104,27 @@ def _raise_lowest(failures: dict[int, BaseException], url: str) -> NoReturn:
         for number, failure in failures.items()
         if number != first
     ]
+    if len(others) > _OTHERS_SHOWN:
+        others[_OTHERS_SHOWN:] = [f"{len(others) - _OTHERS_SHOWN} more"]
     suffix = f" (also failed: {', '.join(others)})" if others else ""
     if isinstance(cause, DcpObjstoreError):
-        cause.message += suffix
-        cause.rank = first  # it may have been filled in with the rank within the group
-        raise cause.at(url=url) from None
+        # The rank may have been filled in with that within the group.
+        _raise_copy(cause, suffix, rank=first, url=url)
     raise RankFailedError(f"{type(cause).__name__}: {cause}{suffix}", rank=first, url=url) from None
+
+
+def _raise_copy(
+    error: DcpObjstoreError, suffix: str = "", rank: int | None = None, url: str | None = None
+) -> NoReturn:
+    raise (
+        extended(error, suffix, rank).at(url=url).with_traceback(error.__traceback__)
+    ) from error.__cause__
+
+
+def extended(error: DcpObjstoreError, suffix: str, rank: int | None = None) -> DcpObjstoreError:
+    """A copy whose message goes on with `suffix`: who holds the error may raise it again."""
+    longer = copy.copy(error)
+    longer.message += suffix
+    longer.args = (longer.message,)
+    longer.rank = error.rank if rank is None else rank
+    return longer

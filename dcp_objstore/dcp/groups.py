@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import UnsupportedError
+from dcp_objstore.errors import ConfigError, UnsupportedError
 
-# The gloo groups made here, by purpose, the group whose ranks they have, and time-out. They belong
-# to the world that they were made in, which is kept beside each: a destroyed world's are dropped.
-# Nothing else may drop one, because all its ranks would have to make it again together.
-_own: dict[tuple[str, dist.ProcessGroup, float], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+# The gloo groups made here, by purpose and the group whose ranks they have. They belong to the
+# world that they were made in, which is kept beside each: a destroyed world's are dropped.
+# Nothing else may drop one, because all its ranks would have to make it again together; and nothing
+# that may differ between ranks, such as a setting, may be part of the key.
+_own: dict[tuple[str, dist.ProcessGroup], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def current_rank() -> int | None:
@@ -28,7 +29,11 @@ def sync_group(
 
     Where the default group has no CPU backend (NCCL alone), a gloo group of our own with the same
     ranks: pickled plans do not belong on a GPU. Making it is a collective of all ranks, once.
+
+    Raises:
+        ConfigError: this rank is not in the given group.
     """
+    _refuse_outsider(process_group)
     if process_group is not None or current_rank() is None:
         return process_group
     world = dist.distributed_c10d._get_default_group()
@@ -44,18 +49,22 @@ def own_group(
 
     Collectives of two threads in one group would be matched in whatever order they come, so each
     thread has a group with a purpose of its own. Making one is a collective of its ranks, once;
-    its time-out is `config.peer_timeout_seconds`.
+    its time-out is `config.peer_timeout_seconds` of the latest call. Where `config` is something
+    else, which other code refuses, it is the default's: this rank must come to the collective.
 
     Raises:
+        ConfigError: this rank is not in the given group.
         UnsupportedError: torch cannot make a group of these ranks.
     """
+    _refuse_outsider(process_group)
     if current_rank() is None:
         return None
+    usable = config if isinstance(config, TransferConfig) else TransferConfig()
+    timeout = datetime.timedelta(seconds=usable.peer_timeout_seconds)
     world = dist.distributed_c10d._get_default_group()
     for key in [key for key, (_, home) in _own.items() if home is not world]:
         del _own[key]
-    timeout_seconds = (config or TransferConfig()).peer_timeout_seconds
-    key = (purpose, process_group or world, timeout_seconds)
+    key = (purpose, process_group or world)
     if key not in _own:
         ranks = None
         if process_group is not None:
@@ -63,12 +72,33 @@ def own_group(
             ranks = dist.get_process_group_ranks(process_group)
         made = dist.new_group(
             ranks,
-            timeout=datetime.timedelta(seconds=timeout_seconds),
+            timeout=timeout,
             backend="gloo",
             use_local_synchronization=ranks is not None,
         )
         _own[key] = (made, world)
-    return _own[key][0]
+    group = _own[key][0]
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return group
+
+
+def _refuse_outsider(process_group: object) -> None:
+    """Raise where torch would say "Invalid process group specified".
+
+    Not a collective: the ranks of the group do not wait for one that is not in it.
+    """
+    if process_group is None or current_rank() is None:
+        return
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            "this rank is not in the process group; only the group's ranks may make this call",
+            rank=current_rank(),
+        )
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ConfigError(
+            f"process_group must be a ProcessGroup, got {type(process_group).__name__}",
+            rank=current_rank(),
+        )
 
 
 def _refuse_unlike_names(group: dist.ProcessGroup) -> None:

@@ -1,9 +1,8 @@
 """DCP's default planners, with clear errors that every rank agrees on.
 
-A planner runs inside DCP's collectives, so what it raises is raised on all ranks. That is why a
-failure to prepare the state on one rank is handed to the planner (`failed=`) instead of being
-raised at once: the other ranks would wait in the collective for a rank that never comes. For the
-same reason the plans carry what must be the same on every rank: the coordinator compares it.
+A planner runs inside DCP's collectives, so what it raises is raised on all ranks; like the other
+plug-ins it lets out errors of ours only. That is why the plans carry what must be the same on every
+rank: the coordinator compares it.
 """
 
 from __future__ import annotations
@@ -20,13 +19,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
+from dcp_objstore.dcp.groups import current_rank
+from dcp_objstore.dcp.plugin import plugin_errors
+from dcp_objstore.dcp.report import logger
 from dcp_objstore.dcp.state import Place
-from dcp_objstore.errors import (
-    CheckpointGoneError,
-    DcpObjstoreError,
-    InvalidUrlError,
-    StateMismatchError,
-)
+from dcp_objstore.errors import InvalidUrlError, StateMismatchError
 
 _SHOWN = 10
 # Comparing two names takes some 50 microseconds, so only the likely ones are compared.
@@ -34,15 +31,11 @@ _COMPARED = 200
 
 
 class AgreeingSavePlanner(DefaultSavePlanner):
-    """Refuses ranks that save to different URLs, before a byte is uploaded.
+    """Refuses ranks that save to different URLs, before a byte is uploaded."""
 
-    Raises `failed` on every rank, if it is given on any.
-    """
-
-    def __init__(self, url: str, failed: DcpObjstoreError | None = None) -> None:
+    def __init__(self, url: str) -> None:
         super().__init__()
         self._url = url
-        self._failed = failed
 
     def set_up_planner(
         self,
@@ -51,13 +44,13 @@ class AgreeingSavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         """See `DefaultSavePlanner`."""
-        if self._failed is not None:
-            raise self._failed
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        with plugin_errors(current_rank(), self._url):
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         """See `DefaultSavePlanner`."""
-        return dataclasses.replace(super().create_local_plan(), storage_data=self._url)
+        with plugin_errors(current_rank(), self._url):
+            return dataclasses.replace(super().create_local_plan(), storage_data=self._url)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """See `DefaultSavePlanner`.
@@ -65,37 +58,40 @@ class AgreeingSavePlanner(DefaultSavePlanner):
         Raises:
             InvalidUrlError: the ranks save to different URLs.
         """
-        _same_url([plan.storage_data for plan in all_plans])
-        return super().create_global_plan(all_plans)
+        with plugin_errors(current_rank(), self._url):
+            _same_url([plan.storage_data for plan in all_plans])
+            plans, metadata = super().create_global_plan(all_plans)
+        if not metadata.state_dict_metadata:
+            logger.warning("%s: the state is empty on every rank; nothing is saved", self._url)
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """See `DefaultSavePlanner`."""
+        with plugin_errors(current_rank(), self._url):
+            return super().finish_plan(new_plan)
 
 
 class AgreeingLoadPlanner(DefaultLoadPlanner):
     """Names every key and shape that the checkpoint does not have, with the nearest names.
 
-    Refuses ranks that have opened different checkpoints. Raises `failed` on every rank, if it is
-    given on any.
+    Refuses ranks that load from different URLs.
 
     Args:
         url: the checkpoint.
-        failed: see the module.
         optimizers: for the place of each optimizer in the state, that of its module.
 
     Attributes:
         without_state: (optimizer's place, parameter's name in its module) for which the checkpoint
             has the parameter and no optimizer state; nothing was loaded for them.
+        reading: whether the ranks have begun to read data into the state.
     """
 
-    def __init__(
-        self,
-        url: str,
-        failed: DcpObjstoreError | None = None,
-        optimizers: Mapping[Place, Place] | None = None,
-    ) -> None:
+    def __init__(self, url: str, optimizers: Mapping[Place, Place] | None = None) -> None:
         super().__init__()
         self._url = url
-        self._failed = failed
         self._optimizers = optimizers or {}
         self.without_state: set[tuple[Place, str]] = set()
+        self.reading = False
 
     def set_up_planner(
         self,
@@ -104,9 +100,8 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         """See `DefaultLoadPlanner`."""
-        if self._failed is not None:
-            raise self._failed
-        super().set_up_planner(state_dict, metadata, is_coordinator)
+        with plugin_errors(current_rank(), self._url):
+            super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
         """See `DefaultLoadPlanner`.
@@ -114,6 +109,10 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         Raises:
             StateMismatchError: the state asks for what the checkpoint does not have.
         """
+        with plugin_errors(current_rank(), self._url):
+            return dataclasses.replace(self._fitting_plan(), planner_data=self._url)
+
+    def _fitting_plan(self) -> LoadPlan:
         assert self.metadata is not None
         problems = _mismatches(self.state_dict, self.metadata)
         if problems:
@@ -122,7 +121,7 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         try:
             # It also knows the key format of torch before 2.4, under which keys that look missing
             # may be there.
-            plan = super().create_local_plan()
+            return super().create_local_plan()
         except Exception:
             missing = _missing(self.state_dict, self.metadata)
             if missing:
@@ -130,26 +129,30 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
                     "the checkpoint does not have what the state asks for", missing
                 ) from None
             raise
-        stored = self.metadata.storage_meta
-        save_id = None if stored is None else stored.save_id
-        return dataclasses.replace(plan, planner_data=(self._url, save_id))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """See `DefaultLoadPlanner`.
 
         Raises:
-            InvalidUrlError: the ranks load from different URLs.
-            CheckpointGoneError: some ranks have opened what another save has replaced.
+            InvalidUrlError: the ranks load from different URLs. (That they have opened the same
+                commit is checked after this, by the reader.)
         """
-        urls = [plan.planner_data[0] for plan in global_plan]
-        saves = [plan.planner_data[1] for plan in global_plan]
-        _same_url(urls)
-        if len(set(saves)) > 1:
-            raise CheckpointGoneError(
-                "the checkpoint was replaced while the ranks opened it, and some have the old one;"
-                " load again"
+        with plugin_errors(current_rank(), self._url):
+            _same_url([plan.planner_data for plan in global_plan])
+            plans = super().create_global_plan(global_plan)
+        if not any(plan.items for plan in plans):
+            logger.warning(
+                "%s: nothing is loaded, because the state asks for nothing on any rank; pass the"
+                " modules, tensors and values that are to be filled",
+                self._url,
             )
-        return super().create_global_plan(global_plan)
+        return plans
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """See `DefaultLoadPlanner`."""
+        with plugin_errors(current_rank(), self._url):
+            self.reading = True
+            return super().finish_plan(new_plan)
 
     def _leave_out_absent_state(self, metadata: Metadata) -> None:
         """Ask for no optimizer state of parameters that were saved without any."""
@@ -192,7 +195,9 @@ def _mismatches(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
                     f" {tuple(value.size())}"
                 )
             elif not is_tensor:
-                problems.append(f"{key}: saved as a tensor, the state has a {type(value).__name__}")
+                kind = type(value).__name__
+                article = "an" if kind[0] in "aeiouAEIOU" else "a"
+                problems.append(f"{key}: saved as a tensor, the state has {article} {kind}")
         elif is_tensor:
             problems.append(f"{key}: saved as a plain value, the state has a tensor")
     return problems
@@ -215,6 +220,9 @@ def _nearest(key: str, saved: list[str]) -> list[str]:
     inside = [name for name in saved if name.startswith(f"{key}.")]
     if inside:
         return inside[:3]
+    # A prefix too many or missing, as `model.` or `module.`; the shortest such prefix first.
+    shifted = [name for name in saved if name.endswith(f".{key}") or key.endswith(f".{name}")]
+    shifted.sort(key=lambda name: abs(len(name) - len(key)))
 
     def in_common(name: str) -> int:
         """Characters at the start and at the end that are the same."""
@@ -224,7 +232,8 @@ def _nearest(key: str, saved: list[str]) -> list[str]:
 
     if len(saved) > _COMPARED:
         saved = heapq.nlargest(_COMPARED, saved, key=in_common)
-    return difflib.get_close_matches(key, saved, n=3)
+    alike = [name for name in difflib.get_close_matches(key, saved, n=3) if name not in shifted]
+    return [*shifted, *alike][:3]
 
 
 def _listed(summary: str, lines: list[str]) -> StateMismatchError:
