@@ -1,0 +1,403 @@
+"""What one load does with destinations, items that only torch can take apart, and threads."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import secrets
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+import dcp_objstore as dos
+from dcp_objstore.dcp import gather
+from dcp_objstore.dcp.gather import Backlog, GatherRead
+from dcp_objstore.dcp.source import Stored
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    DcpObjstoreError,
+    TransferStalledError,
+    UnsupportedError,
+)
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.wrappers import Request, WrappedStore
+from dcp_objstore.transfer.progress import Progress
+from tests.support.checkpoints import cause
+from tests.support.states import same_bits, seeded
+
+MIB = 1024 * 1024
+# As small as they may be: one request of 4 MiB at a time.
+SMALL = dos.TransferConfig(request_size_bytes=4 * MIB, memory_budget_bytes=8 * MIB)
+
+
+def memory_url() -> str:
+    return f"memory://loading/{secrets.token_hex(4)}"
+
+
+def stock_checkpoint(place: Path, state: dict[str, Any]) -> str:
+    """The URL of a checkpoint that stock torch wrote."""
+    dcp.save(state, storage_writer=FileSystemWriter(place), no_dist=True)
+    return f"file://{place}"
+
+
+def load(state: dict[str, Any], url: str, **settings: Any) -> None:
+    planner = settings.pop("planner", None)
+    reader = dos.ObjectStoreReader(url, **settings)
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+
+
+class CountingStore(WrappedStore):
+    """Counts the bytes of the ranges that were fetched, and calls `on_bytes` with their sum."""
+
+    def __init__(self, inner: Any, on_bytes: Callable[[int], None]) -> None:
+        super().__init__(inner)
+        self.fetched_bytes = 0
+        self._on_bytes = on_bytes
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def _around(self, request: Request) -> Iterator[None]:
+        yield
+        if request.verb == "get_range":
+            with self._lock:
+                self.fetched_bytes += request.bytes
+                self._on_bytes(self.fetched_bytes)
+
+
+class ValuePlanner(DefaultLoadPlanner):
+    """Calls `hook` before it takes each value."""
+
+    def __init__(self, hook: Callable[[int], None]) -> None:
+        super().__init__()
+        self._hook = hook
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self._hook(value.getbuffer().nbytes)
+        super().load_bytes(read_item, value)
+
+
+# --- destinations ---
+
+
+def views() -> dict[str, torch.Tensor]:
+    """Destinations that say their elements in another way than their memory does."""
+    state = {
+        "conj": torch.zeros(6, 5, dtype=torch.complex64).conj(),
+        "conj-strided": torch.zeros(5, 6, dtype=torch.complex64).t().conj(),
+        "neg": torch._neg_view(torch.zeros(6, 5)),
+        "neg-strided": torch.zeros(5, 6, dtype=torch.complex64).t().conj().imag,
+    }
+    assert all(value.is_conj() or value.is_neg() for value in state.values())
+    return state
+
+
+@pytest.mark.parametrize("origin", ["ours", "stock"])
+def test_conjugated_and_negated_destinations_hold_what_was_saved(
+    tmp_path: Path, origin: str
+) -> None:
+    state = views()
+    saved = {key: seeded(key, value.shape, value.dtype) for key, value in state.items()}
+    if origin == "ours":
+        url = memory_url()
+        dcp.save(dict(saved), storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
+    else:
+        url = stock_checkpoint(tmp_path / "step-1", dict(saved))
+    load(dict(state), url)
+    for key, value in state.items():
+        assert torch.equal(value.nan_to_num(), saved[key].nan_to_num()), key
+
+
+@pytest.mark.parametrize("origin", ["ours", "stock"])
+def test_loading_leaves_a_tensors_storage_as_resizable_as_it_was(
+    tmp_path: Path, origin: str
+) -> None:
+    """FSDP frees and allocates its parameters by resizing their storage."""
+    saved = seeded("t", (1000,))
+    url = memory_url()
+    if origin == "ours":
+        dcp.save({"t": saved}, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
+    else:
+        url = stock_checkpoint(tmp_path / "step-1", {"t": saved})
+    tensor = torch.zeros(1000)
+    load({"t": tensor}, url)
+    assert same_bits(tensor, saved)
+    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(4000)
+
+
+@pytest.mark.parametrize("origin", ["ours", "stock"])
+def test_autograd_is_told_that_a_destination_was_written(tmp_path: Path, origin: str) -> None:
+    url = memory_url()
+    if origin == "ours":
+        dcp.save({"t": torch.ones(9)}, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
+    else:
+        url = stock_checkpoint(tmp_path / "step-1", {"t": torch.ones(9)})
+    leaf = torch.zeros(9, requires_grad=True)
+    before = leaf._version
+    load({"t": leaf}, url)
+    assert leaf._version > before
+    assert leaf.detach().eq(1).all()
+
+
+def sparse(layout: str) -> torch.Tensor:
+    eye = torch.eye(4)
+    return {
+        "coo": eye.to_sparse,
+        "csr": eye.to_sparse_csr,
+        "bsr": lambda: eye.to_sparse_bsr((2, 2)),
+    }[layout]()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta state")
+@pytest.mark.parametrize("layout", ["coo", "csr", "bsr"])
+def test_sparse_tensors_are_refused_by_name_before_anything_is_sent(
+    tmp_path: Path, layout: str
+) -> None:
+    url = f"file://{tmp_path}/step-1"
+    state = {"a": torch.zeros(3), "deep": {"s": sparse(layout)}}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
+    error = cause(caught.value)
+    assert isinstance(error, UnsupportedError)
+    assert error.key == "deep.s"
+    assert f"sparse_{layout}" in str(error)
+    assert not list(tmp_path.rglob("*.distcp"))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta state")
+@pytest.mark.parametrize("layout", ["coo", "csr", "bsr"])
+def test_sparse_destinations_are_refused_by_name(layout: str) -> None:
+    url = memory_url()
+    dcp.save({"s": torch.eye(4)}, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
+    with pytest.raises(CheckpointException) as caught:
+        load({"s": sparse(layout)}, url)
+    error = cause(caught.value)
+    assert isinstance(error, UnsupportedError)
+    assert error.key == "s"
+
+
+# --- items that only torch can take apart ---
+
+
+def gathered(payload_bytes: int, arrived: Callable[[GatherRead], None]) -> GatherRead:
+    """A value's read."""
+    place = MetadataIndex("value")
+    empty = torch.Size([0])
+    item = ReadItem(LoadItemType.BYTE_IO, place, empty, place, empty, empty)
+    return GatherRead(item, Stored(0, 0, payload_bytes, None, None, None), None, arrived)
+
+
+def test_a_value_is_held_once_however_it_arrives() -> None:
+    size = 8 * MIB
+    blocks = [np.full(size // 4, n, dtype=np.uint8) for n in range(4)]
+    arrived: list[GatherRead] = []
+    tracemalloc.start()
+    try:
+        read = gathered(size, arrived.append)
+        for n in (2, 0, 3, 1):
+            assert arrived == []
+            read.accept(n * size // 4, blocks[n])
+        (whole,) = arrived
+        body = whole.take()
+        value = body.getvalue()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1.1 * size
+    assert value == b"".join(block.tobytes() for block in blocks)
+    assert body.read(1) == b"\0", "it stands at its beginning"
+
+
+def test_an_item_without_bytes_is_complete_at_once() -> None:
+    arrived: list[GatherRead] = []
+    gathered(0, arrived.append)
+    assert [read.take().getvalue() for read in arrived] == [b""]
+
+
+def test_tensors_of_a_stock_checkpoint_are_placed_where_they_arrive_and_do_not_pile_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calling thread is kept busy with a value until all tensors are in place."""
+    tensors = {f"t{n:02}": seeded(f"t{n}", (MIB // 4,)) for n in range(40)}
+    url = stock_checkpoint(tmp_path / "step-1", {"step": 3, **tensors})
+    placed = threading.Semaphore(0)
+    reads: list[GatherRead] = []
+    held: list[int] = []
+    copy, add, take_in = gather.copy_elements, GatherRead.__init__, GatherRead.accept
+
+    def count_placed(*tensors: torch.Tensor) -> None:
+        copy(*tensors)
+        placed.release()
+
+    def count_read(self: GatherRead, *args: Any) -> None:
+        add(self, *args)
+        reads.append(self)
+
+    def count_held(self: GatherRead, *args: Any) -> None:
+        take_in(self, *args)
+        held.append(sum(read.held_bytes() for read in reads))
+
+    monkeypatch.setattr(gather, "copy_elements", count_placed)
+    monkeypatch.setattr(GatherRead, "__init__", count_read)
+    monkeypatch.setattr(GatherRead, "accept", count_held)
+    waited = []
+
+    def wait_for_tensors(_: int) -> None:
+        waited.append(all(placed.acquire(timeout=10) for _ in tensors))
+
+    state = {"step": 0, **{key: torch.zeros(MIB // 4) for key in tensors}}
+    config = dos.TransferConfig(request_size_bytes=4 * MIB, download_concurrency=3)
+    load(state, url, config=config, planner=ValuePlanner(wait_for_tensors))
+    assert waited == [True]
+    assert all(same_bits(state[key], tensors[key]) for key in tensors)
+    # Besides the little value: one that is being put in place, and one half arrived, per worker.
+    assert max(held) < 2 * 3 * 1.1 * MIB
+
+
+def test_values_that_the_planner_has_not_taken_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner takes its time with the first: until all is fetched, or fetching has paused."""
+    url = memory_url()
+    values = {f"v{n:02}": f"{n:02}" * (MIB // 2) for n in range(48)}
+    dcp.save(dict(values), storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
+    total_bytes = 48 * MIB
+    paused = threading.Event()
+
+    def on_bytes(fetched_bytes: int) -> None:
+        if fetched_bytes >= total_bytes:
+            paused.set()
+
+    stores: list[CountingStore] = []
+    real_open, real_wait = StoreSpec.open, Backlog.wait_for_room
+
+    def counted(spec: StoreSpec) -> CountingStore:
+        stores.append(CountingStore(real_open(spec), on_bytes))
+        return stores[-1]
+
+    def wait_for_room(self: Backlog, progress: Progress) -> None:
+        if self._waiting_bytes > self._limit_bytes:
+            paused.set()
+        real_wait(self, progress)
+
+    monkeypatch.setattr(StoreSpec, "open", counted)
+    monkeypatch.setattr(Backlog, "wait_for_room", wait_for_room)
+    taken_bytes = 0
+    held: list[int] = []
+
+    def hook(size_bytes: int) -> None:
+        nonlocal taken_bytes
+        assert paused.wait(timeout=10)
+        held.append(sum(store.fetched_bytes for store in stores) - taken_bytes)
+        taken_bytes += size_bytes
+
+    state = dict.fromkeys(values, "")
+    load(state, url, config=SMALL, planner=ValuePlanner(hook))
+    assert state == values
+    # What may wait, the request that went over that, and the one that waits for room.
+    assert max(held) <= SMALL.memory_budget_bytes + 2 * (SMALL.request_size_bytes + MIB)
+
+
+def test_a_worker_that_waits_for_room_ends_with_the_transfer() -> None:
+    backlog = Backlog(limit_bytes=10)
+    read = gathered(11, backlog.add)
+    read.accept(0, bytes(11))
+    progress = Progress(60)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(backlog.wait_for_room, progress)
+        progress.stop(TransferStalledError("stopped"))
+        with pytest.raises(TransferStalledError):
+            waiting.result(timeout=10)
+        finished: list[GatherRead] = []
+        backlog.drain(finished.append)
+        assert finished == [read]
+        pool.submit(backlog.wait_for_room, Progress(60)).result(timeout=10)
+
+
+def test_a_stock_tensor_that_cannot_be_read_is_named_and_not_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"fine": seeded("fine", (50,)), "hurt": seeded("hurt", (70,))}
+    url = stock_checkpoint(tmp_path / "step-1", dict(state))
+    (data,) = (tmp_path / "step-1").glob("*.distcp")
+    body = data.read_bytes()
+    at = body.index(state["hurt"].numpy().tobytes())
+    start = body.rindex(b"data.pkl", 0, at)  # the pickle of this item's archive
+    data.write_bytes(body[: start + 8] + bytes(100) + body[start + 108 :])
+    stores: list[CountingStore] = []
+    real_open = StoreSpec.open
+
+    def counted(spec: StoreSpec) -> CountingStore:
+        stores.append(CountingStore(real_open(spec), lambda _: None))
+        return stores[-1]
+
+    monkeypatch.setattr(StoreSpec, "open", counted)
+    with pytest.raises(CheckpointException) as caught:
+        load({key: torch.zeros_like(value) for key, value in state.items()}, url)
+    error = cause(caught.value)
+    assert isinstance(error, CheckpointCorruptError)
+    assert error.key == "hurt"
+    assert sum(store.fetched_bytes for store in stores) <= len(body)
+
+
+# --- one reader, several threads ---
+
+
+class MeetingPlanner(DefaultLoadPlanner):
+    """Waits, between the opening of the checkpoint and the rest, until the other has come here."""
+
+    def __init__(self, meeting: threading.Barrier) -> None:
+        super().__init__()
+        self._meeting = meeting
+
+    def set_up_planner(self, *args: Any, **settings: Any) -> None:
+        super().set_up_planner(*args, **settings)
+        self._meeting.wait(timeout=20)
+
+
+def test_threads_that_share_a_reader_each_load_what_they_asked_for() -> None:
+    root = memory_url()
+    for n in range(2):
+        writer = dos.ObjectStoreWriter(f"{root}/step-{n}")
+        dcp.save({"t": torch.full((100,), float(n))}, storage_writer=writer, no_dist=True)
+    reader = dos.ObjectStoreReader()
+    meeting = threading.Barrier(2)
+
+    def load_step(n: int) -> torch.Tensor:
+        tensor = torch.full((100,), -1.0)
+        dcp.load(
+            {"t": tensor},
+            storage_reader=reader,
+            checkpoint_id=f"{root}/step-{n}",
+            planner=MeetingPlanner(meeting),
+            no_dist=True,
+        )
+        return tensor
+
+    with ThreadPoolExecutor(2) as pool:
+        for n, tensor in enumerate(pool.map(load_step, range(2))):
+            assert tensor.eq(n).all(), f"the load of step {n} got another step's"
+
+
+def test_a_failed_load_leaves_the_reader_fit_for_the_next() -> None:
+    url = memory_url()
+    reader = dos.ObjectStoreReader(url)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"t": torch.zeros(3)}, storage_reader=reader, no_dist=True)
+    assert isinstance(cause(caught.value), DcpObjstoreError)
+    assert reader.last_load is None
+    dcp.save({"t": torch.ones(3)}, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
+    tensor = torch.zeros(3)
+    dcp.load({"t": tensor}, storage_reader=reader, no_dist=True)
+    assert tensor.eq(1).all()
+    assert reader.last_load is not None

@@ -1,0 +1,208 @@
+"""One save's edges: what follows the commit, planners of one's own, copies of a writer."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
+
+import dcp_objstore as dos
+from dcp_objstore.dcp import writer as writer_module
+from dcp_objstore.dcp.report import size_text
+from dcp_objstore.errors import PermissionDeniedError, UntrustedPickleError
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.wrappers import Fault, FaultStore, Verb
+from tests.support.checkpoints import cause
+from tests.support.servers import Bucket
+
+MIB = 1024 * 1024
+
+
+def memory_url() -> str:
+    return f"memory://saving/{secrets.token_hex(4)}"
+
+
+def keys(url: str) -> set[str]:
+    return {meta.key for meta in StoreSpec(url).open().list()}
+
+
+def assert_loads(url: str) -> None:
+    tensor = torch.zeros(5)
+    dcp.load({"t": tensor}, storage_reader=dos.ObjectStoreReader(url), no_dist=True)
+    assert tensor.eq(1).all()
+
+
+# --- after the commit ---
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO, logger="dcp_objstore"):
+        yield caplog
+
+
+@pytest.mark.parametrize("error", [PermissionDeniedError("not you"), RuntimeError("transport bug")])
+def test_a_metadata_object_that_cannot_be_put_only_warns(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    def plan(verb: Verb, key: str, nth: int) -> Fault | None:
+        del nth
+        return Fault("before", error) if (verb, key) == ("put", ".metadata") else None
+
+    real_open = StoreSpec.open
+    url = memory_url()
+    writer = dos.ObjectStoreWriter(url)
+    with monkeypatch.context() as patched:
+        patched.setattr(StoreSpec, "open", lambda spec: FaultStore(real_open(spec), plan))
+        dcp.save({"t": torch.ones(5)}, storage_writer=writer, no_dist=True)
+    assert writer.last_save is not None
+    assert writer.last_save.commit_id is not None
+    assert [r.levelname for r in logged.records if ".metadata" in r.getMessage()] == ["WARNING"]
+    assert "_COMMIT" in keys(url)
+    assert ".metadata" not in keys(url)
+    assert_loads(url)
+
+
+def test_metadata_that_cannot_be_encoded_only_warns(
+    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object) -> bytes:
+        raise TypeError("no such field")
+
+    monkeypatch.setattr(writer_module, "encode_metadata", fail)
+    url = memory_url()
+    dcp.save({"t": torch.ones(5)}, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
+    assert "no such field" in logged.text
+    assert_loads(url)
+
+
+def test_an_interrupt_after_the_commit_leaves_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: object) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer_module, "encode_metadata", interrupt)
+    url = memory_url()
+    writer = dos.ObjectStoreWriter(url)
+    with pytest.raises((KeyboardInterrupt, CheckpointException)):
+        dcp.save({"t": torch.ones(5)}, storage_writer=writer, no_dist=True)
+    assert writer.last_save is not None
+    assert writer.last_save.commit_id is not None
+    assert_loads(url)
+
+
+# --- planners of one's own ---
+
+
+class OwnFormatSaver(DefaultSavePlanner):
+    """Writes values in a format of its own."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(b"own:" + str(self.lookup_object(write_item.index)).encode())
+        return super().resolve_data(write_item)
+
+
+class OwnFormatLoader(DefaultLoadPlanner):
+    """Reads them back."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = value.read().removeprefix(b"own:")
+
+
+def test_values_in_a_planners_own_format_are_saved_with_a_warning_and_come_back() -> None:
+    url = memory_url()
+    writer = dos.ObjectStoreWriter(url)
+    with pytest.warns(UserWarning, match=r"'step'.*trust_pickle=True") as caught:
+        for at in (url, f"{url}-2"):
+            planner = OwnFormatSaver()
+            dcp.save({"step": 7}, storage_writer=writer, checkpoint_id=at, planner=planner)
+    ours = [one for one in caught if "trust_pickle" in str(one.message)]
+    assert len(ours) == 1, "once per key"
+    state: dict[str, Any] = {"step": 0}
+    reader = dos.ObjectStoreReader(url, trust_pickle=True)
+    dcp.load(state, storage_reader=reader, planner=OwnFormatLoader(), no_dist=True)
+    assert state == {"step": b"7"}
+    assert isinstance(refused(url), (UntrustedPickleError, dos.CheckpointCorruptError))
+
+
+def refused(url: str) -> BaseException:
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"step": 0}, storage_reader=dos.ObjectStoreReader(url), no_dist=True)
+    return cause(caught.value)
+
+
+# --- copies ---
+
+
+@pytest.mark.backends("seaweed")
+def test_deep_copies_work_with_the_credentials_that_were_given(bucket: Bucket) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    writer = copy.deepcopy(dos.ObjectStoreWriter(url, storage_options=options))
+    dcp.save({"t": torch.ones(5)}, storage_writer=writer, no_dist=True)
+    dcp.save({"t": torch.ones(5)}, storage_writer=writer, checkpoint_id=f"{url}-2", no_dist=True)
+    assert "_COMMIT" in bucket.keys("step-1-2")
+    reader = copy.deepcopy(dos.ObjectStoreReader(url, storage_options=options))
+    for at in (url, f"{url}-2"):
+        tensor = torch.zeros(5)
+        dcp.load({"t": tensor}, storage_reader=reader, checkpoint_id=at, no_dist=True)
+        assert tensor.eq(1).all()
+    secret = str(options["secret"]).encode()
+    assert secret not in pickle.dumps(writer)
+    assert secret not in pickle.dumps(reader)
+
+
+def test_a_pickled_reader_keeps_its_settings() -> None:
+    url = memory_url()
+    reader = dos.ObjectStoreReader(url, verify="off", trust_pickle=True, progress=False)
+    dcp.save({"t": torch.ones(5)}, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
+    dcp.load({"t": torch.zeros(5)}, storage_reader=reader, no_dist=True)
+    for made in (pickle.loads(pickle.dumps(reader)), copy.copy(reader), copy.deepcopy(reader)):
+        assert made.checkpoint_id == url
+        assert made.last_load is None
+        assert (made._verify, made._trust_pickle, made._progress) == (False, True, False)
+        tensor = torch.zeros(5)
+        dcp.load({"t": tensor}, storage_reader=made, no_dist=True)
+        assert tensor.eq(1).all()
+
+
+# --- what is logged ---
+
+
+@pytest.mark.parametrize(
+    ("count_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (MIB * 3 // 2, "1.50 MiB"),
+        (2048 * MIB, "2.00 GiB"),
+        (0.4, "0 B"),
+    ],
+)
+def test_sizes_are_given_in_a_unit_that_fits(count_bytes: float, text: str) -> None:
+    assert size_text(count_bytes) == text
+
+
+def test_the_lines_of_a_small_save_and_load_say_how_small(
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    url = memory_url()
+    dcp.save({"t": torch.ones(5)}, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
+    assert_loads(url)
+    saved, loaded = (r.getMessage() for r in logged.records if r.levelname == "INFO")
+    assert saved.startswith(f"saved {url}: ")
+    assert loaded.startswith(f"loaded {url}: 20 B in ")
+    for line in (saved, loaded):
+        assert "0.00" not in line.split(" in ")[0]
+        assert "iB/s" in line
