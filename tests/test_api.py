@@ -203,7 +203,7 @@ def load_while_it_is_replaced(rank: int, world: int, url: str, options: Options)
     dos.ObjectStoreReader.read_metadata = late  # type: ignore[method-assign]
     state = {"w": torch.zeros(2)}
     try:
-        dos.load(state, url, storage_options=options)
+        dos.load(state, url, storage_options=options, read_once=False)  # each rank opens it
     finally:
         dos.ObjectStoreReader.read_metadata = read_metadata  # type: ignore[method-assign]
         assert state["w"].tolist() == [0.0, 0.0]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_objstore.dcp.geometry import Box, Selection, collapse, covering_stretch, plan_copies
+from dcp_objstore.dcp.geometry import Box, Selection, collapse, plan_copies
 
 
 @st.composite
@@ -47,24 +47,14 @@ def test_stretches_of_any_size_deliver_every_wanted_element_exactly_once(case, s
     if collapsed:
         shape, wanted = collapse(shape, wanted)
         view = destination.view(wanted.sizes)
-    start, end = covering_stretch(shape, wanted)
-    for low in range(start, end, step):
-        apply(source, shape, wanted, low, min(end, low + step), view)
+    for start, end in Selection(shape, wanted, 1).runs(step):
+        for low in range(start, end, step):
+            apply(source, shape, wanted, low, min(end, low + step), view)
     assert torch.equal(destination, expected)
 
 
-@given(chunk_and_box())
-def test_the_covering_stretch_begins_and_ends_at_wanted_elements(case):
-    shape, wanted = case
-    start, end = covering_stretch(shape, wanted)
-    assert plan_copies(shape, wanted, start, start + 1)
-    assert plan_copies(shape, wanted, end - 1, end)
-    assert not plan_copies(shape, wanted, 0, start)
-    assert not plan_copies(shape, wanted, end, math.prod(shape))
-
-
 def test_nothing_is_read_for_an_empty_box():
-    assert covering_stretch((0, 4), Box((0, 0), (0, 4))) == (0, 0)
+    assert Selection((0, 4), Box((0, 0), (0, 4)), 4).runs(10) == []
 
 
 def wanted_bytes(selection: Selection) -> set[int]:
@@ -101,6 +91,9 @@ def test_packing_takes_the_wanted_bytes_of_a_block_in_their_order(case, itemsize
         into = np.zeros(selection.count_bytes(low, low + len(block)), np.uint8)
         selection.pack(block, low, into)
         expected = [n for n in range(low, low + len(block)) if n in wanted]
+        if expected:
+            stretch = selection.within(low, low + len(block))
+            assert stretch == (expected[0], expected[-1] + 1)
         assert into.tolist() == chunk[expected].tolist()
 
 

@@ -196,7 +196,9 @@ def gathered(payload_bytes: int, arrived: Callable[[GatherRead], None]) -> Gathe
     place = MetadataIndex("value")
     empty = torch.Size([0])
     item = ReadItem(LoadItemType.BYTE_IO, place, empty, place, empty, empty)
-    return GatherRead(item, Stored(0, 0, payload_bytes, None, None, None), None, arrived)
+    read = GatherRead(item, Stored(0, 0, payload_bytes, None, None, None))
+    read.bind(None, arrived)
+    return read
 
 
 def test_a_value_is_held_once_however_it_arrives() -> None:

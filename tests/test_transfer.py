@@ -223,7 +223,7 @@ def test_a_download_delivers_every_range_and_never_more_at_once_than_the_budget(
 
     settings = config(memory_budget_bytes=8 * MIB, download_concurrency=16)
     wanted = requests_of(body.nbytes, MIB)
-    assert worker_count(wanted, settings) == 4
+    assert worker_count(wanted, 16, settings.memory_budget_bytes) == 4
     assert len(fetch(Counting(inner), wanted, consume, settings)) == 20
     assert np.array_equal(arrived, body)
     assert most <= 8 * MIB

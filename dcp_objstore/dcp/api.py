@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from dcp_objstore.dcp.failures import agree, attempt, extended, typed_failures
-from dcp_objstore.dcp.groups import current_rank, sync_group
+from dcp_objstore.dcp.groups import current_rank, sync_group, world_group
 from dcp_objstore.dcp.planner import AgreeingLoadPlanner, AgreeingSavePlanner
 from dcp_objstore.dcp.reader import ObjectStoreReader
 from dcp_objstore.dcp.report import logger
@@ -123,6 +123,7 @@ def load(
     progress: bool = True,
     verify: Literal["strict", "off"] = "strict",
     trust_pickle: bool = False,
+    read_once: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a state, in place, with any number of ranks or in one process.
@@ -136,7 +137,8 @@ def load(
         state: as for `save`; its shapes and keys say what is read.
         url: the checkpoint, the same on every rank.
         process_group: the ranks that load together. Default: all.
-        storage_options, config, progress, verify, trust_pickle: see `ObjectStoreReader`.
+        storage_options, config, progress, verify, trust_pickle, read_once: see
+            `ObjectStoreReader`.
 
     Returns:
         What this rank fetched.
@@ -160,6 +162,8 @@ def load(
             progress=progress,
             verify=verify,
             trust_pickle=trust_pickle,
+            read_once=read_once,
+            process_group=group or world_group(),
         )
     )
     converted, failed = attempt(lambda: ConvertedState(state, loading=True))

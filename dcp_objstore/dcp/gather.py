@@ -38,36 +38,35 @@ class GatherRead:
 
     Args:
         item, stored: as for `TensorRead`; a whole `torch.save` blob.
-        destination: of a tensor; None for a value.
-        on_complete: called once, from the thread that brought the last byte.
     """
 
-    def __init__(
-        self,
-        item: ReadItem,
-        stored: Stored,
-        destination: torch.Tensor | None,
-        on_complete: Callable[[GatherRead], None],
-    ) -> None:
+    def __init__(self, item: ReadItem, stored: Stored) -> None:
         self.item = item
         self.stored = stored
         self.error: CheckpointCorruptError | None = None
-        self._destination = destination
-        self._on_complete = on_complete
         self._missing_bytes = stored.payload_length
         self._body: io.BytesIO | None = None
         self._lock = threading.Lock()
+
+    @property
+    def selection(self) -> None:
+        """See `Read`."""
+        return
+
+    def bind(
+        self, destination: torch.Tensor | None, on_complete: Callable[[GatherRead], None]
+    ) -> None:
+        """Say what becomes of it, before anything arrives.
+
+        Args:
+            destination: of a tensor; None for a value.
+            on_complete: called once, from the thread that brought the last byte; at once for an
+                item without bytes.
+        """
+        self._destination = destination
+        self._on_complete = on_complete
         if not self._missing_bytes:
             self._complete()
-
-    def stretch(self) -> tuple[int, int]:
-        """See `Read`."""
-        return 0, self.stored.payload_length
-
-    def wants(self, start: int, end: int) -> bool:
-        """See `Read`."""
-        del start, end
-        return True
 
     def accept(self, position: int, block: Buffer) -> None:
         """See `Read`."""
@@ -84,6 +83,11 @@ class GatherRead:
             if self._missing_bytes:
                 return
         self._complete()
+
+    def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
+        """See `Read`. Nothing of it is ever left out."""
+        del size_bytes
+        self.accept(position, packed)
 
     def _complete(self) -> None:
         if self._destination is not None:

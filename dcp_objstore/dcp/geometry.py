@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -78,13 +79,25 @@ class Selection:
         """How many of bytes `[start, end)` of the chunk are wanted."""
         return self.itemsize * sum(math.prod(copy.source.sizes) for copy in self.copies(start, end))
 
+    def within(self, start: int, end: int) -> tuple[int, int]:
+        """The smallest stretch that holds what is wanted of bytes `[start, end)`, not nothing."""
+        copies = self.copies(start, end)
+        first = _linear(copies[0].source_shape, copies[0].source.offsets)
+        box = copies[-1].source
+        ends = tuple(offset + size - 1 for offset, size in zip(box.offsets, box.sizes, strict=True))
+        last = _linear(copies[-1].source_shape, ends)
+        return (
+            start + (copies[0].start + first) * self.itemsize,
+            start + (copies[-1].start + last + 1) * self.itemsize,
+        )
+
     def pack(self, block: _ByteArray, position: int, into: _ByteArray) -> None:
         """Put what is wanted of the bytes at `position` into `into`, in the order found.
 
         Args:
             into: of length `count_bytes(position, position + len(block))`.
         """
-        elements = block.view(_CARRIERS[self.itemsize])
+        elements: np.ndarray[Any, Any] = block.view(_CARRIERS[self.itemsize])
         packed = into.view(elements.dtype)
         filled = 0
         for copy in self.copies(position, position + block.nbytes):
@@ -98,6 +111,14 @@ class Selection:
             ]
             packed[filled : filled + cut.size].reshape(cut.shape)[...] = cut
             filled += cut.size
+
+
+def _linear(shape: tuple[int, ...], place: tuple[int, ...]) -> int:
+    """The number of an element in a row-major array."""
+    number = 0
+    for extent, coordinate in zip(shape, place, strict=True):
+        number = number * extent + coordinate
+    return number
 
 
 def collapse(shape: tuple[int, ...], wanted: Box) -> tuple[tuple[int, ...], Box]:
@@ -118,17 +139,6 @@ def collapse(shape: tuple[int, ...], wanted: Box) -> tuple[tuple[int, ...], Box]
             (*wanted.sizes[: dims - 1], wanted.sizes[dims - 1] * inner),
         ),
     )
-
-
-def covering_stretch(shape: tuple[int, ...], wanted: Box) -> tuple[int, int]:
-    """The smallest linear stretch `[start, end)` of the chunk that holds all of `wanted`."""
-    if 0 in wanted.sizes:
-        return 0, 0
-    start = end = 0
-    for extent, offset, size in zip(shape, wanted.offsets, wanted.sizes, strict=True):
-        start = start * extent + offset
-        end = end * extent + offset + size - 1
-    return start, end + 1
 
 
 def _runs(shape: tuple[int, ...], wanted: Box, gap: int) -> list[tuple[int, int]]:

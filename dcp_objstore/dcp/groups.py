@@ -22,6 +22,11 @@ def current_rank() -> int | None:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
 
 
+def world_group() -> dist.ProcessGroup | None:
+    """The default group by name, or None without one."""
+    return None if current_rank() is None else dist.group.WORLD
+
+
 def sync_group(
     process_group: dist.ProcessGroup | None, config: TransferConfig | None = None
 ) -> dist.ProcessGroup | None:

@@ -1,10 +1,11 @@
-"""Executing a rank's read plan: plan all requests, fetch them, hand what arrives to its place."""
+"""A rank's load: planned from the index alone, then bound to tensors, fetched and put in place."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,48 +28,87 @@ from dcp_objstore.dcp.values import check_safe
 from dcp_objstore.errors import CheckpointCorruptError, CorruptDataError, ObjectNotFoundError
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.ranges import RangeRequest, plan_requests
+from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.config import TransferConfig
+    from dcp_objstore.dcp.exchange import Exchange
     from dcp_objstore.dcp.source import Source
     from dcp_objstore.stores import ObjectStore
 
 
-def load_items(
+@dataclass(frozen=True, slots=True)
+class PlannedLoad:
+    """What a rank is to read.
+
+    Attributes:
+        source: the opened checkpoint.
+        items: of the rank's plan.
+        reads: one for each item.
+        spans: the pieces of objects that the reads need.
+    """
+
+    source: Source
+    items: Sequence[ReadItem]
+    reads: Sequence[TensorRead | GatherRead]
+    spans: Sequence[Span[Block]]
+
+
+def plan_load(
+    source: Source, items: Sequence[ReadItem], *, verify: bool, whole_blocks: bool = False
+) -> PlannedLoad:
+    """Find out what must be read for a plan, without looking at its tensors.
+
+    Args:
+        verify: see `ObjectStoreReader`.
+        whole_blocks: see `plan_spans`.
+
+    Raises:
+        CheckpointCorruptError, StateMismatchError: the checkpoint does not have it.
+    """
+    reads: list[TensorRead | GatherRead] = []
+    for item in items:
+        stored = stored_of(source, item)
+        whole = is_value(item) or stored.dtype is None
+        reads.append(GatherRead(item, stored) if whole else TensorRead(item, stored))
+    spans = plan_spans(reads, verify=verify, whole_blocks=whole_blocks)
+    return PlannedLoad(source, items, reads, spans)
+
+
+def run_load(
     store: ObjectStore,
-    source: Source,
-    items: Sequence[ReadItem],
+    planned: PlannedLoad,
     planner: LoadPlanner,
     config: TransferConfig,
     *,
-    verify: bool,
     trust_pickle: bool,
     started_at: float,
     bar_shown: bool,
+    exchange: Exchange | None = None,
 ) -> LoadReport:
-    """Read every item of a plan into what the planner resolves it to.
+    """Read every item of a plan into what the planner resolves it to. A plan is run once.
 
     Args:
         store: rooted at the checkpoint.
-        source: the opened checkpoint.
-        items: of the final local plan.
-        verify, trust_pickle: see `ObjectStoreReader`.
+        trust_pickle: see `ObjectStoreReader`.
         started_at: `time.monotonic()` when the load began, for the report.
         bar_shown: show a progress bar where standard error is a terminal.
+        exchange: the part of it that the ranks do together.
 
     Raises:
         CheckpointCorruptError, CheckpointGoneError, UntrustedPickleError, StateMismatchError,
         UnsupportedError, and the store's errors.
     """
-    destinations: dict[int, torch.Tensor] = {}
+    shared_bytes = 0 if exchange is None else exchange.memory_bytes
     backlog = Backlog(config.memory_budget_bytes)
-    reads = list(_resolve(source, items, planner, destinations, backlog))
-    keys = [item.dest_index.fqn for item in items]
-    spans = plan_spans(reads, keys, verify=verify)
-    requests = plan_requests(spans, request_size_bytes=config.request_size_bytes)
+    destinations = _bind(planned, planner, backlog)
+    alone = planned.spans if exchange is None else exchange.alone()
+    requests = [
+        *(() if exchange is None else exchange.requests),
+        *plan_requests(alone, request_size_bytes=config.request_size_bytes),
+    ]
     total_bytes = sum(request.end - request.start for request in requests)
 
     def finish(read: GatherRead) -> None:
@@ -78,30 +118,40 @@ def load_items(
             body = read.take()
             check_safe(body.getvalue(), read.item.dest_index.fqn, trust_pickle=trust_pickle)
             planner.load_bytes(read.item, body)
-            progress.alive()  # workers may have waited for this
 
-    with closing(progress_bar("load", total_bytes, shown=bar_shown)) as bar:
+    def take_in(request: RangeRequest[Block], body: Buffer) -> None:
+        backlog.wait_for_room(progress)
+        consume(request, body)
+        if exchange is not None:
+            exchange.keep(request, body)
+
+    def go_on() -> None:
+        if exchange is not None:
+            exchange.advance()
+        backlog.drain(finish)
+        progress.alive()  # workers may have waited for this
+
+    with (
+        closing(progress_bar("load", total_bytes, shown=bar_shown)) as bar,
+        _explained(planned.source, store),
+    ):
         progress = Progress(config.stall_timeout_seconds, bar.update)
-
-        def take_in(request: RangeRequest[Block], body: Buffer) -> None:
-            backlog.wait_for_room(progress)
-            consume(request, body)
-
-        arriving = fetch_ranges(store, source.object_keys, requests, take_in, config, progress)
-        try:
-            with closing(arriving):
-                backlog.drain(finish)  # items without bytes
-                for _ in arriving:
-                    backlog.drain(finish)
-        except ObjectNotFoundError as error:
-            raise source.explain(store, error) from error
-        except CheckpointCorruptError:
-            raise
-        except CorruptDataError as error:  # an object shorter than the index says
-            raise CheckpointCorruptError(
-                error.message, error.rank, error.key, error.object_key, error.url
-            ) from error
-    for item, read in zip(items, reads, strict=True):
+        arriving = fetch_ranges(
+            store,
+            planned.source.object_keys,
+            requests,
+            take_in,
+            config,
+            progress,
+            budget_bytes=config.memory_budget_bytes - shared_bytes,
+            admit=None if exchange is None else exchange.admit,
+        )
+        with closing(arriving):
+            go_on()  # items without bytes, and what others fetch
+            for _ in arriving:
+                go_on()
+        go_on()
+    for item, read in zip(planned.items, planned.reads, strict=True):
         if isinstance(read, TensorRead):
             read.finish()
         if not is_value(item):
@@ -109,35 +159,46 @@ def load_items(
     return LoadReport(
         url=store.url,
         total_bytes=total_bytes,
-        needed_bytes=sum(_needed_bytes(read) for read in reads),
+        needed_bytes=sum(_needed_bytes(read) for read in planned.reads),
+        received_bytes=0 if exchange is None else exchange.received_bytes,
         seconds=time.monotonic() - started_at,
         objects=len({request.object_number for request in requests}),
         requests=len(requests),
-        commit_id=source.commit_id,
+        commit_id=planned.source.commit_id,
     )
 
 
-def _resolve(
-    source: Source,
-    items: Iterable[ReadItem],
-    planner: LoadPlanner,
-    destinations: dict[int, torch.Tensor],
-    backlog: Backlog,
-) -> Iterable[Read]:
-    """A read for every item; tensors' destinations are kept by the identity of their item."""
+def _bind(planned: PlannedLoad, planner: LoadPlanner, backlog: Backlog) -> dict[int, torch.Tensor]:
+    """Give every read its destination; returns those of tensors by the identity of their item."""
+    destinations: dict[int, torch.Tensor] = {}
     warned = False
-    for item in items:
-        stored = stored_of(source, item)
-        if is_value(item):
-            yield GatherRead(item, stored, None, backlog.add)
-            continue
-        destination = check_destination(item, planner.resolve_tensor(item))
-        destinations[id(item)] = destination
-        if stored.dtype is None:
-            yield GatherRead(item, stored, destination, backlog.add)
-            continue
-        warned = warned or warn_if_lossy(item, stored.dtype, destination)
-        yield TensorRead(item, stored, destination)
+    for item, read in zip(planned.items, planned.reads, strict=True):
+        destination = None
+        if not is_value(item):
+            destination = check_destination(item, planner.resolve_tensor(item))
+            destinations[id(item)] = destination
+        if isinstance(read, GatherRead):
+            read.bind(destination, backlog.add)
+        else:
+            assert destination is not None and read.stored.dtype is not None
+            warned = warned or warn_if_lossy(item, read.stored.dtype, destination)
+            read.bind(destination)
+    return destinations
+
+
+@contextmanager
+def _explained(source: Source, store: ObjectStore) -> Iterator[None]:
+    """In terms of the checkpoint: what it means that an object is missing or too short."""
+    try:
+        yield
+    except ObjectNotFoundError as error:
+        raise source.explain(store, error) from error
+    except CheckpointCorruptError:
+        raise
+    except CorruptDataError as error:  # an object shorter than the index says
+        raise CheckpointCorruptError(
+            error.message, error.rank, error.key, error.object_key, error.url
+        ) from error
 
 
 def _needed_bytes(read: Read) -> int:

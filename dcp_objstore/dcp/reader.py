@@ -12,19 +12,29 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_objstore.dcp.loading import load_items
+from dcp_objstore.dcp.exchange import Exchange, Share
+from dcp_objstore.dcp.groups import current_rank, own_group
+from dcp_objstore.dcp.loading import PlannedLoad, plan_load, run_load
 from dcp_objstore.dcp.plugin import plugin_errors
-from dcp_objstore.dcp.report import LoadReport, log_load
+from dcp_objstore.dcp.report import LoadReport, log_load, logger
 from dcp_objstore.dcp.source import Source, open_source
 from dcp_objstore.dcp.target import Target
-from dcp_objstore.errors import CheckpointGoneError, ConfigError, DcpObjstoreError
+from dcp_objstore.dcp.together import Offer, make_offer, open_once, share_out
+from dcp_objstore.errors import (
+    CheckpointGoneError,
+    ConfigError,
+    DcpObjstoreError,
+    UnsupportedError,
+)
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer.workers import wait_for
 
@@ -44,6 +54,8 @@ class _Load:
     spec: StoreSpec
     started_at: float
     source: Source | None = None
+    together: bool = False  # with other ranks, as far as this one knows
+    planned: PlannedLoad | None = None
     error: DcpObjstoreError | None = None
     rank: int | None = None
     is_coordinator: bool = False
@@ -67,6 +79,13 @@ class ObjectStoreReader(StorageReader):
             whole 4 MiB blocks. "off": only what is needed is read, and not checked.
         trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses, which may run
             code that the checkpoint's author chose. Default False.
+        read_once: what several ranks need (replicas, values, blocks that another layout cuts) is
+            fetched and verified by one of them, which hands it to the others; so the store sees
+            each byte once, whatever the number of ranks. Default True.
+        process_group: the ranks that load together, all of which take part in every load; then
+            one of them opens the checkpoint for all. Default None: the ranks of the default group,
+            if it is they who load, and each opens the checkpoint. Bytes pass between ranks in a
+            gloo group of our own with the same ranks.
 
     Attributes:
         last_load: a `LoadReport` of this rank's last finished load, or None.
@@ -95,6 +114,8 @@ class ObjectStoreReader(StorageReader):
         progress: bool = True,
         verify: Literal["strict", "off"] = "strict",
         trust_pickle: bool = False,
+        read_once: bool = True,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         if verify not in ("strict", "off"):
@@ -103,17 +124,20 @@ class ObjectStoreReader(StorageReader):
         self._progress = progress
         self._verify = verify == "strict"
         self._trust_pickle = trust_pickle
+        self._read_once = read_once
+        self._process_group = process_group
         self._of_thread = threading.local()
         self.last_load: LoadReport | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings only, without secrets or an opened checkpoint."""
-        kept = ("_target", "_progress", "_verify", "_trust_pickle")
+        """Settings only, without secrets, process group or an opened checkpoint."""
+        kept = ("_target", "_progress", "_verify", "_trust_pickle", "_read_once")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """A reader with these settings that has not loaded yet."""
         self.__dict__.update(state)
+        self._process_group = None
         self._of_thread = threading.local()
         self.last_load = None
 
@@ -146,11 +170,36 @@ class ObjectStoreReader(StorageReader):
         self._of_thread.load = load
         try:
             with plugin_errors(None, load.spec.url):
-                load.source = wait_for(open_source, load.spec.open(), load_id=str(uuid.uuid4()))
+                load.source = self._open(load)
         except DcpObjstoreError as error:
             load.error = error
             return Metadata(state_dict_metadata={})
         return load.source.metadata
+
+    def _open(self, load: _Load) -> Source:
+        def open_here() -> Source:
+            return wait_for(open_source, load.spec.open(), load_id=str(uuid.uuid4()))
+
+        load.together = self._read_once and current_rank() is not None
+        if not load.together or self._process_group is None:
+            return open_here()
+        try:
+            group = self._group()
+        except UnsupportedError as error:  # on all of its ranks
+            logger.info("%s: every rank loads by itself: %s", load.spec.url, error.message)
+            load.together = False
+            return open_here()
+        return open_once(open_here, group, load.spec.url)
+
+    def _group(self) -> dist.ProcessGroup:
+        """The group for exchanging blocks. A collective of its ranks, the first time."""
+        given = None if self._process_group is dist.group.WORLD else self._process_group
+        group = own_group("read once", given, self._target.config)
+        assert group is not None
+        return group
+
+    def _group_ranks(self) -> tuple[int, ...]:
+        return tuple(dist.get_process_group_ranks(self._process_group or dist.group.WORLD))
 
     # The parameter must be called `kwargs`: DCP looks for that name before it passes them.
     def set_up_storage_reader(
@@ -174,25 +223,40 @@ class ObjectStoreReader(StorageReader):
         return load
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Say which commit this rank has opened, for the coordinator to compare."""
-        source = self._opened().source
-        opened = (self.checkpoint_id, None if source is None else source.commit_id)
-        return dataclasses.replace(plan, storage_data=opened)
+        """Plan what is to be read, and tell the coordinator which commit and bytes that is."""
+        load = self._opened()
+        with plugin_errors(load.rank, load.spec.url):
+            if load.source is not None:
+                load.planned = plan_load(
+                    load.source, plan.items, verify=self._verify, whole_blocks=load.together
+                )
+            ranks = self._group_ranks() if load.together else None
+            offer = make_offer(self.checkpoint_id, load.source, load.planned, ranks)
+            return dataclasses.replace(plan, storage_data=offer)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse a load of which the ranks have opened different checkpoints.
+        """Share out what several ranks need, if all have opened the same checkpoint.
 
         Raises:
             CheckpointGoneError: the checkpoint was replaced between the ranks' openings of it, or
                 they were given different URLs.
         """
-        if len({plan.storage_data for plan in plans}) > 1:
+        offers = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Offer)]
+        if len({(offer.url, offer.commit_id) for offer in offers}) > 1:
             raise CheckpointGoneError(
                 "the ranks have opened different checkpoints: it was replaced meanwhile, or they"
                 " were given different URLs; load again",
                 url=self.checkpoint_id,
             )
-        return plans
+        if len(offers) < len(plans):  # a planner that makes plans of its own
+            return plans
+        load = self._opened()
+        with plugin_errors(load.rank, load.spec.url):
+            shares = share_out(offers, self._target.config)
+        return [
+            dataclasses.replace(plan, storage_data=share)
+            for plan, share in zip(plans, shares, strict=True)
+        ]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fetch, verify and place all that this rank's plan asks for; returns when done."""
@@ -200,21 +264,38 @@ class ObjectStoreReader(StorageReader):
         with plugin_errors(load.rank, load.spec.url):
             if load.error is not None:
                 raise load.error
-            assert load.source is not None
-            report = load_items(
-                load.spec.open(),
-                load.source,
-                plan.items,
-                planner,
-                self._target.config,
-                verify=self._verify,
-                trust_pickle=self._trust_pickle,
-                started_at=load.started_at,
-                bar_shown=self._progress and load.is_coordinator,
-            )
+            report = self._read(load, plan, planner)
             self.last_load = report
             if load.is_coordinator:
                 log_load(report)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read(self, load: _Load, plan: LoadPlan, planner: LoadPlanner) -> LoadReport:
+        assert load.source is not None
+        planned, load.planned = load.planned, None
+        changed = planned is None or planned.items != plan.items
+        if planned is None or changed:
+            planned = plan_load(load.source, plan.items, verify=self._verify)
+        exchange = None
+        if isinstance(plan.storage_data, Share):
+            exchange = Exchange(
+                plan.storage_data, planned, self._group(), load.spec.url, self._target.config
+            )
+        with nullcontext() if exchange is None else exchange:
+            if changed and exchange is not None:
+                raise UnsupportedError(
+                    "the planner's finish_plan has changed which items are read, after it was"
+                    " planned which rank fetches them; pass read_once=False to the reader"
+                )
+            return run_load(
+                load.spec.open(),
+                planned,
+                planner,
+                self._target.config,
+                trust_pickle=self._trust_pickle,
+                started_at=load.started_at,
+                bar_shown=self._progress and load.is_coordinator,
+                exchange=exchange,
+            )

@@ -1,7 +1,8 @@
 """From DCP's read items to verified blocks, and from blocks to the destinations' own memory.
 
-`plan_spans` decides which digest blocks of which items are needed and by whom. A block that has
-arrived is verified once and then handed to every read that wants some of it:
+`plan_spans` decides which digest blocks of which items are needed and by whom; for that, nothing
+but the checkpoint's index is looked at. A block that has arrived is verified once and then handed
+to every read that wants some of it:
 
 - `TensorRead` copies elements straight into the destination tensor;
 - `gather.GatherRead` collects an item that only torch can take apart (pickled values, foreign
@@ -10,6 +11,7 @@ arrived is verified once and then handed to every read that wants some of it:
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,11 +22,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_objstore.dcp.geometry import Box, collapse, covering_stretch, plan_copies
+from dcp_objstore.dcp.geometry import Box, Selection, collapse
 from dcp_objstore.dcp.memory import byte_memory, count_write, fits, narrow
 from dcp_objstore.errors import CheckpointCorruptError, StateMismatchError, UnsupportedError
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, block_digest
-from dcp_objstore.transfer.ranges import RangeRequest, Span
+from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES, RangeRequest, Span
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -34,20 +36,22 @@ if TYPE_CHECKING:
 
 
 class Read(Protocol):
-    """Something that takes payload of one stored item."""
+    """Something that takes payload of one stored item. It can be planned before it is bound."""
 
+    item: ReadItem
     stored: Stored
 
-    def stretch(self) -> tuple[int, int]:
-        """The payload bytes `[start, end)` that hold all it wants."""
-        ...
-
-    def wants(self, start: int, end: int) -> bool:
-        """Whether it wants any of payload bytes `[start, end)` within its stretch."""
+    @property
+    def selection(self) -> Selection | None:
+        """What it wants of the payload; None for all of it."""
         ...
 
     def accept(self, position: int, block: Buffer) -> None:
         """Take what it wants of the payload bytes at `position`; from any thread."""
+        ...
+
+    def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
+        """The same of what `Selection.pack` took out of `size_bytes` bytes at `position`."""
         ...
 
 
@@ -57,78 +61,91 @@ class TensorRead:
     Args:
         item: DCP's read item.
         stored: the chunk, raw.
-        destination: what `planner.resolve_tensor` gave; written in place.
 
     Raises:
-        StateMismatchError: its shape is not the one that is to be read.
-        UnsupportedError: it cannot be written in place (expanded, meta, fake).
+        StateMismatchError: the chunk does not have what is to be read of it.
     """
 
-    def __init__(self, item: ReadItem, stored: Stored, destination: torch.Tensor) -> None:
-        key = item.dest_index.fqn
+    def __init__(self, item: ReadItem, stored: Stored) -> None:
+        self.item = item
         self.stored = stored
-        self.destination = check_destination(item, destination)
         assert stored.dtype is not None and stored.sizes is not None
         self._dtype: torch.dtype = getattr(torch, stored.dtype)
-        shape = stored.sizes
         wanted = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        if not fits(wanted, shape):
+        if not fits(wanted, stored.sizes):
             raise StateMismatchError(
-                f"elements {wanted} are to be read of a chunk of shape {shape}", key=key
+                f"elements {wanted} are to be read of a chunk of shape {stored.sizes}",
+                key=item.dest_index.fqn,
             )
-        view = self.destination
-        if view.is_contiguous():
-            shape, wanted = collapse(shape, wanted)
-            view = view.view(wanted.sizes)
-        self._shape, self._wanted, self._view = shape, wanted, view
+        self._selection = Selection(*collapse(stored.sizes, wanted), self._dtype.itemsize)
         self._memory: ByteArray | None = None
-        if len(shape) == 1 and view.dtype == self._dtype:
-            self._memory = byte_memory(view)
 
-    def stretch(self) -> tuple[int, int]:
+    @property
+    def selection(self) -> Selection:
         """See `Read`."""
-        start, end = covering_stretch(self._shape, self._wanted)
-        return start * self._dtype.itemsize, end * self._dtype.itemsize
+        return self._selection
 
-    def wants(self, start: int, end: int) -> bool:
-        """See `Read`. Only strided reads leave out blocks inside their stretch."""
-        size = self._dtype.itemsize
-        return len(self._shape) <= 1 or bool(
-            plan_copies(self._shape, self._wanted, start // size, end // size)
-        )
+    def bind(self, destination: torch.Tensor) -> None:
+        """Say where to write to, before anything arrives.
+
+        Args:
+            destination: as `check_destination` lets through; written in place.
+        """
+        self._destination = self._view = destination
+        if destination.is_contiguous():
+            self._view = destination.view(self._selection.wanted.sizes)
+        else:
+            assert self.stored.sizes is not None
+            wanted = Box(tuple(self.item.storage_offsets), tuple(self.item.lengths))
+            self._selection = Selection(self.stored.sizes, wanted, self._dtype.itemsize)
+        if len(self._selection.shape) == 1 and self._view.dtype == self._dtype:
+            self._memory = byte_memory(self._view)
 
     def accept(self, position: int, block: Buffer) -> None:
         """See `Read`."""
-        size = self._dtype.itemsize
+        arrived = np.frombuffer(block, dtype=np.uint8)
         if self._memory is not None:
-            first = self._wanted.offsets[0] * size - position
-            arrived = np.frombuffer(block, dtype=np.uint8)
+            first = self._selection.wanted.offsets[0] * self._dtype.itemsize - position
             low, high = max(0, first), min(arrived.nbytes, first + self._memory.nbytes)
             self._memory[low - first : high - first] = arrived[low:high]
             return
-        start = position // size
-        arrived_elements = torch.frombuffer(block, dtype=self._dtype)
-        end = start + arrived_elements.numel()
+        elements = self._elements(arrived)
         with torch.inference_mode(self._view.is_inference()), torch.no_grad():
-            for copy in plan_copies(self._shape, self._wanted, start, end):
-                source = arrived_elements[copy.start :]
-                source = source[: _count(copy.source_shape)].view(copy.source_shape)
-                narrow(self._view, copy.destination).copy_(narrow(source, copy.source))
+            for copy in self._selection.copies(position, position + arrived.nbytes):
+                source = elements[copy.start : copy.start + math.prod(copy.source_shape)]
+                source = narrow(source.view(copy.source_shape), copy.source)
+                narrow(self._view, copy.destination).copy_(source)
+
+    def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
+        """See `Read`."""
+        elements = self._elements(np.frombuffer(packed, dtype=np.uint8))
+        taken = 0
+        with torch.inference_mode(self._view.is_inference()), torch.no_grad():
+            for copy in self._selection.copies(position, position + size_bytes):
+                count = math.prod(copy.source.sizes)
+                source = elements[taken : taken + count].view(copy.source.sizes)
+                narrow(self._view, copy.destination).copy_(source)
+                taken += count
+
+    def _elements(self, arrived: ByteArray) -> torch.Tensor:
+        if arrived.ctypes.data % self._dtype.itemsize:
+            arrived = arrived.copy()  # torch takes elements to lie where the processor likes them
+        return torch.frombuffer(arrived.data, dtype=self._dtype)
 
     @property
     def needed_bytes(self) -> int:
         """Payload bytes that this read is for."""
-        return self.destination.numel() * self._dtype.itemsize
+        return math.prod(self._selection.wanted.sizes) * self._dtype.itemsize
 
     def finish(self) -> None:
         """Tell autograd that the destination was written, where that went past torch."""
         if self._memory is not None:
-            count_write(self.destination)
+            count_write(self._destination)
 
 
 @dataclass(slots=True)
 class Block:
-    """One digest block of an item: what a span is fetched for."""
+    """One digest block of an item, or a part of one: what a span is fetched for."""
 
     key: str
     position: int
@@ -136,41 +153,54 @@ class Block:
     reads: list[Read] = field(default_factory=list)
 
 
-def plan_spans(reads: Iterable[Read], keys: Iterable[str], *, verify: bool) -> list[Span[Block]]:
+def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> list[Span[Block]]:
     """The blocks that the reads need; one that several of them want appears once.
 
     Args:
-        reads: and for each the state-dict key in `keys`.
-        verify: read whole digest blocks, so that each can be verified. Otherwise only the bytes
-            that are wanted.
+        verify: with digests. Implies `whole_blocks`.
+        whole_blocks: whole digest blocks, which other ranks may need as well. Otherwise only the
+            runs of bytes that are wanted, with gaps too small to be worth a request.
     """
     spans: dict[tuple[int, int, int], Span[Block]] = {}
-    for read, key in zip(reads, keys, strict=True):
+    for read in reads:
         stored = read.stored
-        first, last = read.stretch()
-        for number in range(first // BLOCK_SIZE_BYTES, -(-last // BLOCK_SIZE_BYTES)):
-            start = number * BLOCK_SIZE_BYTES
-            end = min(start + BLOCK_SIZE_BYTES, stored.payload_length)
-            low, high = max(start, first), min(end, last)
-            if not read.wants(low, high):
-                continue
-            digest = None
-            if not verify or stored.digests is None:
-                start, end = low, high
-            else:
-                at = number * DIGEST_SIZE_BYTES
-                digest = stored.digests[at : at + DIGEST_SIZE_BYTES]
-            begin = stored.payload_offset + start
-            span = spans.get((stored.object_number, begin, end))
+        for start, end, number in _pieces(read, whole_blocks=verify or whole_blocks):
+            place = (
+                stored.object_number,
+                stored.payload_offset + start,
+                stored.payload_offset + end,
+            )
+            span = spans.get(place)
             if span is None:
-                span = spans[stored.object_number, begin, end] = Span(
-                    stored.object_number,
-                    begin,
-                    stored.payload_offset + end,
-                    Block(key, start, digest),
-                )
+                digest = None
+                if verify and stored.digests is not None:
+                    at = number * DIGEST_SIZE_BYTES
+                    digest = stored.digests[at : at + DIGEST_SIZE_BYTES]
+                block = Block(read.item.dest_index.fqn, start, digest)
+                span = spans[place] = Span(*place, block)
             span.tag.reads.append(read)
     return list(spans.values())
+
+
+def _pieces(read: Read, *, whole_blocks: bool) -> Iterable[tuple[int, int, int]]:
+    """The pieces of payload `[start, end)` to be read, each within a block, and its number."""
+    size = read.stored.payload_length
+    if read.selection is None:
+        runs = [(0, size)] if size else []
+    else:
+        # A gap of less than a block leaves no block out.
+        gap = BLOCK_SIZE_BYTES - 1 if whole_blocks else DEFAULT_GAP_BYTES
+        runs = read.selection.runs(gap)
+    next_number = 0  # two runs may touch the same block
+    for low, high in runs:
+        for number in range(low // BLOCK_SIZE_BYTES, -(-high // BLOCK_SIZE_BYTES)):
+            start = number * BLOCK_SIZE_BYTES
+            end = min(start + BLOCK_SIZE_BYTES, size)
+            if not whole_blocks:
+                yield max(start, low), min(end, high), number
+            elif number >= next_number:
+                yield start, end, number
+                next_number = number + 1
 
 
 def consume(request: RangeRequest[Block], body: Buffer) -> None:
@@ -268,10 +298,6 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
         return torch.promote_types(dtype, other) == dtype
     except (RuntimeError, TypeError):  # torch promotes no float8
         return dtype.is_floating_point and dtype.itemsize > other.itemsize
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape, dtype=np.int64)) if shape else 1
 
 
 # torch warns, once in a process, that a tensor over a received (read-only) body must not be

@@ -51,6 +51,7 @@ class LoadReport:
         url: the checkpoint.
         total_bytes: bytes fetched from data objects by this rank.
         needed_bytes: bytes that this rank's state needed.
+        received_bytes: what other ranks fetched and handed on to this one.
         seconds: from reading the marker to the last byte in place.
         objects: data objects read from.
         requests: ranged GETs.
@@ -64,6 +65,7 @@ class LoadReport:
     seconds: float
     objects: int
     requests: int
+    received_bytes: int = 0
     retries: int | None = None
     commit_id: str | None = None
 

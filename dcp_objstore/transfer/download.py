@@ -29,14 +29,14 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.25
 
 
-def worker_count(requests: Sequence[RangeRequest[T]], config: TransferConfig) -> int:
+def worker_count(requests: Sequence[RangeRequest[T]], concurrency: int, budget_bytes: int) -> int:
     """How many requests may be in flight so that their bodies fit the memory budget.
 
     A body counts twice: the transport gathers its pieces before it joins them.
     """
     largest = max((r.end - r.start for r in requests), default=1)
-    fitting = max(1, config.memory_budget_bytes // (2 * largest))
-    return min(config.download_concurrency, fitting, len(requests))
+    fitting = max(1, budget_bytes // (2 * largest))
+    return min(concurrency, fitting, len(requests))
 
 
 def fetch_ranges(
@@ -46,8 +46,15 @@ def fetch_ranges(
     consume: Callable[[RangeRequest[T], Buffer], None],
     config: TransferConfig,
     progress: Progress,
+    *,
+    budget_bytes: int | None = None,
+    admit: Callable[[RangeRequest[T], Progress], None] | None = None,
 ) -> Generator[RangeRequest[T], None, None]:
     """Fetch every request and yield it once `consume(request, body)` has returned for it.
+
+    Args:
+        budget_bytes: for bodies; default `config.memory_budget_bytes`.
+        admit: called in a worker before a request is fetched; may wait.
 
     `consume` runs in worker threads, for different requests at the same time. When it raises
     `CorruptDataError` the range is fetched once more before the error counts: a damaged transfer
@@ -81,13 +88,16 @@ def fetch_ranges(
                     request = tasks.get_nowait()
                 except queue.Empty:
                     return
+                if admit is not None:
+                    admit(request, progress)
                 _fetch_one(store, object_keys[request.object_number], request, guarded)
                 progress.moved(request.end - request.start)
                 done.put(request)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             done.put(error)
 
-    for number in range(worker_count(requests, config)):
+    budget_bytes = config.memory_budget_bytes if budget_bytes is None else budget_bytes
+    for number in range(worker_count(requests, config.download_concurrency, budget_bytes)):
         spawn(work, f"download-{number}")
     try:
         for _ in requests:
