@@ -298,7 +298,11 @@ def open_committed(store: ObjectStore) -> tuple[Marker, bytes]:
         CheckpointGoneError: the checkpoint was replaced or deleted between the two requests.
         UnsupportedError: written in a newer format.
     """
-    found = read_marker(store)
+    return open_found(store, read_marker(store))
+
+
+def open_found(store: ObjectStore, found: tuple[Marker, Version] | None) -> tuple[Marker, bytes]:
+    """As `open_committed`, of what `read_marker` has just given."""
     if found is None or not found[0].is_committed:
         if found is None:
             reason = explain_absence(store)
@@ -440,6 +444,7 @@ __all__ = [
     "commit",
     "explain_missing",
     "open_committed",
+    "open_found",
     "publish_dot_metadata",
     "read_marker",
 ]

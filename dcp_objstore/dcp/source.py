@@ -93,9 +93,10 @@ def open_source(store: ObjectStore, load_id: str | None = None) -> Source:
         CheckpointCorruptError, CheckpointGoneError, UnsupportedError, UntrustedPickleError: as
             they say.
     """
-    if commit.read_marker(store) is None and (body := _dot_metadata(store)) is not None:
+    found = commit.read_marker(store)
+    if found is None and (body := _dot_metadata(store)) is not None:
         return _foreign(decode_metadata(body))
-    marker, body = commit.open_committed(store)
+    marker, body = commit.open_found(store, found)
     index = ix.decode(body)
     items: dict[tuple[str, tuple[int, ...] | None], Stored] = {
         (key, None): _stored(blob, None, None) for key, blob in index.blobs.items()
