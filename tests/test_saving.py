@@ -146,16 +146,19 @@ def refused(url: str) -> BaseException:
 
 
 @pytest.mark.backends("seaweed")
-def test_deep_copies_work_with_the_credentials_that_were_given(bucket: Bucket) -> None:
-    url, options = bucket.at("step-1"), bucket.storage_options
+@pytest.mark.parametrize("aimed", [True, False], ids=["with-url", "without-url"])
+def test_deep_copies_work_with_the_credentials_that_were_given(bucket: Bucket, aimed: bool) -> None:
+    options = bucket.storage_options
+    url = bucket.at("step-1") if aimed else None
     writer = copy.deepcopy(dos.ObjectStoreWriter(url, storage_options=options))
-    dcp.save({"t": torch.ones(5)}, storage_writer=writer, no_dist=True)
-    dcp.save({"t": torch.ones(5)}, storage_writer=writer, checkpoint_id=f"{url}-2", no_dist=True)
-    assert "_COMMIT" in bucket.keys("step-1-2")
     reader = copy.deepcopy(dos.ObjectStoreReader(url, storage_options=options))
-    for at in (url, f"{url}-2"):
+    for n in (1, 2):
+        at = bucket.at(f"step-{n}")
+        planned = {"checkpoint_id": None if aimed and n == 1 else at, "no_dist": True}
+        dcp.save({"t": torch.ones(5)}, storage_writer=writer, **planned)
+        assert "_COMMIT" in bucket.keys(f"step-{n}")
         tensor = torch.zeros(5)
-        dcp.load({"t": tensor}, storage_reader=reader, checkpoint_id=at, no_dist=True)
+        dcp.load({"t": tensor}, storage_reader=reader, **planned)
         assert tensor.eq(1).all()
     secret = str(options["secret"]).encode()
     assert secret not in pickle.dumps(writer)
