@@ -287,10 +287,14 @@ def test_values_that_the_planner_has_not_taken_are_bounded(monkeypatch: pytest.M
         stores.append(CountingStore(real_open(spec), on_bytes))
         return stores[-1]
 
-    def wait_for_room(self: Backlog, progress: Progress) -> None:
-        if self._waiting_bytes > self._limit_bytes:
+    class Watched(Progress):
+        """Sees that a worker waits: it asks whether to stop before it does."""
+
+        def check_stopped(self) -> None:
             paused.set()
-        real_wait(self, progress)
+
+    def wait_for_room(self: Backlog, _: Progress) -> None:
+        real_wait(self, Watched(60))
 
     monkeypatch.setattr(StoreSpec, "open", counted)
     monkeypatch.setattr(Backlog, "wait_for_room", wait_for_room)
