@@ -1,0 +1,370 @@
+"""`dos.save`, `load`, `async_save` gone wrong: every rank hears of it, and the next call works."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dcp_objstore as dos
+from dcp_objstore.dcp import async_api
+from dcp_objstore.dcp.failures import agree, typed_failures
+from tests.support.ranks import run_ranks, try_ranks
+
+
+def memory_url() -> str:
+    return f"memory://failures/{time.monotonic_ns()}"
+
+
+def call(kind: str, state: dict[str, Any], url: Any, **arguments: Any) -> Any:
+    outcome = getattr(dos, kind)(state, url, **arguments)
+    return outcome.result(30) if kind == "async_save" else outcome
+
+
+# A wrong argument on some ranks -----------------------------------------------------------------
+
+WRONG: dict[str, tuple[dict[str, Any], type[dos.DcpObjstoreError]]] = {
+    "url": ({"url": "nonsense://bucket/step"}, dos.InvalidUrlError),
+    "storage_options": ({"storage_options": {"no_such_option": 1}}, dos.ConfigError),
+    "config": ({"config": {"max_retries": 2}}, dos.ConfigError),
+    "user_metadata": ({"user_metadata": {"x": object()}}, dos.ConfigError),
+    "on_busy": ({"on_busy": "skip"}, dos.ConfigError),
+    "verify": ({"verify": "maybe"}, dos.ConfigError),
+}
+TAKES = {
+    "save": ["url", "storage_options", "config", "user_metadata"],
+    "async_save": ["url", "config", "user_metadata", "on_busy"],
+    "load": ["url", "config", "verify"],
+}
+
+
+def wrong_on(rank: int, world: int, root: str, kind: str, wrong_ranks: list[int]) -> list[Any]:
+    dos.save({"w": torch.ones(2)}, f"{root}/old")
+    seen = []
+    for wrong in TAKES[kind]:
+        right: dict[str, Any] = {"url": f"{root}/old" if kind == "load" else f"{root}/{wrong}"}
+        given = {**right, **WRONG[wrong][0]} if rank in wrong_ranks else right
+        try:
+            call(kind, {"w": torch.ones(2)}, **given)
+        except dos.DcpObjstoreError as error:
+            seen.append((type(error), error.rank))
+        # The ranks are still at the same collectives.
+        call(kind, {"w": torch.ones(2)}, **right)
+    return seen
+
+
+@pytest.mark.parametrize("kind", list(TAKES))
+@pytest.mark.parametrize("wrong_ranks", [[1], [0, 1]])
+def test_a_wrong_argument_on_any_rank_is_raised_on_every_rank(
+    tmp_path: Path, kind: str, wrong_ranks: list[int]
+) -> None:
+    root = f"file://{tmp_path}"
+    expected = [(WRONG[wrong][1], wrong_ranks[0]) for wrong in TAKES[kind]]
+    assert run_ranks(2, wrong_on, root, kind, wrong_ranks, timeout_seconds=30) == [expected] * 2
+
+
+def timeouts_differ(rank: int, world: int, root: str) -> str:
+    call("async_save", {"w": torch.ones(2)}, f"{root}/1")
+    config = dos.TransferConfig(peer_timeout_seconds=100) if rank == 1 else None
+    return call("async_save", {"w": torch.ones(2)}, f"{root}/2", config=config).url
+
+
+def test_ranks_with_different_time_outs_use_the_same_groups(tmp_path: Path) -> None:
+    root = f"file://{tmp_path}"
+    assert run_ranks(2, timeouts_differ, root, timeout_seconds=30) == [f"{root}/2"] * 2
+
+
+def outside(rank: int, world: int, root: str, kind: str) -> str | None:
+    dos.save({"w": torch.ones(2)}, f"{root}/old")
+    url = f"{root}/old" if kind == "load" else f"{root}/new"
+    group = dist.new_group([1])
+    try:
+        call(kind, {"w": torch.ones(2)}, url, process_group=group)
+    except dos.ConfigError as error:
+        assert error.rank == rank
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("kind", list(TAKES))
+def test_a_rank_outside_the_process_group_is_told_so(tmp_path: Path, kind: str) -> None:
+    told, member = run_ranks(2, outside, f"file://{tmp_path}", kind)
+    assert "this rank is not in the process group" in told
+    assert member is None
+
+
+def mesh_as_group(rank: int, world: int, root: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    dos.save({"w": torch.ones(2)}, f"{root}/new", process_group=mesh)  # type: ignore[arg-type]
+
+
+def test_a_mesh_is_no_process_group(tmp_path: Path) -> None:
+    (outcome,) = try_ranks(1, mesh_as_group, f"file://{tmp_path}")
+    assert type(outcome.error) is dos.ConfigError
+    assert "must be a ProcessGroup, got DeviceMesh" in str(outcome.error)
+
+
+# Errors inside DCP's collectives ----------------------------------------------------------------
+
+
+class UnfriendlyError(Exception):
+    """Does not unpickle."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+
+
+def planner_breaks(rank: int, world: int, root: str, kind: str, method: str) -> None:
+    base = {"save": default_planner.DefaultSavePlanner, "load": default_planner.DefaultLoadPlanner}
+    whole = getattr(base[kind], method)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise UnfriendlyError("does not", "unpickle")
+
+    dos.save({"w": torch.ones(2)}, f"{root}/old")
+    if rank == (0 if method == "create_global_plan" else 1):
+        setattr(base[kind], method, broken)
+    try:
+        call(kind, {"w": torch.ones(2)}, f"{root}/{'old' if kind == 'load' else 'new'}")
+    finally:
+        setattr(base[kind], method, whole)
+
+
+# Not "finish_plan" of a load: torch's does nothing, and after it the ranks exchange what they read.
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("save", "set_up_planner"),
+        ("save", "create_local_plan"),
+        ("save", "create_global_plan"),
+        ("save", "finish_plan"),
+        ("load", "set_up_planner"),
+        ("load", "create_local_plan"),
+        ("load", "create_global_plan"),
+    ],
+)
+def test_what_a_planner_raises_reaches_every_rank_even_if_it_does_not_unpickle(
+    tmp_path: Path, kind: str, method: str
+) -> None:
+    outcomes = try_ranks(2, planner_breaks, f"file://{tmp_path}", kind, method, timeout_seconds=30)
+    for outcome in outcomes:
+        assert type(outcome.error) is dos.RankFailedError, outcome
+        assert "UnfriendlyError: does not unpickle" in str(outcome.error)
+        assert outcome.error.rank == (0 if method == "create_global_plan" else 1)
+
+
+def test_an_error_raised_again_says_the_same_and_stays_as_its_holder_has_it() -> None:
+    held = dos.CheckpointExistsError("it is there", key="w")
+    texts = []
+    for _ in range(2):
+        failures: Any = {0: (held, None), 1: (ValueError("x"), None)}
+        with (
+            pytest.raises(dos.CheckpointExistsError) as caught,
+            typed_failures("s3://bucket/step", None),
+        ):
+            raise CheckpointException("write", failures)
+        texts.append(str(caught.value))
+        assert str(pickle.loads(pickle.dumps(caught.value))) == texts[-1]
+        with pytest.raises(dos.CheckpointExistsError, match="s3://bucket/other"):
+            agree(held, "s3://bucket/other", None)
+    assert texts[0] == texts[1]
+    assert texts[0].count("also failed: rank 1: ValueError") == 1
+    assert str(held) == "it is there [key w]"
+
+
+def test_the_text_of_a_failure_on_very_many_ranks_stays_short() -> None:
+    failures: Any = {rank: (dos.ConfigError("wrong"), None) for rank in range(1000)}
+    with pytest.raises(dos.ConfigError, match="991 more") as caught, typed_failures(None, None):
+        raise CheckpointException("write", failures)
+    assert len(str(caught.value)) < 400
+
+
+# A load that did not come to its end ------------------------------------------------------------
+
+
+class RefusesState:
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise KeyError("not mine")
+
+
+def test_a_load_that_fails_says_whether_tensors_may_be_partly_filled(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/step"
+    dos.save({"w": torch.ones(1000), "own": RefusesState()}, url)
+    with pytest.raises(dos.RankFailedError, match="partly filled"):
+        dos.load({"w": torch.zeros(1000), "own": RefusesState()}, url)
+    with pytest.raises(dos.StateMismatchError) as caught:
+        dos.load({"other": torch.zeros(1000)}, url)
+    assert "partly filled" not in str(caught.value)
+    (data,) = tmp_path.glob("step/*.distcp")
+    body = bytearray(data.read_bytes())
+    body[len(body) // 2] ^= 1
+    data.write_bytes(body)
+    with pytest.raises(dos.CheckpointCorruptError, match="partly filled"):
+        dos.load({"w": torch.zeros(1000)}, url)
+
+
+def test_an_empty_state_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    url = memory_url()
+    dos.save({}, url)
+    assert f"{url}: the state is empty on every rank; nothing is saved" in caplog.text
+    caplog.clear()
+    dos.save({"w": torch.ones(2)}, url + "-2")
+    assert not caplog.text
+    dos.load({"model": {}}, url + "-2")
+    assert f"{url}-2: nothing is loaded, because the state asks for nothing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked"),
+    [("a", "model.a"), ("model.a", "a"), ("module.net.0.weight", "0.weight")],
+)
+def test_a_missing_key_is_answered_with_the_name_that_has_another_prefix(
+    saved: str, asked: str
+) -> None:
+    url = memory_url()
+    dos.save({saved: torch.ones(2), "something.else": torch.ones(2)}, url)
+    with pytest.raises(dos.StateMismatchError, match=rf"\(nearest: {saved}\)"):
+        dos.load({asked: torch.zeros(2)}, url)
+
+
+def test_kinds_have_the_right_article() -> None:
+    url = memory_url()
+    dos.save({"w": torch.ones(2)}, url)
+    for value, text in ((5, "an int"), (5.0, "a float")):
+        with pytest.raises(dos.StateMismatchError, match=f"the state has {text}\\b"):
+            dos.load({"w": value}, url)
+
+
+# async_save -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_a_background_save_that_cannot_start_does_not_block_the_next(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        with pytest.raises(type(error)):
+            dos.async_save({"w": torch.ones(2)}, memory_url())
+    assert async_api._latest is not None
+    assert async_api._latest.done()
+    with pytest.raises(dos.RankFailedError, match=type(error).__name__):
+        dos.async_save({"w": torch.ones(2)}, memory_url())
+    dos.async_save({"w": torch.ones(2)}, memory_url()).result(30)
+
+
+def test_ctrl_c_as_a_save_takes_its_turn_does_not_block_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take_turn = async_api._take_turn
+
+    def interrupted(*args: Any) -> None:
+        take_turn(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(async_api, "_take_turn", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dos.async_save({"w": torch.ones(2)}, memory_url())
+    with pytest.raises(dos.RankFailedError, match="KeyboardInterrupt"):
+        dos.async_save({"w": torch.ones(2)}, memory_url())
+    dos.async_save({"w": torch.ones(2)}, memory_url()).result(30)
+
+
+def test_ctrl_c_as_the_thread_has_begun_leaves_the_save_to_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    start, run_save = threading.Thread.start, async_api.run_save
+
+    def held(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return run_save(*args)
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        assert begun.wait(30)
+        raise KeyboardInterrupt
+
+    url = memory_url()
+    monkeypatch.setattr(async_api, "run_save", held)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dos.async_save({"w": torch.ones(2)}, url)
+    assert async_api._latest is not None
+    assert not async_api._latest.done()
+    go_on.set()
+    assert async_api._latest.result(30).url == url
+
+
+_FORKS = """
+import os, sys, threading, torch, dcp_objstore as dos
+from dcp_objstore.dcp import async_api
+root, go_on, run_save = sys.argv[1], threading.Event(), async_api.run_save
+async_api.run_save = lambda *args: go_on.wait(60) and run_save(*args)
+first = dos.async_save({"w": torch.ones(2)}, root + "/parent")
+pid = os.fork()
+if pid == 0:
+    go_on.set()
+    try:
+        dos.async_save({"w": torch.ones(2)}, root + "/child", on_busy="refuse").result(30)
+        os._exit(0)
+    finally:
+        os._exit(1)
+status = os.waitpid(pid, 0)[1]
+go_on.set()
+first.result(30)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path: Path) -> None:
+    alone = [sys.executable, "-c", _FORKS, f"file://{tmp_path}"]
+    subprocess.run(alone, check=True, timeout=90)
+    for name in ("parent", "child"):
+        state = {"w": torch.zeros(2)}
+        dos.load(state, f"file://{tmp_path}/{name}")
+        assert state["w"].tolist() == [1.0, 1.0]
+
+
+def save_view_of_storage(rank: int, world: int, url: str) -> int:
+    mesh = init_device_mesh("cpu", (world,))
+    storage = torch.arange(20.0) + 100 * rank
+    local = storage[3:7]  # begins inside its storage
+    view = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    whole = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+    handle = dos.async_save({"model": {"view": view, "list": [whole, view]}}, url)
+    storage.zero_()  # the save has a copy
+    return handle.result(30).total_bytes
+
+
+def test_a_dtensor_that_is_a_view_into_its_storage_is_saved_in_the_background(
+    tmp_path: Path,
+) -> None:
+    url = f"file://{tmp_path}/step"
+    run_ranks(2, save_view_of_storage, url)
+    state = {"model": {"view": torch.zeros(8), "list": [torch.zeros(4), torch.zeros(8)]}}
+    dos.load(state, url)
+    expected = [3.0, 4.0, 5.0, 6.0, 103.0, 104.0, 105.0, 106.0]
+    assert state["model"]["view"].tolist() == expected  # type: ignore[call-overload]
+    assert state["model"]["list"][1].tolist() == expected  # type: ignore[index]
