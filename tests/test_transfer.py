@@ -206,7 +206,7 @@ def test_a_download_delivers_every_range_and_never_more_at_once_than_the_budget(
     lock = threading.Lock()
 
     class Counting(RecordingStore):
-        def get_range(self, key, start, end):
+        def get_range(self, key, start, end, *, into=None):
             nonlocal held, most
             with lock:
                 held += end - start
@@ -255,7 +255,7 @@ def test_a_stalled_download_raises_instead_of_waiting_for_ever():
     let_go = threading.Event()
 
     class Silent:
-        def get_range(self, key, start, end):
+        def get_range(self, key, start, end, *, into=None):
             let_go.wait(30)
             return bytes(end - start)
 
@@ -270,7 +270,7 @@ def test_once_a_download_has_failed_nothing_is_consumed_any_more():
     consumed: list[int] = []
 
     class SecondIsSlow:
-        def get_range(self, key, start, end):
+        def get_range(self, key, start, end, *, into=None):
             if start:
                 let_go.wait(30)
                 answered.set()
@@ -297,7 +297,7 @@ def test_the_first_error_of_a_download_ends_all_workers():
     calls: list[int] = []
 
     class Failing:
-        def get_range(self, key, start, end):
+        def get_range(self, key, start, end, *, into=None):
             calls.append(start)
             time.sleep(0.01)
             raise StoreUnavailableError("down")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.credentials import find_gcs_credentials, find_s3_credentials
+from dcp_objstore.stores.direct import SIGNED_FOR_SECONDS, DirectLane
 from dcp_objstore.stores.options import S3Settings, s3_settings
 
 if TYPE_CHECKING:
@@ -37,8 +38,19 @@ class Clients:
         endpoint_url: the server, or None for the provider's own.
     """
 
-    def __init__(self, make: Make, config: TransferConfig, endpoint_url: str | None = None) -> None:
+    def __init__(
+        self,
+        make: Make,
+        config: TransferConfig,
+        endpoint_url: str | None = None,
+        *,
+        direct: bool = False,
+    ) -> None:
         self.endpoint_url = endpoint_url
+        self._lane: DirectLane | None = None
+        if direct:
+            timeout_seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, config.request_timeout_seconds)
+            self._lane = DirectLane(self._sign, timeout_seconds)
         self._make = make
         self._config = config
         self._made: dict[str, Any] = {}
@@ -55,6 +67,16 @@ class Clients:
     def read(self) -> Any:
         """Retries; also gives up on a body that makes no progress."""
         return self._get("read", retries=self._config.max_retries)
+
+    def direct(self) -> DirectLane | None:
+        """For reads whose URL can be signed, without further headers or certificates."""
+        return self._lane
+
+    def _sign(self, path: str) -> str:
+        import obstore
+
+        lasting = timedelta(seconds=SIGNED_FOR_SECONDS)
+        return obstore.sign(self.read(), "GET", path, lasting)
 
     def _get(self, name: str, *, retries: int) -> Any:
         with self._lock:
@@ -97,10 +119,13 @@ def make_clients(
     if url.scheme == "memory":
         return Clients(lambda _client, _retry: _memory_store(url.bucket), config)
     if url.scheme == "gs":
+        # To sign a URL, GCS would ask for a private key or make a request.
         make, endpoint_url = _gcs(url, options, stripped)
-    else:
-        make, endpoint_url = _s3(url, s3_settings(options), stripped)
-    return Clients(make, config, endpoint_url)
+        return Clients(make, config, endpoint_url)
+    settings = s3_settings(options)
+    make, endpoint_url = _s3(url, settings, stripped)
+    plain = settings.verify is True and not settings.anon and not settings.requester_pays
+    return Clients(make, config, endpoint_url, direct=plain)
 
 
 def _memory_store(name: str) -> MemoryStore:

@@ -125,7 +125,9 @@ class LocalStore:
                 )
             return bytes(_read(fd, 0, status.st_size)), _meta(key, status)
 
-    def get_range(self, key: str, start: int, end: int) -> Buffer:
+    def get_range(
+        self, key: str, start: int, end: int, *, into: memoryview | None = None
+    ) -> Buffer:
         """See `ObjectStore.get_range`."""
         check_range(start, end)
         with self._errors(key) as path, _opened(path) as (fd, status):
@@ -133,7 +135,7 @@ class LocalStore:
                 raise CorruptDataError(
                     f"bytes [{start}, {end}) asked for, but they end at {status.st_size}"
                 )
-            return _read(fd, start, end)
+            return _read(fd, start, end, into)
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""
@@ -292,16 +294,15 @@ def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
         os.close(fd)
 
 
-def _read(fd: int, start: int, end: int) -> bytearray:
-    body = bytearray(end - start)
-    view = memoryview(body)
+def _read(fd: int, start: int, end: int, into: memoryview | None = None) -> memoryview:
+    view = memoryview(bytearray(end - start)) if into is None else into
     done = 0
-    while done < len(body):
+    while done < len(view):
         count = os.preadv(fd, [view[done:]], start + done)
         if count == 0:
             raise CorruptDataError(f"bytes [{start}, {end}) end at {start + done}")
         done += count
-    return body
+    return view
 
 
 def _make_folder(folder: Path) -> None:

@@ -164,7 +164,9 @@ class ObstoreStore:
             ).at(object_key=key, url=self.url)
         return body, meta
 
-    def get_range(self, key: str, start: int, end: int) -> Buffer:
+    def get_range(
+        self, key: str, start: int, end: int, *, into: memoryview | None = None
+    ) -> Buffer:
         """See `ObjectStore.get_range`. An empty range is answered without a request."""
         import obstore
 
@@ -178,6 +180,9 @@ class ObstoreStore:
                 size = obstore.head(self._clients.read(), path)["size"]
                 if size < end:
                     raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size} bytes")
+            lane = self._clients.direct() if into is not None else None
+            if into is not None and lane is not None and lane.read(path, start, end, into):
+                return into
             body = obstore.get_range(self._clients.read(), path, start=start, end=end)
             if len(body) != end - start:
                 raise CorruptDataError(

@@ -138,8 +138,14 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def get_range(self, key: str, start: int, end: int) -> Buffer:
+    def get_range(
+        self, key: str, start: int, end: int, *, into: memoryview | None = None
+    ) -> Buffer:
         """Read bytes `[start, end)`.
+
+        Args:
+            into: writable bytes of length `end - start`, offered to save a copy. What is returned
+                may lie there or elsewhere; what `into` then holds in the second case is undefined.
 
         Raises:
             ObjectNotFoundError: there is no such object.

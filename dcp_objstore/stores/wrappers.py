@@ -154,11 +154,13 @@ class WrappedStore:
             request.bytes = len(body)
             return body, meta
 
-    def get_range(self, key: str, start: int, end: int) -> Buffer:
+    def get_range(
+        self, key: str, start: int, end: int, *, into: memoryview | None = None
+    ) -> Buffer:
         """See `ObjectStore.get_range`."""
         request = Request("get_range", key, start=start, end=end)
         with self._around(request):
-            body = self.inner.get_range(key, start, end)
+            body = self.inner.get_range(key, start, end, into=into)
             request.bytes = memoryview(body).nbytes
             return body
 

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
+
 from dcp_objstore.errors import CorruptDataError
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest
@@ -32,7 +34,9 @@ _POLL_SECONDS = 0.25
 def worker_count(requests: Sequence[RangeRequest[T]], concurrency: int, budget_bytes: int) -> int:
     """How many requests may be in flight so that their bodies fit the memory budget.
 
-    A body counts twice: the transport gathers its pieces before it joins them.
+    A body counts twice: the transport gathers its pieces before it joins them. (Where bodies come
+    straight into our memory, half the budget is used; and for the moment in which the transport is
+    asked for one that broke off, three times its size.)
     """
     largest = max((r.end - r.start for r in requests), default=1)
     fitting = max(1, budget_bytes // (2 * largest))
@@ -141,8 +145,10 @@ def _fetch_one(
     request: RangeRequest[T],
     consume: Callable[[RangeRequest[T], Buffer], None],
 ) -> None:
+    # Memory of its own for each body, which `consume` may keep; the allocator has it at hand.
+    into = memoryview(np.empty(request.end - request.start, dtype=np.uint8))
     try:
-        consume(request, store.get_range(key, request.start, request.end))
+        consume(request, store.get_range(key, request.start, request.end, into=into))
     except CorruptDataError:
         try:
             consume(request, store.get_range(key, request.start, request.end))

@@ -166,7 +166,9 @@ class MemoryStore:
             raise CorruptDataError("too large")
         return body, meta
 
-    def get_range(self, key: str, start: int, end: int) -> Buffer:
+    def get_range(
+        self, key: str, start: int, end: int, *, into: memoryview | None = None
+    ) -> Buffer:
         body, _ = self.get(key, max_size_bytes=2**63)
         if end > len(body):
             raise CorruptDataError("too short")

@@ -1,0 +1,169 @@
+"""`DirectLane`: exactly the bytes asked for, in the memory given, or the transport is asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from dcp_objstore.errors import CorruptDataError, ObjectNotFoundError
+from dcp_objstore.stores import open_store
+from dcp_objstore.stores.direct import WORTHWHILE_BYTES, DirectLane
+from tests.support.servers import Bucket
+
+BODY = bytes(range(256)) * 4096  # 1 MiB
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers a range, in the way that the server is told to."""
+
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.seen.append(self.headers["Range"])
+        how = self.server.how
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        part = BODY[first : last + 1]
+        status = {"whole": 200, "refused": 403, "moved": 307}.get(how, 206)
+        place = f"bytes {first + (how == 'elsewhere')}-{last}/{len(BODY)}"
+        self.send_response(status)
+        length = len(part) - (how == "short")
+        self.send_header("Content-Length", str(length))
+        self.send_header("Content-Range", place)
+        if how == "packed":
+            self.send_header("Content-Encoding", "gzip")
+        if how == "moved":
+            self.send_header("Location", "/elsewhere")
+        self.end_headers()
+        self.wfile.write(part[: length // 2 if how == "broken" else length])
+        if how in ("broken", "closing"):
+            self.close_connection = True
+
+    def setup(self) -> None:
+        self.server.connections += 1
+        super().setup()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.how = "right"
+        self.seen: list[str] = []
+        self.connections = 0
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/bucket/key?signed=1"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+@pytest.fixture
+def lane(server: Server) -> DirectLane:
+    return DirectLane(lambda _key: server.url, timeout_seconds=5)
+
+
+def read(lane: DirectLane, start: int = 1000, end: int = 500_000) -> bytes | None:
+    into = bytearray(end - start)
+    return bytes(into) if lane.read("key", start, end, memoryview(into)) else None
+
+
+def test_bytes_arrive_in_the_memory_given_over_one_connection(
+    server: Server, lane: DirectLane
+) -> None:
+    for start, end in [(0, 400_000), (1000, 500_000), (0, len(BODY)), (9, len(BODY))]:
+        assert read(lane, start, end) == BODY[start:end]
+    assert server.connections == 1
+
+
+def test_a_connection_that_the_server_closed_while_idle_is_replaced(
+    server: Server, lane: DirectLane
+) -> None:
+    server.how = "closing"
+    for _ in range(5):
+        assert read(lane) == BODY[1000:500_000]
+    assert server.connections == 5
+
+
+@pytest.mark.parametrize(
+    "how", ["whole", "refused", "moved", "elsewhere", "short", "packed", "broken"]
+)
+def test_an_answer_that_is_not_the_bytes_asked_for_is_none(
+    server: Server, lane: DirectLane, how: str
+) -> None:
+    server.how = how
+    assert read(lane) is None
+    server.how = "right"
+    assert read(lane) == BODY[1000:500_000]
+
+
+def test_a_lane_that_only_fails_is_left_alone(server: Server, lane: DirectLane) -> None:
+    server.how = "refused"
+    for _ in range(20):
+        assert read(lane) is None
+    assert len(server.seen) == 3
+
+
+def test_a_server_that_is_gone_and_a_url_that_cannot_be_signed_are_no_errors(
+    server: Server,
+) -> None:
+    server.shutdown()
+    server.server_close()
+    assert read(DirectLane(lambda _key: server.url, timeout_seconds=1)) is None
+
+    def refuse(key: str) -> str:
+        raise ValueError(f"cannot sign {key}")
+
+    assert read(DirectLane(refuse, timeout_seconds=1)) is None
+
+
+def test_a_proxy_is_left_to_the_transport(
+    server: Server, lane: DirectLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "")
+    assert read(lane) is None
+    assert server.seen == []
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert read(lane) == BODY[1000:500_000]
+
+
+@pytest.mark.backends("seaweed", "moto")
+def test_a_store_reads_large_ranges_directly_and_says_what_is_wrong_as_ever(bucket: Bucket) -> None:
+    bucket.put("an object/ü+%.bin", BODY)
+    store = open_store(bucket.url, bucket.storage_options)
+
+    def ranged(key: str, start: int, end: int) -> tuple[bytes, bool]:
+        into = memoryview(bytearray(end - start))
+        body = store.get_range(key, start, end, into=into)
+        return bytes(body), body is into
+
+    large = WORTHWHILE_BYTES + 17
+    assert ranged("an object/ü+%.bin", 3, 3 + large) == (BODY[3 : 3 + large], True)
+    assert ranged("an object/ü+%.bin", 3, 103) == (BODY[3:103], False)
+    with pytest.raises(ObjectNotFoundError):
+        ranged("absent", 0, large)
+    with pytest.raises(CorruptDataError):
+        ranged("an object/ü+%.bin", 100, len(BODY) + 1)
+
+
+@pytest.mark.backends("seaweed")
+def test_what_a_signed_url_cannot_say_is_left_to_the_transport(bucket: Bucket) -> None:
+    bucket.put("key", BODY)
+    options = {**bucket.storage_options, "requester_pays": True}
+    into = memoryview(bytearray(len(BODY)))
+    body = open_store(bucket.url, options).get_range("key", 0, len(BODY), into=into)
+    assert body is not into
+    assert bytes(body) == BODY
