@@ -25,7 +25,6 @@ from dcp_objstore.dcp.foreign import decode_metadata
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     DcpObjstoreError,
-    UnsupportedError,
     UntrustedPickleError,
 )
 from tests.support import pickles as p
@@ -122,6 +121,26 @@ def test_properties_from_before_torch_2_3_are_read() -> None:
     assert decode_metadata(body).state_dict_metadata["w"].properties == stock.TensorProperties()
 
 
+def test_members_of_enums_that_python_3_11_0_to_3_11_3_wrote_by_name_are_read() -> None:
+    for number, (name, memory_format) in enumerate(
+        {
+            "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
+            "TORCH_CHANNELS_LAST": torch.channels_last,
+            "TORCH_PRESERVE_FORMAT": torch.preserve_format,
+        }.items()
+    ):
+        for module, cls in (
+            (p.METADATA, "_MEM_FORMAT_ENCODING"),
+            ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+        ):
+            member = p.call("builtins", "getattr", p.name(module, cls), p.text(name))
+            body = of_properties(None, None, p.FALSE, member)
+            decoded = decode_metadata(body).state_dict_metadata["w"].properties
+            assert decoded == stock.TensorProperties(torch.float32, memory_format=memory_format)
+            by_value = of_properties(None, None, p.FALSE, p.call(module, cls, p.number(number)))
+            assert decode_metadata(by_value).state_dict_metadata["w"].properties == decoded
+
+
 def test_unknown_attributes_are_dropped() -> None:
     shape = p.mapped({p.text("shape"): p.tupled(p.number(4), p.number(4))})
     extra = p.call("collections", "OrderedDict") + b"(" + p.text("w") + shape + b"u"
@@ -147,12 +166,29 @@ def test_checkpoint_id_becomes_text(
     assert decoded == stock.StorageMeta(expected, "s")
 
 
-def test_compressed_items_are_refused_with_the_reason() -> None:
-    storage = p.mapped({p.index(): p.info(transform_descriptors=p.listed(p.text("zstd")))})
-    with pytest.raises(UnsupportedError, match="transform_descriptors"):
-        decode_metadata(p.metadata(storage=storage))
-    storage = p.mapped({p.index(): p.info(transform_descriptors=p.listed())})
-    assert len(decode_metadata(p.metadata(storage=storage)).storage_data) == 1
+def transforms_of(value: bytes) -> list[str] | None:
+    storage = p.mapped({p.index(): p.info(transform_descriptors=value)})
+    (info,) = decode_metadata(p.metadata(storage=storage)).storage_data.values()
+    return info.transform_descriptors  # type: ignore[no-any-return]
+
+
+def test_a_checkpoint_id_of_multi_storage_client_becomes_text() -> None:
+    place = p.made(
+        "multistorageclient.pathlib",
+        "MultiStoragePath",
+        _path=p.text("msc://profile/run/step-1"),
+        _internal_path=p.call("pathlib", "PurePosixPath", p.text("run"), p.text("step-1")),
+    )
+    meta = p.made(p.METADATA, "StorageMeta", checkpoint_id=place)
+    decoded = decode_metadata(p.metadata(meta=meta)).storage_meta
+    assert decoded == stock.StorageMeta("msc://profile/run/step-1")
+
+
+def test_the_extensions_that_an_item_went_through_are_kept() -> None:
+    assert transforms_of(p.listed(p.text("stream.zstd/1"))) == ["stream.zstd/1"]
+    assert transforms_of(p.tupled(p.text("a"), p.text("b"))) == ["a", "b"]
+    assert transforms_of(p.listed()) is None
+    assert transforms_of(p.NONE) is None
 
 
 def test_a_body_above_the_limit_is_refused(stock_body: bytes) -> None:
@@ -210,12 +246,25 @@ def slots_on_class(cls: str) -> bytes:
 
 THIS = __name__
 CANARY = p.call(THIS, "fire", p.text("x"))
+ENUM = p.name(p.METADATA, "_MEM_FORMAT_ENCODING")
 EXECUTES: dict[str, bytes] = {
     "os.system": p.whole(p.call("os", "system", p.text("touch canary"))),
     "posix.system": p.whole(p.call("posix", "system", p.text("touch canary"))),
     "eval": p.whole(p.call("builtins", "eval", p.text("fire()"))),
     "exec": p.whole(p.call("builtins", "exec", p.text("fire()"))),
     "getattr": p.whole(p.call("builtins", "getattr", p.name("torch", "Size"), p.text("x"))),
+    "getattr of what is not listed": p.whole(
+        p.call("builtins", "getattr", ENUM, p.text("__class__"))),
+    "getattr of a getattr": p.whole(p.call("builtins", "getattr", p.call(
+        "builtins", "getattr", ENUM, p.text("TORCH_CHANNELS_LAST")), p.text("value"))),
+    "getattr through a dot": p.whole(
+        p.call("builtins", "getattr", p.name("builtins", "getattr"), p.text("__self__.exec"))),
+    "getattr of what was made": p.whole(
+        p.call("builtins", "getattr", p.mapped({}), p.text("update"))),
+    "getattr with a default": p.whole(
+        p.call("builtins", "getattr", ENUM, p.text("TORCH_CHANNELS_LAST"), p.NONE)),
+    "getattr in a dropped attribute": p.metadata(
+        mcore_data=p.call("builtins", "getattr", ENUM, p.text("mro"))),
     "setattr": p.whole(p.call("builtins", "setattr", p.NONE, p.text("x"), p.NONE)),
     "import": p.whole(p.call("builtins", "__import__", p.text("antigravity"))),
     "subprocess": p.whole(p.call("subprocess", "Popen", p.text("touch canary"))),
@@ -275,6 +324,14 @@ DAMAGED: dict[str, bytes] = {
         b")\x81", b")\x81" + p.mapped({p.text("x"): p.NONE}) + p.BUILD, 1),
     "BUILD on a dictionary": p.whole(p.mapped({}) + p.mapped({}) + p.BUILD),
     "REDUCE of a result": p.whole(p.size(1) + p.EMPTY_TUPLE + p.REDUCE),
+    "BUILD on a member of the enum": p.whole(
+        p.call("builtins", "getattr", ENUM, p.text("TORCH_CHANNELS_LAST"))
+        + p.mapped({p.text("_value_"): p.number(0)}) + p.BUILD),
+    "memory format is another member": of_properties(None, None, p.FALSE, p.call(
+        "builtins", "getattr", p.name("torch.distributed.checkpoint.planner", "WriteItemType"),
+        p.text("SHARD"))),
+    "NEWOBJ of getattr": of_properties(None, None, p.FALSE, p.name("builtins", "getattr")
+        + p.tupled(ENUM, p.text("TORCH_CHANNELS_LAST")) + p.NEWOBJ),
     "REDUCE of a dtype": of_items(w=p.name("torch", "float32") + b")R"),
     "REDUCE without a tuple": p.whole(p.name("torch", "Size") + p.text("x") + p.REDUCE),
     "NEWOBJ of a function": of_properties(None, p.name("torch.serialization", "_get_layout")
@@ -368,6 +425,10 @@ DAMAGED: dict[str, bytes] = {
     "length negative": of_info(length=p.number(-24)),
     "end above 64 bits": of_info(offset=p.number(2**63 - 1), length=p.number(2)),
     "length of 255 bytes": of_info(length=b"\x8a\xff" + b"\x7f" * 255),
+    "transforms are text": of_info(transform_descriptors=p.text("stream.zstd/1")),
+    "transforms of numbers": of_info(transform_descriptors=p.listed(p.number(1))),
+    "five transforms": of_info(transform_descriptors=p.listed(*[p.text("stream.zstd/1")] * 5)),
+    "long name of a transform": of_info(transform_descriptors=p.listed(p.text("z" * 201))),
     "key of storage is text": p.metadata(storage=p.mapped({p.text("w"): p.info()})),
     "one chunk stored twice": p.metadata(
         storage=p.mapped({p.index(): p.info()}) + p.index() + p.info() + b"s"),
@@ -512,7 +573,7 @@ def test_a_mutated_metadata_decodes_within_bounds_or_raises_a_typed_error(
     for place, cut, new in edits:
         at = place % len(body)
         body[at : at + cut * len(new)] = new
-    with contextlib.suppress(CheckpointCorruptError, UntrustedPickleError, UnsupportedError):
+    with contextlib.suppress(CheckpointCorruptError, UntrustedPickleError):
         check_promises(decode_metadata(bytes(body)))
     assert fired == []
 

@@ -3,8 +3,8 @@
 FileSystemWriter, FsspecWriter (torch 2.6 to 2.15) and writers derived from them, such as
 s3torchconnector's, pickle one `Metadata`. `inert_pickle` turns the bytes into records; this module
 checks each value by type and bounds and makes real stock objects from what passed. Attributes and
-trailing fields that stock torch 2.13 does not know (Megatron's `mcore_data`, the strides that
-torch 2.15 adds to TensorProperties) are dropped.
+trailing fields that stock torch 2.13 does not know (Megatron's `mcore_data` and `all_local_plans`,
+the strides that torch 2.15 adds to TensorProperties) are dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import pathlib
 from collections.abc import Iterator
 from typing import Final
 
@@ -28,69 +27,31 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_objstore.dcp.foreign_names import (
+    ALLOWED,
+    DTYPES,
+    FILESYSTEM,
+    LAYOUT,
+    LAYOUTS,
+    MEMORY_ENCODING,
+    MEMORY_FORMATS,
+    MEMORY_NAMES,
+    METADATA,
+    METADATA_CLASSES,
+    MSC_PATH,
+    PATHS,
+    PROPERTIES,
+    SIZE,
+)
 from dcp_objstore.dcp.inert_pickle import Global, Node, parse
-from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
-
-_METADATA: Final = "torch.distributed.checkpoint.metadata."
-_FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem."
-# Before TensorProperties moved (torch 2.3) it lived here; its state is the same.
-_SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata."
-_SIZE: Final = "torch.Size"
-_LAYOUT: Final = "torch.serialization._get_layout"
-_PROPERTIES: Final = frozenset({_METADATA + "TensorProperties", _SHARDED + "TensorProperties"})
-_MEMORY_ENCODING: Final = frozenset(
-    {_METADATA + "_MEM_FORMAT_ENCODING", _SHARDED + "MEM_FORMAT_ENCODING"}
-)
-_MEMORY_FORMATS: Final = {
-    0: torch.contiguous_format,
-    1: torch.channels_last,
-    2: torch.preserve_format,
-}
-_DTYPES: Final = {
-    f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
-}
-_LAYOUTS: Final = {
-    str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)
-}
-# Python 3.13 pickles its paths from a private module.
-_PATHS: Final[dict[str, type[pathlib.PurePath]]] = {
-    f"{module}.{pure}{flavour}Path": cls
-    for module in ("pathlib", "pathlib._local")
-    for pure in ("", "Pure")
-    for flavour, cls in (
-        ("Posix", pathlib.PurePosixPath),
-        ("Windows", pathlib.PureWindowsPath),
-    )
-}
-_ALLOWED: Final = frozenset(
-    {
-        *_DTYPES,
-        *_PATHS,
-        *_PROPERTIES,
-        *_MEMORY_ENCODING,
-        _SIZE,
-        _LAYOUT,
-        "collections.OrderedDict",
-        _FILESYSTEM + "_StorageInfo",
-        _FILESYSTEM + "_StoragePrefix",
-        *(
-            _METADATA + name
-            for name in (
-                "Metadata",
-                "TensorStorageMetadata",
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "MetadataIndex",
-                "StorageMeta",
-            )
-        ),
-    }
-)
+from dcp_objstore.errors import CheckpointCorruptError
 
 _MAX_NUMBER: Final = 2**63 - 1
 _MAX_DIMENSIONS: Final = 64
 _MAX_KEY_LENGTH_BYTES: Final = 1024  # S3's and GCS's bound on an object's key
 _MAX_PATH_PARTS: Final = 1000
+_MAX_TRANSFORMS: Final = 4
+_MAX_TRANSFORM_NAME: Final = 200
 # The smallest pickled chunk, path or entry takes more than this, so a body in which the memo
 # makes one list appear in many places runs out of its budget before it costs quadratic time.
 _MIN_ENTRY_SIZE_BYTES: Final = 4
@@ -108,19 +69,19 @@ def decode_metadata(body: bytes, *, max_bytes: int = MAX_METADATA_SIZE_BYTES) ->
 
     Guarantees: every key, shape, offset and length has its type; chunks lie within their tensor;
     no size exceeds 2**63 - 1 bytes; `relative_path` is a clean relative key;
-    `storage_meta.checkpoint_id` is a `str` or None. That each chunk has an entry in
+    `storage_meta.checkpoint_id` is a `str` or None; `transform_descriptors` is a short list of text
+    or None. That each chunk has an entry in
     `storage_data`, and that the objects exist, is left to the reader.
 
     Raises:
         CheckpointCorruptError: the body is damaged, too large or not a `Metadata`.
         UntrustedPickleError: it asks for a global that stock torch does not write; names it.
-        UnsupportedError: it was written with an extension (such as zstd compression).
     """
     if len(body) > max_bytes:
         raise CheckpointCorruptError(f".metadata has {len(body)} bytes, more than {max_bytes}")
     with _collector_paused():
         # bytes() because the body must not change between two looks at it.
-        return _Converter(len(body)).metadata(parse(bytes(body), _ALLOWED))
+        return _Converter(len(body)).metadata(parse(bytes(body), ALLOWED))
 
 
 @contextlib.contextmanager
@@ -143,10 +104,10 @@ def _damaged(what: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(f"the .metadata is damaged: {what}")
 
 
-def _state(value: object, name: str) -> dict[object, object]:
-    """The attributes of a new object of class `name`, or of one of several."""
-    if type(value) is not Node or not value.made or value.args or value.name != name:
-        raise _damaged(f"expected {name.rpartition('.')[2]}, got {_kind(value)}")
+def _state(value: object, *names: str) -> dict[object, object]:
+    """The attributes of a new object of one of these classes."""
+    if type(value) is not Node or not value.made or value.args or value.name not in names:
+        raise _damaged(f"expected {names[0].rpartition('.')[2]}, got {_kind(value)}")
     if value.state is None:
         return {}
     return _dict(value.state, value.name)
@@ -185,7 +146,7 @@ def _number(value: object, what: str) -> int:
 
 def _size(value: object, what: str) -> torch.Size:
     """A `torch.Size` of non-negative numbers."""
-    args = value.args if type(value) is Node and value.name == _SIZE else ()
+    args = value.args if type(value) is Node and value.name == SIZE else ()
     if len(args) != 1 or value.made or value.state is not None:  # type: ignore[attr-defined]
         raise _damaged(f"{what} is {_kind(value)}, not a torch.Size")
     numbers = args[0]
@@ -199,27 +160,30 @@ def _size(value: object, what: str) -> torch.Size:
 
 def _properties(value: object, fqn: str) -> TensorProperties:
     """TensorProperties from its pickled 5-tuple, or a longer one of a newer torch."""
-    if type(value) is not Node or value.name not in _PROPERTIES or not value.made or value.args:
+    if type(value) is not Node or value.name not in PROPERTIES or not value.made or value.args:
         raise _damaged(f"the properties of {fqn!r} are {_kind(value)}")
     state = value.state
     if type(state) is not tuple or not 5 <= len(state) <= 32:
         raise _damaged(f"the properties of {fqn!r} do not have their five fields")
     dtype, layout, requires_grad, encoding, pin_memory = state[:5]
-    if type(dtype) is not Global or dtype.name not in _DTYPES:
+    if type(dtype) is not Global or dtype.name not in DTYPES:
         raise _damaged(f"the dtype of {fqn!r} is {_kind(dtype)}")
     if type(requires_grad) is not bool or type(pin_memory) is not bool:
         raise _damaged(f"requires_grad or pin_memory of {fqn!r} is not a bool")
-    layout_name = _only_argument(layout, {_LAYOUT}, f"the layout of {fqn!r}")
-    number = _only_argument(encoding, _MEMORY_ENCODING, f"the memory format of {fqn!r}")
-    if type(layout_name) is not str or layout_name not in _LAYOUTS:
+    layout_name = _only_argument(layout, {LAYOUT}, f"the layout of {fqn!r}")
+    if type(encoding) is Global:
+        number: object = MEMORY_NAMES.get(encoding.name)
+    else:
+        number = _only_argument(encoding, MEMORY_ENCODING, f"the memory format of {fqn!r}")
+    if type(layout_name) is not str or layout_name not in LAYOUTS:
         raise _damaged(f"the layout of {fqn!r} is unknown")
-    if type(number) is not int or number not in _MEMORY_FORMATS:
+    if type(number) is not int or number not in MEMORY_FORMATS:
         raise _damaged(f"the memory format of {fqn!r} is unknown")
     return TensorProperties(
-        dtype=_DTYPES[dtype.name],
-        layout=_LAYOUTS[layout_name],
+        dtype=DTYPES[dtype.name],
+        layout=LAYOUTS[layout_name],
         requires_grad=requires_grad,
-        memory_format=_MEMORY_FORMATS[number],
+        memory_format=MEMORY_FORMATS[number],
         pin_memory=pin_memory,
     )
 
@@ -267,7 +231,7 @@ class _Converter:
             raise _damaged("it repeats its entries more often than its size allows")
 
     def metadata(self, value: object) -> Metadata:
-        state = _state(value, _METADATA + "Metadata")
+        state = _state(value, *METADATA_CLASSES)
         items = _dict(state.get("state_dict_metadata"), "state_dict_metadata")
         self.spend(len(items))
         return Metadata(
@@ -281,10 +245,10 @@ class _Converter:
         )
 
     def item(self, fqn: str, value: object) -> TensorStorageMetadata | BytesStorageMetadata:
-        if type(value) is Node and value.name == _METADATA + "BytesStorageMetadata":
+        if type(value) is Node and value.name == METADATA + "BytesStorageMetadata":
             _state(value, value.name)
             return BytesStorageMetadata()
-        state = _state(value, _METADATA + "TensorStorageMetadata")
+        state = _state(value, METADATA + "TensorStorageMetadata")
         properties = _properties(state.get("properties"), fqn)
         size = _size(state.get("size"), f"the shape of {fqn!r}")
         # Dimensions of 0 do not hide others that are too large to multiply.
@@ -301,7 +265,7 @@ class _Converter:
         )
 
     def chunk(self, fqn: str, shape: torch.Size, value: object) -> ChunkStorageMetadata:
-        state = _state(value, _METADATA + "ChunkStorageMetadata")
+        state = _state(value, METADATA + "ChunkStorageMetadata")
         offsets = _size(state.get("offsets"), f"the offsets of a chunk of {fqn!r}")
         sizes = _size(state.get("sizes"), f"the sizes of a chunk of {fqn!r}")
         if len(offsets) != len(shape) or len(sizes) != len(shape):
@@ -337,7 +301,7 @@ class _Converter:
         return made
 
     def index(self, value: object) -> MetadataIndex:
-        state = _state(value, _METADATA + "MetadataIndex")
+        state = _state(value, METADATA + "MetadataIndex")
         offset, index = state.get("offset"), state.get("index")
         return MetadataIndex(
             _text(state.get("fqn"), "the key in a MetadataIndex"),
@@ -346,12 +310,7 @@ class _Converter:
         )
 
     def storage_info(self, value: object) -> _StorageInfo:
-        state = _state(value, _FILESYSTEM + "_StorageInfo")
-        if state.get("transform_descriptors") not in (None, [], ()):
-            raise UnsupportedError(
-                "this checkpoint was written through a torch.distributed.checkpoint extension "
-                "(transform_descriptors, such as zstd compression), which cannot be read yet"
-            )
+        state = _state(value, FILESYSTEM + "_StorageInfo")
         path = state.get("relative_path")
         if type(path) is not str or path not in self.paths:
             self.paths.add(_relative_path(path))
@@ -359,12 +318,24 @@ class _Converter:
         length = _number(state.get("length"), "the length of an item")
         if offset + length > _MAX_NUMBER:
             raise _damaged("an item ends beyond 2**63 - 1")
-        return _StorageInfo(str(path), offset, length)
+        transforms = self.transforms(state.get("transform_descriptors"))
+        return _StorageInfo(str(path), offset, length, transforms)
+
+    def transforms(self, value: object) -> list[str] | None:
+        """The names of the extensions that an item went through; None for none, as torch has it."""
+        if value is None:
+            return None
+        if type(value) not in (list, tuple) or len(value) > _MAX_TRANSFORMS:  # type: ignore[arg-type]
+            raise _damaged("transform_descriptors is not a short list")
+        names = [_text(name, "a transform_descriptor") for name in value]  # type: ignore[attr-defined]
+        if any(len(name) > _MAX_TRANSFORM_NAME for name in names):
+            raise _damaged("a transform_descriptor is too long")
+        return names or None
 
     def storage_meta(self, value: object) -> StorageMeta | None:
         if value is None:
             return None
-        state = _state(value, _METADATA + "StorageMeta")
+        state = _state(value, METADATA + "StorageMeta")
         modules = state.get("modules", [])
         if type(modules) is not list:
             raise _damaged("StorageMeta.modules is not a list")
@@ -379,13 +350,15 @@ class _Converter:
 
 def _checkpoint_id(value: object) -> str | None:
     """Where the checkpoint was written to, as text; information only, never opened."""
-    if type(value) is Node and value.name in _PATHS and not value.made and value.state is None:
+    if type(value) is Node and value.name in PATHS and not value.made and value.state is None:
         if len(value.args) > _MAX_PATH_PARTS:
             raise _damaged("checkpoint_id has too many parts")
         parts = [part for part in value.args if type(part) is str]
         if len(parts) != len(value.args):
             raise _damaged("checkpoint_id is not a path of strings")
-        value = str(_PATHS[value.name](*parts))
+        value = str(PATHS[value.name](*parts))
+    elif type(value) is Node and value.name == MSC_PATH:
+        value = _state(value, MSC_PATH).get("_path")
     if type(value) is str:
         # A path on the writer's machine may hold bytes that are not UTF-8.
         return value.encode("utf-8", "replace").decode()

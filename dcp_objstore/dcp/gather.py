@@ -114,8 +114,9 @@ class GatherRead:
             CheckpointCorruptError: it is no tensor, or not one of the expected shape.
         """
         key = self.item.dest_index.fqn
+        body = self.stored.undone(self.take(), key)
         try:
-            tensor = torch.load(self.take(), map_location="cpu", weights_only=True)
+            tensor = torch.load(body, map_location="cpu", weights_only=True)
         except Exception as error:
             raise CheckpointCorruptError(
                 f"the stored tensor cannot be read: {type(error).__name__}: {error}", key=key

@@ -23,6 +23,9 @@ from dcp_objstore.errors import CheckpointCorruptError, UntrustedPickleError
 # The stock pickler nests marks about six deep; more is no `.metadata`.
 _MAX_MARKS: Final = 100
 _ORDERED_DICT: Final = "collections.OrderedDict"
+# CPython 3.11.0 to 3.11.3 pickle a member of an enum as `getattr(class, name)`, others as
+# `class(value)`.
+GETATTR: Final = frozenset({"builtins.getattr", "__builtin__.getattr"})
 _OPCODE_NAMES: Final = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 
 _U16 = struct.Struct("<H").unpack_from
@@ -61,7 +64,9 @@ def parse(body: bytes, allowed: Container[str]) -> object:
 
     Args:
         body: the whole pickle; nothing may follow it.
-        allowed: the globals that may be named, as `module.name`.
+        allowed: the globals that may be named, as `module.name`. Where one of `GETATTR` is among
+            them, a call of it with an allowed global yields `Global("module.name.attribute")`, if
+            that is allowed too; other calls of it are refused.
 
     The result may share and even contain itself (the memo allows it), so walk it to a fixed depth
     only. Dictionary keys are scalars, tuples of scalars, or `Node` (by identity).
@@ -174,6 +179,18 @@ class _Machine:
             found = self.globals[full] = Global(full)
         self.stack.append(found)
 
+    def attribute(self, args: tuple[object, ...]) -> Global:
+        """The name of an attribute of a global, where that is allowed; see `parse`."""
+        if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
+            raise UntrustedPickleError("the .metadata calls getattr on what it made itself")
+        full = f"{args[0].name}.{args[1]}"
+        if "." in args[1] or full not in self.allowed:
+            raise UntrustedPickleError(
+                f"the .metadata asks for {full[:200]!r}, which stock torch.distributed.checkpoint"
+                " does not write; it was not unpickled"
+            )
+        return self.globals.setdefault(full, Global(full))
+
     def set_items(self, target: object, items: list[object]) -> None:
         """Put alternating keys and values into the dictionary `target`."""
         if type(target) is not dict or len(items) % 2:
@@ -233,6 +250,9 @@ def _reduce(m: _Machine) -> None:
     args, function = m.stack.pop(), m.stack.pop()
     if type(function) is not Global or type(args) is not tuple:
         raise m.damaged("REDUCE without a global and a tuple")
+    if function.name in GETATTR:
+        m.stack.append(m.attribute(args))
+        return
     # SETITEMS must find a dictionary under it; the order of a plain one is kept too.
     empty = function.name == _ORDERED_DICT and not args
     m.stack.append({} if empty else Node(function.name, args, made=False))

@@ -115,8 +115,9 @@ def run_load(
         if read.error is not None:
             raise read.error
         if is_value(read.item):
-            body = read.take()
-            check_safe(body.getvalue(), read.item.dest_index.fqn, trust_pickle=trust_pickle)
+            key = read.item.dest_index.fqn
+            body = read.stored.undone(read.take(), key)
+            check_safe(body.getvalue(), key, trust_pickle=trust_pickle)
             planner.load_bytes(read.item, body)
 
     def take_in(request: RangeRequest[Block], body: Buffer) -> None:

@@ -6,16 +6,22 @@ bytes lie, whether they are raw, and what they must hash to.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from dcp_objstore.checkpoint import commit
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
 from dcp_objstore.dcp.foreign import decode_metadata
 from dcp_objstore.dcp.metadata import describe
+from dcp_objstore.dcp.transforms import FRAMING_SIZE_BYTES, check_transforms, undo
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -24,6 +30,8 @@ from dcp_objstore.errors import (
 )
 
 if TYPE_CHECKING:
+    import io
+
     from dcp_objstore.stores import ObjectStore
 
 _MAX_DOT_METADATA_BYTES = 4 * 1024**3
@@ -40,6 +48,8 @@ class Stored:
         dtype: torch's name of the dtype of raw elements; None where the payload is a whole
             `torch.save` blob, or a pickled value.
         digests: 16 bytes per 4 MiB block of payload; None for a checkpoint without digests.
+        transforms: names of the stream extensions that the payload went through; foreign only.
+        limit_bytes: no more can the payload become when they are undone; None for a value.
     """
 
     object_number: int
@@ -48,6 +58,18 @@ class Stored:
     sizes: tuple[int, ...] | None
     dtype: str | None
     digests: bytes | None
+    transforms: tuple[str, ...] = ()
+    limit_bytes: int | None = None
+
+    def undone(self, payload: io.BytesIO, key: str) -> io.BytesIO:
+        """The whole payload as it was before the stream extensions; itself where there are none.
+
+        Raises:
+            CheckpointCorruptError: it cannot be undone, or becomes too large.
+        """
+        if not self.transforms:
+            return payload
+        return undo(payload, self.transforms, key, self.limit_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +89,12 @@ class Source:
     commit_id: str | None
 
     def item(self, place: MetadataIndex) -> Stored:
-        """Where the item lies that a read plan asks for."""
+        """Where the item lies that a read plan asks for.
+
+        Raises:
+            CheckpointCorruptError: the checkpoint does not say.
+            UnsupportedError: it went through a stream extension that cannot be undone here.
+        """
         offset = None if place.offset is None else tuple(place.offset)
         found = self.items.get((place.fqn, offset))
         if found is None:
@@ -75,6 +102,8 @@ class Source:
                 f"the checkpoint describes a chunk at offset {offset} but not where it lies",
                 key=place.fqn,
             )
+        if found.transforms:
+            check_transforms(found.transforms, place.fqn)
         return found
 
     def explain(self, store: ObjectStore, error: ObjectNotFoundError) -> DcpObjstoreError:
@@ -129,17 +158,29 @@ def _dot_metadata(store: ObjectStore) -> bytes | None:
 
 def _foreign(metadata: Metadata) -> Source:
     """A checkpoint that stock torch wrote: every item is a `torch.save` blob or pickled value."""
+    chunks = {
+        (key, tuple(chunk.offsets)): (tuple(chunk.sizes), item.properties.dtype.itemsize)
+        for key, item in metadata.state_dict_metadata.items()
+        if isinstance(item, TensorStorageMetadata)
+        for chunk in item.chunks
+    }
     numbers: dict[str, int] = {}
     items: dict[tuple[str, tuple[int, ...] | None], Stored] = {}
     for place, info in metadata.storage_data.items():
         offset = None if place.offset is None else tuple(place.offset)
+        sizes, limit_bytes = None, None
+        if offset is not None:
+            sizes, itemsize = chunks.get((place.fqn, offset), ((), 0))
+            limit_bytes = math.prod(sizes) * itemsize + FRAMING_SIZE_BYTES
         items[place.fqn, offset] = Stored(
             numbers.setdefault(info.relative_path, len(numbers)),
             info.offset,
             info.length,
-            None if offset is None else (),
+            sizes,
             None,
             None,
+            tuple(info.transform_descriptors or ()),
+            limit_bytes,
         )
     if not items and metadata.state_dict_metadata:
         raise CheckpointNotFoundError("the .metadata found describes items but not where they lie")
