@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -124,6 +125,7 @@ def load(
     verify: Literal["strict", "off"] = "strict",
     trust_pickle: bool = False,
     read_once: bool = True,
+    strict: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a state, in place, with any number of ranks or in one process.
@@ -136,12 +138,16 @@ def load(
     Args:
         state: as for `save`; its shapes and keys say what is read.
         url: the checkpoint, the same on every rank.
+        strict: raise if the state asks for a key that the checkpoint does not have. With False
+            such parameters, tensors and values stay as they are, their optimizer state is left
+            out, and the report names them. Default True. What the checkpoint has beyond the state
+            (an optimizer, where only the weights are asked for) is never an error.
         process_group: the ranks that load together. Default: all.
         storage_options, config, progress, verify, trust_pickle, read_once: see
             `ObjectStoreReader`.
 
     Returns:
-        What this rank fetched.
+        What this rank fetched, what of its state was missing, and what it did not ask for.
 
     Raises:
         StateMismatchError: keys or shapes that the checkpoint does not have, with the nearest
@@ -171,7 +177,7 @@ def load(
         agree(refused or failed, aim(reader), group)
         assert reader is not None
         assert converted is not None
-        return _run_load(reader, converted, group)
+        return _run_load(reader, converted, group, strict=strict)
     except BaseException:
         if converted is not None:
             converted.undo()
@@ -179,11 +185,15 @@ def load(
 
 
 def _run_load(
-    reader: ObjectStoreReader, converted: ConvertedState, group: dist.ProcessGroup | None
+    reader: ObjectStoreReader,
+    converted: ConvertedState,
+    group: dist.ProcessGroup | None,
+    *,
+    strict: bool,
 ) -> LoadReport:
     """`dcp.load` and the way back into the user's state, with one typed error for all ranks."""
     url = str(reader.checkpoint_id)
-    planner = AgreeingLoadPlanner(url, converted.optimizers)
+    planner = AgreeingLoadPlanner(url, converted.optimizers, strict=strict)
     try:
         with typed_failures(url, group), single_process_is_fine():
             state_dict_loader.load(
@@ -195,9 +205,20 @@ def _run_load(
         if not planner.reading:
             raise
         raise extended(error, _PARTLY).with_traceback(error.__traceback__) from error.__cause__
-    _tell_of_missing_state(url, planner.without_state)
+    if strict:
+        _tell_of_missing_state(url, planner.without_state)
+    elif planner.missing and not current_rank():
+        logger.warning(
+            "%s does not have %d keys of the state, which stay as they are (%s%s)",
+            url,
+            len(planner.missing),
+            ", ".join(planner.missing[:5]),
+            ", ..." if len(planner.missing) > 5 else "",
+        )
     assert reader.last_load is not None
-    return reader.last_load
+    return dataclasses.replace(
+        reader.last_load, missing=planner.missing, unexpected=planner.unexpected
+    )
 
 
 def _tell_of_missing_state(url: str, without_state: Collection[tuple[Place, str]]) -> None:

@@ -79,16 +79,29 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
     Args:
         url: the checkpoint.
         optimizers: for the place of each optimizer in the state, that of its module.
+        strict: refuse a state that asks for what the checkpoint does not have; otherwise that
+            stays as it is. Shapes must fit in any case.
 
     Attributes:
+        missing: keys of this rank's state that the checkpoint does not have.
+        unexpected: keys of the checkpoint that this rank's state does not ask for.
         without_state: (optimizer's place, parameter's name in its module) for which the checkpoint
             has the parameter and no optimizer state; nothing was loaded for them.
         reading: whether the ranks have begun to read data into the state.
     """
 
-    def __init__(self, url: str, optimizers: Mapping[Place, Place] | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        url: str,
+        optimizers: Mapping[Place, Place] | None = None,
+        *,
+        strict: bool = True,
+    ) -> None:
+        super().__init__(allow_partial_load=not strict)
         self._url = url
+        self._strict = strict
+        self.missing: tuple[str, ...] = ()
+        self.unexpected: tuple[str, ...] = ()
         self._optimizers = optimizers or {}
         self.without_state: set[tuple[Place, str]] = set()
         self.reading = False
@@ -110,25 +123,34 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
             StateMismatchError: the state asks for what the checkpoint does not have.
         """
         with plugin_errors(current_rank(), self._url):
-            return dataclasses.replace(self._fitting_plan(), planner_data=self._url)
+            plan = self._fitting_plan()
+            return dataclasses.replace(plan, planner_data=(self._url, len(self.missing)))
 
     def _fitting_plan(self) -> LoadPlan:
         assert self.metadata is not None
         problems = _mismatches(self.state_dict, self.metadata)
         if problems:
             raise _listed("the checkpoint does not fit the state", problems)
+        before, asked = self.state_dict, dict(self.state_dict)
         self._leave_out_absent_state(self.metadata)
         try:
             # It also knows the key format of torch before 2.4, under which keys that look missing
-            # may be there.
-            return super().create_local_plan()
+            # may be there; it takes a new dict for these.
+            plan = super().create_local_plan()
         except Exception:
             missing = _missing(self.state_dict, self.metadata)
             if missing:
                 raise _listed(
-                    "the checkpoint does not have what the state asks for", missing
+                    "the checkpoint does not have what the state asks for (strict=False leaves"
+                    " such keys as they are)",
+                    missing,
                 ) from None
             raise
+        saved = self.metadata.state_dict_metadata
+        keys = asked if before is self.state_dict else self.state_dict
+        self.missing = tuple(key for key in keys if key not in saved)
+        self.unexpected = tuple(key for key in saved if key not in keys)
+        return plan
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """See `DefaultLoadPlanner`.
@@ -136,9 +158,16 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         Raises:
             InvalidUrlError: the ranks load from different URLs. (That they have opened the same
                 commit is checked after this, by the reader.)
+            StateMismatchError: the checkpoint has nothing of what the ranks ask for.
         """
         with plugin_errors(current_rank(), self._url):
-            _same_url([plan.planner_data for plan in global_plan])
+            _same_url([plan.planner_data[0] for plan in global_plan])
+            missing = sum(plan.planner_data[1] for plan in global_plan)
+            if missing and not any(plan.items for plan in global_plan):
+                raise StateMismatchError(
+                    f"the checkpoint has none of the {missing} keys that the state asks for; is it"
+                    " the right checkpoint, and has the state the nesting that was saved?"
+                )
             plans = super().create_global_plan(global_plan)
         if not any(plan.items for plan in plans):
             logger.warning(
@@ -166,7 +195,8 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
                         asked.setdefault((optimizer, path[len(optimizer) + 1]), []).append(key)
         for (optimizer, parameter), keys in asked.items():
             named = ".".join((*self._optimizers[optimizer], parameter))
-            if named in saved and not any(key in saved for key in keys):
+            known = named in saved or not self._strict
+            if known and not any(key in saved for key in keys):
                 self.without_state.add((optimizer, parameter))
                 for key in keys:
                     del self.state_dict[key]

@@ -52,6 +52,10 @@ class LoadReport:
         total_bytes: bytes fetched from data objects by this rank.
         needed_bytes: bytes that this rank's state needed.
         received_bytes: what other ranks fetched and handed on to this one.
+        missing: keys of this rank's state that the checkpoint does not have, as far as `dos.load`
+            let that pass (`strict=False`, or optimizer state of parameters that had none).
+        unexpected: keys of the checkpoint that this rank's state did not ask for. Both are filled
+            in by `dos.load` alone.
         seconds: from reading the marker to the last byte in place.
         objects: data objects read from.
         requests: ranged GETs.
@@ -66,6 +70,8 @@ class LoadReport:
     objects: int
     requests: int
     received_bytes: int = 0
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
     retries: int | None = None
     commit_id: str | None = None
 

@@ -1,0 +1,125 @@
+"""Loads of a part: weights without their optimizer, states that have more than was saved."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dcp_objstore as dos
+from dcp_objstore.errors import StateMismatchError
+from tests.support.ranks import run_ranks
+
+
+def model(layers: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+
+
+def trained(layers: int) -> tuple[nn.Sequential, torch.optim.AdamW]:
+    made = model(layers)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=0.25)
+    made(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return made, optimizer
+
+
+def saved(url: str) -> tuple[nn.Sequential, torch.optim.AdamW]:
+    made, optimizer = trained(2)
+    dos.save({"model": made, "optim": optimizer, "step": 5}, url, progress=False)
+    return made, optimizer
+
+
+def test_weights_load_without_the_optimizer_and_the_rest_is_named(tmp_path: Path) -> None:
+    url = (tmp_path / "step-5").as_uri()
+    made, _ = saved(url)
+    fresh = model(2)
+    report = dos.load({"model": fresh}, url, progress=False)
+    assert all(
+        torch.equal(a, b) for a, b in zip(made.parameters(), fresh.parameters(), strict=True)
+    )
+    assert report.missing == ()
+    assert "step" in report.unexpected
+    assert "optim.state.0.weight.exp_avg" in report.unexpected
+    assert not any(key.startswith("model.") for key in report.unexpected)
+
+
+def test_a_larger_model_takes_what_there_is_and_keeps_the_rest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = (tmp_path / "step-5").as_uri()
+    made, optimizer = saved(url)
+    larger = model(3)
+    theirs = torch.optim.AdamW(larger.parameters(), lr=1e-3)
+    head = larger[2].weight.detach().clone()
+    state: dict[str, Any] = {"model": larger, "optim": theirs, "step": 0, "epoch": 3}
+    with pytest.raises(StateMismatchError, match="strict=False"):
+        dos.load(state, url, progress=False)
+    assert torch.equal(larger[2].weight, head)
+    assert not theirs.state
+
+    with caplog.at_level(logging.WARNING, logger="dcp_objstore"):
+        report = dos.load(state, url, strict=False, progress=False)
+    assert torch.equal(larger[0].weight, made[0].weight)
+    assert torch.equal(larger[2].weight, head)
+    assert (state["step"], state["epoch"]) == (5, 3)
+    average = optimizer.state[made[0].weight]["exp_avg"]
+    assert torch.equal(theirs.state[larger[0].weight]["exp_avg"], average)
+    assert larger[2].weight not in theirs.state
+    assert len(theirs.param_groups[0]["params"]) == 6
+    assert theirs.param_groups[0]["lr"] == 0.25
+    assert {"epoch", "model.2.weight", "model.2.bias"} <= set(report.missing)
+    assert "optim.state.2.weight.exp_avg" in report.missing
+    assert not any(".0." in key for key in report.missing)
+    assert report.unexpected == ()
+    assert "model.2.weight" in caplog.text
+    # And training goes on with all of it.
+    larger(torch.ones(1, 4)).sum().backward()
+    theirs.step()
+    assert larger[2].weight in theirs.state
+
+
+def test_an_optimizer_that_was_not_saved_is_left_as_it_is(tmp_path: Path) -> None:
+    url = (tmp_path / "weights").as_uri()
+    made, _ = trained(2)
+    dos.save({"model": made}, url, progress=False)
+    fresh = model(2)
+    optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.5)
+    report = dos.load({"model": fresh, "optim": optimizer}, url, strict=False, progress=False)
+    assert torch.equal(fresh[1].bias, made[1].bias)
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert all(key.startswith("optim.") for key in report.missing)
+
+
+def test_shapes_must_fit_also_in_a_partial_load(tmp_path: Path) -> None:
+    url = (tmp_path / "step-5").as_uri()
+    saved(url)
+    state = {"model": nn.Sequential(nn.Linear(5, 4))}
+    with pytest.raises(StateMismatchError, match=r"saved with shape \(4, 4\)"):
+        dos.load(state, url, strict=False, progress=False)
+
+
+def test_a_checkpoint_with_nothing_of_the_state_is_refused(tmp_path: Path) -> None:
+    url = (tmp_path / "step-5").as_uri()
+    saved(url)
+    with pytest.raises(StateMismatchError, match="none of the 4 keys"):
+        dos.load({"net": model(2)}, url, strict=False, progress=False)
+
+
+def load_stages(rank: int, world: int, url: str) -> tuple[tuple[str, ...], float]:
+    """Each rank asks for a tensor of its own; rank 2's was not saved."""
+    state = {f"stage{rank}": torch.zeros(3)}
+    report = dos.load(state, url, strict=False, progress=False)
+    dist.barrier()
+    return report.missing, float(state[f"stage{rank}"][0])
+
+
+def test_each_rank_reports_what_its_own_state_misses(tmp_path: Path) -> None:
+    url = (tmp_path / "step-5").as_uri()
+    dos.save({f"stage{n}": torch.full((3,), n + 1.0) for n in range(2)}, url, progress=False)
+    assert run_ranks(3, load_stages, url) == [((), 1.0), ((), 2.0), (("stage2",), 0.0)]
