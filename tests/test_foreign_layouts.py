@@ -1,0 +1,120 @@
+"""Checkpoints of other versions of torch, of Megatron-Core and of MSC load, every value of them.
+
+The layouts were established from the sources of these versions (see `tests.support.layouts`); the
+tensors and values are what the installed torch wrote. That an older or newer torch would really
+write them so is not tested here.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import dcp_objstore as dos
+from dcp_objstore.dcp.foreign import decode_metadata
+from tests.support import layouts
+from tests.support.layouts import Layout
+
+
+def some_state() -> dict[str, Any]:
+    return {
+        "weight": torch.arange(12.0).reshape(4, 3),
+        "bias": torch.nn.Parameter(torch.full((3,), 2.0)),
+        "transposed": torch.arange(6).reshape(2, 3).t(),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "nested": {"list": [torch.ones(2), {"deep": 5}], "step": 7},
+    }
+
+
+def empty_state() -> dict[str, Any]:
+    return {
+        "weight": torch.zeros(4, 3),
+        "bias": torch.nn.Parameter(torch.zeros(3)),
+        "transposed": torch.zeros(3, 2, dtype=torch.int64),
+        "scalar": torch.tensor(0.0, dtype=torch.bfloat16),
+        "nested": {"list": [torch.zeros(2), {"deep": 0}], "step": 0},
+    }
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    place = tmp_path / "stock"
+    dcp.save(some_state(), storage_writer=dcp.FileSystemWriter(place), no_dist=True)
+    return place
+
+
+def rewrite(place: Path, layout: Layout) -> None:
+    """Put the `.metadata` into another layout."""
+    body = (place / ".metadata").read_bytes()
+    (place / ".metadata").write_bytes(layout.pickled(pickle.loads(body)))
+
+
+def load(place: Path) -> dict[str, Any]:
+    state = empty_state()
+    dcp.load(state, storage_reader=dos.ObjectStoreReader(f"file://{place}"), no_dist=True)
+    return state
+
+
+def check(state: dict[str, Any]) -> None:
+    for (key, value), (_, expected) in zip(state.items(), some_state().items(), strict=True):
+        if key != "nested":
+            assert torch.equal(value, expected), key
+    assert torch.equal(state["nested"]["list"][0], torch.ones(2))
+    assert state["nested"]["list"][1] == {"deep": 5}
+    assert state["nested"]["step"] == 7
+
+
+LAYOUTS = {
+    "torch up to 2.2": layouts.BEFORE_2_3,
+    "torch 2.3": layouts.BEFORE_2_4,
+    "torch 2.4 to 2.8": layouts.BEFORE_2_9,
+    "torch 2.15": Layout(strides=True),
+    "torch 2.15 on Python 3.14": Layout(strides=True, protocol=5),
+    "Python 3.11.0": Layout(enum_by_name=True),
+    "Python 3.11.0 and torch up to 2.2": Layout(
+        metadata_lacks=("storage_meta", "version"),
+        properties=layouts.sharded.TensorProperties,
+        enum_by_name=True,
+    ),
+    "Python 3.13": Layout(path=layouts.PosixPathOfPython313),
+    "FsspecWriter": Layout(path=str),
+    "multi-storage-client": Layout(path=layouts.multi_storage_path),
+    "Megatron-Core 0.8 to 0.14": Layout(extra={"mcore_data": layouts.MCORE_DATA}),
+    "Megatron-Core 0.15": Layout(
+        metadata=layouts.MCORE_METADATA, extra={"mcore_data": layouts.MCORE_DATA}
+    ),
+}
+
+
+@pytest.mark.parametrize("writer", LAYOUTS)
+def test_every_known_layout_loads(written: Path, writer: str) -> None:
+    before = set(sys.modules)
+    rewrite(written, LAYOUTS[writer])
+    check(load(written))
+    assert not {name for name in set(sys.modules) - before if name.startswith(("mega", "multi"))}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_plans_that_megatron_keeps_in_its_metadata_are_dropped(
+    written: Path, by_name: bool
+) -> None:
+    plain = pickle.loads((written / ".metadata").read_bytes())
+    extra = {"all_local_plans": layouts.megatron_plans(plain), "mcore_data": layouts.MCORE_DATA}
+    layout = Layout(metadata=layouts.MCORE_METADATA, extra=extra, enum_by_name=by_name)
+    rewrite(written, layout)
+    body = (written / ".metadata").read_bytes()
+    assert b"MCoreSavePlan" in body
+    assert b"WriteItemType" in body
+    assert vars(decode_metadata(body)).keys() == vars(plain).keys()
+    check(load(written))
+
+
+def test_the_stand_ins_pickle_what_stock_torch_writes(written: Path) -> None:
+    body = (written / ".metadata").read_bytes()
+    assert pickle.loads(Layout().pickled(pickle.loads(body))) == pickle.loads(body)
