@@ -1,0 +1,334 @@
+"""What stock writers store loads bit by bit: tensors of every kind, zstd, values."""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import pickle
+import random
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import zstandard
+from torch.distributed.checkpoint import FileSystemWriter, _version
+from torch.distributed.checkpoint._extension import (
+    ExtensionRegistry,
+    StreamTransformExtension,
+    ZStandard,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+
+import dcp_objstore as dos
+from dcp_objstore.dcp.transforms import check_transforms, undo
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    DcpObjstoreError,
+    UnsupportedError,
+    UntrustedPickleError,
+)
+from tests.support.checkpoints import Options, cause
+from tests.support.ranks import run_ranks
+from tests.support.servers import Bucket
+from tests.support.states import ALL_DTYPES, fill, same_bits, seeded, tensor_state, wrong_keys
+
+ZSTD = ["stream.zstd/1"]
+
+
+def save(state: dict[str, Any], place: Path, **settings: Any) -> Path:
+    dcp.save(state, storage_writer=FileSystemWriter(place, **settings), no_dist=True)
+    return place
+
+
+def load(state: dict[str, Any], place: Path, **settings: Any) -> None:
+    reader = dos.ObjectStoreReader(f"file://{place}", **settings)
+    dcp.load(state, storage_reader=reader, no_dist=True)
+
+
+def refused(state: dict[str, Any], place: Path) -> DcpObjstoreError:
+    with pytest.raises(CheckpointException) as caught:
+        load(state, place)
+    error = cause(caught.value)
+    assert isinstance(error, DcpObjstoreError)
+    return error
+
+
+# --- tensors -------------------------------------------------------------------------------------
+
+SOURCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it is": lambda full: full.clone(),
+    "transposed": lambda full: full.t().clone().t(),
+    "rows of a larger storage": lambda full: torch.cat([full, full, full])[4:8],
+    "every other column": lambda full: full.repeat_interleave(2, 1)[:, ::2],
+    "requires grad": lambda full: full.clone().requires_grad_(),
+    "a transposed parameter": lambda full: torch.nn.Parameter(full.t().clone().t()),
+    "expanded": lambda full: full[:1].expand(4, 6),
+}
+DESTINATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": torch.zeros_like,
+    "transposed": lambda full: torch.zeros_like(
+        full.t(), memory_format=torch.contiguous_format
+    ).t(),
+    "a parameter": lambda full: torch.nn.Parameter(torch.zeros_like(full)),
+}
+
+
+@pytest.mark.parametrize("zstd", [False, True])
+def test_tensors_of_any_strides_load_into_tensors_of_any_strides(
+    tmp_path: Path, zstd: bool
+) -> None:
+    full = torch.arange(24.0).reshape(4, 6)
+    stored = {
+        f"{source}/{destination}": make(full)
+        for source, make in SOURCES.items()
+        for destination in DESTINATIONS
+    }
+    place = save(dict(stored), tmp_path / "stock", _extensions=[ZStandard()] if zstd else None)
+    state = {key: DESTINATIONS[key.partition("/")[2]](torch.zeros(4, 6)) for key in stored}
+    load(state, place)
+    for key, expected in stored.items():
+        assert torch.equal(state[key], expected), key
+
+
+@pytest.mark.parametrize("zstd", [False, True])
+def test_every_dtype_and_odd_shape_loads(tmp_path: Path, zstd: bool) -> None:
+    dtypes = [dtype for dtype in ALL_DTYPES if dtype is not torch.complex32]
+    stored: dict[str, torch.Tensor] = {
+        f"{dtype}{shape}": seeded(f"{dtype}{shape}", shape, dtype)
+        for dtype in dtypes
+        for shape in ((), (0, 3), (5, 3), (1,))
+    }
+    stored["conj"] = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    stored["neg"] = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    stored["channels last"] = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    place = save(dict(stored), tmp_path / "stock", _extensions=[ZStandard()] if zstd else None)
+    state = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in stored.items()}
+    load(state, place)
+    assert [key for key in stored if not same_bits(state[key], stored[key])] == []
+
+
+# --- zstd ----------------------------------------------------------------------------------------
+
+
+def save_compressed(rank: int, world_size: int, directory: str) -> None:
+    state = {"sharded": tensor_state("shard0"), "same": tensor_state("plain"), "step": 7}
+    fill(state)
+    dcp.save(state, storage_writer=FileSystemWriter(directory, _extensions=[ZStandard()]))
+
+
+def load_compressed(rank: int, world_size: int, url: str, options: Options) -> None:
+    state = {"sharded": tensor_state("shard1"), "same": tensor_state("plain"), "step": 0}
+    dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=options))
+    assert wrong_keys(state) == []
+    assert state["step"] == 7
+
+
+@pytest.mark.backends("seaweed")
+def test_a_compressed_checkpoint_of_three_ranks_loads_on_two(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run_ranks(3, save_compressed, str(tmp_path / "stock"))
+    metadata = pickle.loads((tmp_path / "stock" / ".metadata").read_bytes())
+    assert {tuple(one.transform_descriptors) for one in metadata.storage_data.values()} == {
+        ("stream.zstd/1",)
+    }
+    for one in (tmp_path / "stock").iterdir():
+        bucket.put(f"stock/{one.name}", one.read_bytes())
+    run_ranks(2, load_compressed, bucket.at("stock"), bucket.storage_options)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="zstd comes with Python")
+def test_without_a_zstd_package_the_command_that_installs_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = save({"w": torch.ones(3)}, tmp_path / "stock", _extensions=[ZStandard()])
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    error = refused({"w": torch.zeros(3)}, place)
+    assert isinstance(error, UnsupportedError)
+    assert "pip install 'dcp-objstore[zstd]'" in str(error)
+    assert error.key == "w"
+
+
+class Backwards(StreamTransformExtension):
+    """An extension of a user's own."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.backwards@example.org"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Backwards:
+        return Backwards()
+
+    def get_descriptor(self) -> str:
+        return f"{self.registry_name()}/3"
+
+    def transform_to(self, output: Any) -> Any:
+        return output
+
+    def transform_from(self, input: Any) -> Any:  # noqa: A002 - torch's name for it
+        return input
+
+
+def test_an_unknown_extension_is_named(tmp_path: Path) -> None:
+    ExtensionRegistry().register(Backwards)
+    place = save({"w": torch.ones(3)}, tmp_path / "stock", _extensions=[Backwards()])
+    error = refused({"w": torch.zeros(3)}, place)
+    assert isinstance(error, UnsupportedError)
+    assert "'stream.backwards@example.org/3'" in str(error)
+
+
+@pytest.mark.parametrize("name", ["stream.zstd/2", "stream.zstd", "stream.zstd/", "zstd/1", ""])
+def test_other_versions_and_names_of_zstd_are_not_guessed_at(name: str) -> None:
+    with pytest.raises(UnsupportedError):
+        check_transforms([name], "w")
+
+
+@pytest.mark.parametrize("name", ["stream.zstd/1", "stream.zstd/1.4"])
+def test_versions_that_torch_reads_are_read(name: str) -> None:
+    check_transforms([name], "w")
+    body = io.BytesIO(zstandard.compress(b"x" * 5000))
+    assert undo(body, [name], "w", 5000).getvalue() == b"x" * 5000
+
+
+def test_frames_follow_each_other_as_pyzstd_ends_one_at_every_flush() -> None:
+    parts = [b"first" * 1000, b"", b"second" * 100_000]
+    body = io.BytesIO(b"".join(map(zstandard.compress, parts)))
+    assert undo(body, ZSTD, "w", None).getvalue() == b"".join(parts)
+    twice = io.BytesIO(zstandard.compress(zstandard.compress(b"both")))
+    assert undo(twice, ZSTD * 2, "w", None).getvalue() == b"both"
+
+
+def zeros_packed(size_bytes: int) -> io.BytesIO:
+    packer = zstandard.ZstdCompressor().compressobj()
+    piece = bytes(1 << 20)
+    return io.BytesIO(
+        b"".join(packer.compress(piece) for _ in range(size_bytes >> 20)) + packer.flush()
+    )
+
+
+@pytest.mark.parametrize(("limit", "peak"), [(1 << 20, 8 << 20), (None, 160 << 20)])
+def test_a_bomb_is_refused_in_bounded_memory(limit: int | None, peak: int) -> None:
+    body = zeros_packed(512 << 20)
+    assert body.getbuffer().nbytes < 1 << 20
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointCorruptError, match="unpacks to more than"):
+            undo(body, ZSTD, "w", limit)
+        assert tracemalloc.get_traced_memory()[1] < peak
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_tensor_may_not_unpack_to_more_than_its_shape(tmp_path: Path) -> None:
+    place = save({"w": torch.ones(3)}, tmp_path / "stock", _extensions=[ZStandard()])
+    buffer = io.BytesIO()
+    torch.save(torch.zeros(1 << 20), buffer)
+    replace_items(place, lambda _: zstandard.compress(buffer.getvalue()))
+    error = refused({"w": torch.zeros(3)}, place)
+    assert isinstance(error, CheckpointCorruptError)
+    assert "more than its shape" in str(error)
+    assert error.key == "w"
+
+
+def test_a_frame_that_wants_too_much_history_is_refused() -> None:
+    parameters = zstandard.ZstdCompressionParameters(window_log=30)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    body = packer.compress(random.Random(1).randbytes(1000)) + packer.flush()
+    with pytest.raises(CheckpointCorruptError, match="cannot be unpacked"):
+        undo(io.BytesIO(body), ZSTD, "w", None)
+
+
+def replace_items(place: Path, change: Callable[[bytes], bytes]) -> None:
+    """Change every item on the store, and where they lie, as a hostile writer could."""
+    metadata = pickle.loads((place / ".metadata").read_bytes())
+    whole = {one.name: one.read_bytes() for one in place.glob("*.distcp")}
+    made = b""
+    for info in metadata.storage_data.values():
+        item = change(whole[info.relative_path][info.offset : info.offset + info.length])
+        info.relative_path, info.offset, info.length = "changed.distcp", len(made), len(item)
+        made += item
+    (place / "changed.distcp").write_bytes(made)
+    (place / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda item: item[: len(item) // 2],
+        lambda item: b"",
+        lambda item: item + b"trailing",
+        lambda item: b"\0" * len(item),
+        lambda item: zstandard.compress(b"no archive"),
+    ],
+    ids=["half", "nothing", "more", "zeros", "other"],
+)
+@pytest.mark.parametrize("kind", ["tensor", "value"])
+def test_damaged_compressed_items_are_refused(
+    tmp_path: Path, kind: str, change: Callable[[bytes], bytes]
+) -> None:
+    stored = {"w": torch.arange(50.0)} if kind == "tensor" else {"w": list(range(50))}
+    place = save(dict(stored), tmp_path / "stock", _extensions=[ZStandard()])
+    replace_items(place, change)
+    state: dict[str, Any] = {"w": torch.zeros(50) if kind == "tensor" else [0] * 50}
+    error = refused(state, place)
+    assert isinstance(error, CheckpointCorruptError)
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zstd", [False, True])
+def test_values_that_could_run_code_need_trust_pickle_and_the_error_says_so(
+    tmp_path: Path, zstd: bool
+) -> None:
+    stored = {"where": pathlib.PurePosixPath("/data"), "step": 7}
+    place = save(dict(stored), tmp_path / "stock", _extensions=[ZStandard()] if zstd else None)
+    error = refused({"where": None, "step": 0}, place)
+    assert isinstance(error, UntrustedPickleError)
+    assert "trust_pickle=True" in str(error)
+    assert "PurePosixPath" in str(error)
+    assert error.key == "where"
+    state: dict[str, Any] = {"where": None, "step": 0}
+    load(state, place, trust_pickle=True)
+    assert state == stored
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+def nested(value: int) -> dict[str, Any]:
+    """Of which torch up to 2.3 flattened only what holds tensors."""
+    return {
+        "model": {"w": torch.full((3,), float(value))},
+        "optimizer": {"state": {"w": {"step": value}}, "groups": [{"lr": value / 4}, {"lr": 9}]},
+        "mixed": [torch.full((2,), float(value)), {"plain": value}],
+        "settings": {"seed": value, "deep": {"name": str(value)}},
+    }
+
+
+@pytest.mark.parametrize("how", ["dcp", "dos"])
+def test_the_keys_of_torch_before_2_4_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(_version, "_derived_version", "2_3")  # torch's own switch for the old format
+        place = save(nested(5), tmp_path / "stock")
+    saved = pickle.loads((place / ".metadata").read_bytes()).state_dict_metadata
+    assert "settings" in saved
+    assert "settings.seed" not in saved
+    state = nested(0)
+    if how == "dcp":
+        load(state, place)
+    else:
+        dos.load(state, f"file://{place}")
+    tensors = (state["model"].pop("w"), state["mixed"].pop(0))
+    expected = nested(5)
+    assert torch.equal(tensors[0], expected["model"].pop("w"))
+    assert torch.equal(tensors[1], expected["mixed"].pop(0))
+    assert state == expected
