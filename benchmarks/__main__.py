@@ -4,6 +4,8 @@
     python -m benchmarks load --peers raw dcp_objstore --gib 4 --tensors 64
     python -m benchmarks save --target seaweedfs    a real S3 server on loopback
     python -m benchmarks save --url s3://bucket     your own bucket; cleaned up afterwards
+    python -m benchmarks resume --saved-by 8 --loaded-by 4 --target seaweedfs
+    python -m benchmarks resume --layout shard1     a job of ranks loads in another layout
     python -m benchmarks async-loop                 a Python loop's pace while async_save uploads
     python -m benchmarks small                      cost of each of 20,000 tensors of 1 KiB
     python -m benchmarks startup                    seconds of the import and of --help
@@ -26,7 +28,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-from benchmarks.peers import PEERS
+from benchmarks.peers import PEERS, RESUME_PEERS
 from benchmarks.settings import Settings
 from benchmarks.table import Result, Table
 
@@ -50,6 +52,29 @@ def _target(text: str) -> str:
     return text
 
 
+def _add_compared(command: argparse.ArgumentParser, peers: list[str]) -> None:
+    command.add_argument(
+        "--target",
+        "--url",
+        type=_target,
+        default="sink",
+        help="sink (default), seaweedfs, or a bucket of your own as s3://bucket[/prefix]",
+    )
+    command.add_argument("--rounds", type=_positive, default=5)
+    command.add_argument(
+        "--peers",
+        nargs="+",
+        choices=peers,
+        default=peers,
+        metavar="PEER",
+        help=f"of {', '.join(peers)}; default all",
+    )
+    for field in fields(Settings):
+        kind = float if field.name == "gib" else _positive
+        option = f"--{field.name.replace('_', '-')}"
+        command.add_argument(option, type=kind, default=field.default)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -58,27 +83,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in _COMPARED.items():
-        command = commands.add_parser(name, help=text)
-        command.add_argument(
-            "--target",
-            "--url",
-            type=_target,
-            default="sink",
-            help="sink (default), seaweedfs, or a bucket of your own as s3://bucket[/prefix]",
-        )
-        command.add_argument("--rounds", type=_positive, default=5)
-        command.add_argument(
-            "--peers",
-            nargs="+",
-            choices=list(PEERS),
-            default=list(PEERS),
-            metavar="PEER",
-            help=f"of {', '.join(PEERS)}; default all",
-        )
-        for field in fields(Settings):
-            kind = float if field.name == "gib" else _positive
-            option = f"--{field.name.replace('_', '-')}"
-            command.add_argument(option, type=kind, default=field.default)
+        _add_compared(commands.add_parser(name, help=text), list(PEERS))
+    command = commands.add_parser("resume", help="a load by several ranks, in another layout")
+    _add_compared(command, list(RESUME_PEERS))
+    command.add_argument("--saved-by", type=_positive, default=8, help="ranks")
+    command.add_argument("--loaded-by", type=_positive, default=4, help="ranks")
+    layouts = ["shard0", "shard1", "replicated"]
+    command.add_argument("--saved-layout", choices=layouts, default="shard0")
+    command.add_argument("--layout", choices=layouts, default="shard0", help="when loaded")
     command = commands.add_parser("small", help="cost of each small tensor inside write_data")
     command.add_argument("--tensors", type=_positive, default=20_000)
     command.add_argument("--tensor-bytes", type=_positive, default=1024)
@@ -111,6 +123,19 @@ def _run(options: argparse.Namespace) -> tuple[Table, Result]:
         from benchmarks.async_loop import async_loop
 
         return async_loop(options.peers, settings, options.target, options.rounds)
+    if options.command == "resume":
+        from benchmarks.resume import resume
+
+        return resume(
+            options.peers,
+            settings,
+            options.target,
+            options.rounds,
+            saved_by=options.saved_by,
+            loaded_by=options.loaded_by,
+            saved_layout=options.saved_layout,
+            layout=options.layout,
+        )
     from benchmarks.rounds import compare
 
     return compare(options.command, options.peers, settings, options.target, options.rounds)

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from benchmarks.child import Job, make_state
-from benchmarks.peers import PEERS, State, WriterPeer, absent
+from benchmarks.peers import PEERS, DcpPeer, State, absent
 from benchmarks.processes import ChildFailedError, run_module
 from benchmarks.settings import GIB, MIB, Settings
 from benchmarks.table import Result, Table, number
@@ -164,7 +164,7 @@ def _begin_raw(job: Job, state: State, place: Place) -> _Save:
 
 
 def _begin_async(job: Job, state: State, place: Place) -> _Save:
-    peer = cast(WriterPeer, PEERS[job.peer].load())
+    peer = cast(DcpPeer, PEERS[job.peer].load())
     future = async_save(state, storage_writer=peer.writer(place, job.settings))
     return _Save(cast(Any, future).result)
 

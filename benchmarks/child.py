@@ -102,11 +102,11 @@ def measure(act: Callable[[], None], settings: Settings, place: Place) -> Measur
     """Run `act` once and tell what it cost."""
     if place.counted:
         fetch_stats(str(place.endpoint_url), reset=True)
-    before_mib = _reset_peak_mib()
-    cpu, start = _cpu_seconds(), time.perf_counter()
+    before_mib = reset_peak_mib()
+    cpu, start = cpu_seconds(), time.perf_counter()
     act()
-    seconds, cpu = time.perf_counter() - start, _cpu_seconds() - cpu
-    peak_mib = _status_mib("VmHWM")
+    seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+    peak_mib = status_mib("VmHWM")
     requests = None
     if place.counted:
         requests = sum(fetch_stats(str(place.endpoint_url))["requests"].values())
@@ -142,21 +142,23 @@ def _load(peer: Peer, settings: Settings, place: Place) -> Measured:
     return measured
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
+    """User and system time of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
-def _reset_peak_mib() -> float | None:
+def reset_peak_mib() -> float | None:
     """Begin a new peak (Linux: proc(5), clear_refs); the memory resident now, in MiB."""
     clear = Path("/proc/self/clear_refs")
     if not clear.exists():
         return None
     clear.write_text("5")
-    return _status_mib("VmRSS")
+    return status_mib("VmRSS")
 
 
-def _status_mib(name: str) -> float | None:
+def status_mib(name: str) -> float | None:
+    """A figure of the kernel about this process, as `VmHWM`; None where it gives none."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None

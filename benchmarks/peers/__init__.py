@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.checkpoint.storage import StorageWriter
+    from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
     from benchmarks.settings import Settings
     from benchmarks.targets import Place
@@ -31,11 +31,15 @@ class Peer(Protocol):
         ...
 
 
-class WriterPeer(Peer, Protocol):
-    """A peer that is a storage writer of torch.distributed.checkpoint."""
+class DcpPeer(Peer, Protocol):
+    """A peer that is a storage writer and reader of torch.distributed.checkpoint."""
 
     def writer(self, place: Place, settings: Settings) -> StorageWriter:
         """The writer for one save at `place`."""
+        ...
+
+    def reader(self, place: Place, settings: Settings) -> StorageReader:
+        """The reader for one load from `place`."""
         ...
 
 
@@ -72,6 +76,11 @@ class PeerInfo:
         peer: Peer = importlib.import_module(self.module).PEER
         return peer
 
+    def load_dcp(self) -> DcpPeer:
+        """Import a peer that is one of DCP's."""
+        peer: DcpPeer = importlib.import_module(self.module).PEER
+        return peer
+
 
 def _numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version, for comparing releases."""
@@ -101,9 +110,22 @@ PEERS = {
         ),
     )
 }
+# Those that several ranks can load with; ours in two ways.
+RESUME_PEERS = {
+    "dcp_objstore": PEERS["dcp_objstore"],
+    "dcp_objstore-alone": PeerInfo(
+        "dcp_objstore-alone",
+        "benchmarks.peers.ours_alone",
+        PEERS["dcp_objstore"].needs,
+        "dcp_objstore, read_once=False",
+    ),
+    "s3torchconnector": PEERS["s3torchconnector"],
+    "fsspec": PEERS["fsspec"],
+}
 
 
 def absent(names: Iterable[str]) -> dict[str, str]:
     """Of the named peers, those that cannot be measured here, and why."""
-    reasons = {name: PEERS[name].missing for name in names}
+    known = PEERS | RESUME_PEERS
+    reasons = {name: known[name].missing for name in names}
     return {name: reason for name, reason in reasons.items() if reason is not None}

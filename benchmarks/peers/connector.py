@@ -37,7 +37,7 @@ class Connector:
     """Part sizes and concurrency are the connector's own; the settings are not for it."""
 
     def writer(self, place: Place, settings: Settings) -> S3StorageWriter:
-        """See `WriterPeer`."""
+        """See `DcpPeer`."""
         del settings
         return S3StorageWriter(_region(), place.url, s3client_config=_client_config(place))
 
@@ -45,11 +45,14 @@ class Connector:
         """See `Peer`."""
         save(state, storage_writer=self.writer(place, settings), no_dist=True)
 
+    def reader(self, place: Place, settings: Settings) -> S3StorageReader:
+        """See `DcpPeer`."""
+        del settings
+        return S3StorageReader(_region(), place.url, s3client_config=_client_config(place))
+
     def load(self, state: State, place: Place, settings: Settings) -> None:
         """See `Peer`."""
-        del settings
-        reader = S3StorageReader(_region(), place.url, s3client_config=_client_config(place))
-        load(state, storage_reader=reader, no_dist=True)
+        load(state, storage_reader=self.reader(place, settings), no_dist=True)
 
 
 PEER = Connector()

@@ -25,10 +25,17 @@ def _config(settings: Settings) -> dos.TransferConfig:
 
 
 class Ours:
-    """Checksums on, as by default."""
+    """Checksums on, as by default.
+
+    Args:
+        read_once: see `ObjectStoreReader`.
+    """
+
+    def __init__(self, *, read_once: bool = True) -> None:
+        self._read_once = read_once
 
     def writer(self, place: Place, settings: Settings) -> dos.ObjectStoreWriter:
-        """See `WriterPeer`."""
+        """See `DcpPeer`."""
         return dos.ObjectStoreWriter(
             place.url,
             storage_options=place.storage_options,
@@ -40,15 +47,19 @@ class Ours:
         """See `Peer`."""
         save(state, storage_writer=self.writer(place, settings), no_dist=True)
 
-    def load(self, state: State, place: Place, settings: Settings) -> None:
-        """See `Peer`."""
-        reader = dos.ObjectStoreReader(
+    def reader(self, place: Place, settings: Settings) -> dos.ObjectStoreReader:
+        """See `DcpPeer`."""
+        return dos.ObjectStoreReader(
             place.url,
             storage_options=place.storage_options,
             config=_config(settings),
             progress=False,
+            read_once=self._read_once,
         )
-        load(state, storage_reader=reader, no_dist=True)
+
+    def load(self, state: State, place: Place, settings: Settings) -> None:
+        """See `Peer`."""
+        load(state, storage_reader=self.reader(place, settings), no_dist=True)
 
 
 PEER = Ours()

@@ -18,7 +18,7 @@ class Stock:
     """Part sizes and concurrency are s3fs's own; the settings are not for it."""
 
     def writer(self, place: Place, settings: Settings) -> FsspecWriter:
-        """See `WriterPeer`."""
+        """See `DcpPeer`."""
         del settings
         return FsspecWriter(place.url, **place.storage_options)
 
@@ -26,11 +26,14 @@ class Stock:
         """See `Peer`."""
         save(state, storage_writer=self.writer(place, settings), no_dist=True)
 
+    def reader(self, place: Place, settings: Settings) -> FsspecReader:
+        """See `DcpPeer`."""
+        del settings
+        return FsspecReader(place.url, **place.storage_options)
+
     def load(self, state: State, place: Place, settings: Settings) -> None:
         """See `Peer`."""
-        del settings
-        reader = FsspecReader(place.url, **place.storage_options)
-        load(state, storage_reader=reader, no_dist=True)
+        load(state, storage_reader=self.reader(place, settings), no_dist=True)
 
 
 PEER = Stock()

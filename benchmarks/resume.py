@@ -1,0 +1,140 @@
+"""`resume`: a job of several ranks loads what another number of ranks has saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import RESUME_PEERS, absent
+from benchmarks.processes import run_module
+from benchmarks.rank_job import RankJob
+from benchmarks.settings import GIB, Settings
+from benchmarks.table import Result, Table, number
+from benchmarks.targets import Place, open_target
+
+Measurements = dict[str, list[dict[str, Any]]]
+
+
+def resume(
+    peers: Sequence[str],
+    settings: Settings,
+    target: str,
+    rounds: int,
+    *,
+    saved_by: int,
+    loaded_by: int,
+    saved_layout: str,
+    layout: str,
+) -> tuple[Table, Result]:
+    """Measure the load of a job of `loaded_by` ranks; each peer loads what it saved itself.
+
+    Raises:
+        ChildFailedError: a rank failed.
+    """
+    problems = absent(peers)
+    present = [name for name in peers if name not in problems]
+    measured: Measurements = {name: [] for name in present}
+    with open_target(target, keep=True) as place, tempfile.TemporaryDirectory() as folder:
+
+        def work(action: str, world_size: int, layout: str) -> list[list[dict[str, Any]]]:
+            job = {"action": action, "peers": present, "layout": layout, "rounds": rounds}
+            return _run_ranks(job, world_size, place, settings, Path(folder) / action)
+
+        if present:
+            work("save", saved_by, saved_layout)
+            for turn in work("load", loaded_by, layout):
+                for name, figures in zip(present, turn, strict=True):
+                    measured[name].append(figures)
+    shown = {name: _summary(measured, name, settings) for name in present}
+    title = (
+        f"resume from {target}: {settings.total_bytes / GIB:.3g} GiB in {settings.tensors} tensors,"
+        f" saved by {saved_by} ranks ({saved_layout}), loaded by {loaded_by} ({layout}), medians of"
+        f" {rounds} rounds"
+    )
+    return _table(title, shown, problems), {
+        "command": "resume",
+        "target": target,
+        "settings": dataclasses.asdict(settings),
+        "saved_by": saved_by,
+        "loaded_by": loaded_by,
+        "layouts": [saved_layout, layout],
+        "peers": shown,
+        "rounds": measured,
+        "problems": problems,
+    }
+
+
+def _run_ranks(
+    job: dict[str, Any], world_size: int, place: Place, settings: Settings, meeting: Path
+) -> list[list[dict[str, Any]]]:
+    jobs = [
+        RankJob(
+            rank=rank,
+            world_size=world_size,
+            place=place,
+            settings=settings,
+            meeting=str(meeting),
+            **job,
+        )
+        for rank in range(world_size)
+    ]
+    with ThreadPoolExecutor(world_size) as pool:
+        waiting = [pool.submit(run_module, "benchmarks.rank", job.dumps()) for job in jobs]
+        # All are waited for; the first failure, in the order of the ranks, is raised.
+        errors = [future.exception() for future in waiting]
+    for error in errors:
+        if error is not None:
+            raise error
+    found: list[list[dict[str, Any]]] = waiting[0].result()
+    return found
+
+
+def _summary(measured: Measurements, name: str, settings: Settings) -> dict[str, float | None]:
+    """Medians, and the median of the ratios to the first peer in the same round."""
+    own = measured[name]
+    first = next(iter(measured.values()))
+    gib = settings.total_bytes / GIB
+
+    def median(values: list[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return statistics.median(known) if len(known) == len(values) and known else None
+
+    def ratio(figures: dict[str, Any], bytes_: float) -> float | None:
+        fetched = figures["fetched_bytes"]
+        return None if fetched is None else fetched / bytes_
+
+    return {
+        "seconds": median([f["seconds"] for f in own]),
+        "to_first": median([f["seconds"] / g["seconds"] for f, g in zip(own, first, strict=True)]),
+        "cpu_seconds_per_gib": median([f["cpu_seconds"] / gib for f in own]),
+        "fetched_to_needed": median([ratio(f, f["needed_bytes"]) for f in own]),
+        "fetched_to_saved": median([ratio(f, settings.total_bytes) for f in own]),
+        "requests": median([f["requests"] for f in own]),
+        "extra_mib": median([f["extra_mib"] for f in own]),
+    }
+
+
+def _table(
+    title: str, shown: dict[str, dict[str, float | None]], problems: dict[str, str]
+) -> Table:
+    columns = ["peer", "seconds", "x first", "CPU-s/GiB", "fetched/needed", "fetched/saved"]
+    forms = {
+        "seconds": ".2f",
+        "to_first": ".2f",
+        "cpu_seconds_per_gib": ".2f",
+        "fetched_to_needed": ".3f",
+        "fetched_to_saved": ".3f",
+        "requests": ".0f",
+        "extra_mib": ".0f",
+    }
+    rows = [
+        [RESUME_PEERS[name].label, *(number(figures[key], form) for key, form in forms.items())]
+        for name, figures in shown.items()
+    ]
+    notes = [f"{RESUME_PEERS[name].label}: {why}" for name, why in problems.items()]
+    return Table(title, [*columns, "GETs", "extra MiB"], rows, notes)
