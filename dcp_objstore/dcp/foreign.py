@@ -44,7 +44,7 @@ from dcp_objstore.dcp.foreign_names import (
     SIZE,
 )
 from dcp_objstore.dcp.inert_pickle import Global, Node, parse
-from dcp_objstore.errors import CheckpointCorruptError
+from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
 
 _MAX_NUMBER: Final = 2**63 - 1
 _MAX_DIMENSIONS: Final = 64
@@ -76,6 +76,7 @@ def decode_metadata(body: bytes, *, max_bytes: int = MAX_METADATA_SIZE_BYTES) ->
     Raises:
         CheckpointCorruptError: the body is damaged, too large or not a `Metadata`.
         UntrustedPickleError: it asks for a global that stock torch does not write; names it.
+        UnsupportedError: an object's key has an empty part (`a//b`).
     """
     if len(body) > max_bytes:
         raise CheckpointCorruptError(f".metadata has {len(body)} bytes, more than {max_bytes}")
@@ -205,6 +206,12 @@ def _relative_path(value: object) -> str:
     """A key below the checkpoint: no absolute, climbing, empty or unprintable parts."""
     path = _text(value, "relative_path")
     parts = path.split("/")
+    if "" in parts[1:-1] and parts[0] and ":" not in parts[0]:
+        raise UnsupportedError(
+            f"an item lies in {path[:200]!r}, a key with an empty part, which cannot be addressed"
+            " here (a prefix strategy was given a prefix that ends in a slash): copy its objects to"
+            " keys without it, and write its .metadata anew"
+        )
     if (
         not path
         or len(path.encode()) > _MAX_KEY_LENGTH_BYTES
@@ -223,6 +230,7 @@ class _Converter:
     def __init__(self, body_size_bytes: int) -> None:
         self.entries_left = body_size_bytes // _MIN_ENTRY_SIZE_BYTES
         self.paths: set[str] = set()
+        self.texts: set[str] = set()
 
     def spend(self, entries: int) -> None:
         """Count entries; more than the body has room for come from sharing, not from a save."""
@@ -230,13 +238,21 @@ class _Converter:
         if self.entries_left < 0:
             raise _damaged("it repeats its entries more often than its size allows")
 
+    def text(self, value: object, what: str) -> str:
+        """`_text`, looking once at a string that the memo makes appear in many places."""
+        if type(value) is str and (value.isascii() or value in self.texts):
+            return value
+        text = _text(value, what)
+        self.texts.add(text)
+        return text
+
     def metadata(self, value: object) -> Metadata:
         state = _state(value, *METADATA_CLASSES)
         items = _dict(state.get("state_dict_metadata"), "state_dict_metadata")
         self.spend(len(items))
         return Metadata(
             state_dict_metadata={
-                _text(key, "a key"): self.item(str(key), item) for key, item in items.items()
+                self.text(key, "a key"): self.item(str(key), item) for key, item in items.items()
             },
             planner_data=self.planner_data(state.get("planner_data")),
             storage_data=self.storage_data(state.get("storage_data")),
@@ -249,6 +265,7 @@ class _Converter:
             _state(value, value.name)
             return BytesStorageMetadata()
         state = _state(value, METADATA + "TensorStorageMetadata")
+        fqn = fqn[:200]  # only shown from here on, once for every chunk
         properties = _properties(state.get("properties"), fqn)
         size = _size(state.get("size"), f"the shape of {fqn!r}")
         # Dimensions of 0 do not hide others that are too large to multiply.
@@ -286,10 +303,10 @@ class _Converter:
             self.spend(1 + len(path) // 2)
             for part in path:
                 if type(part) is not int:
-                    _text(part, "a part of a path in planner_data")
+                    self.text(part, "a part of a path in planner_data")
                 elif abs(part) > _MAX_NUMBER:
                     raise _damaged("a part of a path in planner_data is too large")
-            mapping[_text(key, "a key of planner_data")] = path
+            mapping[self.text(key, "a key of planner_data")] = path
         return mapping
 
     def storage_data(self, value: object) -> dict[MetadataIndex, _StorageInfo]:
@@ -304,7 +321,7 @@ class _Converter:
         state = _state(value, METADATA + "MetadataIndex")
         offset, index = state.get("offset"), state.get("index")
         return MetadataIndex(
-            _text(state.get("fqn"), "the key in a MetadataIndex"),
+            self.text(state.get("fqn"), "the key in a MetadataIndex"),
             None if offset is None else _size(offset, "the offset in a MetadataIndex"),
             None if index is None else _number(index, "the number in a MetadataIndex"),
         )
@@ -327,7 +344,7 @@ class _Converter:
             return None
         if type(value) not in (list, tuple) or len(value) > _MAX_TRANSFORMS:  # type: ignore[arg-type]
             raise _damaged("transform_descriptors is not a short list")
-        names = [_text(name, "a transform_descriptor") for name in value]  # type: ignore[attr-defined]
+        names = [self.text(name, "a transform_descriptor") for name in value]  # type: ignore[attr-defined]
         if any(len(name) > _MAX_TRANSFORM_NAME for name in names):
             raise _damaged("a transform_descriptor is too long")
         return names or None
@@ -344,7 +361,7 @@ class _Converter:
             checkpoint_id=_checkpoint_id(state.get("checkpoint_id")),
             save_id=_optional_text(state.get("save_id"), "save_id"),
             load_id=_optional_text(state.get("load_id"), "load_id"),
-            modules=[_text(module, "a module's name") for module in modules],
+            modules=[self.text(module, "a module's name") for module in modules],
         )
 
 

@@ -22,6 +22,7 @@ from dcp_objstore.errors import CheckpointCorruptError, UntrustedPickleError
 
 # The stock pickler nests marks about six deep; more is no `.metadata`.
 _MAX_MARKS: Final = 100
+_MAX_KEY_PARTS: Final = 16
 _ORDERED_DICT: Final = "collections.OrderedDict"
 # CPython 3.11.0 to 3.11.3 pickle a member of an enum as `getattr(class, name)`, others as
 # `class(value)`.
@@ -206,11 +207,13 @@ class _Machine:
 def _is_plain_key(key: object) -> bool:
     """Whether hashing `key` is safe and cheap.
 
-    Hashing nested tuples recurses in C without a limit, and large integers can be chosen so that
-    their hashes are all the same.
+    Hashing nested tuples recurses in C without a limit, a long one is hashed anew for every use of
+    it, and large integers can be chosen so that their hashes are all the same.
     """
     if type(key) is tuple:
-        return all(type(part) is not tuple and _is_plain_key(part) for part in key)
+        return len(key) <= _MAX_KEY_PARTS and all(
+            type(part) is not tuple and _is_plain_key(part) for part in key
+        )
     if type(key) is int:
         return -(2**31) <= key < 2**31
     return type(key) in {str, bytes, bool, type(None)}

@@ -21,7 +21,13 @@ from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
 from dcp_objstore.dcp.foreign import decode_metadata
 from dcp_objstore.dcp.metadata import describe
-from dcp_objstore.dcp.transforms import FRAMING_SIZE_BYTES, check_transforms, undo
+from dcp_objstore.dcp.transforms import (
+    FRAMING_SIZE_BYTES,
+    check_archive,
+    check_transforms,
+    undo,
+    value_limit_bytes,
+)
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -49,7 +55,8 @@ class Stored:
             `torch.save` blob, or a pickled value.
         digests: 16 bytes per 4 MiB block of payload; None for a checkpoint without digests.
         transforms: names of the stream extensions that the payload went through; foreign only.
-        limit_bytes: no more can the payload become when they are undone; None for a value.
+        limit_bytes: no more may it become when it is unpacked; None for what we wrote, which is
+            not packed.
     """
 
     object_number: int
@@ -67,9 +74,11 @@ class Stored:
         Raises:
             CheckpointCorruptError: it cannot be undone, or becomes too large.
         """
-        if not self.transforms:
+        if self.limit_bytes is None:
             return payload
-        return undo(payload, self.transforms, key, self.limit_bytes)
+        body = undo(payload, self.transforms, key, self.limit_bytes)
+        check_archive(body, key, self.limit_bytes)
+        return body
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +177,7 @@ def _foreign(metadata: Metadata) -> Source:
     items: dict[tuple[str, tuple[int, ...] | None], Stored] = {}
     for place, info in metadata.storage_data.items():
         offset = None if place.offset is None else tuple(place.offset)
-        sizes, limit_bytes = None, None
+        sizes, limit_bytes = None, value_limit_bytes(info.length)
         if offset is not None:
             sizes, itemsize = chunks.get((place.fqn, offset), ((), 0))
             limit_bytes = math.prod(sizes) * itemsize + FRAMING_SIZE_BYTES

@@ -1,8 +1,11 @@
-"""Undo what torch's stream extensions did to an item: zstd compression.
+"""Undo what torch's stream extensions did to an item (zstd), and bound what an item becomes.
 
 `FileSystemWriter(_extensions=[ZStandard()])` sends each item through a stream of its own and names
 the extension in the item's `transform_descriptors`, as `stream.zstd/1`
 (torch.distributed.checkpoint._extension). The item then has no raw payload: it is fetched whole.
+
+What comes out is an archive, which could be packed once more: torch writes none of its records
+compressed, but reads such ones, a thousand times larger than stored.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import sys
+import zipfile
 from collections.abc import Sequence
 from typing import IO, Final, cast
 
@@ -23,9 +27,17 @@ _MAX_WINDOW_LOG: Final = 27
 
 # What `torch.save` adds to a tensor's bytes: 1 to 3 KiB of archive. The rest is for long names.
 FRAMING_SIZE_BYTES: Final = 1024 * 1024
-# A value has no shape that says how large it may become.
 _VALUE_SIZE_BYTES: Final = 64 * 1024 * 1024
 _VALUE_RATIO: Final = 100
+_ZIP_START: Final = b"PK\x03\x04"
+
+
+def value_limit_bytes(stored_bytes: int) -> int:
+    """What a value of this stored size may become; it has no shape that would say.
+
+    100 times what is stored, and always 64 MiB.
+    """
+    return max(_VALUE_SIZE_BYTES, _VALUE_RATIO * stored_bytes)
 
 
 def check_transforms(names: Sequence[str], key: str) -> None:
@@ -50,15 +62,14 @@ def check_transforms(names: Sequence[str], key: str) -> None:
             )
 
 
-def undo(body: io.BytesIO, names: Sequence[str], key: str, limit_bytes: int | None) -> io.BytesIO:
+def undo(body: io.BytesIO, names: Sequence[str], key: str, limit_bytes: int) -> io.BytesIO:
     """The item as it was before the extensions, which are named in the order of undoing them.
 
     Args:
         body: all of it, as stored. Returned itself where there are no names.
         names: its `transform_descriptors`.
         key: the state-dict key, for errors.
-        limit_bytes: it cannot have been larger. Default None: 100 times what is stored, or 64 MiB
-            if that is more.
+        limit_bytes: it cannot have been larger.
 
     Memory: at most `limit_bytes`, twice that while the buffer grows, and 128 MiB of history where
     a frame asks for it; however little is stored. The GIL is released while bytes are undone.
@@ -69,11 +80,42 @@ def undo(body: io.BytesIO, names: Sequence[str], key: str, limit_bytes: int | No
             here with what was there; it shows when torch takes the item apart.
     """
     check_transforms(names, key)
-    if limit_bytes is None:
-        limit_bytes = max(_VALUE_SIZE_BYTES, _VALUE_RATIO * body.getbuffer().nbytes)
     for _ in names:
         body = _unpacked(body, key, limit_bytes)
     return body
+
+
+def check_archive(body: io.BytesIO, key: str, limit_bytes: int) -> None:
+    """Return if `torch.load` allocates no more for its records than `limit_bytes` or its own size.
+
+    (A view that was saved with all of its storage is larger than its shape.) A body that is no archive passes: torch refuses it, or reads its old format, which packs
+    nothing.
+
+    Raises:
+        CheckpointCorruptError: the records are larger, or cannot be listed.
+    """
+    size_bytes = body.getbuffer().nbytes
+    if body.getbuffer()[:4] != _ZIP_START:
+        return
+    try:
+        with zipfile.ZipFile(body) as archive:
+            unpacked = sum(record.file_size for record in archive.infolist())
+    except Exception as error:  # hostile archives make zipfile raise anything
+        raise CheckpointCorruptError(
+            f"the item is a damaged archive: {type(error).__name__}: {error}", key=key
+        ) from error
+    finally:
+        body.seek(0)
+    if unpacked > max(limit_bytes, size_bytes):
+        raise _too_large(key, limit_bytes)
+
+
+def _too_large(key: str, limit_bytes: int) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"the item unpacks to more than {limit_bytes} bytes, which is more than its shape has room"
+        " for, or than a value is allowed",
+        key=key,
+    )
 
 
 def _unpacked(body: io.BytesIO, key: str, limit_bytes: int) -> io.BytesIO:
@@ -82,11 +124,7 @@ def _unpacked(body: io.BytesIO, key: str, limit_bytes: int) -> io.BytesIO:
     try:
         while piece := stream.read(_STEP_SIZE_BYTES):
             if whole.tell() + len(piece) > limit_bytes:
-                raise CheckpointCorruptError(
-                    f"the item unpacks to more than {limit_bytes} bytes, which is more than its"
-                    " shape has room for, or than a value is allowed",
-                    key=key,
-                )
+                raise _too_large(key, limit_bytes)
             whole.write(piece)
     except damage as error:
         raise CheckpointCorruptError(
