@@ -378,7 +378,7 @@ DAMAGED: dict[str, bytes] = {
     "APPEND on a class": p.whole(p.name(p.METADATA, "Metadata") + b"Na"),
     "odd SETITEMS": p.whole(b"}(Nu"),
     "list as a key": p.whole(b"}]Ns"),
-    "a long tuple as a key": p.whole(p.mapped({p.tupled(*[p.NONE] * 17): p.NONE})),
+    "a long tuple as a key": p.metadata(mcore_data=p.mapped({p.tupled(*[p.NONE] * 17): p.NONE})),
     "nested tuples as a key": p.whole(b"})" + b"\x85" * 200_000 + b"Ns"),
     "equal hashes as keys": p.whole(p.mapped({p.number(k * (2**61 - 1)): p.NONE for k in (1, 2)})),
     "memo entry never made": p.whole(b"h\x07"),

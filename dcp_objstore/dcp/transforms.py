@@ -88,14 +88,14 @@ def undo(body: io.BytesIO, names: Sequence[str], key: str, limit_bytes: int) -> 
 def check_archive(body: io.BytesIO, key: str, limit_bytes: int) -> None:
     """Return if `torch.load` allocates no more for its records than `limit_bytes` or its own size.
 
-    (A view that was saved with all of its storage is larger than its shape.) A body that is no archive passes: torch refuses it, or reads its old format, which packs
-    nothing.
+    (A view that was saved with all of its storage is larger than its shape.) A body that is no
+    archive passes: torch refuses it, or reads its old format, which packs nothing.
 
     Raises:
         CheckpointCorruptError: the records are larger, or cannot be listed.
     """
     size_bytes = body.getbuffer().nbytes
-    if body.getbuffer()[:4] != _ZIP_START:
+    if bytes(body.getbuffer()[:4]) != _ZIP_START:
         return
     try:
         with zipfile.ZipFile(body) as archive:
