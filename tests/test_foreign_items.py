@@ -383,3 +383,17 @@ def test_the_keys_of_torch_before_2_4_are_found(
     assert torch.equal(tensors[0], expected["model"].pop("w"))
     assert torch.equal(tensors[1], expected["mixed"].pop(0))
     assert state == expected
+
+
+def save_apart(rank: int, world_size: int, directory: str) -> None:
+    dcp.save(
+        {"w": torch.ones(3)}, storage_writer=FileSystemWriter(directory), use_collectives=False
+    )
+
+
+def test_metadata_of_each_rank_is_named_as_what_it_is(tmp_path: Path) -> None:
+    run_ranks(2, save_apart, str(tmp_path / "stock"))
+    assert (tmp_path / "stock" / "__1.metadata").exists()
+    error = refused({"w": torch.zeros(3)}, tmp_path / "stock")
+    assert isinstance(error, UnsupportedError)
+    assert "use_collectives=False" in str(error)

@@ -33,6 +33,7 @@ from dcp_objstore.errors import (
     CheckpointNotFoundError,
     DcpObjstoreError,
     ObjectNotFoundError,
+    UnsupportedError,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from dcp_objstore.stores import ObjectStore
 
 _MAX_DOT_METADATA_BYTES = 4 * 1024**3
+# torch's FileSystemWriter writes it for rank 0 where use_collectives=False is passed to dcp.save.
+_RANK_METADATA_KEY = "__0.metadata"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +131,15 @@ def open_source(store: ObjectStore, load_id: str | None = None) -> Source:
 
     Raises:
         CheckpointNotFoundError: there is none, or it was never committed.
-        CheckpointCorruptError, CheckpointGoneError, UnsupportedError, UntrustedPickleError: as
-            they say.
+        UnsupportedError: as it says, or stock torch wrote it with use_collectives=False.
+        CheckpointCorruptError, CheckpointGoneError, UntrustedPickleError: as they say.
     """
     found = commit.read_marker(store)
-    if found is None and (body := _dot_metadata(store)) is not None:
-        return _foreign(decode_metadata(body))
+    if found is None:
+        body = _dot_metadata(store)
+        if body is not None:
+            return _foreign(decode_metadata(body))
+        _check_no_rank_metadata(store)
     marker, body = commit.open_found(store, found)
     index = ix.decode(body)
     items: dict[tuple[str, tuple[int, ...] | None], Stored] = {
@@ -163,6 +169,20 @@ def _dot_metadata(store: ObjectStore) -> bytes | None:
         return store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_DOT_METADATA_BYTES)[0]
     except ObjectNotFoundError:
         return None
+
+
+def _check_no_rank_metadata(store: ObjectStore) -> None:
+    """Name the one thing that stock torch writes without a `.metadata`."""
+    try:
+        store.head(_RANK_METADATA_KEY)
+    except ObjectNotFoundError:
+        return
+    raise UnsupportedError(
+        "every rank has a .metadata of its own here, as torch writes it with use_collectives=False;"
+        " only stock torch loads that, with the same ranks: save it once more without that",
+        object_key=_RANK_METADATA_KEY,
+        url=store.url,
+    )
 
 
 def _foreign(metadata: Metadata) -> Source:
