@@ -350,6 +350,23 @@ def test_values_that_could_run_code_need_trust_pickle_and_the_error_says_so(
     assert state == stored
 
 
+class Tagged(torch.Tensor):
+    """A subclass that torch does not load safely."""
+
+
+def test_a_tensor_of_a_class_that_torch_refuses_is_not_called_corrupt(tmp_path: Path) -> None:
+    place = save({"w": torch.arange(3.0).as_subclass(Tagged)}, tmp_path / "stock")
+    error = refused({"w": torch.zeros(3)}, place)
+    assert isinstance(error, UntrustedPickleError)
+    assert "Tagged" in str(error)
+    assert "add_safe_globals" in str(error)
+    assert error.key == "w"
+    state = {"w": torch.zeros(3)}
+    with torch.serialization.safe_globals([Tagged]):
+        load(state, place)
+    assert torch.equal(state["w"], torch.arange(3.0))
+
+
 # --- keys ----------------------------------------------------------------------------------------
 
 

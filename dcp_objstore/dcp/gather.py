@@ -17,7 +17,8 @@ import torch
 
 from dcp_objstore.dcp.geometry import Box
 from dcp_objstore.dcp.memory import copy_elements, fits, narrow
-from dcp_objstore.errors import CheckpointCorruptError
+from dcp_objstore.dcp.values import refused_globals
+from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError, UntrustedPickleError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
@@ -43,7 +44,7 @@ class GatherRead:
     def __init__(self, item: ReadItem, stored: Stored) -> None:
         self.item = item
         self.stored = stored
-        self.error: CheckpointCorruptError | None = None
+        self.error: DcpObjstoreError | None = None
         self._missing_bytes = stored.payload_length
         self._body: io.BytesIO | None = None
         self._lock = threading.Lock()
@@ -93,7 +94,7 @@ class GatherRead:
         if self._destination is not None:
             try:
                 self._load_tensor(self._destination)
-            except CheckpointCorruptError as error:
+            except DcpObjstoreError as error:
                 # Not raised in a worker, which would fetch the last range once more.
                 self.error = error
         self._on_complete(self)
@@ -112,12 +113,20 @@ class GatherRead:
 
         Raises:
             CheckpointCorruptError: it is no tensor, or not one of the expected shape.
+            UntrustedPickleError: it is of a class that torch does not load safely.
         """
         key = self.item.dest_index.fqn
         body = self.stored.undone(self.take(), key)
         try:
             tensor = torch.load(body, map_location="cpu", weights_only=True)
         except Exception as error:
+            needed = refused_globals(body.getvalue(), error)
+            if needed is not None:
+                raise UntrustedPickleError(
+                    f"the stored tensor needs {needed}, which could run code when it is unpickled;"
+                    " if you trust that, declare it by torch.serialization.add_safe_globals",
+                    key=key,
+                ) from error
             raise CheckpointCorruptError(
                 f"the stored tensor cannot be read: {type(error).__name__}: {error}", key=key
             ) from error

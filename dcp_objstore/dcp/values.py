@@ -111,18 +111,28 @@ def _test_load(body: bytes) -> str | None:
     """
     try:
         torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        # Only bytes that are no archive take torch to its old format, which DCP never writes.
-        refused = _unsafe_names(body) if body.startswith(_ZIP_START) else None
-        if refused is None:
+    except Exception as error:
+        refused = refused_globals(body, error)
+        if refused is not None:
+            return refused
+        if isinstance(error, pickle.UnpicklingError):
             raise CheckpointCorruptError(
                 "the value is damaged, or not what torch.save writes"
             ) from error
-        return refused
-    except Exception as error:
         raise CheckpointCorruptError(
             f"the value cannot be loaded ({type(error).__name__}): it is damaged"
         ) from error
+    return None
+
+
+def refused_globals(body: bytes, error: Exception) -> str | None:
+    """What torch refused in `body`, if that is why `weights_only=True` raised `error`; else None.
+
+    Runs nothing from the body.
+    """
+    # Only bytes that are no archive take torch to its old format, which DCP never writes.
+    if isinstance(error, pickle.UnpicklingError) and body.startswith(_ZIP_START):
+        return _unsafe_names(body)
     return None
 
 
