@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 # counts it from the start of the request, so it would cut uploads off, not only stalled ones.
 _READ_PROGRESS_TIMEOUT_SECONDS = 30.0
 _DEFAULT_REGION = "us-east-1"
+# Before a server has ever been reached, a wrong endpoint is likelier than an outage.
+_FIRST_RETRY_TIMEOUT_SECONDS = 10.0
+# With obstore's default base of 2 the jitter eats up the growth: ten retries of a refused
+# connection took 1.5 to 8.5 s, so a store that restarted failed every save. With these, 11 to 60 s
+# (each pause is random between the first and thrice the last).
+_BACKOFF = {
+    "init_backoff": timedelta(seconds=0.4),
+    "max_backoff": timedelta(seconds=10),
+    "base": 3,
+}
 
 Make = Callable[[dict[str, Any], dict[str, Any]], "S3Store | GCSStore | MemoryStore"]
 
@@ -36,6 +46,8 @@ class Clients:
 
     Attributes:
         endpoint_url: the server, or None for the provider's own.
+        reached: whether the server has ever answered, in whatever way.
+        retries: whether requests are tried again at all.
     """
 
     def __init__(
@@ -47,6 +59,8 @@ class Clients:
         direct: bool = False,
     ) -> None:
         self.endpoint_url = endpoint_url
+        self.reached = False
+        self.retries = config.max_retries > 0
         self._lane: DirectLane | None = None
         if direct:
             timeout_seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, config.request_timeout_seconds)
@@ -68,6 +82,10 @@ class Clients:
         """Retries; also gives up on a body that makes no progress."""
         return self._get("read", retries=self._config.max_retries)
 
+    def first(self) -> Any:
+        """As `read`, for a server that was never reached: gives up retrying after 10 s."""
+        return self._get("first", retries=self._config.max_retries)
+
     def direct(self) -> DirectLane | None:
         """For reads whose URL can be signed, without further headers or certificates."""
         return self._lane
@@ -86,13 +104,16 @@ class Clients:
                     "timeout": timedelta(seconds=config.request_timeout_seconds),
                     "connect_timeout": timedelta(seconds=config.connect_timeout_seconds),
                 }
-                if name == "read":
+                if name in ("read", "first"):
                     seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, config.request_timeout_seconds)
                     timeouts["read_timeout"] = timedelta(seconds=seconds)
-                # obstore's own backoff: exponential with jitter, 0.1 s to 15 s.
+                patience_seconds = config.retry_timeout_seconds
+                if name == "first":
+                    patience_seconds = min(_FIRST_RETRY_TIMEOUT_SECONDS, patience_seconds)
                 retry = {
                     "max_retries": retries,
-                    "retry_timeout": timedelta(seconds=config.retry_timeout_seconds),
+                    "retry_timeout": timedelta(seconds=patience_seconds),
+                    "backoff": dict(_BACKOFF),
                 }
                 self._made[name] = self._make(dict(timeouts), retry)
             return self._made[name]

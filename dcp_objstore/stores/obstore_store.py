@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dcp_objstore.errors import (
     CorruptDataError,
@@ -30,15 +30,17 @@ from dcp_objstore.stores.protocol import (
     Precondition,
     Version,
 )
-from dcp_objstore.stores.translate import http_code, translate_obstore
+from dcp_objstore.stores.translate import http_code, never_connected, translate_obstore
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from typing_extensions import Buffer
 
     from dcp_objstore.stores.clients import Clients
+
+T = TypeVar("T")
 
 # A HEAD's answer has no body, so these say too little: is the key or the bucket missing, is the
 # secret wrong or the right missing?
@@ -151,7 +153,7 @@ class ObstoreStore:
         import obstore
 
         with self._errors(key) as path:
-            answer = obstore.get(self._clients.read(), path)
+            answer = self._read(lambda client: obstore.get(client, path))
             meta = self._meta(answer.meta)
             if meta.size_bytes > max_size_bytes:
                 raise CorruptDataError(
@@ -196,7 +198,7 @@ class ObstoreStore:
 
         with self._errors(key) as path:
             try:
-                return self._meta(obstore.head(self._clients.read(), path))
+                return self._meta(self._read(lambda client: obstore.head(client, path)))
             except Exception as error:
                 status, code = http_code(error)
                 if status not in _UNCLEAR_IN_HEAD or code is not None:
@@ -227,15 +229,39 @@ class ObstoreStore:
     def _pages(self, folder: str) -> Iterator[ObjectMeta]:
         import obstore
 
+        def begin(client: Any) -> tuple[Any, Any]:
+            pages = iter(obstore.list(client, prefix=folder or None))
+            return pages, next(pages, None)
+
         with self._errors(None):
-            pages = iter(obstore.list(self._clients.read(), prefix=folder or None))
-        while True:
-            with self._errors(None):
-                page = next(pages, None)
-            if page is None:
-                return
+            pages, page = self._read(begin)
+        while page is not None:
             for meta in page:
                 yield self._meta(meta)
+            with self._errors(None):
+                page = next(pages, None)
+
+    def _read(self, request: Callable[[Any], T]) -> T:
+        """`request(client)`, which gives up soon on a server that has never been reached.
+
+        A save, a load and `ls` all begin with one of these.
+        """
+        clients = self._clients
+        if not clients.reached:
+            try:
+                result = request(clients.first())
+            except Exception as error:
+                if never_connected(error):
+                    raise
+                clients.reached = True
+                busy = isinstance(translate_obstore(error), StoreUnavailableError)
+                if not busy or not clients.retries:
+                    raise
+                # It is there, and busy: have the patience that was asked for.
+            else:
+                clients.reached = True
+                return result
+        return request(clients.read())
 
     @contextmanager
     def _errors(self, key: str | None) -> Iterator[str]:

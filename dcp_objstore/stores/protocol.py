@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+# What an error says where the parts of an upload may stay behind.
+LEFTOVER_ADVICE = (
+    "an incomplete multipart upload may be left under this key, unseen and billed; a lifecycle rule"
+    " of the bucket (AbortIncompleteMultipartUpload after a day or two) removes such"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Version:
     """The store's own token for one state of an object: an ETag, a generation, or both."""

@@ -2,13 +2,16 @@
 
 obstore 0.12 gives 400, 416, 429, 500, 503 and time-outs all as `GenericError` without attributes,
 404 as the builtin `FileNotFoundError` and 409 as `AlreadyExistsError`, so this module, and no
-other, reads `status code: NNN` and the XML's `<Code>` out of the text. `tests/test_stores.py` pins
-both against real servers.
+other, reads `status code: NNN` and the XML's `<Code>` out of the text, and out of the dump behind
+it why there was no answer at all. `tests/test_stores_errors.py` pins all of it against real
+servers.
 """
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from dcp_objstore.errors import (
     BucketNotFoundError,
@@ -23,6 +26,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
+from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
@@ -36,6 +40,13 @@ _INSTANCE_METADATA = "http://169.254.169.254/"
 # A 301 without a Location, which is how AWS says that the bucket is in another region, comes
 # without its status; only the name of the variant in the dump tells it.
 _REDIRECT = "inner: BareRedirect"
+# A ranged GET was answered with 200 and the whole object.
+_NOT_PARTIAL = "source: NotPartial"
+_REQUEST = re.compile(r"Error performing ([A-Z]+) (\S+) in ([\d.]+\w+)(?:, after (\d+) retries)?")
+# The request never got as far as a connection.
+_NOT_CONNECTED = "legacy::Error( Connect,"
+# A server that wants TLS says so in words, with status 400: Go's (MinIO, rclone), then nginx.
+_WANTS_TLS = ("HTTP request to an HTTPS server", "HTTP request was sent to HTTPS port")
 
 # Error codes of S3 (docs: "Error responses"), which GCS's XML API shares where it has them.
 _BY_CODE: dict[str, type[DcpObjstoreError]] = {
@@ -83,6 +94,13 @@ _BY_STATUS: dict[int, type[DcpObjstoreError]] = {
     429: StoreUnavailableError,
     501: UnsupportedError,
 }
+_FULL = (
+    "the store is full, or a quota is reached: remove old checkpoints and incomplete multipart"
+    " uploads, or raise the quota"
+)
+# Of Ceph, of MinIO (twice), and of gateways in front of a file system.
+_FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded")
+_FULL_STATUS = 507
 _ADVICE: dict[type[DcpObjstoreError], str] = {
     BucketNotFoundError: "the bucket does not exist (or is at another endpoint)",
     ObjectNotFoundError: "there is no such object",
@@ -97,28 +115,138 @@ _ADVICE: dict[type[DcpObjstoreError], str] = {
 }
 
 
+class _NoAnswer(NamedTuple):
+    """Why a request got no answer.
+
+    Attributes:
+        sign: what the dump says, with its white space collapsed.
+        kind: the error of ours.
+        what: for the user.
+        advice: for the user.
+    """
+
+    sign: str
+    kind: type[DcpObjstoreError]
+    what: str
+    advice: str
+
+
+_CHECK_SERVER = "check endpoint_url and that the server runs"
+_CHECK_NETWORK = "check endpoint_url, the network and any proxy or firewall"
+_USE_HTTPS = "the server does not speak plain HTTP; endpoint_url should begin with https://"
+# The first that fits counts.
+_NO_ANSWERS = (
+    _NoAnswer(
+        "kind: ConnectionRefused", StoreUnavailableError, "connection refused", _CHECK_SERVER
+    ),
+    _NoAnswer(
+        '"dns error"',
+        StoreUnavailableError,
+        "the host name cannot be resolved",
+        "check endpoint_url, the region and this machine's DNS",
+    ),
+    _NoAnswer(
+        "InvalidContentType",
+        ConfigError,
+        "it does not speak TLS",
+        "endpoint_url should begin with http:// if the server really has no TLS",
+    ),
+    _NoAnswer(
+        "InvalidCertificate(",
+        ConfigError,
+        "its TLS certificate is not valid here",
+        "for a certificate of your own set storage_options={'verify': 'path of the CA'}",
+    ),
+    _NoAnswer("hyper::Error( Parse(", ConfigError, "its answer is no HTTP", _USE_HTTPS),
+    _NoAnswer(_NOT_CONNECTED, StoreUnavailableError, "no connection could be made", _CHECK_NETWORK),
+    _NoAnswer("kind: Timeout", StoreUnavailableError, "no answer in time", _CHECK_NETWORK),
+    _NoAnswer(
+        "legacy::Error( SendRequest,",
+        StoreUnavailableError,
+        "the connection was closed before an answer came",
+        "check that the server runs, and http:// or https:// in endpoint_url",
+    ),
+)
+
+
 def http_code(error: BaseException) -> tuple[int | None, str | None]:
     """The HTTP status and the store's `<Code>` in an obstore error, where it has them."""
-    text, _, dump = str(error).partition("\n\nDebug source:")
+    text, dump = _parts(error)
     if _REDIRECT in dump:
         return 301, None
     status, code = _STATUS.search(text), _CODE.search(text)
     return (int(status[1]) if status else None, code[1] if code else None)
 
 
+def never_connected(error: BaseException) -> bool:
+    """Whether an obstore error says that no connection was made: refused, unknown host, TLS."""
+    return http_code(error)[0] is None and _NOT_CONNECTED in _parts(error)[1]
+
+
 def translate_obstore(error: Exception) -> DcpObjstoreError:
     """Turn what an obstore call raised into an error of ours, by code, status, then type.
 
     The text keeps the store's answer and drops obstore's debug dump. Errors without a status come
-    from the transport (refused, reset, timed out, DNS, TLS) when they are `GenericError`s of a
-    request; anything else that we do not know becomes a plain `DcpObjstoreError`.
+    from the transport when they are `GenericError`s of a request: the text then says why there was
+    no answer. Anything else that we do not know becomes a plain `DcpObjstoreError`.
     """
     if isinstance(error, DcpObjstoreError):
         return error
+    found = _no_answer(error) or _answer(error)
+    request = _REQUEST.search(str(error))
+    if request is not None and request[1] == "DELETE" and "?uploadId=" in request[2]:
+        return _failed_abort(error, found)
+    return found
+
+
+def _answer(error: Exception) -> DcpObjstoreError:
     kind = _kind(error)
-    summary = _ANSWER.sub(r"\1: \2", str(error).partition("\n\nDebug source:")[0]).strip()
-    advice = _ADVICE.get(kind)
+    status, code = http_code(error)
+    text, dump = _parts(error)
+    summary = _ANSWER.sub(r"\1: \2", text).strip()
+    if status == _FULL_STATUS or code in _FULL_CODES:
+        advice: str | None = _FULL
+    elif any(words in text for words in _WANTS_TLS):
+        kind, advice = ConfigError, _USE_HTTPS
+    elif status is None and _NOT_PARTIAL in dump:
+        advice = "the store ignores Range: it sends whole objects where a part was asked for"
+    else:
+        advice = _ADVICE.get(kind)
     return kind(f"{advice}: {summary}" if advice else f"{type(error).__name__}: {summary}")
+
+
+def _no_answer(error: Exception) -> DcpObjstoreError | None:
+    """The error for a request that got no answer, if it was one."""
+    text, dump = _parts(error)
+    request = _REQUEST.search(text)
+    if request is None or _INSTANCE_METADATA in text or http_code(error)[0] is not None:
+        return None
+    reason = next((reason for reason in _NO_ANSWERS if reason.sign in dump), None)
+    if reason is None:
+        return None
+    method, url, took, retries = request.groups()
+    tries = f"{method} {url}, {retries or 0} retries in {took}"
+    return reason.kind(
+        f"cannot reach {urlsplit(url).netloc}: {reason.what}; {reason.advice} ({tries})"
+    )
+
+
+def _failed_abort(error: Exception, found: DcpObjstoreError) -> DcpObjstoreError:
+    """For an upload that failed and could not be aborted: obstore keeps the second error alone."""
+    status, _ = http_code(error)
+    if status == 404:
+        return StoreUnavailableError(f"the store lost this upload in its midst: {found.message}")
+    if status is None:
+        text = f"the connection to the store was lost in mid-upload: {found.message}"
+        return StoreUnavailableError(f"{text}; {LEFTOVER_ADVICE}")
+    text = f"the upload failed, and aborting it failed too, which hides the cause: {found.message}"
+    return type(found)(f"{text}; {LEFTOVER_ADVICE}")
+
+
+def _parts(error: BaseException) -> tuple[str, str]:
+    """An obstore error's text, and the dump of its causes with white space collapsed."""
+    text, _, dump = str(error).partition("\n\nDebug source:")
+    return text, " ".join(dump.split())
 
 
 def _kind(error: Exception) -> type[DcpObjstoreError]:
@@ -141,6 +269,8 @@ def _kind(error: Exception) -> type[DcpObjstoreError]:
 def _kind_without_status(error: Exception) -> type[DcpObjstoreError]:
     from obstore import exceptions as theirs
 
+    if _NOT_PARTIAL in _parts(error)[1]:
+        return UnsupportedError
     pairs: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
         (FileNotFoundError, ObjectNotFoundError),
         (theirs.AlreadyExistsError, PreconditionFailedError),

@@ -1,0 +1,292 @@
+"""A store that cannot be reached, or is lost on the way: the error says why and what to do."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import (
+    ConfigError,
+    DcpObjstoreError,
+    PermissionDeniedError,
+    StoreUnavailableError,
+    UnsupportedError,
+)
+from dcp_objstore.stores import ObjectStore, open_store
+from dcp_objstore.stores.translate import translate_obstore
+from tests.support.servers import RcloneServer
+
+MIB = 1024 * 1024
+ONCE = TransferConfig(max_retries=0, connect_timeout_seconds=5, request_timeout_seconds=20)
+VERBS: dict[str, Callable[[ObjectStore], object]] = {
+    "get": lambda store: store.get("k", max_size_bytes=100),
+    "get_range": lambda store: store.get_range("k", 0, 1),
+    "head": lambda store: store.head("k"),
+    "list": lambda store: list(store.list()),
+    "put": lambda store: store.put("k", b"x"),
+    "put_stream": lambda store: store.put_stream(
+        "k", iter([bytes(6 * MIB)]), part_size_bytes=5 * MIB, max_concurrency=2
+    ),
+    "delete": lambda store: store.delete("k"),
+}
+
+
+def at(endpoint_url: str, config: TransferConfig = ONCE) -> ObjectStore:
+    options = {"key": "a", "secret": "b", "endpoint_url": endpoint_url}
+    return open_store("s3://bucket/run", options, config)
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    """The host and port of a socket that is bound and does not listen."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[bytes], str]]:
+    """Makes a server that sends the same bytes to whoever says something, and hangs up."""
+    listeners = []
+
+    def make(answer: bytes) -> str:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:  # closed at the end of the test
+                    return
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+    yield make
+    for listener in listeners:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_refused_connection_names_the_host_and_says_what_to_check(
+    refusing: str, verb: str
+) -> None:
+    with pytest.raises(StoreUnavailableError) as caught:
+        VERBS[verb](at(f"http://{refusing}"))
+    assert f"cannot reach {refusing}: connection refused; check endpoint_url and that" in str(
+        caught.value
+    )
+
+
+def test_an_unknown_host_is_said_to_be_one() -> None:
+    with pytest.raises(StoreUnavailableError) as caught:
+        at("http://no-such-host.invalid:9000").head("k")
+    assert "cannot reach no-such-host.invalid:9000: the host name cannot be resolved" in str(
+        caught.value
+    )
+
+
+def test_https_where_there_is_only_http_is_a_wrong_setting(
+    answering: Callable[[bytes], str],
+) -> None:
+    where = answering(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+    with pytest.raises(ConfigError, match=r"does not speak TLS.*http://"):
+        at(f"https://{where}").head("k")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\x15\x03\x01\x00\x02\x02\x16",  # a TLS alert
+        b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n400 The plain HTTP request was sent to HTTPS port\n",
+    ],
+    ids=["alert", "go", "nginx"],
+)
+def test_http_where_there_is_only_https_is_a_wrong_setting(
+    answering: Callable[[bytes], str], answer: bytes
+) -> None:
+    with pytest.raises(ConfigError, match="endpoint_url should begin with https://"):
+        at(f"http://{answering(answer)}").get("k", max_size_bytes=10)
+
+
+def test_a_connection_that_is_hung_up_is_said_to_be(answering: Callable[[bytes], str]) -> None:
+    with pytest.raises(StoreUnavailableError, match="connection was closed before an answer"):
+        at(f"http://{answering(b'')}").head("k")
+
+
+def test_a_certificate_that_is_not_valid_says_how_to_name_ones_own() -> None:
+    from obstore.exceptions import GenericError
+
+    text = (
+        "Generic S3 error: Error performing GET https://store:9000/b/k in 82.5ms - HTTP error:"
+        " error sending request\n\nDebug source:\nGeneric {\n  inner: Http(\n    HttpError {\n"
+        "      kind: Connect,\n      source: hyper_util::client::legacy::Error(\n        Connect,\n"
+        "        Custom { error: InvalidCertificate(\n          UnknownIssuer,\n        ) } ) } ) }"
+    )
+    error = translate_obstore(GenericError(text))
+    assert type(error) is ConfigError
+    assert "cannot reach store:9000: its TLS certificate is not valid here" in error.message
+    assert "'verify'" in error.message
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcp_objstore.stores.clients._FIRST_RETRY_TIMEOUT_SECONDS", 0.0)
+
+
+class Server:
+    """Answers by `answer(method, target)`: status and body, or None to vanish for good."""
+
+    def __init__(self, answer: Callable[[str, str], tuple[int, bytes] | None]) -> None:
+        self.requests: list[str] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_any(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                outer.requests.append(self.command)
+                found = answer(self.command, self.path)
+                if found is None:
+                    outer.stop()
+                    self.close_connection = True
+                    return
+                self.send_response(found[0])
+                self.send_header("Content-Length", str(len(found[1])))
+                self.send_header("Connection", "close")
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(found[1])
+
+            do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_any  # noqa: N815
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.handle_error = lambda *_: None  # a client that has hung up
+        self.endpoint_url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+Serve = Callable[[Callable[[str, str], tuple[int, bytes] | None]], Server]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    servers: list[Server] = []
+
+    def make(answer: Callable[[str, str], tuple[int, bytes] | None]) -> Server:
+        servers.append(Server(answer))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+LISTING = b"<ListBucketResult></ListBucketResult>"
+
+
+@pytest.mark.parametrize("verb", ["get", "head", "list"])
+def test_a_server_never_reached_is_given_up_soon_and_one_reached_before_is_waited_for(
+    serve: Serve, hurried: None, verb: str
+) -> None:
+    answers = iter([(200, LISTING)])
+    server = serve(lambda method, target: next(answers, None))
+    store = at(server.endpoint_url, TransferConfig(max_retries=1))
+    assert list(store.list()) == []
+    with pytest.raises(StoreUnavailableError, match=", 1 retries in"):
+        VERBS[verb](store)  # the server vanishes
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        unknown = at(f"http://127.0.0.1:{held.getsockname()[1]}", TransferConfig(max_retries=1))
+        with pytest.raises(StoreUnavailableError, match=", 0 retries in"):
+            VERBS[verb](unknown)
+
+
+def test_a_server_that_is_busy_at_first_contact_gets_all_the_patience(
+    serve: Serve, hurried: None
+) -> None:
+    answers = iter([(503, b""), (503, b""), (200, LISTING)])
+    server = serve(lambda method, target: next(answers, None))
+    assert list(at(server.endpoint_url, TransferConfig(max_retries=1)).list()) == []
+    assert len(server.requests) == 3
+
+
+BEGUN = (
+    200,
+    b"<InitiateMultipartUploadResult><UploadId>u</UploadId></InitiateMultipartUploadResult>",
+)
+
+
+def test_a_server_that_dies_in_mid_upload_is_the_cause_and_the_upload_is_said_to_be_left(
+    serve: Serve,
+) -> None:
+    server = serve(lambda method, target: BEGUN if method == "POST" else None)
+    with pytest.raises(StoreUnavailableError) as caught:
+        VERBS["put_stream"](at(server.endpoint_url))
+    text = str(caught.value)
+    assert "the connection to the store was lost in mid-upload" in text
+    assert "an incomplete multipart upload may be left" in text
+    assert "lifecycle rule" in text
+    assert caught.value.object_key == "k"
+
+
+def test_an_abort_that_is_refused_says_that_it_hides_the_cause(serve: Serve) -> None:
+    denied = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+    server = serve(lambda method, target: BEGUN if method == "POST" else (403, denied))
+    with pytest.raises(PermissionDeniedError, match=r"hides the cause.*AccessDenied.*may be left"):
+        VERBS["put_stream"](at(server.endpoint_url))
+
+
+def test_an_upload_that_the_store_has_lost_is_not_an_absent_object(serve: Serve) -> None:
+    gone = b"<Error><Code>NoSuchUpload</Code><Message>no</Message></Error>"
+    server = serve(lambda method, target: BEGUN if method == "POST" else (404, gone))
+    with pytest.raises(StoreUnavailableError, match="lost this upload"):
+        VERBS["put_stream"](at(server.endpoint_url))
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (507, b"XMinioStorageFull", StoreUnavailableError),
+        (507, b"", StoreUnavailableError),
+        (403, b"QuotaExceeded", PermissionDeniedError),
+    ],
+)
+def test_a_full_store_says_so(
+    serve: Serve, status: int, code: bytes, kind: type[DcpObjstoreError]
+) -> None:
+    body = b"<Error><Code>" + code + b"</Code><Message>m</Message></Error>" if code else b""
+    server = serve(lambda method, target: (status, body))
+    with pytest.raises(kind, match=r"full, or a quota is reached.*remove old checkpoints"):
+        at(server.endpoint_url).put("k", b"x")
+
+
+def test_a_store_that_ignores_range_is_named_as_such(tmp_path: Path) -> None:
+    with RcloneServer(tmp_path) as server:
+        store = open_store(f"s3://{server.bucket}/run", server.storage_options)
+        store.put("k", bytes(3 * MIB))
+        with pytest.raises(UnsupportedError, match="ignores Range"):
+            store.get_range("k", 5, 9)
+        into = memoryview(bytearray(MIB))
+        with pytest.raises(UnsupportedError, match="ignores Range"):
+            store.get_range("k", 5, MIB + 5, into=into)
