@@ -1,14 +1,16 @@
 """Checkpoints of other versions of torch, of Megatron-Core and of MSC load, every value of them.
 
-The layouts were established from the sources of these versions (see `tests.support.layouts`); the
-tensors and values are what the installed torch wrote. That an older or newer torch would really
-write them so is not tested here.
+`fixtures/stock` holds small ones that the checkpoint packages of other releases of torch wrote (see
+`make.py` there). What no release at hand could write, by other versions of Python or by libraries
+built upon torch, is made here: the tensors and values by the installed torch, the `.metadata` in
+the layout that the sources of these libraries show (see `tests.support.layouts`).
 """
 
 from __future__ import annotations
 
 import pickle
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +72,52 @@ def check(state: dict[str, Any]) -> None:
     assert state["nested"]["step"] == 7
 
 
+STOCK = {one.stem: one for one in (Path(__file__).parent / "fixtures" / "stock").glob("*.zip")}
+
+
+def test_the_fixtures_are_there() -> None:
+    assert {"torch-2.1.2", "torch-2.6.0", "torch-2.15.0", "torch-2.15.0-zstd"} <= STOCK.keys()
+    assert len(STOCK) >= 11
+
+
+@pytest.mark.parametrize("how", ["dcp", "dos"])
+@pytest.mark.parametrize("writer", sorted(STOCK))
+def test_what_other_releases_of_torch_wrote_loads(tmp_path: Path, writer: str, how: str) -> None:
+    with zipfile.ZipFile(STOCK[writer]) as archive:
+        archive.extractall(tmp_path)
+    state: dict[str, Any] = {
+        "weight": torch.zeros(4, 6),
+        "transposed": torch.zeros(4, 6),
+        "view": torch.zeros(2, 6),
+        "parameter": torch.nn.Parameter(torch.zeros(4, 6)),
+        "low": torch.zeros(4, 6).to(torch.float8_e4m3fn),
+        "scalar": torch.tensor(0.0, dtype=torch.bfloat16),
+        "empty": torch.zeros(0, 3),
+        "nested": {"list": [torch.zeros(2), {"deep": 0}], "step": 0, "groups": [{"lr": 0.0}]},
+    }
+    if how == "dcp":
+        reader = dos.ObjectStoreReader(f"file://{tmp_path}")
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    else:
+        dos.load(state, f"file://{tmp_path}")
+    full = torch.arange(24.0).reshape(4, 6)
+    for key in ("weight", "transposed", "parameter"):
+        assert torch.equal(state[key], full), key
+    assert torch.equal(state["view"], full[1:3])
+    assert torch.equal(
+        state["low"].view(torch.uint8), full.to(torch.float8_e4m3fn).view(torch.uint8)
+    )
+    assert state["scalar"].item() == 2.5
+    nested = state["nested"]
+    assert torch.equal(nested["list"].pop(0), torch.ones(2))
+    assert nested == {"list": [{"deep": 5}], "step": 7, "groups": [{"lr": 0.5}]}
+
+
 LAYOUTS = {
     "torch up to 2.2": layouts.BEFORE_2_3,
     "torch 2.3": layouts.BEFORE_2_4,
-    "torch 2.4 to 2.8": layouts.BEFORE_2_9,
+    "torch 2.4 to 2.6": layouts.BEFORE_2_7,
+    "torch 2.7 and 2.8": layouts.BEFORE_2_9,
     "torch 2.15": Layout(strides=True),
     "torch 2.15 on Python 3.14": Layout(strides=True, protocol=5),
     "Python 3.11.0": Layout(enum_by_name=True),

@@ -181,4 +181,5 @@ BEFORE_2_3 = Layout(
     properties=sharded.TensorProperties,
 )
 BEFORE_2_4 = Layout(metadata_lacks=("storage_meta", "version"))
-BEFORE_2_9 = Layout(metadata_lacks=("version",), storage_meta_lacks=("modules",))
+BEFORE_2_7 = Layout(metadata_lacks=("version",), storage_meta_lacks=("modules",))
+BEFORE_2_9 = Layout(metadata_lacks=("version",))
