@@ -1,9 +1,9 @@
 """Checkpoints of other versions of torch, of Megatron-Core and of MSC load, every value of them.
 
-`fixtures/stock` holds small ones that the checkpoint packages of other releases of torch wrote (see
-`make.py` there). What no release at hand could write, by other versions of Python or by libraries
-built upon torch, is made here: the tensors and values by the installed torch, the `.metadata` in
-the layout that the sources of these libraries show (see `tests.support.layouts`).
+`fixtures` holds small ones that the checkpoint packages of other releases of torch and that
+Megatron-Core wrote (see `make.py` there). What other versions of Python and multi-storage-client
+write is made here: the tensors and values by the installed torch, the `.metadata` in the layout
+that their sources show (see `tests.support.layouts`).
 """
 
 from __future__ import annotations
@@ -72,10 +72,18 @@ def check(state: dict[str, Any]) -> None:
     assert state["nested"]["step"] == 7
 
 
-STOCK = {one.stem: one for one in (Path(__file__).parent / "fixtures" / "stock").glob("*.zip")}
+FIXTURES = Path(__file__).parent / "fixtures"
+STOCK = {one.stem: one for one in (FIXTURES / "stock").glob("*.zip")}
+MEGATRON = {one.stem: one for one in (FIXTURES / "megatron").glob("*.zip")}
+
+
+def unpack(fixture: Path, place: Path) -> None:
+    with zipfile.ZipFile(fixture) as archive:
+        archive.extractall(place)
 
 
 def test_the_fixtures_are_there() -> None:
+    assert len(MEGATRON) >= 4
     assert {"torch-2.1.2", "torch-2.6.0", "torch-2.15.0", "torch-2.15.0-zstd"} <= STOCK.keys()
     assert len(STOCK) >= 11
 
@@ -83,8 +91,7 @@ def test_the_fixtures_are_there() -> None:
 @pytest.mark.parametrize("how", ["dcp", "dos"])
 @pytest.mark.parametrize("writer", sorted(STOCK))
 def test_what_other_releases_of_torch_wrote_loads(tmp_path: Path, writer: str, how: str) -> None:
-    with zipfile.ZipFile(STOCK[writer]) as archive:
-        archive.extractall(tmp_path)
+    unpack(STOCK[writer], tmp_path)
     state: dict[str, Any] = {
         "weight": torch.zeros(4, 6),
         "transposed": torch.zeros(4, 6),
@@ -111,6 +118,25 @@ def test_what_other_releases_of_torch_wrote_loads(tmp_path: Path, writer: str, h
     nested = state["nested"]
     assert torch.equal(nested["list"].pop(0), torch.ones(2))
     assert nested == {"list": [{"deep": 5}], "step": 7, "groups": [{"lr": 0.5}]}
+
+
+@pytest.mark.parametrize("writer", sorted(MEGATRON))
+def test_what_megatron_core_wrote_loads(tmp_path: Path, writer: str) -> None:
+    unpack(MEGATRON[writer], tmp_path)
+    body = (tmp_path / ".metadata").read_bytes()
+    assert b"all_local_plans" in body
+    assert (b"MCoreSavePlan" in body) == (writer < "megatron-core-0.16")
+    assert (b"MCoreMetadata" in body) == ("0.15" in writer)
+    state: dict[str, Any] = {
+        "weight": torch.zeros(4, 6),
+        "bias": torch.zeros(3),
+        "object/shard_0_1": None,
+    }
+    reader = dos.ObjectStoreReader(f"file://{tmp_path}")
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert torch.equal(state["weight"], torch.arange(24.0).reshape(4, 6))
+    assert torch.equal(state["bias"], torch.ones(3))
+    assert state["object/shard_0_1"] == [{"x": 5}]
 
 
 LAYOUTS = {
