@@ -1,6 +1,6 @@
 """Read the `.metadata` pickle of a stock torch writer without unpickling it.
 
-FileSystemWriter, FsspecWriter (torch 2.6 to 2.15) and writers derived from them, such as
+FileSystemWriter, FsspecWriter (torch 2.1 to 2.15) and writers derived from them, such as
 s3torchconnector's, pickle one `Metadata`. `inert_pickle` turns the bytes into records; this module
 checks each value by type and bounds and makes real stock objects from what passed. Attributes and
 trailing fields that stock torch 2.13 does not know (Megatron's `mcore_data` and `all_local_plans`,

@@ -1,6 +1,6 @@
 """The globals that a `.metadata` may name, and what each stands for. None of them is imported.
 
-Established from the sources of torch 2.1 to 2.13 (distributed/checkpoint/metadata.py, planner.py,
+Established from the sources of torch 2.1 to 2.15 (distributed/checkpoint/metadata.py, planner.py,
 filesystem.py), Megatron-Core 0.8 to 0.16 (core/dist_checkpointing/strategies) and
 multi-storage-client 1.3 (pathlib.py).
 """
