@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -148,13 +153,78 @@ def test_ls_shows_committed_steps_in_order_and_torn_saves_as_not_committed(
         save_step(f"{url}/run/step-{step}", step=step)
     open_store(f"{url}/run/step-11").put(data_key(0, 0, new_nonce()), b"torn")
     print_checkpoints(f"{url}/run", as_json=False)
-    head, *lines = capsys.readouterr().out.splitlines()
+    where, head, *lines = capsys.readouterr().out.splitlines()
+    assert where == f"{url}/run"
     assert head.split()[:3] == ["state", "size", "ranks"]
     assert [line.split("step-")[1].split()[0] for line in lines] == ["9", "10", "11"]
     assert lines[0].startswith("committed")
     assert "2.0 KiB" in lines[0]
     assert '{"step": 9}' in lines[0]
     assert lines[2].startswith("not committed")
+
+
+def on_terminal(columns: int, *arguments: str) -> list[str]:
+    """What a command shows on a terminal of that width."""
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    plain = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    shown = b""
+    with subprocess.Popen(
+        [sys.executable, "-m", "dcp_objstore.cli", *arguments], stdout=terminal, env=plain
+    ) as process:
+        os.close(terminal)
+        with contextlib.suppress(OSError):  # what Linux says when the other end is closed
+            while piece := os.read(controller, 4096):
+                shown += piece
+    os.close(controller)
+    assert process.returncode == 0
+    return shown.decode().replace("\r", "").splitlines()
+
+
+def test_ls_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/a-bucket/a-model/a-run"
+    for step in (1000, 2000):
+        save_step(f"{url}/step-{step}", step=step, note="words " * 20)
+    where, *lines = on_terminal(80, "ls", url)
+    assert where == url
+    assert all(len(line) <= 80 for line in lines)
+    assert [line.split()[6] for line in lines[1:]] == ["step-1000", "step-2000"]
+    assert all(line.endswith("...") and '{"note": "words' in line for line in lines[1:])
+    narrow = on_terminal(60, "ls", url)
+    assert "metadata" not in narrow[1]
+    assert narrow[2].endswith("step-1000")
+
+
+def test_ls_shows_a_checkpoint_and_those_below_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"file://{tmp_path}/run"
+    for where in (f"{url}/step-1", url):
+        save_step(where)
+    print_checkpoints(url, as_json=False)
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines] == [".", "step-1"]
+    print_checkpoints(url, as_json=True)
+    entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [entry["url"] for entry in entries] == [url, f"{url}/step-1"]
+
+
+def test_ls_of_a_checkpoint_needs_no_right_to_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/run"
+    save_step(url)
+
+    def refuse(*_: object) -> None:
+        raise errors.PermissionDeniedError("no")
+
+    monkeypatch.setattr("dcp_objstore.stores.local.LocalStore.list", refuse)
+    print_checkpoints(url, as_json=True)
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["url"] == url
+    assert "what lies below is not shown" in shown.err
+    with pytest.raises(errors.PermissionDeniedError):
+        print_checkpoints(f"{url}/nothing", as_json=True)
 
 
 def test_ls_as_json_has_the_markers_figures(

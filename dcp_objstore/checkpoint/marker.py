@@ -259,7 +259,7 @@ def _plain(value: object, where: str, depth: int) -> Any:
             _check_text(name, where): _plain(item, f"{where}[{name!r}]", depth + 1)
             for name, item in value.items()
         }
-    raise ConfigError(f"{where} is a {type(value).__name__}, which JSON cannot hold")
+    raise ConfigError(f"{where} is of type {type(value).__name__}, which JSON cannot hold")
 
 
 def _check_text(text: object, where: str) -> str:

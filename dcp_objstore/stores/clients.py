@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _READ_PROGRESS_TIMEOUT_SECONDS = 30.0
 _DEFAULT_REGION = "us-east-1"
 # Before a server has ever been reached, a wrong endpoint is likelier than an outage.
-_FIRST_RETRY_TIMEOUT_SECONDS = 10.0
+_FIRST_RETRY_TIMEOUT_SECONDS = 5.0
 # With obstore's default base of 2 the jitter eats up the growth: ten retries of a refused
 # connection took 1.5 to 8.5 s, so a store that restarted failed every save. With these, 11 to 60 s
 # (each pause is random between the first and thrice the last).
@@ -83,7 +83,7 @@ class Clients:
         return self._get("read", retries=self._config.max_retries)
 
     def first(self) -> Any:
-        """As `read`, for a server that was never reached: gives up retrying after 10 s."""
+        """As `read`, for a server that was never reached: no retry starts after 5 s."""
         return self._get("first", retries=self._config.max_retries)
 
     def direct(self) -> DirectLane | None:
