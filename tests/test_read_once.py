@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +179,35 @@ def test_a_reader_that_was_not_told_of_a_subgroup_loads_without_sharing(
     else:
         assert fetched >= 2 * PAYLOAD_BYTES
         assert received == 0
+
+
+def load_across_hosts(
+    rank: int, world: int, url: str, options: Options, dim: int | None, folder: str, hosts: int
+) -> dos.LoadReport:
+    """As if the ranks were on so many hosts, in turn; neighbours then have no memory in common."""
+    from dcp_objstore.transfer import slots
+
+    boot_id = Path(folder) / f"host-{rank % hosts}"
+    boot_id.write_text(f"host {rank % hosts}")
+    kept, slots._BOOT_ID = slots._BOOT_ID, boot_id
+    try:
+        return load(rank, world, url, options, dim, config=SMALL)
+    finally:
+        slots._BOOT_ID = kept
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_ranks_on_several_hosts_send_each_other_what_they_want(
+    sink: Sink, saved: str, tmp_path: Path, dim: int | None, hosts: int
+) -> None:
+    arguments = (saved, sink.storage_options, dim, str(tmp_path), hosts)
+    reports = run_ranks(4, load_across_hosts, *arguments)
+    fetched_bytes = sum(report.total_bytes for report in reports)
+    received_bytes = sum(report.received_bytes for report in reports)
+    assert PAYLOAD_BYTES <= fetched_bytes <= 1.05 * PAYLOAD_BYTES
+    if dim is None:
+        assert received_bytes >= 3 * PAYLOAD_BYTES
 
 
 # Failures: on one rank alone, in the midst of many rounds.

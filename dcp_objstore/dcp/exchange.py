@@ -10,6 +10,7 @@ that will not come.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from dcp_objstore.dcp.groups import current_rank
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError
 from dcp_objstore.transfer.ranges import RangeRequest, Span
 from dcp_objstore.transfer.sharing import NEED, Needs, Segment, SharedRequest, Sharing
+from dcp_objstore.transfer.slots import Slots, SlotsAddress, attach
 from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from dcp_objstore.config import TransferConfig
     from dcp_objstore.dcp.loading import PlannedLoad
     from dcp_objstore.dcp.reads import Block, Read
     from dcp_objstore.transfer.progress import Progress
@@ -90,20 +91,20 @@ def needs_of(
 class Exchange:
     """The shared part of one load on one rank; around the load, as a context manager.
 
-    When the load ends with an error before all rounds were run, the other ranks are told; then all
-    raise the same, that of the lowest rank that has failed.
+    A body is fetched into a slot. Ranks on the same host read it there; to others, what they want
+    of it is sent. When the load ends with an error before all rounds were run, the other ranks are
+    told; then all raise the same, that of the lowest rank that has failed.
 
     Args:
         share: from the coordinator.
         planned: this rank's load.
         group: a gloo group of the ranks that load, numbered as in the plan.
         url: of the checkpoint, for errors.
-        config: a quarter of the memory budget is for what is fetched (or on its way) before its
-            round has come, and a quarter for what is received in a round.
+        ahead_bytes: how much may be fetched (or be on its way) before its round has come.
 
     Attributes:
         requests: what this rank is to fetch for itself and others, in the order of the rounds.
-        memory_bytes: what it holds at most.
+        memory_bytes: what it holds, once entered.
         received_bytes: what has come from other ranks.
     """
 
@@ -113,7 +114,7 @@ class Exchange:
         planned: PlannedLoad,
         group: dist.ProcessGroup,
         url: str,
-        config: TransferConfig,
+        ahead_bytes: int,
     ) -> None:
         self._selections = share.selections
         self._rounds = share.sharing.rounds
@@ -124,31 +125,75 @@ class Exchange:
         self._url = url
         self._round = 0
         self._told = False
-        self._outbox: dict[int, dict[int, torch.Tensor]] = {}  # by request: messages by rank
-        self._ours: list[list[RangeRequest[Block]]] = [
-            [self._request(r) for r in requests if r.fetcher == self._rank]
-            for requests in self._rounds
-        ]
-        self.requests = [request for ours in self._ours for request in ours]
-        self._planned = {
-            id(request): planned
-            for request, planned in zip(
-                self.requests, share.sharing.fetched_by(self._rank), strict=True
+        ours = list(share.sharing.fetched_by(self._rank))
+        self.requests = [self._request(planned_request) for planned_request in ours]
+        self._ours = {id(request): one for request, one in zip(self.requests, ours, strict=True)}
+        # Requests of ours up to and with each round.
+        self._due = list(
+            itertools.accumulate(
+                sum(request.fetcher == self._rank for request in requests)
+                for requests in self._rounds
             )
-        }
+        )
+        self._slot_bytes = max((r.end - r.start for r in self.requests), default=0)
+        self._slots = Slots(self._count_slots(ahead_bytes), self._slot_bytes)
+        self._near: dict[int, tuple[memoryview, int]] = {}  # slots of other ranks, and their size
+        self._far: set[int] = set()  # ranks that cannot read ours
+        self._outbox: dict[int, dict[int, torch.Tensor]] = {}  # by turn: messages to them
         self._changed = threading.Condition()
         self._admitted = 0  # requests, in order
-        self._held_bytes = 0
-        own_bytes = sum(request.end - request.start for request in self.requests)
-        self._ahead_bytes = min(own_bytes, config.memory_budget_bytes // 4)
+        self._freed = 0  # those of which everybody has what they want
+        self._arena = torch.empty(0, dtype=torch.uint8)
+        self.memory_bytes = self._slots.size_bytes
+        self.received_bytes = 0
+
+    def _request(self, planned: SharedRequest) -> RangeRequest[Block]:
+        spans = [self._spans[planned.object_number, *block] for block in planned.blocks]
+        return RangeRequest(planned.object_number, planned.start, planned.end, spans)
+
+    def _count_slots(self, ahead_bytes: int) -> int:
+        """As many as may be ahead, but at least those of two rounds.
+
+        A round's slots are free when all have come to the next one, which they do with their
+        parts of that one at hand.
+        """
+        before = [0, 0, *self._due]
+        two_rounds = max((b - a for a, b in zip(before, self._due, strict=False)), default=0)
+        ahead = ahead_bytes // max(1, self._slot_bytes)
+        return min(len(self.requests), max(two_rounds, ahead))
+
+    def __enter__(self) -> Exchange:
+        """Find out who can read whose slots. A collective."""
+        wait_for(self._meet)
+        return self
+
+    def _meet(self) -> None:
+        count = dist.get_world_size(self._group)
+        doors: list[tuple[SlotsAddress, int] | None] = [None] * count
+        address = self._slots.address
+        fetchers = {r.fetcher for requests in self._rounds for r in requests} - {self._rank}
+        with typed_failures(self._url, self._group):
+            door = None if address is None else (address, self._slot_bytes)
+            dist.all_gather_object(doors, door, group=self._group)
+            for rank in fetchers:
+                if (found := doors[rank]) is not None and (memory := attach(found[0])) is not None:
+                    self._near[rank] = (memory, found[1])
+            reached: list[list[int]] = [[]] * count
+            dist.all_gather_object(reached, list(self._near), group=self._group)
+        self._slots.close_door()
+        self._far = {rank for rank in range(count) if self._rank not in reached[rank]}
         self._arena = torch.empty(
             max(map(self._incoming_bytes, self._rounds), default=0), dtype=torch.uint8
         )
-        self.memory_bytes = self._ahead_bytes + self._arena.nbytes
-        self.received_bytes = 0
+        self.memory_bytes += self._arena.nbytes
 
-    def __enter__(self) -> Exchange:
-        return self
+    def _incoming_bytes(self, requests: Iterable[SharedRequest]) -> int:
+        return sum(
+            segment.length_bytes
+            for request in requests
+            if request.fetcher != self._rank and request.fetcher not in self._near
+            for segment in request.messages[self._rank]
+        )
 
     def __exit__(
         self,
@@ -169,18 +214,6 @@ class Exchange:
             error = RankFailedError(f"{type(error).__name__}: {error}")
         wait_for(self._agree, error.at(rank=current_rank()))
 
-    def _request(self, planned: SharedRequest) -> RangeRequest[Block]:
-        spans = [self._spans[planned.object_number, *block] for block in planned.blocks]
-        return RangeRequest(planned.object_number, planned.start, planned.end, spans)
-
-    def _incoming_bytes(self, requests: Iterable[SharedRequest]) -> int:
-        return sum(
-            segment.length_bytes
-            for request in requests
-            if request.fetcher != self._rank
-            for segment in request.messages[self._rank]
-        )
-
     def alone(self) -> list[Span[Block]]:
         """What is not shared, for this rank to fetch by itself."""
         shared = {
@@ -191,52 +224,54 @@ class Exchange:
         }
         return [span for place, span in self._spans.items() if place not in shared]
 
-    def admit(self, request: RangeRequest[Block], progress: Progress) -> None:
-        """Wait, in a worker, until memory allows to fetch a request; shared ones in their order."""
-        if id(request) not in self._planned:
-            return
-        size = request.end - request.start
-
-        def may_begin() -> bool:
-            return self.requests[self._admitted] is request and (
-                self._held_bytes == 0 or self._held_bytes + size <= self._ahead_bytes
-            )
-
+    def admit(self, request: RangeRequest[Block], progress: Progress) -> memoryview | None:
+        """Wait, in a worker, for a slot to fetch a shared request into; they go in their order."""
+        planned = self._ours.get(id(request))
+        if planned is None:
+            return None
         with self._changed:
-            while not self._changed.wait_for(may_begin, _POLL_SECONDS):
+            while not self._changed.wait_for(lambda: self._may_begin(planned), _POLL_SECONDS):
                 progress.check_stopped()
             self._admitted += 1
-            self._held_bytes += size
             self._changed.notify_all()
+        return self._slot_of(planned)
+
+    def _may_begin(self, planned: SharedRequest) -> bool:
+        slots = self._slots.size_bytes // self._slot_bytes
+        return self._admitted == planned.turn and planned.turn < self._freed + slots
+
+    def _slot_of(self, planned: SharedRequest) -> memoryview:
+        slots = self._slots.size_bytes // self._slot_bytes
+        return self._slots[planned.turn % slots][: planned.end - planned.start]
 
     def keep(self, request: RangeRequest[Block], body: Buffer) -> None:
-        """Keep what others want of a verified body until its round; in a worker."""
-        planned = self._planned.get(id(request))
+        """Keep a verified body until its round; in a worker."""
+        planned = self._ours.get(id(request))
         if planned is None:
             return
-        view = memoryview(body)
+        slot = self._slot_of(planned)
+        came = np.frombuffer(body, dtype=np.uint8)
+        if came.ctypes.data != np.frombuffer(slot, dtype=np.uint8).ctypes.data:
+            slot[:] = came.data  # the transport had memory of its own
         messages = {
-            rank: self._message(planned, rank, segments, view)
+            rank: self._message(planned, rank, segments, slot)
             for rank, segments in planned.messages.items()
+            if rank in self._far
         }
         with self._changed:
-            self._outbox[id(request)] = messages
+            self._outbox[planned.turn] = messages
 
     def _message(
         self, planned: SharedRequest, rank: int, segments: Sequence[Segment], body: memoryview
     ) -> torch.Tensor:
+        pieces = [body[s.start - planned.start : s.end - planned.start] for s in segments]
         if len(segments) == 1 and not segments[0].packed_bytes:
-            start, end = segments[0].start, segments[0].end
-            return torch.frombuffer(
-                body[start - planned.start : end - planned.start], dtype=torch.uint8
-            )
+            return torch.frombuffer(pieces[0], dtype=torch.uint8)
         message = np.empty(sum(segment.length_bytes for segment in segments), dtype=np.uint8)
         filled = 0
-        for segment in segments:
-            part = np.frombuffer(
-                body[segment.start - planned.start : segment.end - planned.start], dtype=np.uint8
-            )
+        for segment, piece in zip(segments, pieces, strict=True):
             into = message[filled : filled + segment.length_bytes]
+            part = np.frombuffer(piece, dtype=np.uint8)
             if segment.packed_bytes:
                 span = self._spans[planned.object_number, segment.start, segment.end]
                 self._selections[rank, segment.read].pack(part, span.tag.position, into)
@@ -245,6 +280,11 @@ class Exchange:
             filled += segment.length_bytes
         return torch.from_numpy(message)
 
+    @property
+    def done(self) -> bool:
+        """Whether all rounds were run."""
+        return self._round == len(self._rounds)
+
     def advance(self) -> None:
         """Run every round for which this rank has its part.
 
@@ -252,27 +292,18 @@ class Exchange:
             As `typed_failures`: when another rank has failed or died.
         """
         while not self.done:
-            requests, ours = self._rounds[self._round], self._ours[self._round]
+            due = self._due[self._round]
             with self._changed:
-                if any(id(request) not in self._outbox for request in ours):
+                if any(turn not in self._outbox for turn in range(self._freed, due)):
                     return
+            requests = self._rounds[self._round]
             try:
                 wait_for(self._trade, requests)
             except BaseException:
                 self._told = True
                 raise
             self._round += 1
-            with self._changed:
-                for request in ours:
-                    del self._outbox[id(request)]
-                    self._held_bytes -= request.end - request.start
-                self._changed.notify_all()
             self._deliver(requests)
-
-    @property
-    def done(self) -> bool:
-        """Whether all rounds were run."""
-        return self._round == len(self._rounds)
 
     def _agree(self, error: DcpObjstoreError | None) -> None:
         """Every rank has its part of the round; or all raise. A collective."""
@@ -284,16 +315,16 @@ class Exchange:
 
     def _trade(self, requests: Sequence[SharedRequest]) -> None:
         self._agree(None)
+        self._free_slots()
         works: list[dist.Work | None] = []
         filled = 0
-        ours = iter(self._ours[self._round])
         with typed_failures(self._url, self._group):
             # Both ends meet the messages between them in the same order, so they need no tags.
             for request in requests:
                 if request.fetcher == self._rank:
-                    for rank, message in self._outbox[id(next(ours))].items():
+                    for rank, message in self._outbox[request.turn].items():
                         works.append(dist.isend(message, group=self._group, group_dst=rank))
-                else:
+                elif request.fetcher not in self._near:
                     size = sum(s.length_bytes for s in request.messages[self._rank])
                     into = self._arena[filled : filled + size]
                     works.append(dist.irecv(into, group=self._group, group_src=request.fetcher))
@@ -302,6 +333,15 @@ class Exchange:
                 assert work is not None  # None only for ranks outside of the group
                 work.wait()
 
+    def _free_slots(self) -> None:
+        """All ranks have come to this round: they have taken what they want of earlier ones."""
+        if self._round:
+            with self._changed:
+                for turn in range(self._freed, self._due[self._round - 1]):
+                    del self._outbox[turn]
+                self._freed = self._due[self._round - 1]
+                self._changed.notify_all()
+
     def _deliver(self, requests: Sequence[SharedRequest]) -> None:
         """Hand what has come to the reads."""
         filled = 0
@@ -309,10 +349,22 @@ class Exchange:
         for request in requests:
             if request.fetcher == self._rank:
                 continue
+            if request.fetcher in self._near:
+                self._read_slot(request)
+                continue
             for segment in request.messages[self._rank]:
                 self._accept(request, segment, arena[filled : filled + segment.length_bytes])
                 filled += segment.length_bytes
-        self.received_bytes += filled
+                self.received_bytes += segment.length_bytes
+
+    def _read_slot(self, request: SharedRequest) -> None:
+        memory, slot_bytes = self._near[request.fetcher]
+        first = request.turn % (memory.nbytes // slot_bytes) * slot_bytes - request.start
+        for start, end in request.blocks:
+            span = self._spans[request.object_number, start, end]
+            for read in span.tag.reads:
+                read.accept(span.tag.position, memory[first + start : first + end])
+        self.received_bytes += sum(s.length_bytes for s in request.messages[self._rank])
 
     def _accept(self, request: SharedRequest, segment: Segment, part: memoryview) -> None:
         if segment.packed_bytes:

@@ -52,13 +52,14 @@ def fetch_ranges(
     progress: Progress,
     *,
     budget_bytes: int | None = None,
-    admit: Callable[[RangeRequest[T], Progress], None] | None = None,
+    admit: Callable[[RangeRequest[T], Progress], memoryview | None] | None = None,
 ) -> Generator[RangeRequest[T], None, None]:
     """Fetch every request and yield it once `consume(request, body)` has returned for it.
 
     Args:
         budget_bytes: for bodies; default `config.memory_budget_bytes`.
-        admit: called in a worker before a request is fetched; may wait.
+        admit: called in a worker before a request is fetched; may wait, and may give the memory
+            that the body is to come into.
 
     `consume` runs in worker threads, for different requests at the same time. When it raises
     `CorruptDataError` the range is fetched once more before the error counts: a damaged transfer
@@ -92,9 +93,8 @@ def fetch_ranges(
                     request = tasks.get_nowait()
                 except queue.Empty:
                     return
-                if admit is not None:
-                    admit(request, progress)
-                _fetch_one(store, object_keys[request.object_number], request, guarded)
+                into = None if admit is None else admit(request, progress)
+                _fetch_one(store, object_keys[request.object_number], request, guarded, into)
                 progress.moved(request.end - request.start)
                 done.put(request)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
@@ -144,9 +144,10 @@ def _fetch_one(
     key: str,
     request: RangeRequest[T],
     consume: Callable[[RangeRequest[T], Buffer], None],
+    into: memoryview | None,
 ) -> None:
-    # Memory of its own for each body, which `consume` may keep; the allocator has it at hand.
-    into = memoryview(np.empty(request.end - request.start, dtype=np.uint8))
+    if into is None:  # the allocator has it at hand
+        into = memoryview(np.empty(request.end - request.start, dtype=np.uint8))
     try:
         consume(request, store.get_range(key, request.start, request.end, into=into))
     except CorruptDataError:

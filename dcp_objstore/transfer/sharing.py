@@ -60,6 +60,7 @@ class SharedRequest:
 
     Attributes:
         fetcher: number of the rank that fetches it; it needs all blocks in it, too.
+        turn: how many other requests that rank fetches before this one.
         blocks: `(start, end)` of each.
         messages: what each other rank gets, by its number.
     """
@@ -68,6 +69,7 @@ class SharedRequest:
     start: int
     end: int
     fetcher: int
+    turn: int
     blocks: tuple[tuple[int, int], ...]
     messages: dict[int, tuple[Segment, ...]]
 
@@ -129,6 +131,7 @@ def plan_sharing(
                     request.start,
                     request.end,
                     request.fetcher,
+                    request.turn,
                     request.blocks,
                     {rank: segments},
                 )
@@ -200,6 +203,7 @@ def _merge(
 
 def _assign(runs: Iterator[list[_Block]], loads: list[int]) -> Iterator[SharedRequest]:
     """Each run to the rank that has least to fetch of those that need it."""
+    turns = [0] * len(loads)
     for run in runs:
         ranks = run[0].wants
         fetcher = min(ranks, key=lambda rank: (loads[rank], rank))
@@ -210,9 +214,11 @@ def _assign(runs: Iterator[list[_Block]], loads: list[int]) -> Iterator[SharedRe
             start,
             end,
             fetcher,
+            turns[fetcher],
             tuple((block.start, block.end) for block in run),
             {rank: _message(run, rank) for rank in ranks if rank != fetcher},
         )
+        turns[fetcher] += 1
 
 
 def _message(run: Sequence[_Block], rank: int) -> tuple[Segment, ...]:
