@@ -257,6 +257,22 @@ def test_an_abort_that_is_refused_says_that_it_hides_the_cause(serve: Serve) -> 
         VERBS["put_stream"](at(server.endpoint_url))
 
 
+@pytest.mark.parametrize("kind", [UnsupportedError, KeyError])
+def test_an_upload_that_its_data_ended_and_that_cannot_be_aborted_says_what_is_left(
+    serve: Serve, kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield bytes(6 * MIB)
+        raise kind("the data's own")
+
+    server = serve(lambda method, target: BEGUN if method == "POST" else (403, b""))
+    with pytest.raises(kind, match="the data's own") as caught:
+        at(server.endpoint_url).put_stream(
+            "k", pieces(), part_size_bytes=5 * MIB, max_concurrency=2
+        )
+    assert "an incomplete multipart upload may be left" in str(caught.value) + caplog.text
+
+
 def test_an_upload_that_the_store_has_lost_is_not_an_absent_object(serve: Serve) -> None:
     gone = b"<Error><Code>NoSuchUpload</Code><Message>no</Message></Error>"
     server = serve(lambda method, target: BEGUN if method == "POST" else (404, gone))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from dcp_objstore.errors import (
     CorruptDataError,
     StoreUnavailableError,
     TransferStalledError,
+    UnsupportedError,
 )
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.wrappers import RecordingStore
@@ -25,7 +27,8 @@ from dcp_objstore.transfer.download import fetch_ranges, worker_count
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
-from dcp_objstore.transfer.upload import upload_object
+from dcp_objstore.transfer.upload import run_watched, upload_object
+from dcp_objstore.transfer.workers import spawn
 
 PART = 5 * MIB
 
@@ -162,7 +165,7 @@ def test_a_stalled_upload_raises_and_its_stream_is_told_to_abort(monkeypatch):
     monkeypatch.setattr("dcp_objstore.transfer.upload._ABORT_GRACE_SECONDS", 0.2)
     store = Stuck()
     pieces = (random_bytes(4 * MIB) for _ in range(4))
-    with pytest.raises(TransferStalledError, match="incomplete upload may be left"):
+    with pytest.raises(TransferStalledError, match="incomplete multipart upload may be left"):
         upload_object(store, "o", pieces, plan(), config(), Progress(0.3))
     store.let_go.set()
     assert store.ended.wait(10)
@@ -183,6 +186,57 @@ def test_an_interrupt_ends_a_stalled_upload_at_once(monkeypatch):
         )
     store.let_go.set()
     assert store.ended.wait(10)
+
+
+def test_an_upload_that_ends_in_the_instant_it_is_polled_is_no_time_out(monkeypatch):
+    class EndsAsItIsPolled(Future):
+        """Its first wait runs out just before the result is there."""
+
+        polled = False
+
+        def result(self, timeout=None):
+            if self.polled:
+                return super().result(timeout)
+            self.polled = True
+            super().result(10)
+            raise TimeoutError
+
+    monkeypatch.setattr("dcp_objstore.transfer.upload.Future", EndsAsItIsPolled)
+    assert run_watched(lambda: "done", "upload", Progress(60)) == "done"
+
+
+def test_an_uploads_own_time_out_is_passed_on():
+    def time_out():
+        raise TimeoutError("the task's")
+
+    with pytest.raises(TimeoutError, match="the task's"):
+        run_watched(time_out, "upload", Progress(60))
+
+
+def test_bytes_reported_in_the_midst_of_a_report_are_counted():
+    seen: list[int] = []
+
+    def on_bytes(count: int) -> None:
+        seen.append(count)
+        if len(seen) == 1:
+            progress.moved(2)  # as when this callback frees the last reference to a buffer
+
+    progress = Progress(60, on_bytes)
+    thread = spawn(lambda: progress.moved(1), "finalizer")
+    thread.join(10)
+    assert not thread.is_alive()
+    assert seen == [1, 2]
+    assert progress.moved_bytes == 3
+
+
+def test_an_object_of_more_parts_than_allowed_is_refused_before_they_are_sent(monkeypatch):
+    monkeypatch.setattr("dcp_objstore.transfer.upload.MAX_PARTS", 2)
+    store = open_store("memory://transfer/parts")
+    body = random_bytes(2 * PART)
+    upload_object(store, "fits", iter([body]), plan(), config(), Progress(60))
+    with pytest.raises(UnsupportedError, match="part_size_bytes"):
+        upload_object(store, "o", iter([body, body[:1]]), plan(), config(), Progress(60))
+    assert [meta.key for meta in store.list()] == ["fits"]
 
 
 def fetch(store, requests, consume, settings=None, stall_timeout_seconds=60.0):

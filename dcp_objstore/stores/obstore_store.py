@@ -9,6 +9,7 @@ Facts about obstore 0.12 that shape this module (each is pinned by a test):
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +24,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.inputs import WatchedBuffers, as_buffers, check_buffer, check_range
 from dcp_objstore.stores.protocol import (
+    LEFTOVER_ADVICE,
     Capabilities,
     IfAbsent,
     IfVersion,
@@ -30,7 +32,12 @@ from dcp_objstore.stores.protocol import (
     Precondition,
     Version,
 )
-from dcp_objstore.stores.translate import http_code, never_connected, translate_obstore
+from dcp_objstore.stores.translate import (
+    abort_failed,
+    http_code,
+    never_connected,
+    translate_obstore,
+)
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -41,6 +48,8 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.clients import Clients
 
 T = TypeVar("T")
+
+_log = logging.getLogger("dcp_objstore")
 
 # A HEAD's answer has no body, so these say too little: is the key or the bucket missing, is the
 # secret wrong or the right missing?
@@ -142,9 +151,14 @@ class ObstoreStore:
                     max_concurrency=max_concurrency,
                 )
                 return _version(result)
-        except BaseException:
+        except BaseException as error:
             if source.error is None:
                 raise
+            if abort_failed(error.__cause__) and not isinstance(error.__cause__, FileNotFoundError):
+                if isinstance(source.error, DcpObjstoreError):
+                    source.error.message += f"; {LEFTOVER_ADVICE}"
+                else:
+                    _log.warning("the upload of %s was not aborted; %s", key, LEFTOVER_ADVICE)
         # Outside of the handler, so that the caller's error keeps its own cause and context.
         raise source.error
 

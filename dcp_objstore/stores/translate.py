@@ -193,10 +193,16 @@ def translate_obstore(error: Exception) -> DcpObjstoreError:
     if isinstance(error, DcpObjstoreError):
         return error
     found = _no_answer(error) or _answer(error)
-    request = _REQUEST.search(str(error))
-    if request is not None and request[1] == "DELETE" and "?uploadId=" in request[2]:
-        return _failed_abort(error, found)
-    return found
+    return _failed_abort(error, found) if abort_failed(error) else found
+
+
+def abort_failed(error: BaseException | None) -> bool:
+    """Whether an obstore error says that a multipart upload could not be aborted.
+
+    Of an upload that fails twice, obstore raises the abort's error alone.
+    """
+    request = _REQUEST.search(_parts(error)[0]) if error is not None else None
+    return request is not None and request[1] == "DELETE" and "?uploadId=" in request[2]
 
 
 def _answer(error: Exception) -> DcpObjstoreError:
@@ -232,7 +238,7 @@ def _no_answer(error: Exception) -> DcpObjstoreError | None:
 
 
 def _failed_abort(error: Exception, found: DcpObjstoreError) -> DcpObjstoreError:
-    """For an upload that failed and could not be aborted: obstore keeps the second error alone."""
+    """For an upload that failed and then could not be aborted; see `abort_failed`."""
     status, _ = http_code(error)
     if status == 404:
         return StoreUnavailableError(f"the store lost this upload in its midst: {found.message}")

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from dcp_objstore.errors import DcpObjstoreError
-from dcp_objstore.transfer.parts import PartPlan, part_count
+from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
+from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
+from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.workers import run_into, spawn
 
@@ -55,8 +56,11 @@ class Uploaded:
 class _Tracked:
     """Passes buffers on, and reports to `progress` when the transport lets go of each."""
 
-    def __init__(self, buffers: Iterable[ByteArray], progress: Progress) -> None:
+    def __init__(
+        self, buffers: Iterable[ByteArray], progress: Progress, part_size_bytes: int
+    ) -> None:
         self._buffers = iter(buffers)
+        self._part_size_bytes = part_size_bytes
         self._progress = progress
         self._pending: dict[int, weakref.ref[Any]] = {}
         self.size_bytes = 0
@@ -68,6 +72,12 @@ class _Tracked:
         self._progress.check_stopped()
         self._progress.alive()
         buffer = next(self._buffers)
+        if self.size_bytes + buffer.nbytes > self._part_size_bytes * MAX_PARTS:
+            # Pickled values have no size before they are written, so no plan allows for them.
+            raise UnsupportedError(
+                f"an object would need more than {MAX_PARTS} parts of {self._part_size_bytes}"
+                " bytes; raise TransferConfig.part_size_bytes"
+            )
         # A view of our own: the caller may keep the array that it gave us.
         view = buffer[:]
         self.track(view)
@@ -101,12 +111,13 @@ def upload_object(
         TransferStalledError: no buffer was uploaded for the stall timeout.
         StoreUnavailableError, PermissionDeniedError, CredentialsError, BucketNotFoundError: as
             the store says, after retries.
-        Whatever `buffers` raises, unchanged.
+        UnsupportedError: the buffers need more parts than an object may have.
+        Whatever `buffers` raises, unchanged (where the abort failed too, an error of ours says so).
 
     Nothing is visible under `key` unless it returns; a multipart upload is aborted, or named in
     the error where that is not certain.
     """
-    tracked = _Tracked(buffers, progress)
+    tracked = _Tracked(buffers, progress, plan.part_size_bytes)
 
     def send() -> Version:
         head: list[ByteArray] = []
@@ -164,7 +175,7 @@ def run_watched(task: Any, what: str, progress: Progress) -> Any:
         try:
             future.exception(timeout=_ABORT_GRACE_SECONDS)
         except FutureTimeoutError:
-            left = "the request did not end, an incomplete upload may be left"
+            left = f"the request did not end: {LEFTOVER_ADVICE}"
             if isinstance(error, DcpObjstoreError):
                 error.message += f"; {left}"
             else:
