@@ -123,6 +123,14 @@ def test_each_kind_of_error_has_its_status(
     assert shown == f"dcp-objstore: {error.__name__}: two lines [url s3://bucket/x]\n"
 
 
+def test_the_notes_of_an_error_keep_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    error = errors.StoreUnavailableError("it did not start")
+    error.add_note("the log ends:\nfirst\nsecond")
+    with pytest.raises(SystemExit), exits():
+        raise error
+    assert capsys.readouterr().err.splitlines()[1:] == ["the log ends:", "first", "second"]
+
+
 def test_ctrl_c_is_130_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught, exits():
         raise KeyboardInterrupt

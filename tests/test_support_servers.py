@@ -13,6 +13,7 @@ import psutil
 import pytest
 from botocore.exceptions import ClientError
 
+from dcp_objstore.errors import StoreUnavailableError
 from tests.support.servers import Bucket, MotoServer
 
 
@@ -144,3 +145,24 @@ def test_seaweedfs_keeps_its_data_over_a_kill() -> None:
         server.kill()
         server.restart()
         assert place.get("k") == b"still here"
+
+
+def test_seaweedfs_that_refuses_its_owner_is_given_up_at_once_with_its_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dcp_objstore.cli import seaweedfs
+
+    asked: list[int] = []
+    ask = seaweedfs.SeaweedServer._request
+
+    def ask_with_wrong_secret(server: seaweedfs.SeaweedServer, *request, **settings) -> int:
+        server.secret_key = "wrong"
+        asked.append(ask(server, *request, **settings))
+        return asked[-1]
+
+    monkeypatch.setattr(seaweedfs.SeaweedServer, "_request", ask_with_wrong_secret)
+    with pytest.raises(StoreUnavailableError, match="refuses the credentials") as caught:
+        seaweedfs.SeaweedServer(start_timeout_seconds=20)
+    assert asked == [403]
+    (log,) = caught.value.__notes__
+    assert len(log.splitlines()) > 5

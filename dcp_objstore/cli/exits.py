@@ -1,11 +1,11 @@
-"""Exit statuses of `dcp-objstore`, and errors as one line on standard error."""
+"""Exit statuses of `dcp-objstore`, and errors as one line (and notes) on standard error."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -43,9 +43,9 @@ def status_of(error: DcpObjstoreError) -> int:
     return next((code for kind, code in _STATUSES if isinstance(error, kind)), _UNEXPECTED)
 
 
-def fail(text: str, status: int = _UNEXPECTED) -> NoReturn:
-    """One line on standard error, then exit."""
-    print(f"dcp-objstore: {' '.join(text.split())}", file=sys.stderr)
+def fail(text: str, status: int = _UNEXPECTED, notes: Sequence[str] = ()) -> NoReturn:
+    """One line on standard error, and notes (a server's log, say) as they are; then exit."""
+    print(f"dcp-objstore: {' '.join(text.split())}", *notes, sep="\n", file=sys.stderr)
     sys.exit(status)
 
 
@@ -61,7 +61,8 @@ def exits() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except DcpObjstoreError as error:
-        fail(f"{type(error).__name__}: {error}", status_of(error))
+        notes = getattr(error, "__notes__", ())
+        fail(f"{type(error).__name__}: {error}", status_of(error), notes)
     except KeyboardInterrupt:
         print("dcp-objstore: ended by Ctrl-C", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

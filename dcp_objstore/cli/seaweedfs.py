@@ -48,6 +48,8 @@ _PORT_NAMES: Final = (
 )
 _START_TRIES: Final = 3
 _LOG_TAIL_BYTES: Final = 3000
+# A server that finds its port taken ends within this time.
+_END_SECONDS: Final = 1.0
 # Written and read at every start, so that data can be stored when the constructor returns: volumes
 # register with the master some time after S3 answers.
 _READY_BUCKET: Final = "ready-check"
@@ -225,7 +227,8 @@ class SeaweedServer:
 
     Raises:
         UnsupportedError: SeaweedFS is not installed.
-        StoreUnavailableError: the server did not come up; the message ends with its log.
+        StoreUnavailableError: the server did not come up, or refuses our credentials; a note of
+            the error (`__notes__`) holds the end of its log.
     """
 
     def __init__(
@@ -401,11 +404,7 @@ class SeaweedServer:
         ]
         answer = "no connection"
         while time.monotonic() < deadline:
-            if guardian.poll() is not None:
-                raise _ServerEndedError(
-                    f"SeaweedFS ended with status {guardian.returncode} while starting:\n"
-                    f"{self.log_tail}"
-                )
+            self._check_running(guardian)
             try:
                 # Short: a request that comes too early may hang until long after S3 is ready.
                 status = self._request(*steps[0], timeout_seconds=1.0)
@@ -413,16 +412,40 @@ class SeaweedServer:
                 answer = repr(error)
             else:
                 answer = f"status {status} to {steps[0][0]} {steps[0][1]}"
+                if status == 403:  # final; but it may come from another server on this port
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        guardian.wait(_END_SECONDS)
+                    self._check_running(guardian)
+                    raise self._with_log(
+                        StoreUnavailableError(
+                            f"SeaweedFS refuses the credentials made for it: {answer}"
+                        )
+                    )
                 if status in {200, 409}:  # 409: the bucket exists, after a restart
                     steps.pop(0)
                     if not steps:
                         return
                     continue
             time.sleep(0.02)
-        raise StoreUnavailableError(
-            f"SeaweedFS did not answer within {self._timeout_seconds:g} s ({answer}):\n"
-            f"{self.log_tail}"
+        raise self._with_log(
+            StoreUnavailableError(
+                f"SeaweedFS did not answer within {self._timeout_seconds:g} s ({answer})"
+            )
         )
+
+    def _check_running(self, guardian: subprocess.Popen[bytes]) -> None:
+        if guardian.poll() is not None:
+            raise self._with_log(
+                _ServerEndedError(
+                    f"SeaweedFS ended with status {guardian.returncode} while starting"
+                )
+            )
+
+    def _with_log(self, error: StoreUnavailableError) -> StoreUnavailableError:
+        """The log as a note, which keeps its lines where the message is made one line."""
+        if tail := self.log_tail:
+            error.add_note(f"The server's log ends:\n{tail.rstrip()}")
+        return error
 
     def _request(
         self, method: str, key: str, body: bytes = b"", timeout_seconds: float = 10.0
