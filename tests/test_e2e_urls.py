@@ -1,0 +1,41 @@
+"""A URL is taken literally: what it says is the prefix of the keys, and what `ls` shows again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.cli.listing import print_checkpoints
+from tests.support.servers import Bucket
+
+# Large enough that it is read over signed URLs too, which quote such keys by themselves.
+VALUES = 200_000
+
+
+@pytest.mark.parametrize("name", ["k?x=1", "k#part", "a b/100%25+c"])
+def test_a_checkpoint_under_a_key_that_looks_like_a_query_is_saved_listed_and_loaded(
+    bucket: Bucket, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, options = bucket.at(name), bucket.storage_options
+    dos.save({"w": torch.arange(VALUES)}, url, storage_options=options)
+    assert "_COMMIT" in bucket.keys(name)
+    assert all(key.startswith(f"{name}/") for key in bucket.keys(""))
+
+    state = {"w": torch.zeros(VALUES, dtype=torch.int64)}
+    dos.load(state, url, storage_options=options)
+    assert torch.equal(state["w"], torch.arange(VALUES))
+
+    if options:  # else they are in the environment already
+        for variable, option in {
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_ENDPOINT_URL": "endpoint_url",
+        }.items():
+            monkeypatch.setenv(variable, str(options[option]))
+    capsys.readouterr()
+    for place in (url, bucket.url):
+        print_checkpoints(place, as_json=True)
+        assert json.loads(capsys.readouterr().out)["url"] == url
