@@ -20,8 +20,16 @@ from dcp_objstore.errors import *  # noqa: F403 - the whole error tree is public
 if TYPE_CHECKING:
     from dcp_objstore.dcp.api import load, save
     from dcp_objstore.dcp.async_api import AsyncSaveHandle, async_save
+    from dcp_objstore.dcp.opened import (
+        Checkpoint,
+        TensorEntry,
+        ValueEntry,
+        load_state_dict,
+        open,  # noqa: A004 - `dos.open`, as gzip.open
+    )
     from dcp_objstore.dcp.reader import ObjectStoreReader
     from dcp_objstore.dcp.report import LoadReport, SaveReport
+    from dcp_objstore.dcp.verify import Damage, VerifyReport
     from dcp_objstore.dcp.writer import ObjectStoreWriter
 
 _HOMES = {
@@ -29,6 +37,13 @@ _HOMES = {
     "ObjectStoreWriter": "dcp_objstore.dcp.writer",
     "LoadReport": "dcp_objstore.dcp.report",
     "SaveReport": "dcp_objstore.dcp.report",
+    "Damage": "dcp_objstore.dcp.verify",
+    "VerifyReport": "dcp_objstore.dcp.verify",
+    "Checkpoint": "dcp_objstore.dcp.opened",
+    "TensorEntry": "dcp_objstore.dcp.opened",
+    "ValueEntry": "dcp_objstore.dcp.opened",
+    "load_state_dict": "dcp_objstore.dcp.opened",
+    "open": "dcp_objstore.dcp.opened",
     "load": "dcp_objstore.dcp.api",
     "save": "dcp_objstore.dcp.api",
     "AsyncSaveHandle": "dcp_objstore.dcp.async_api",
@@ -39,13 +54,20 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [  # noqa: PLE0604 - errors.__all__ holds strings
     "AsyncSaveHandle",
+    "Checkpoint",
+    "Damage",
     "LoadReport",
     "ObjectStoreReader",
     "ObjectStoreWriter",
     "SaveReport",
+    "TensorEntry",
     "TransferConfig",
+    "ValueEntry",
+    "VerifyReport",
     "async_save",
     "load",
+    "load_state_dict",
+    "open",
     "save",
     *errors.__all__,
 ]

@@ -28,6 +28,7 @@ different collectives and hangs the job, so every class here is rebuilt from pla
 from __future__ import annotations
 
 __all__ = [
+    "AbsentKeyError",
     "BucketNotFoundError",
     "CheckpointCorruptError",
     "CheckpointExistsError",
@@ -185,6 +186,10 @@ class CheckpointNotFoundError(InputError):
 
 class StateMismatchError(InputError):
     """The state asks for keys or shapes that the checkpoint does not have."""
+
+
+class AbsentKeyError(StateMismatchError, KeyError):
+    """An opened checkpoint was asked for a key that it does not have; a KeyError, too."""
 
 
 class UntrustedPickleError(InputError):

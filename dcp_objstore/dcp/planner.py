@@ -239,13 +239,13 @@ def _missing(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
     lines: list[str] = []
     for key in state_dict:
         if key not in saved:
-            near = _nearest(key, list(saved)) if len(lines) < _SHOWN else []
+            near = nearest(key, list(saved)) if len(lines) < _SHOWN else []
             hint = f" (nearest: {', '.join(near)})" if near else ""
             lines.append(f"{key}: not in the checkpoint{hint}")
     return lines
 
 
-def _nearest(key: str, saved: list[str]) -> list[str]:
+def nearest(key: str, saved: list[str]) -> list[str]:
     """Up to three saved names that are most like `key`."""
     inside = [name for name in saved if name.startswith(f"{key}.")]
     if inside:

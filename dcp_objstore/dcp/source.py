@@ -39,6 +39,7 @@ from dcp_objstore.errors import (
 if TYPE_CHECKING:
     import io
 
+    from dcp_objstore.checkpoint.marker import Marker
     from dcp_objstore.stores import ObjectStore
 
 _MAX_DOT_METADATA_BYTES = 4 * 1024**3
@@ -92,13 +93,17 @@ class Source:
         metadata: for DCP's planners.
         object_keys: of its data objects.
         items: by key and, for a tensor's chunk, offsets.
-        commit_id: None for a checkpoint that another library wrote.
+        commit_id: None for a checkpoint that another library wrote; as marker, and objects.
+        marker: of the commit.
+        objects: what the index says of each data object.
     """
 
     metadata: Metadata
     object_keys: tuple[str, ...]
     items: dict[tuple[str, tuple[int, ...] | None], Stored]
     commit_id: str | None
+    marker: Marker | None = None
+    objects: tuple[ix.ObjectEntry, ...] | None = None
 
     def item(self, place: MetadataIndex) -> Stored:
         """Where the item lies that a read plan asks for.
@@ -155,6 +160,8 @@ def open_source(store: ObjectStore, load_id: str | None = None) -> Source:
         object_keys=tuple(entry.key for entry in index.objects),
         items=items,
         commit_id=marker.commit_id,
+        marker=marker,
+        objects=index.objects,
     )
 
 

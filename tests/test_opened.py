@@ -1,0 +1,262 @@
+"""`dos.open`: a checkpoint to look into; only what is asked for is fetched, and verified."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dcp_objstore as dos
+from dcp_objstore.config import MIB
+from dcp_objstore.errors import (
+    AbsentKeyError,
+    CheckpointCorruptError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    ConfigError,
+    StateMismatchError,
+    UntrustedPickleError,
+)
+from tests.support.ranks import run_ranks
+from tests.support.servers import Bucket
+from tests.support.states import ALL_DTYPES, same_bits, seeded
+
+WIDE = (3000, 2000)  # 24 MB: six blocks
+
+
+def training_state() -> dict[str, Any]:
+    return {
+        "model": {
+            "embed": {"weight": seeded("embed", (10, 6))},
+            "head": [seeded("head0", (4,)), seeded("head1", (4,))],
+        },
+        "optim": {"lr": 0.25, "betas": (0.9, 0.95)},
+        "step": 7,
+    }
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    place = (tmp_path / "step-7").as_uri()
+    dos.save(training_state(), place, user_metadata={"loss": 0.5}, progress=False)
+    return place
+
+
+def save_wide(rank: int, world: int, url: str, options: Mapping[str, object]) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    wide = distribute_tensor(seeded("wide", WIDE), mesh, [Shard(0)])
+    tall = distribute_tensor(seeded("tall", (7, 5)), mesh, [Shard(1)])
+    dos.save({"wide": wide, "tall": tall}, url, storage_options=options, progress=False)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> dos.Checkpoint:
+    """Saved by three ranks, in chunks."""
+    url = (tmp_path_factory.mktemp("run") / "step-1").as_uri()
+    run_ranks(3, save_wide, url, {})
+    return dos.open(url)
+
+
+def test_a_checkpoint_is_a_mapping_of_its_keys(url: str) -> None:
+    ckpt = dos.open(url)
+    assert list(ckpt) == list(ckpt.keys())
+    assert set(ckpt) == {
+        *("model.embed.weight", "model.head.0", "model.head.1"),
+        *("optim.lr", "optim.betas", "step"),
+    }
+    assert len(ckpt) == 6
+    assert "step" in ckpt
+    assert "steps" not in ckpt
+    entry = ckpt["model.embed.weight"]
+    assert isinstance(entry, dos.TensorEntry)
+    assert (entry.key, entry.shape, entry.dtype) == ("model.embed.weight", (10, 6), torch.float32)
+    assert entry.nbytes == 240
+    assert entry.chunks == (((0, 0), (10, 6)),)
+    assert isinstance(ckpt["step"], dos.ValueEntry)
+    assert ckpt["step"].nbytes > 0
+    assert (ckpt.url, ckpt.world_size, ckpt.user_metadata) == (url, 1, {"loss": 0.5})
+    assert ckpt.commit_id
+    assert ckpt.created_at is not None
+    assert len(ckpt.objects) == 1
+    assert "3 tensors, 3 values" in repr(ckpt)
+    assert ckpt.commit_id in repr(ckpt)
+
+
+def test_tensors_values_and_patterns_read_what_was_saved(url: str) -> None:
+    ckpt, saved = dos.open(url), training_state()
+    assert same_bits(ckpt["model.embed.weight"].read(), saved["model"]["embed"]["weight"])
+    assert ckpt["optim.betas"].read() == (0.9, 0.95)
+    found = ckpt.read("model.*")
+    assert list(found) == [key for key in ckpt if key.startswith("model.")]
+    assert same_bits(found["model.head.1"], saved["model"]["head"][1])
+    assert ckpt.read(["step", "optim.*"]) == {
+        "step": 7,
+        "optim.lr": 0.25,
+        "optim.betas": (0.9, 0.95),
+    }
+    assert set(ckpt.read()) == set(ckpt)
+    with pytest.raises(StateMismatchError, match=r"nearest: model\.embed\.weight"):
+        ckpt.read(["step", "model.embed.weigth*"])
+    with pytest.raises(ConfigError):
+        ckpt.read([3])  # type: ignore[list-item]
+
+
+def test_an_absent_key_is_a_key_error_with_the_nearest_names(url: str) -> None:
+    ckpt = dos.open(url)
+    with pytest.raises(KeyError, match=r"embed\.weigth.*nearest: model\.embed\.weight") as caught:
+        ckpt["model.embed.weigth"]
+    assert type(caught.value) is AbsentKeyError
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert ckpt.get("nothing") is None
+
+
+def test_a_state_dict_comes_back_nested_as_it_was_saved_or_flat(url: str) -> None:
+    saved = training_state()
+    whole = dos.load_state_dict(url)
+    assert whole.keys() == saved.keys()
+    assert whole["optim"] == saved["optim"]
+    assert isinstance(whole["model"]["head"], list)
+    for number in range(2):
+        assert same_bits(whole["model"]["head"][number], saved["model"]["head"][number])
+    part = dos.load_state_dict(url, keys="model.embed.*")
+    assert set(part) == {"model"}
+    assert set(part["model"]) == {"embed"}
+    flat = dos.load_state_dict(url, keys=["step", "model.head.0"], nested=False)
+    assert set(flat) == {"step", "model.head.0"}
+    model = torch.nn.Module()
+    model.register_buffer("weight", torch.zeros(10, 6))
+    model.load_state_dict(whole["model"]["embed"])
+    assert same_bits(model.weight, saved["model"]["embed"]["weight"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (2, 3, 4)], ids=str)
+def test_every_dtype_and_shape_reads_bit_identical(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    state = {str(dtype): seeded(str(dtype), shape, dtype) for dtype in ALL_DTYPES}
+    url = (tmp_path / "step-1").as_uri()
+    dos.save(state, url, progress=False)
+    found = dos.open(url).read()
+    for key, tensor in state.items():
+        assert same_bits(found[key], tensor), key
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        *(0, -1, slice(2, 5), slice(-3, None), slice(5, 2), slice(None), ..., (), (1, 2), (-1, -2)),
+        *((slice(1, 3), 2), (..., 0), (0, ...), (slice(None), slice(1, 4)), (2, ..., 1)),
+        *((slice(0, 100), slice(-100, 2)), slice(100, 200)),
+    ],
+    ids=str,
+)
+def test_a_part_is_what_indexing_the_whole_would_give(sharded: dos.Checkpoint, index: Any) -> None:
+    entry = sharded["tall"]
+    assert isinstance(entry, dos.TensorEntry)
+    assert len(entry.chunks) == 3
+    assert same_bits(entry[index], seeded("tall", (7, 5))[index].contiguous())
+
+
+@pytest.mark.parametrize(
+    "index", [7, -8, (0, 5), (0, 0, 0), (..., ...), slice(None, None, 2), None, True, [0], "a", 1.5]
+)
+def test_what_selects_no_part_is_an_index_error(sharded: dos.Checkpoint, index: Any) -> None:
+    with pytest.raises(IndexError):
+        sharded["tall"][index]  # type: ignore[index]
+
+
+def test_a_part_fetches_only_the_blocks_that_hold_it(sharded: dos.Checkpoint) -> None:
+    entry = sharded["wide"]
+    assert isinstance(entry, dos.TensorEntry)
+    assert same_bits(entry[10:12], seeded("wide", WIDE)[10:12])
+    assert sharded.last_read is not None
+    assert (sharded.last_read.requests, sharded.last_read.total_bytes) == (1, 4 * MIB)
+    # Across the border of two ranks' chunks.
+    assert same_bits(entry[999:1001, 5:7], seeded("wide", WIDE)[999:1001, 5:7].contiguous())
+    assert sharded.last_read.total_bytes <= 8 * MIB
+    unverified = dos.open(sharded.url, verify="off")
+    part = unverified["wide"]
+    assert isinstance(part, dos.TensorEntry)
+    assert same_bits(part[10:12], seeded("wide", WIDE)[10:12])
+    assert unverified.last_read is not None
+    assert unverified.last_read.total_bytes == 2 * WIDE[1] * 4
+
+
+def test_damage_is_found_by_what_reads_it_and_nothing_else(tmp_path: Path) -> None:
+    url = (tmp_path / "step-1").as_uri()
+    state = {"a": seeded("a", (64,)), "b": seeded("b", (64,))}
+    dos.save(state, url, progress=False)
+    (path,) = (tmp_path / "step-1").glob("*.distcp")
+    body = bytearray(path.read_bytes())
+    body[body.index(state["b"].numpy().tobytes()) + 7] ^= 1
+    path.write_bytes(body)
+    ckpt = dos.open(url)
+    assert same_bits(ckpt["a"].read(), state["a"])  # type: ignore[union-attr]
+    with pytest.raises(CheckpointCorruptError, match="block 0") as caught:
+        ckpt.read()
+    assert caught.value.key == "b"
+
+
+def test_an_opened_checkpoint_that_is_replaced_is_gone(url: str, tmp_path: Path) -> None:
+    ckpt = dos.open(url)
+    dos.save({"other": torch.ones(2)}, url, overwrite=True, progress=False)
+    (tmp_path / "step-7" / ckpt.objects[0]).unlink()
+    with pytest.raises(CheckpointGoneError):
+        ckpt.read("model.*")
+    with pytest.raises(CheckpointGoneError):
+        ckpt.verify()
+
+
+def test_values_that_need_trust_need_it_here_too(tmp_path: Path) -> None:
+    url = (tmp_path / "step-1").as_uri()
+    with pytest.warns(UserWarning, match="trust_pickle"):
+        dos.save({"path": Path("/x"), "step": 1}, url, progress=False)
+    ckpt = dos.open(url)
+    assert ckpt["step"].read() == 1
+    with pytest.raises(UntrustedPickleError) as caught:
+        ckpt["path"].read()
+    assert caught.value.key == "path"
+    assert dos.load_state_dict(url, trust_pickle=True) == {"path": Path("/x"), "step": 1}
+
+
+def test_what_another_library_wrote_opens_too(tmp_path: Path) -> None:
+    state = {"model": {"w": seeded("w", (6, 4))}, "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "stock")
+    ckpt = dos.open((tmp_path / "stock").as_uri())
+    assert (ckpt.commit_id, ckpt.world_size, ckpt.user_metadata) == (None, None, None)
+    entry = ckpt["model.w"]
+    assert isinstance(entry, dos.TensorEntry)
+    assert same_bits(entry[2:4], state["model"]["w"][2:4])  # type: ignore[index]
+    assert ckpt.nested(ckpt.read())["step"] == 3
+
+
+def test_bad_arguments_and_absent_checkpoints_are_typed(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        dos.open((tmp_path / "none").as_uri())
+    with pytest.raises(ConfigError, match="verify"):
+        dos.open("memory://b/x", verify="some")  # type: ignore[arg-type]
+
+
+def read_part(rank: int, world: int, url: str) -> float:
+    return float(dos.load_state_dict(url, keys="step", nested=False)["step"]) + rank
+
+
+def test_each_rank_of_a_job_may_read_by_itself(url: str) -> None:
+    assert run_ranks(2, read_part, url) == [7.0, 8.0]
+
+
+@pytest.mark.backends("seaweed", "moto", "gcs")
+def test_parts_are_read_from_a_bucket(bucket: Bucket) -> None:
+    options = bucket.storage_options
+    run_ranks(2, save_wide, bucket.at("step-1"), options)
+    ckpt = dos.open(bucket.at("step-1"), storage_options=options)
+    entry = ckpt["wide"]
+    assert isinstance(entry, dos.TensorEntry)
+    assert same_bits(entry[1400:1600], seeded("wide", WIDE)[1400:1600])
+    assert same_bits(entry.read(), seeded("wide", WIDE))
+    assert ckpt.verify(deep=True).ok

@@ -1,0 +1,161 @@
+"""`Checkpoint.verify`: all damage is found, named, and distinguished."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import dcp_objstore as dos
+from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.errors import UnsupportedError
+from tests.support.states import seeded
+
+BLOCK = 4 * MIB
+SIZE = 9 * MIB // 4  # elements of a tensor of two blocks and a bit
+
+
+def saved(place: Path, state: dict[str, Any]) -> tuple[dos.Checkpoint, Path]:
+    dos.save(state, place.as_uri(), progress=False)
+    (path,) = place.glob("*.distcp")
+    return dos.open(place.as_uri()), path
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> tuple[dos.Checkpoint, Path]:
+    state = {"w": torch.arange(SIZE, dtype=torch.float32), "v": seeded("v", (100,)), "step": 5}
+    return saved(tmp_path / "step-1", state)
+
+
+def place_of(path: Path, number: int) -> int:
+    """Where element `number` of `w` lies in the object."""
+    needle = torch.arange(number, number + 8, dtype=torch.float32).numpy().tobytes()
+    return path.read_bytes().index(needle)
+
+
+def flip(path: Path, at: int) -> None:
+    body = bytearray(path.read_bytes())
+    body[at] ^= 0x10
+    path.write_bytes(body)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_an_intact_checkpoint_is_ok(large: tuple[dos.Checkpoint, Path], deep: bool) -> None:
+    ckpt, path = large
+    report = ckpt.verify(deep=deep)
+    assert report.ok
+    assert (report.url, report.commit_id, report.deep) == (ckpt.url, ckpt.commit_id, deep)
+    assert (report.objects, report.blocks) == (1, 5)
+    size = path.stat().st_size
+    assert ckpt.total_bytes <= report.total_bytes <= size
+    assert not deep or report.total_bytes == size
+
+
+def test_every_damaged_block_is_named_not_the_first_alone(
+    large: tuple[dos.Checkpoint, Path],
+) -> None:
+    ckpt, path = large
+    flip(path, place_of(path, 10))
+    flip(path, place_of(path, BLOCK // 2 + 10))
+    flip(path, path.read_bytes().index(seeded("v", (100,)).numpy().tobytes()))
+    report = ckpt.verify()
+    assert not report.ok
+    found = {(d.what, d.object_key, d.key, d.block) for d in report.damaged}
+    assert found == {("block", path.name, key, n) for key, n in [("w", 0), ("w", 2), ("v", 0)]}
+    assert all(path.name in damage.text for damage in report.damaged)
+
+
+def test_framing_is_verified_when_asked_for(large: tuple[dos.Checkpoint, Path]) -> None:
+    ckpt, path = large
+    flip(path, path.read_bytes().rindex(b"PK\x05\x06") + 10)
+    assert ckpt.verify().ok
+    (damage,) = ckpt.verify(deep=True).damaged
+    assert (damage.what, damage.object_key, damage.key) == ("framing", path.name, "")
+
+
+def test_a_missing_object_is_reported(large: tuple[dos.Checkpoint, Path]) -> None:
+    ckpt, path = large
+    path.unlink()
+    (damage,) = ckpt.verify(deep=True).damaged
+    assert (damage.what, damage.object_key) == ("missing", path.name)
+
+
+def test_a_truncated_object_is_reported_with_the_blocks_that_it_lost(
+    large: tuple[dos.Checkpoint, Path],
+) -> None:
+    ckpt, path = large
+    path.write_bytes(path.read_bytes()[: place_of(path, BLOCK // 4 + 100)])
+    found = {(d.what, d.key, d.block) for d in ckpt.verify().damaged}
+    assert {("size", "", -1), ("block", "w", 1), ("block", "w", 2)} <= found
+    assert ("block", "w", 0) not in found
+
+
+def test_an_object_that_has_grown_is_reported(large: tuple[dos.Checkpoint, Path]) -> None:
+    ckpt, path = large
+    path.write_bytes(path.read_bytes() + b"more")
+    (damage,) = ckpt.verify().damaged
+    assert damage.what == "size"
+
+
+def test_a_block_that_differs_only_once_is_not_damaged(
+    large: tuple[dos.Checkpoint, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dcp_objstore.stores.local import LocalStore
+
+    ckpt, _ = large
+    get_range = LocalStore.get_range
+    seen: set[tuple[int, int]] = set()
+
+    def damaged_at_first(self: Any, key: str, start: int, end: int, **settings: Any) -> Any:
+        body = bytearray(get_range(self, key, start, end, **settings))
+        if (start, end) not in seen:
+            seen.add((start, end))
+            body[100] ^= 1
+        return body
+
+    monkeypatch.setattr(LocalStore, "get_range", damaged_at_first)
+    assert ckpt.verify().ok
+    assert seen
+
+
+def test_a_checkpoint_without_digests_says_so(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "stock")
+    with pytest.raises(UnsupportedError, match="without digests"):
+        dos.open((tmp_path / "stock").as_uri()).verify()
+
+
+def small_state() -> dict[str, Any]:
+    return {
+        "weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+        "mask": torch.tensor([True, False, True]),
+        "nothing": torch.empty(0),
+        "step": 1234,
+    }
+
+
+def flip_each(tmp_path: Path, stride: int) -> None:
+    ckpt, path = saved(tmp_path / "step-1", small_state())
+    body = path.read_bytes()
+    for at in range(0, len(body), stride):
+        path.write_bytes(body[:at] + bytes([body[at] ^ 0xFF]) + body[at + 1 :])
+        assert not ckpt.verify(deep=True).ok, at
+    path.write_bytes(body)
+    assert ckpt.verify(deep=True).ok
+
+
+def test_flips_of_bytes_anywhere_in_an_object_are_found(tmp_path: Path) -> None:
+    flip_each(tmp_path, 7)
+
+
+@pytest.mark.campaign
+def test_the_flip_of_any_byte_in_an_object_is_found(tmp_path: Path) -> None:
+    flip_each(tmp_path, 1)
+
+
+def test_what_is_held_while_verifying_fits_the_budget(large: tuple[dos.Checkpoint, Path]) -> None:
+    config = TransferConfig(memory_budget_bytes=8 * MIB, request_size_bytes=4 * MIB)
+    report = dos.open(large[0].url, config=config).verify(deep=True)
+    assert report.ok
