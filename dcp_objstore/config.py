@@ -42,7 +42,7 @@ class TransferConfig:
             `TransferStalledError`. Default 180.
         max_retries: retries of one request, with jittered exponential backoff. Default 10.
         retry_timeout_seconds: no retry starts later than this after the first try. Default 180.
-            With the default of 10 retries a store may be away for about half a minute (11 to 60 s).
+            With the default of 10 retries a store may be away for about half a minute (7 to 64 s).
             A server that this process has never reached is given up after 5 to 10 s.
         peer_timeout_seconds: how long a rank waits for the others in a process group that we make
             (`async_save`; `save` and `load` where the default group is NCCL alone), which bounds

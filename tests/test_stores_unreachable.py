@@ -12,6 +12,7 @@ import pytest
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
+    BucketNotFoundError,
     ConfigError,
     DcpObjstoreError,
     PermissionDeniedError,
@@ -273,10 +274,19 @@ def test_an_upload_that_its_data_ended_and_that_cannot_be_aborted_says_what_is_l
     assert "an incomplete multipart upload may be left" in str(caught.value) + caplog.text
 
 
-def test_an_upload_that_the_store_has_lost_is_not_an_absent_object(serve: Serve) -> None:
-    gone = b"<Error><Code>NoSuchUpload</Code><Message>no</Message></Error>"
+@pytest.mark.parametrize(
+    ("code", "kind", "says"),
+    [
+        (b"NoSuchUpload", StoreUnavailableError, "lost this upload"),
+        (b"NoSuchBucket", BucketNotFoundError, "bucket does not exist"),
+    ],
+)
+def test_an_upload_or_bucket_that_vanishes_in_mid_upload_is_named(
+    serve: Serve, code: bytes, kind: type[DcpObjstoreError], says: str
+) -> None:
+    gone = b"<Error><Code>" + code + b"</Code><Message>no</Message></Error>"
     server = serve(lambda method, target: BEGUN if method == "POST" else (404, gone))
-    with pytest.raises(StoreUnavailableError, match="lost this upload"):
+    with pytest.raises(kind, match=says):
         VERBS["put_stream"](at(server.endpoint_url))
 
 

@@ -27,8 +27,8 @@ _DEFAULT_REGION = "us-east-1"
 # Before a server has ever been reached, a wrong endpoint is likelier than an outage.
 _FIRST_RETRY_TIMEOUT_SECONDS = 5.0
 # With obstore's default base of 2 the jitter eats up the growth: ten retries of a refused
-# connection took 1.5 to 8.5 s, so a store that restarted failed every save. With these, 11 to 60 s
-# (each pause is random between the first and thrice the last).
+# connection took 1.5 to 8.5 s, so a store that restarted failed every save. With these, 7 to 64 s,
+# half of them above 28 s (each pause is random between the first and thrice the last).
 _BACKOFF = {
     "init_backoff": timedelta(seconds=0.4),
     "max_backoff": timedelta(seconds=10),

@@ -240,7 +240,9 @@ def _no_answer(error: Exception) -> DcpObjstoreError | None:
 def _failed_abort(error: Exception, found: DcpObjstoreError) -> DcpObjstoreError:
     """For an upload that failed and then could not be aborted; see `abort_failed`."""
     status, _ = http_code(error)
-    if status == 404:
+    if isinstance(found, BucketNotFoundError):
+        return found  # nothing is left
+    if isinstance(found, ObjectNotFoundError):
         return StoreUnavailableError(f"the store lost this upload in its midst: {found.message}")
     if status is None:
         text = f"the connection to the store was lost in mid-upload: {found.message}"
