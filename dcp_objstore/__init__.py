@@ -20,10 +20,9 @@ from dcp_objstore.errors import *  # noqa: F403 - the whole error tree is public
 if TYPE_CHECKING:
     from dcp_objstore.dcp.api import load, save
     from dcp_objstore.dcp.async_api import AsyncSaveHandle, async_save
+    from dcp_objstore.dcp.entries import TensorEntry, ValueEntry
     from dcp_objstore.dcp.opened import (
         Checkpoint,
-        TensorEntry,
-        ValueEntry,
         load_state_dict,
         open,  # noqa: A004 - `dos.open`, as gzip.open
     )
@@ -40,8 +39,8 @@ _HOMES = {
     "Damage": "dcp_objstore.dcp.verify",
     "VerifyReport": "dcp_objstore.dcp.verify",
     "Checkpoint": "dcp_objstore.dcp.opened",
-    "TensorEntry": "dcp_objstore.dcp.opened",
-    "ValueEntry": "dcp_objstore.dcp.opened",
+    "TensorEntry": "dcp_objstore.dcp.entries",
+    "ValueEntry": "dcp_objstore.dcp.entries",
     "load_state_dict": "dcp_objstore.dcp.opened",
     "open": "dcp_objstore.dcp.opened",
     "load": "dcp_objstore.dcp.api",

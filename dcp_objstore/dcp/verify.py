@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import xxhash
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from dcp_objstore.checkpoint.marker import Counts
+from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.dcp.report import progress_bar
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CorruptDataError,
@@ -20,13 +24,18 @@ from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, b
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
+from dcp_objstore.transfer.workers import DaemonPool
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
     from typing_extensions import Buffer
 
+    from dcp_objstore.checkpoint.index import ObjectEntry
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.dcp.source import Source, Stored
     from dcp_objstore.stores import ObjectStore
+
+_SHOWN = 3  # keys of a missing object that are named
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -34,16 +43,18 @@ class Damage:
     """One thing that is not as it was saved.
 
     Attributes:
-        object_key: the data object.
-        what: `missing`: there is no such object; `size`: it has another size; `block`: a block of
-            payload differs; `framing`: something around the payloads differs.
+        object_key: the data object, or the marker.
+        what: `missing`: there is no such object; `size`: it has another size, or ends before
+            bytes that it should have; `block`: a block of payload differs; `framing`: something
+            around the payloads differs; `counts`: the marker counts other things than the index
+            names.
         key: of the tensor or value, for a block.
-        block: number of the 4 MiB block in its item, for a block.
+        block: number of the 4 MiB block in its item, for a block; otherwise -1.
         text: the same for people.
     """
 
     object_key: str
-    what: Literal["missing", "size", "block", "framing"]
+    what: Literal["missing", "size", "block", "framing", "counts"]
     key: str = ""
     block: int = -1
     text: str = ""
@@ -56,9 +67,9 @@ class VerifyReport:
     Attributes:
         url, commit_id: the checkpoint.
         objects: data objects looked at.
-        blocks: blocks of payload that were compared.
+        blocks: blocks of payload that were read and compared.
         total_bytes: bytes read.
-        deep: whether sizes and framing were looked at, too.
+        deep: whether framing, padding and counts were compared, too.
         damaged: everything that was found, by object.
     """
 
@@ -77,66 +88,114 @@ class VerifyReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """A block of payload, or, without a digest, bytes between payloads."""
+class _Piece:
+    """A block of payload and its number in its item; or, without a digest, one between payloads
+    and its number in its object."""
 
     key: str
     number: int
     digest: bytes | None
 
 
+class _Framing:
+    """The digest over what lies between the payloads of an object, as its pieces arrive."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._next = 0
+        self._early: dict[int, bytes] = {}
+
+    def add(self, number: int, piece: bytes) -> None:
+        """Take piece `number`; only those that came before their turn are kept."""
+        self._early[number] = piece
+        while self._next in self._early:
+            self._digest.update(self._early.pop(self._next))
+            self._next += 1
+
+    def digest(self) -> bytes:
+        """Of the pieces up to the first that did not arrive."""
+        return self._digest.digest()
+
+
 class _Comparison:
-    """Collects what differs, and framing until all of an object's is there."""
+    """Compares what arrives and collects what differs."""
 
     def __init__(self, source: Source) -> None:
+        self.damaged: set[Damage] = set()
+        self.blocks = 0
+        self.total_bytes = 0
         self._source = source
         self._lock = threading.Lock()
-        self._read_again: set[int] = set()
-        self._framing: dict[int, dict[int, bytes]] = {}
-        self.damaged: list[Damage] = []
+        self._tried: set[int] = set()
+        self._done: set[int] = set()
+        self._framing: dict[int, _Framing] = {}
 
-    def consume(self, request: RangeRequest[_Block], body: Buffer) -> None:
-        """Compare the blocks of a body; what differs is read once more before it counts."""
+    def is_done(self, request: RangeRequest[_Piece]) -> bool:
+        """Whether it was compared."""
+        return id(request) in self._done
+
+    def consume(self, request: RangeRequest[_Piece], body: Buffer) -> None:
+        """Compare the pieces of a body, once; what differs is read again before it counts."""
         view = memoryview(body)
-        different = []
-        framing = []
+        different, framing = [], []
         for span in request.spans:
             part = view[span.start - request.start : span.end - request.start]
             if span.tag.digest is None:
-                framing.append((span.start, bytes(part)))
+                framing.append((span.tag.number, bytes(part)))
             elif block_digest(part) != span.tag.digest:
                 different.append(span)
         with self._lock:
-            if different and id(request) not in self._read_again:
-                self._read_again.add(id(request))
+            if self.is_done(request):
+                return
+            if different and id(request) not in self._tried:
+                self._tried.add(id(request))
                 raise CheckpointCorruptError("blocks differ", key=different[0].tag.key)
-            self._framing.setdefault(request.object_number, {}).update(framing)
+            self._done.add(id(request))
+            self.blocks += len(request.spans) - len(framing)
+            self.total_bytes += view.nbytes
             for span in different:
-                self._differs(span)
+                self.differs(span)
+            for number, piece in framing:
+                self._framing[request.object_number].add(number, piece)
 
-    def _differs(self, span: Span[_Block]) -> None:
+    def differs(self, span: Span[_Piece]) -> None:
+        """Note a damaged block of payload."""
         object_key = self._source.object_keys[span.object_number]
         text = (
             f"{span.tag.key}: block {span.tag.number}, bytes [{span.start}, {span.end}) of"
             f" {object_key}, differs from what was saved"
         )
-        self.damaged.append(Damage(object_key, "block", span.tag.key, span.tag.number, text))
+        self.damaged.add(Damage(object_key, "block", span.tag.key, span.tag.number, text))
 
-    def finish_framing(self, object_numbers: Iterable[int]) -> None:
-        """Compare the framing of the objects that were read whole."""
-        assert self._source.objects is not None
-        for number in object_numbers:
-            digest = xxhash.xxh3_128()
-            for _, piece in sorted(self._framing.get(number, {}).items()):
-                digest.update(piece)
-            entry = self._source.objects[number]
-            if digest.digest() != entry.framing_digest:
-                text = f"{entry.key}: framing or padding differs from what was saved"
-                self.damaged.append(Damage(entry.key, "framing", text=text))
+    def missing(self, object_key: str) -> None:
+        """Note that an object is not there, and whose bytes it held."""
+        number = self._source.object_keys.index(object_key)
+        items = self._source.items.items()
+        keys = list(dict.fromkeys(k for (k, _), s in items if s.object_number == number))
+        more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+        held = f"; it held {', '.join(keys[:_SHOWN])}{more}" if keys else ""
+        text = f"{object_key}: there is no such object{held}"
+        self.damaged.add(Damage(object_key, "missing", text=text))
+
+    def begin(self, object_numbers: Iterable[int]) -> None:
+        """Begin a round of requests, which bring all pieces of these objects' framing."""
+        self._tried.clear()
+        self._done.clear()
+        self._framing = {number: _Framing() for number in object_numbers}
+
+    def differing_framing(self) -> dict[int, ObjectEntry]:
+        """The objects whose framing is not as it was saved."""
+        objects = self._source.objects
+        assert objects is not None
+        return {
+            number: objects[number]
+            for number, framing in self._framing.items()
+            if framing.digest() != objects[number].framing_digest
+        }
 
 
 def verify_source(
-    store: ObjectStore, source: Source, config: TransferConfig, *, deep: bool
+    store: ObjectStore, source: Source, config: TransferConfig, *, deep: bool, bar_shown: bool
 ) -> VerifyReport:
     """See `Checkpoint.verify`."""
     if source.objects is None:
@@ -144,68 +203,151 @@ def verify_source(
             "another library wrote this checkpoint, without digests to verify it by", url=store.url
         )
     comparison = _Comparison(source)
-    sizes = {}
-    for number, entry in enumerate(source.objects):
-        try:
-            size = store.head(entry.key).size_bytes
-        except ObjectNotFoundError as error:
-            # Raises if it is missing because the checkpoint was replaced.
-            explained = source.explain(store, error)
-            if not isinstance(explained, CheckpointCorruptError):
-                raise explained from error
-            comparison.damaged.append(
-                Damage(entry.key, "missing", text=f"{entry.key}: there is no such object")
-            )
-            continue
-        sizes[number] = size
-        if size != entry.size_bytes:
-            text = f"{entry.key}: has {size} bytes, {entry.size_bytes} were saved"
-            comparison.damaged.append(Damage(entry.key, "size", text=text))
-    whole = [n for n, size in sizes.items() if size == source.objects[n].size_bytes]
-    spans = [s for s in _payload(source) if s.object_number in sizes]
-    # What an object is too short for differs by itself.
-    for span in spans:
-        if span.end > sizes[span.object_number]:
-            comparison._differs(span)
-    spans = [s for s in spans if s.end <= sizes[s.object_number]]
-    blocks = len(spans)
+    sizes = _sizes(store, source, comparison, config)
+    whole = {n for n, size in sizes.items() if size == source.objects[n].size_bytes}
+    spans = []
+    for span in _payload(source):
+        if span.end <= sizes.get(span.object_number, 0):
+            spans.append(span)
+        elif span.object_number in sizes:  # the object is too short for it
+            comparison.differs(span)
+    framing = _between(source, spans, whole) if deep else []
+    comparison.begin(whole if deep else ())
+    with closing(progress_bar("verify", _size(spans) + _size(framing), shown=bar_shown)) as bar:
+        broken = _compare(store, source, [*spans, *framing], comparison, config, bar)
+        again = comparison.differing_framing()
+        if again:  # a damaged transfer is no damaged checkpoint, here as for blocks
+            comparison.begin(again)
+            framing = [span for span in framing if span.object_number in again]
+            broken |= _compare(store, source, framing, comparison, config, bar)
+    for entry in comparison.differing_framing().values():
+        if entry.key not in broken:
+            text = f"{entry.key}: framing or padding differs from what was saved"
+            comparison.damaged.add(Damage(entry.key, "framing", text=text))
     if deep:
-        spans += _framing(source, spans, whole)
-    requests = plan_requests(spans, request_size_bytes=config.request_size_bytes)
-    progress = Progress(config.stall_timeout_seconds)
-    keys = source.object_keys
-    try:
-        with closing(
-            fetch_ranges(store, keys, requests, comparison.consume, config, progress)
-        ) as arriving:
-            for _ in arriving:
-                pass
-    except ObjectNotFoundError as error:
-        raise source.explain(store, error) from error
-    except CorruptDataError as error:  # it became shorter since we asked for its size
-        raise CheckpointCorruptError(
-            error.message, error.rank, error.key, error.object_key, error.url
-        ) from error
-    if deep:
-        comparison.finish_framing(whole)
+        comparison.damaged.update(_miscounted(source))
     return VerifyReport(
         url=store.url,
         commit_id=source.commit_id,
         objects=len(source.objects),
-        blocks=blocks,
-        total_bytes=sum(request.end - request.start for request in requests),
+        blocks=comparison.blocks,
+        total_bytes=comparison.total_bytes,
         deep=deep,
         damaged=tuple(sorted(comparison.damaged)),
     )
 
 
-def _payload(source: Source) -> Iterator[Span[_Block]]:
+def _sizes(
+    store: ObjectStore, source: Source, comparison: _Comparison, config: TransferConfig
+) -> dict[int, int]:
+    """Sizes of the objects that are there, by number; notes those that are not as they were."""
+    assert source.objects is not None
+    sizes = {}
+    check_gone = _GoneCheck(store, source)
+    with DaemonPool(min(config.download_concurrency, len(source.objects)), "head") as pool:
+        answers = [pool.submit(store.head, entry.key) for entry in source.objects]
+        for number, (entry, answer) in enumerate(zip(source.objects, answers, strict=True)):
+            try:
+                sizes[number] = answer.result().size_bytes
+            except ObjectNotFoundError as error:
+                check_gone(error)
+                comparison.missing(entry.key)
+                continue
+            if sizes[number] != entry.size_bytes:
+                text = f"{entry.key}: has {sizes[number]} bytes, {entry.size_bytes} were saved"
+                comparison.damaged.add(Damage(entry.key, "size", text=text))
+    return sizes
+
+
+def _compare(
+    store: ObjectStore,
+    source: Source,
+    spans: Sequence[Span[_Piece]],
+    comparison: _Comparison,
+    config: TransferConfig,
+    bar: tqdm[None],
+) -> set[str]:
+    """Fetch and compare; returns the keys of objects that turned out to be missing or too short.
+
+    Those are left out and the rest goes on, so it takes one round more for each of them. They had
+    been there with their size a moment ago, so there are few, or the checkpoint is gone.
+    """
+    keys = source.object_keys
+    requests = plan_requests(spans, request_size_bytes=config.request_size_bytes)
+    broken: set[str] = set()
+    check_gone = _GoneCheck(store, source)
+    while True:
+        left = [
+            r for r in requests if keys[r.object_number] not in broken and not comparison.is_done(r)
+        ]
+        progress = Progress(config.stall_timeout_seconds, bar.update)
+        try:
+            with closing(
+                fetch_ranges(store, keys, left, comparison.consume, config, progress)
+            ) as arriving:
+                for _ in arriving:
+                    pass
+        except ObjectNotFoundError as error:
+            check_gone(error)
+            object_key = error.object_key
+            if object_key is None or object_key in broken:
+                raise
+            comparison.missing(object_key)
+        except CorruptDataError as error:
+            object_key = error.object_key
+            if object_key is None or object_key in broken:
+                raise
+            text = f"{object_key}: {error.message}; what follows there was not compared"
+            comparison.damaged.add(Damage(object_key, "size", text=text))
+        else:
+            return broken
+        broken.add(object_key)
+
+
+def _size(spans: Iterable[Span[_Piece]]) -> int:
+    return sum(span.end - span.start for span in spans)
+
+
+def _miscounted(source: Source) -> Iterator[Damage]:
+    """Where the marker counts other things than the index names."""
+    assert source.marker is not None and source.objects is not None
+    described = source.metadata.state_dict_metadata.values()
+    values = sum(isinstance(item, BytesStorageMetadata) for item in described)
+    named = Counts(
+        tensors=len(described) - values,
+        blobs=values,
+        objects=len(source.objects),
+        total_bytes=sum(entry.size_bytes for entry in source.objects),
+    )
+    if source.marker.counts != named:
+        text = f"{MARKER_KEY}: counts {source.marker.counts}, the index has {named}"
+        yield Damage(MARKER_KEY, "counts", text=text)
+
+
+class _GoneCheck:
+    """Tells a missing object from a checkpoint that is gone; asks the store once."""
+
+    def __init__(self, store: ObjectStore, source: Source) -> None:
+        self._ask: Callable[[ObjectNotFoundError], Exception] | None = lambda error: source.explain(
+            store, error
+        )
+
+    def __call__(self, error: ObjectNotFoundError) -> None:
+        """Raise CheckpointGoneError, or why the store did not tell, if it is not just missing."""
+        if self._ask is not None:
+            explained = self._ask(error)
+            if not isinstance(explained, CheckpointCorruptError):
+                raise explained from error
+            self._ask = None
+
+
+def _payload(source: Source) -> Iterator[Span[_Piece]]:
     """Every block of every item."""
     for (key, _), stored in source.items.items():
         yield from _blocks(key, stored)
 
 
-def _blocks(key: str, stored: Stored) -> Iterator[Span[_Block]]:
+def _blocks(key: str, stored: Stored) -> Iterator[Span[_Piece]]:
     assert stored.digests is not None
     for number in range(-(-stored.payload_length // BLOCK_SIZE_BYTES)):
         start = number * BLOCK_SIZE_BYTES
@@ -215,27 +357,27 @@ def _blocks(key: str, stored: Stored) -> Iterator[Span[_Block]]:
             stored.object_number,
             stored.payload_offset + start,
             stored.payload_offset + end,
-            _Block(key, number, digest),
+            _Piece(key, number, digest),
         )
 
 
-def _framing(
-    source: Source, payload: Sequence[Span[_Block]], object_numbers: Sequence[int]
-) -> list[Span[_Block]]:
+def _between(
+    source: Source, payload: Sequence[Span[_Piece]], object_numbers: Iterable[int]
+) -> list[Span[_Piece]]:
     """What lies between the payloads of these objects, in pieces of at most a block."""
     assert source.objects is not None
     taken: dict[int, list[tuple[int, int]]] = {number: [] for number in object_numbers}
     for span in payload:
         if span.object_number in taken:
             taken[span.object_number].append((span.start, span.end))
-    spans = []
-    for number, stretches in taken.items():
-        position = 0
-        ends = (source.objects[number].size_bytes,) * 2
+    spans: list[Span[_Piece]] = []
+    for object_number, stretches in taken.items():
+        position = number = 0
+        ends = (source.objects[object_number].size_bytes,) * 2
         for start, end in [*sorted(stretches), ends]:
             while position < start:
                 stop = min(start, position + BLOCK_SIZE_BYTES)
-                spans.append(Span(number, position, stop, _Block("", -1, None)))
-                position = stop
+                spans.append(Span(object_number, position, stop, _Piece("", number, None)))
+                position, number = stop, number + 1
             position = max(position, end)
     return spans
