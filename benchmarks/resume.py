@@ -33,24 +33,26 @@ def resume(
 ) -> tuple[Table, Result]:
     """Measure the load of a job of `loaded_by` ranks; each peer loads what it saved itself.
 
+    A peer that is missing, fails or loads other values than were saved is reported as such.
+
     Raises:
-        ChildFailedError: a rank failed.
+        ChildFailedError: a rank ended without an answer.
     """
     problems = absent(peers)
-    present = [name for name in peers if name not in problems]
-    measured: Measurements = {name: [] for name in present}
     with open_target(target, keep=True) as place, tempfile.TemporaryDirectory() as folder:
 
-        def work(action: str, world_size: int, layout: str) -> list[list[dict[str, Any]]]:
-            job = {"action": action, "peers": present, "layout": layout, "rounds": rounds}
-            return _run_ranks(job, world_size, place, settings, Path(folder) / action)
+        def work(action: str, world_size: int, layout: str) -> Measurements:
+            able = [name for name in peers if name not in problems]
+            if not able:
+                return {}
+            job = {"action": action, "peers": able, "layout": layout, "rounds": rounds}
+            found = _run_ranks(job, world_size, place, settings, Path(folder) / action)
+            problems.update(found["problems"])
+            return {name: found["measured"][name] for name in able if name not in problems}
 
-        if present:
-            work("save", saved_by, saved_layout)
-            for turn in work("load", loaded_by, layout):
-                for name, figures in zip(present, turn, strict=True):
-                    measured[name].append(figures)
-    shown = {name: _summary(measured, name, settings) for name in present}
+        work("save", saved_by, saved_layout)
+        measured = work("load", loaded_by, layout)
+    shown = {name: _summary(measured, name, settings) for name in measured}
     title = (
         f"resume from {target}: {settings.total_bytes / GIB:.3g} GiB in {settings.tensors} tensors,"
         f" saved by {saved_by} ranks ({saved_layout}), loaded by {loaded_by} ({layout}), medians of"
@@ -71,7 +73,7 @@ def resume(
 
 def _run_ranks(
     job: dict[str, Any], world_size: int, place: Place, settings: Settings, meeting: Path
-) -> list[list[dict[str, Any]]]:
+) -> dict[str, Any]:
     jobs = [
         RankJob(
             rank=rank,
@@ -90,7 +92,7 @@ def _run_ranks(
     for error in errors:
         if error is not None:
             raise error
-    found: list[list[dict[str, Any]]] = waiting[0].result()
+    found: dict[str, Any] = waiting[0].result()
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -175,3 +176,44 @@ def test_the_load_benchmark_checks_what_it_loads() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "requests/GiB" in done.stdout
+
+
+def _resume(*arguments: str) -> subprocess.CompletedProcess[str]:
+    sizes = ["--gib", str(1 / 32), "--tensors", "2", "--rounds", "1"]
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", "resume", *sizes, "--json", *arguments],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def test_the_resume_benchmark_counts_what_all_ranks_fetched_together() -> None:
+    peers = ["dcp_objstore", "dcp_objstore-alone"]
+    ranks = ["--saved-by", "2", "--loaded-by", "3", "--layout", "replicated"]
+    done = _resume(*ranks, "--peers", *peers)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    once, alone = (result["peers"][name] for name in peers)
+    # Three ranks need all of it: one of them fetches each byte, or each of them all.
+    assert once["fetched_to_saved"] == pytest.approx(1, abs=0.02)
+    assert alone["fetched_to_saved"] == pytest.approx(3, abs=0.06)
+    assert alone["fetched_to_needed"] == pytest.approx(1, abs=0.02)
+    assert [len(rounds) for rounds in result["rounds"].values()] == [1, 1]
+    for figures in (once, alone):
+        assert figures["seconds"] > 0
+        assert figures["cpu_seconds_per_gib"] > 0
+        # Of two tensors of 16 MiB, in requests of 8 MiB, beside the marker and the index.
+        assert figures["requests"] > 4
+
+
+def test_a_peer_that_fails_to_resume_is_reported() -> None:
+    # 5 MiB is the least size of a part that is valid.
+    done = _resume("--saved-by", "2", "--peers", "dcp_objstore", "--part-size-bytes", "1")
+    assert done.returncode == 1, done.stderr
+    result = json.loads(done.stdout)
+    assert result["peers"] == {}
+    assert result["problems"]["dcp_objstore"].startswith("failed:\nrank 0: ")
+    assert "ConfigError" in result["problems"]["dcp_objstore"]
