@@ -1,0 +1,196 @@
+"""An opened checkpoint as an object: what it requests, from threads, pickled, compared."""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+import dcp_objstore as dos
+from dcp_objstore.config import MIB
+from dcp_objstore.dcp.target import Target
+from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.wrappers import RecordingStore, Request
+from tests.support.states import same_bits, seeded
+
+WIDE = (3000, 2000)  # 24 MB: six blocks of 524 rows and a bit
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """All requests that are made from here on, of whatever store."""
+    made: list[Request] = []
+    open_spec = StoreSpec.open
+
+    def recording(self: StoreSpec) -> RecordingStore:
+        store = RecordingStore(open_spec(self))
+        store.requests = made
+        return store
+
+    monkeypatch.setattr(StoreSpec, "open", recording)
+    return made
+
+
+def entry_of(ckpt: dos.Checkpoint, key: str) -> dos.TensorEntry:
+    entry = ckpt[key]
+    assert isinstance(entry, dos.TensorEntry)
+    return entry
+
+
+def saved(state: dict[str, Any]) -> str:
+    url = f"memory://opened/{secrets.token_hex(4)}"
+    dos.save(state, url, progress=False)
+    return url
+
+
+def ranges(requests: list[Request]) -> list[int]:
+    """The sizes of the ranges that were fetched, and that nothing else was."""
+    assert {request.verb for request in requests} <= {"get_range"}
+    return [request.bytes for request in requests]
+
+
+def test_opening_takes_two_requests_and_a_row_one_block(requests: list[Request]) -> None:
+    wide = seeded("wide", WIDE)
+    url = saved({"wide": wide, "step": 3})
+    requests.clear()
+    ckpt = dos.open(url)
+    assert [(request.verb, request.key[:6]) for request in requests] == [
+        ("get", "_COMMI"),
+        ("get", "index."),
+    ]
+    requests.clear()
+    assert len(ckpt) == 2
+    assert entry_of(ckpt, "wide").shape == WIDE
+    assert ckpt["wide"].nbytes == wide.nbytes
+    assert requests == []
+    assert same_bits(entry_of(ckpt, "wide")[10], wide[10])
+    assert ranges(requests) == [4 * MIB]
+    requests.clear()
+    assert same_bits(entry_of(ckpt, "wide")[-1, -5:], wide[-1, -5:])
+    assert ranges(requests) == [wide.nbytes - 20 * MIB]
+    requests.clear()
+    assert entry_of(ckpt, "wide")[5:5].shape == (0, 2000)
+    assert requests == []
+    assert ckpt.read("step") == {"step": 3}
+    assert sum(ranges(requests)) < 4096
+    requests.clear()
+    assert same_bits(entry_of(dos.open(url, verify="off"), "wide")[7, 3:5], wide[7, 3:5])
+    assert requests[-1].bytes == 8
+
+
+def test_many_small_tensors_are_read_in_few_requests(requests: list[Request]) -> None:
+    state = {f"w{number:04}": seeded(str(number), (256,)) for number in range(1000)}
+    ckpt = dos.open(saved(state))
+    requests.clear()
+    found = ckpt.read()
+    assert len(ranges(requests)) <= 10
+    assert all(same_bits(found[key], tensor) for key, tensor in state.items())
+
+
+def test_threads_share_an_opened_checkpoint() -> None:
+    wide = seeded("wide", WIDE)
+    ckpt = dos.open(saved({"wide": wide, "step": 3}))
+
+    def read(number: int) -> bool:
+        row = number * 97 % WIDE[0]
+        return ckpt.read("step") == {"step": 3} and same_bits(
+            entry_of(ckpt, "wide")[row : row + 3], wide[row : row + 3]
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, range(32)))
+
+
+def test_openings_and_entries_compare_and_hash() -> None:
+    url = saved({"w": torch.ones(2), "step": 1})
+    one, two = dos.open(url), dos.open(url)
+    assert one == one  # noqa: PLR0124
+    assert one != two
+    assert one["w"] == one["w"]
+    assert one["w"] != two["w"]
+    assert len({one["w"], one["w"], two["w"], one["step"]}) == 3
+
+
+def test_a_tensor_entry_is_not_iterated_row_by_row(requests: list[Request]) -> None:
+    ckpt = dos.open(saved({"w": torch.ones(100, 2)}))
+    requests.clear()
+    with pytest.raises(TypeError):
+        list(ckpt["w"])  # type: ignore[call-overload]
+    with pytest.raises(TypeError):
+        1 in ckpt["w"]  # type: ignore[operator]  # noqa: B015
+    assert requests == []
+
+
+def test_a_pickled_opening_reads_on_and_carries_no_secret() -> None:
+    ckpt = dos.open(saved({"w": torch.ones(2)}))
+    copied = pickle.loads(pickle.dumps(ckpt))
+    assert (copied.url, copied.commit_id) == (ckpt.url, ckpt.commit_id)
+    assert same_bits(entry_of(copied, "w").read(), torch.ones(2))
+    options = {"key": "AKIAEXAMPLE", "secret": "very-secret-indeed"}
+    target = Target("s3://bucket/run", options, None)
+    private = dos.Checkpoint(target, ckpt._source, verify=True, trust_pickle=False)
+    assert b"very-secret" not in pickle.dumps(private)
+    assert b"AKIAEXAMPLE" not in pickle.dumps(private)
+
+
+def test_tensors_are_made_on_the_device_that_was_asked_for() -> None:
+    ckpt = dos.open(saved({"w": torch.ones(2)}))
+    assert ckpt.read("w", device=torch.device("cpu"))["w"].device.type == "cpu"
+    with pytest.raises(UnsupportedError, match="meta"):  # so it was made there, not moved there
+        ckpt.read("w", device="meta")
+    for device in ("gpu", "cuda:x", object()):
+        with pytest.raises(ConfigError, match="device"):
+            ckpt.read("w", device=device)  # type: ignore[arg-type]
+
+
+def test_settings_of_the_wrong_kind_are_refused() -> None:
+    with pytest.raises(ConfigError, match="TransferConfig"):
+        dos.open(saved({"w": torch.ones(2)}), config={"max_retries": 2})  # type: ignore[arg-type]
+
+
+def test_a_tensor_whose_chunks_leave_rows_out_is_refused_not_made_up(tmp_path: Path) -> None:
+    full = seeded("w", (8, 3))
+    dcp.save({"w": full}, checkpoint_id=tmp_path / "stock")
+    path = tmp_path / "stock" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.state_dict_metadata["w"].size = torch.Size((12, 3))
+    assert metadata.state_dict_metadata["w"].chunks == [
+        ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((8, 3)))
+    ]
+    path.write_bytes(pickle.dumps(metadata))
+    ckpt = dos.open((tmp_path / "stock").as_uri())
+    assert same_bits(entry_of(ckpt, "w")[:8], full)
+    for read in (ckpt.read, entry_of(ckpt, "w").read, lambda: entry_of(ckpt, "w")[7:9]):
+        with pytest.raises(CheckpointCorruptError, match="do not make up") as caught:
+            read()
+        assert caught.value.key == "w"
+
+
+class Vanishing:
+    """Its module is gone when it is loaded."""
+
+
+def test_a_trusted_value_of_an_absent_class_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("module_of_the_past")
+    module.Vanishing = Vanishing  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(Vanishing, "__module__", module.__name__)
+    with pytest.warns(UserWarning, match="trust_pickle"):
+        url = saved({"value": Vanishing(), "step": 1})
+    assert isinstance(dos.load_state_dict(url, trust_pickle=True)["value"], Vanishing)
+    monkeypatch.delitem(sys.modules, module.__name__)
+    ckpt = dos.open(url, trust_pickle=True)
+    assert ckpt.read("step") == {"step": 1}
+    with pytest.raises(UnsupportedError, match="module_of_the_past") as caught:
+        ckpt.read()
+    assert caught.value.key == "value"

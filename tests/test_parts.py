@@ -1,0 +1,159 @@
+"""What patterns and indices select, when chunks fill what is read, and nested dicts from places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from dcp_objstore.dcp.geometry import Box
+from dcp_objstore.dcp.parts import box_of, check_covered, matching, nested
+from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
+
+KEYS = dict.fromkeys(["model.a.weight", "model.a.bias", "model.b[0]", "Model.c", "step"])
+
+
+def test_patterns_match_whole_keys_and_keep_their_order() -> None:
+    assert matching(KEYS, None) == list(KEYS)
+    assert matching(KEYS, "model.*") == ["model.a.weight", "model.a.bias", "model.b[0]"]
+    assert matching(KEYS, {"step", "*.bias", "model.?.bias"}) == ["model.a.bias", "step"]
+    assert matching(KEYS, (name for name in ["[mM]odel.c"])) == ["Model.c"]
+    assert matching(KEYS, []) == []
+
+
+def test_a_key_with_brackets_is_found_by_its_name() -> None:
+    assert matching(KEYS, "model.b[0]") == ["model.b[0]"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("model", r"'model\.\*' matches 3"),
+        ("model.a.wieght", r"nearest: model\.a\.weight"),
+        ("model.c", "no key matches"),
+        ("b*", "no key matches"),
+    ],
+)
+def test_a_pattern_without_a_match_is_refused_with_a_hint(pattern: str, hint: str) -> None:
+    with pytest.raises(StateMismatchError, match=hint):
+        matching(KEYS, ["step", pattern])
+
+
+@pytest.mark.parametrize("patterns", [3, [3], [None], [b"step"]])
+def test_a_pattern_that_is_no_text_is_refused(patterns: Any) -> None:
+    with pytest.raises(ConfigError):
+        matching(KEYS, patterns)
+
+
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+@st.composite
+def shapes_and_indices(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    shape = draw(SHAPES)
+    edges = st.none() | st.integers(-7, 7)
+    parts = st.integers(-6, 5) | st.builds(slice, edges, edges) | st.just(...)
+    index = tuple(draw(st.lists(parts, max_size=4)))
+    assume(sum(part is ... for part in index) < 2)  # torch takes several, NumPy and we one
+    return shape, index
+
+
+@settings(deadline=None, max_examples=500)
+@given(shapes_and_indices())
+def test_an_index_selects_what_it_selects_of_a_tensor(
+    drawn: tuple[tuple[int, ...], tuple[Any, ...]],
+) -> None:
+    shape, index = drawn
+    whole = torch.arange(int(np.prod(shape, dtype=int))).reshape(shape)
+    try:
+        wanted = whole[index]
+    except IndexError:
+        with pytest.raises(IndexError):
+            box_of(index, shape)
+        return
+    box, kept = box_of(index, shape)
+    part = whole
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        part = part.narrow(dim, min(offset, shape[dim]), size)
+    assert torch.equal(part.reshape(kept), wanted)
+
+
+def test_arrays_and_steps_are_no_part() -> None:
+    for index in (np.array([0, 1]), torch.tensor([0.5]), (..., np.array([1, 2])), slice(0, 4, -1)):
+        with pytest.raises(IndexError):
+            box_of(index, (4, 4))
+    assert box_of((np.int64(1), torch.tensor(2)), (4, 4)) == (Box((1, 2), (1, 1)), [])
+
+
+Chunks = list[tuple[tuple[int, int], tuple[int, int]]]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_a_box_that_the_chunks_do_not_fill_is_refused(data: st.DataObject) -> None:
+    def box(what: str) -> tuple[tuple[int, int], tuple[int, int]]:
+        offsets = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3)), what)
+        sizes = data.draw(st.tuples(*(st.integers(1, 4 - at) for at in offsets)), what)
+        return offsets, sizes
+
+    chunks: Chunks = [box("chunk") for _ in range(data.draw(st.integers(0, 5)))]
+    wanted = box("wanted")
+    stored = np.zeros((4, 4), dtype=bool)
+    for (row, column), (rows, columns) in chunks:
+        stored[row : row + rows, column : column + columns] = True
+    (row, column), (rows, columns) = wanted
+    items = create_read_items_for_chunk_list(
+        "w",
+        TensorStorageMetadata(
+            properties=None,  # type: ignore[arg-type]
+            size=torch.Size((4, 4)),
+            chunks=[ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks],
+        ),
+        [ChunkStorageMetadata(torch.Size(wanted[0]), torch.Size(wanted[1]))],
+    )
+    if stored[row : row + rows, column : column + columns].all():
+        check_covered("w", Box(*wanted), items)
+    else:
+        with pytest.raises(CheckpointCorruptError) as caught:
+            check_covered("w", Box(*wanted), items)
+        assert caught.value.key == "w"
+
+
+def test_places_become_dicts_and_lists_again() -> None:
+    places: dict[str, tuple[str | int, ...]] = {
+        "a.b": ("a", "b"),
+        "a.1": ("a", "1"),
+        "l.0.x": ("l", 0, "x"),
+        "l.2": ("l", 2),
+    }
+    assert nested({"a.b": 1, "a.1": 2, "l.2": 3, "l.0.x": 4, "free.key": None}, places) == {
+        "a": {"b": 1, "1": 2},
+        "l": [{"x": 4}, None, 3],
+        "free.key": None,
+    }
+    assert nested({"a.b": 1}, None) == {"a.b": 1}
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"x": ("a", 10**9), "y": ("b",)},
+        {"x": ("a", -1), "y": ("b",)},
+        {"x": ("a",), "y": ("a",)},
+        {"x": ("a",), "y": ("a", "b")},
+        {"x": ("a", 0), "y": ("a", "b")},
+        {"x": ("a", "b"), "y": ("a", 0)},
+        {"x": (0,), "y": ("b",)},
+        {"x": (), "y": ("b",)},
+    ],
+    ids=str,
+)
+def test_places_that_cannot_be_are_refused(places: dict[str, tuple[str | int, ...]]) -> None:
+    with pytest.raises(CheckpointCorruptError, match="impossible place"):
+        nested({"x": 1, "y": 2}, places)
