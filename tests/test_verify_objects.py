@@ -1,0 +1,174 @@
+"""`Checkpoint.verify` of many objects: all damage in one go, what is none, and bounded memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import dcp_objstore as dos
+from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.errors import (
+    CheckpointGoneError,
+    ObjectNotFoundError,
+    StoreUnavailableError,
+)
+from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores.wrappers import Fault, FaultStore, RecordingStore, Request, Verb
+from tests.support.ranks import run_ranks
+from tests.support.states import seeded
+
+RANKS = 4
+Through = Callable[[Callable[[ObjectStore], ObjectStore]], None]
+
+
+def save_own_tensors(rank: int, world: int, url: str, options: Mapping[str, object]) -> None:
+    """Each rank saves a tensor of its own, in an object of its own."""
+    own = {f"of-rank-{rank}": seeded(f"of-rank-{rank}", (300, 7))}
+    dos.save(own, url, storage_options=options, progress=False)
+    dist.barrier()
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Saved by four ranks: four objects."""
+    place = tmp_path_factory.mktemp("run") / "step-1"
+    run_ranks(RANKS, save_own_tensors, place.as_uri(), {})
+    return place
+
+
+@pytest.fixture
+def copied(spread: Path, tmp_path: Path) -> Path:
+    """The same, to be damaged."""
+    place = tmp_path / "step-1"
+    place.mkdir()
+    for path in spread.iterdir():
+        (place / path.name).write_bytes(path.read_bytes())
+    return place
+
+
+@pytest.fixture
+def through(monkeypatch: pytest.MonkeyPatch) -> Through:
+    """Puts a wrapper around every store that is opened from now on."""
+    opened = StoreSpec.open
+
+    def wrap(wrapper: Callable[[ObjectStore], ObjectStore]) -> None:
+        monkeypatch.setattr(StoreSpec, "open", lambda spec: wrapper(opened(spec)))
+
+    return wrap
+
+
+def object_of(place: Path, rank: int) -> Path:
+    (path,) = place.glob(f"__{rank}_*.distcp")
+    return path
+
+
+def payload_of(place: Path, rank: int) -> tuple[Path, int]:
+    path = object_of(place, rank)
+    return path, path.read_bytes().index(seeded(f"of-rank-{rank}", (300, 7)).numpy().tobytes())
+
+
+def flip(path: Path, at: int) -> None:
+    body = bytearray(path.read_bytes())
+    body[at] ^= 1
+    path.write_bytes(body)
+
+
+def test_damage_of_every_kind_is_found_in_one_go(copied: Path) -> None:
+    flipped, start = payload_of(copied, 0)
+    flip(flipped, start + 8399)
+    missing = object_of(copied, 1)
+    missing.unlink()
+    truncated, start = payload_of(copied, 2)
+    truncated.write_bytes(truncated.read_bytes()[: start + 100])
+    framed, start = payload_of(copied, 3)
+    flip(framed, start - 1)  # the padding before the payload
+
+    ckpt = dos.open(copied.as_uri())
+    found = {(d.what, d.object_key, d.key, d.block) for d in ckpt.verify(deep=True).damaged}
+    shallow = {
+        ("block", flipped.name, "of-rank-0", 0),
+        ("missing", missing.name, "", -1),
+        ("size", truncated.name, "", -1),
+        ("block", truncated.name, "of-rank-2", 0),
+    }
+    assert found == shallow | {("framing", framed.name, "", -1)}
+    report = ckpt.verify()
+    assert {(d.what, d.object_key, d.key, d.block) for d in report.damaged} == shallow
+    assert "of-rank-1" in next(d.text for d in report.damaged if d.what == "missing")
+
+
+def fails_to_read(name: str, error: BaseException) -> Callable[[ObjectStore], ObjectStore]:
+    """One object cannot be read any more though it is there when it is asked for."""
+
+    def plan(verb: Verb, key: str, _nth: int) -> Fault | None:
+        return Fault("before", error) if (verb, key) == ("get_range", name) else None
+
+    return lambda store: FaultStore(store, plan)
+
+
+def test_what_is_no_damage_is_raised(copied: Path, through: Through) -> None:
+    ckpt = dos.open(copied.as_uri())
+    name = object_of(copied, 1).name
+    through(fails_to_read(name, StoreUnavailableError("away", object_key=name)))
+    with pytest.raises(StoreUnavailableError, match="away"):
+        ckpt.verify()
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_gone_not_damaged(
+    copied: Path, through: Through
+) -> None:
+    ckpt = dos.open(copied.as_uri())
+    lost = object_of(copied, 1).name
+    dos.save({"other": seeded("other", (3,))}, copied.as_uri(), overwrite=True, progress=False)
+    through(fails_to_read(lost, ObjectNotFoundError("not there", object_key=lost)))
+    with pytest.raises(CheckpointGoneError, match="replaced"):
+        ckpt.verify()
+
+
+class InFlight(RecordingStore):
+    """Knows the most bytes that were being read at one time."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        super().__init__(inner)
+        self.most_bytes = 0
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def _around(self, request: Request) -> Iterator[None]:
+        if request.verb != "get_range":
+            yield
+            return
+        assert request.start is not None and request.end is not None
+        size = request.end - request.start
+        with self._lock:
+            self._bytes += size
+            self.most_bytes = max(self.most_bytes, self._bytes)
+        yield
+        with self._lock:
+            self._bytes -= size
+
+
+def test_no_more_is_held_than_the_budget_allows(tmp_path: Path, through: Through) -> None:
+    url = (tmp_path / "step-1").as_uri()
+    dos.save({"w": seeded("w", (10 * MIB,))}, url, progress=False)  # 40 MiB, ten blocks
+    config = TransferConfig(
+        memory_budget_bytes=16 * MIB, request_size_bytes=4 * MIB, download_concurrency=8
+    )
+    ckpt = dos.open(url, config=config)
+    stores: list[InFlight] = []
+
+    def wrap(store: ObjectStore) -> ObjectStore:
+        stores.append(InFlight(store))
+        return stores[-1]
+
+    through(wrap)
+    report = ckpt.verify(deep=True)
+    assert report.ok
+    assert report.blocks == 10
+    assert 0 < stores[0].most_bytes <= 8 * MIB  # a body counts twice: see `worker_count`
