@@ -148,7 +148,8 @@ def test_tensors_are_made_on_the_device_that_was_asked_for() -> None:
     assert ckpt.read("w", device=torch.device("cpu"))["w"].device.type == "cpu"
     with pytest.raises(UnsupportedError, match="meta"):  # so it was made there, not moved there
         ckpt.read("w", device="meta")
-    for device in ("gpu", "cuda:x", object()):
+    absent = "mps" if torch.cuda.is_available() else "cuda"
+    for device in ("gpu", "cuda:x", absent, object()):
         with pytest.raises(ConfigError, match="device"):
             ckpt.read("w", device=device)  # type: ignore[arg-type]
 

@@ -85,7 +85,8 @@ def test_an_index_selects_what_it_selects_of_a_tensor(
 
 
 def test_arrays_and_steps_are_no_part() -> None:
-    for index in (np.array([0, 1]), torch.tensor([0.5]), (..., np.array([1, 2])), slice(0, 4, -1)):
+    arrays = (np.array([0, 1]), torch.tensor([0.5]), torch.tensor(True), np.True_)
+    for index in (*arrays, (..., np.array([1, 2])), slice(0, 4, -1)):
         with pytest.raises(IndexError):
             box_of(index, (4, 4))
     assert box_of((np.int64(1), torch.tensor(2)), (4, 4)) == (Box((1, 2), (1, 1)), [])

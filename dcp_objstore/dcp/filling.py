@@ -39,12 +39,17 @@ def new_tensor(
     """A tensor to read into, on a device.
 
     Raises:
-        ConfigError: it is no device.
+        ConfigError: there is no such device here.
     """
     try:
         place = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"{device!r} is no device of this torch: {error}") from error
+        if place.type != "cpu":
+            # Starts its driver. Where there is none, torch raises errors of many kinds, an
+            # AssertionError for one; lack of memory, below, stays what it is.
+            torch.empty(0, device=place)
+    except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
+        text = str(error).partition("\n")[0]
+        raise ConfigError(f"{device!r} is no device of this torch and host: {text}") from error
     return torch.empty(shape, dtype=dtype, device=place)
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import torch
 
 from dcp_objstore.dcp.geometry import Box
 from dcp_objstore.dcp.planner import nearest
@@ -111,7 +112,8 @@ def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, list[int]]:
 
 def _integer(part: Any) -> int:
     as_index: Callable[[], int] | None = getattr(part, "__index__", None)
-    if isinstance(part, bool) or as_index is None:
+    # A tensor of one truth value is a mask to torch, though it can be taken for 0 or 1.
+    if isinstance(part, bool) or getattr(part, "dtype", None) is torch.bool or as_index is None:
         raise IndexError(
             f"only integers, slices and Ellipsis select a part, got a {type(part).__name__}; read"
             " the tensor first for anything else"
