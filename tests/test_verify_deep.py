@@ -1,15 +1,88 @@
-"""What the deep verification looks at besides payloads, and what it keeps of it."""
+"""What `Checkpoint.verify` looks at besides payloads, and objects that vanish while it reads."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.marker import decode_marker, encode_marker
+from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.dcp.verify import _Framing
+from dcp_objstore.errors import CorruptDataError, DcpObjstoreError, ObjectNotFoundError
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.local import LocalStore
+from dcp_objstore.stores.wrappers import Fault, FaultStore, Verb
+from tests.support.ranks import run_ranks
 from tests.support.states import seeded
+
+
+def save_rows(rank: int, world: int, url: str, options: Mapping[str, object]) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    state = {"w": distribute_tensor(seeded("w", (2000, 2000)), mesh, [Shard(0)])}
+    dos.save(state, url, storage_options=options, progress=False)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Saved by two ranks: an object from each, two blocks of the tensor."""
+    place = (tmp_path_factory.mktemp("run") / "step-1").as_uri()
+    run_ranks(2, save_rows, place, {})
+    return place
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "what"), [(ObjectNotFoundError, "missing"), (CorruptDataError, "size")]
+)
+def test_an_object_that_vanishes_while_it_is_read_is_reported_and_the_rest_compared(
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[DcpObjstoreError],
+    what: str,
+    deep: bool,
+) -> None:
+    config = TransferConfig(download_concurrency=1, request_size_bytes=4 * MIB)
+    ckpt = dos.open(url, config=config)
+    assert ckpt.verify(deep=deep).blocks == 4
+    lost = ckpt.objects[0]
+    open_spec = StoreSpec.open
+
+    def plan(verb: Verb, key: str, nth: int) -> Fault | None:
+        if (verb, key) != ("get_range", lost):
+            return None
+        return Fault("before", kind("gone or cut since", object_key=lost))
+
+    monkeypatch.setattr(StoreSpec, "open", lambda spec: FaultStore(open_spec(spec), plan))
+    report = ckpt.verify(deep=deep)
+    (damage,) = report.damaged
+    assert (damage.what, damage.object_key) == (what, lost)
+    assert (report.objects, report.blocks) == (2, 2)
+
+
+def test_framing_that_differs_only_in_one_transfer_is_not_damaged(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = dos.open(url)
+    get_range = LocalStore.get_range
+    damaged = []
+
+    def damaged_at_first(self: Any, key: str, start: int, end: int, **settings: Any) -> Any:
+        body = bytearray(get_range(self, key, start, end, **settings))
+        if start == 0 and not damaged:
+            damaged.append(key)
+            body[3] ^= 1  # in the header of the first item
+        return body
+
+    monkeypatch.setattr(LocalStore, "get_range", damaged_at_first)
+    assert ckpt.verify(deep=True).ok
+    assert damaged
 
 
 def test_of_the_framing_only_what_came_before_its_turn_is_kept() -> None:
