@@ -39,5 +39,6 @@ def run_python(arguments: list[str], text: str = "") -> str:
         check=False,
     )
     if child.returncode != 0:
-        raise ChildFailedError(child.stderr.strip()[-2000:])
+        said = child.stderr.strip()[-2000:]
+        raise ChildFailedError(f"{said}\nended with status {child.returncode}".lstrip())
     return child.stdout
