@@ -362,3 +362,21 @@ def test_a_rank_that_is_killed_while_loading_fails_the_others_at_once(bucket: Bu
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error is not None and not outcome.timed_out, outcome
     run_ranks(3, load_small, url, options)
+
+
+def load_mostly_own(rank: int, world: int, url: str, options: Options) -> dos.LoadReport:
+    """Each rank asks for a tensor of its own, and all for a small one."""
+    state = {f"own{rank}": torch.zeros(2 * MIB), "norm": torch.zeros(100)}
+    report = dos.load(state, url, storage_options=options, progress=False)
+    assert state[f"own{rank}"][-1] == rank + 1
+    assert same_bits(state["norm"], torch.ones(100))
+    return report
+
+
+def test_ranks_do_not_wait_for_each_other_to_save_next_to_nothing(sink: Sink) -> None:
+    url, options = "s3://bucket/own", sink.storage_options
+    state = {f"own{n}": torch.full((2 * MIB,), n + 1.0) for n in range(3)}
+    dos.save({**state, "norm": torch.ones(100)}, url, storage_options=options, progress=False)
+    reports = run_ranks(3, load_mostly_own, url, options)
+    assert {report.received_bytes for report in reports} == {0}
+    assert sum(report.total_bytes for report in reports) < 1.05 * 3 * 8 * MIB

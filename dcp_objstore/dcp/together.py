@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from dcp_objstore.dcp.geometry import Selection
     from dcp_objstore.dcp.loading import PlannedLoad
     from dcp_objstore.dcp.source import Source
-    from dcp_objstore.transfer.sharing import Needs
+    from dcp_objstore.transfer.sharing import Needs, Sharing
+
+# Of what all ranks would fetch otherwise; see `_worthwhile`.
+_LEAST_SAVED = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ def share_out(offers: Sequence[Offer], config: TransferConfig) -> list[Share | N
         request_size_bytes=min(config.request_size_bytes, max(BLOCK_SIZE_BYTES, quarter // 2)),
         round_size_bytes=quarter,
     )
-    if not sharings[0].rounds:
+    if not _worthwhile(sharings, needs):
         return nobody
     shares: list[Share | None] = []
     for number, sharing in enumerate(sharings):
@@ -91,6 +94,21 @@ def share_out(offers: Sequence[Offer], config: TransferConfig) -> list[Share | N
         }
         shares.append(Share(sharing, selections))
     return shares
+
+
+def _worthwhile(sharings: Sequence[Sharing], needs: Sequence[Needs]) -> bool:
+    """Whether enough is fetched less for ranks to wait for each other.
+
+    A resharded state shares the blocks at the borders of shards, a sharded one its few values:
+    some percent, for which every round would cost more than it saves.
+    """
+    saved_bytes = sum(
+        (request.end - request.start) * len(request.messages)
+        for number, sharing in enumerate(sharings)
+        for request in sharing.fetched_by(number)
+    )
+    needed_bytes = sum(int((rows["end"] - rows["start"]).sum()) for rows in needs)
+    return saved_bytes > _LEAST_SAVED * needed_bytes
 
 
 def open_once(open_it: Callable[[], Source], group: dist.ProcessGroup, url: str) -> Source:
