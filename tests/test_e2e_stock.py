@@ -13,8 +13,11 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
+from dcp_objstore.errors import CheckpointCorruptError
 from tests.support.checkpoints import Options
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
@@ -157,3 +160,25 @@ def test_a_stock_fsdp2_job_continues_from_the_bucket(bucket: Bucket, tmp_path: P
     run_ranks(4, save_job_stock, str(tmp_path / "stock"))
     upload(tmp_path / "stock", bucket, "stock")
     run_ranks(3, load_job_ours, bucket.at("stock"), bucket.storage_options)
+
+
+def save_two_halves(rank: int, world: int, place: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    tensor = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    dcp.save({"w": tensor, "v": torch.ones(2)}, checkpoint_id=place)
+
+
+def test_a_tensor_of_which_a_chunk_is_missing_is_not_half_loaded(tmp_path: Path) -> None:
+    place = tmp_path / "step-1"
+    run_ranks(2, save_two_halves, str(place))
+    metadata = pickle.loads((place / ".metadata").read_bytes())
+    metadata.state_dict_metadata["w"].chunks.pop()
+    (place / ".metadata").write_bytes(pickle.dumps(metadata))
+    state = {"w": torch.full((8,), -1.0)}
+    with pytest.raises(CheckpointCorruptError, match="4 of the tensor's 8 elements") as caught:
+        dos.load(state, place.as_uri(), progress=False)
+    assert caught.value.key == "w"
+    assert state["w"].tolist() == [-1.0] * 8
+    other = {"v": torch.zeros(2)}
+    dos.load(other, place.as_uri(), progress=False)
+    assert other["v"].tolist() == [1.0, 1.0]

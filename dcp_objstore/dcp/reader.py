@@ -232,6 +232,7 @@ class ObjectStoreReader(StorageReader):
         load = self._opened()
         with plugin_errors(load.rank, load.spec.url):
             if load.source is not None:
+                load.source.check_whole(item.dest_index.fqn for item in plan.items)
                 load.planned = plan_load(
                     load.source, plan.items, verify=self._verify, whole_blocks=load.together
                 )

@@ -7,6 +7,7 @@ bytes lie, whether they are raw, and what they must hash to.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -122,6 +123,23 @@ class Source:
         if found.transforms:
             check_transforms(found.transforms, place.fqn)
         return found
+
+    def check_whole(self, keys: Iterable[str]) -> None:
+        """Refuse tensors with too few elements: what is missing would stay as it was, unnoticed.
+
+        Raises:
+            CheckpointCorruptError: the chunks of a tensor do not make it up.
+        """
+        for key in dict.fromkeys(keys):
+            saved = self.metadata.state_dict_metadata.get(key)
+            if isinstance(saved, TensorStorageMetadata):
+                given = sum(chunk.sizes.numel() for chunk in saved.chunks)
+                if given < saved.size.numel():
+                    raise CheckpointCorruptError(
+                        f"the chunks in the checkpoint have {given} of the tensor's"
+                        f" {saved.size.numel()} elements",
+                        key=key,
+                    )
 
     def explain(self, store: ObjectStore, error: ObjectNotFoundError) -> DcpObjstoreError:
         """Why a data object is missing: deleted or replaced meanwhile, or corrupt."""
