@@ -87,7 +87,7 @@ class Clients:
         return self._get("first", retries=self._config.max_retries)
 
     def direct(self) -> DirectLane | None:
-        """For reads whose URL can be signed, without further headers or certificates."""
+        """For reads over plain HTTP whose URL can be signed, without further headers."""
         return self._lane
 
     def _sign(self, path: str) -> str:
@@ -145,8 +145,9 @@ def make_clients(
         return Clients(make, config, endpoint_url)
     settings = s3_settings(options)
     make, endpoint_url = _s3(url, settings, stripped)
-    plain = settings.verify is True and not settings.anon and not settings.requester_pays
-    return Clients(make, config, endpoint_url, direct=plain)
+    plain = endpoint_url is not None and endpoint_url.startswith("http://")
+    signed = not settings.anon and not settings.requester_pays
+    return Clients(make, config, endpoint_url, direct=plain and signed)
 
 
 def _memory_store(name: str) -> MemoryStore:
