@@ -364,6 +364,66 @@ def test_a_rank_that_is_killed_while_loading_fails_the_others_at_once(bucket: Bu
     run_ranks(3, load_small, url, options)
 
 
+class Late(DefaultLoadPlanner):
+    """On one rank, does not come to the reading: it fails, or waits until the others have read."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        if self.how == "fails":
+            raise ValueError("no plan of mine")
+        if self.how == "slow":
+            dist.distributed_c10d._get_default_store().wait(["read-0", "read-2"])
+        if self.how == "own plan":
+            return LoadPlan(new_plan.items)
+        return super().finish_plan(new_plan)
+
+
+def load_late(
+    rank: int, world: int, url: str, options: Options, how: str, told: bool
+) -> dos.LoadReport:
+    reader = dos.ObjectStoreReader(
+        url,
+        storage_options=options,
+        process_group=dist.group.WORLD if told else None,
+        config=TransferConfig(peer_timeout_seconds=1),
+    )
+
+    class Telling(Late):
+        def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+            dist.distributed_c10d._get_default_store().set(f"read-{rank}", "")
+            super().commit_tensor(read_item, tensor)
+
+    state = blank(None)
+    dcp.load(state, planner=Telling(how if rank == 1 else "not"), storage_reader=reader)
+    assert_loaded(state)
+    assert reader.last_load is not None
+    return reader.last_load
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_planner_that_fails_before_the_reading_fails_all_with_its_error_alone(
+    sink: Sink, saved: str, told: bool
+) -> None:
+    outcomes = try_ranks(3, load_late, saved, sink.storage_options, "fails", told)
+    for outcome in outcomes:
+        (error,) = causes(outcome.error)
+        assert isinstance(error, ValueError), outcome
+    run_ranks(3, load_small, saved, sink.storage_options)
+
+
+@pytest.mark.parametrize("how", ["slow", "own plan"])
+def test_ranks_do_not_fail_for_one_that_is_late_or_goes_its_own_way(
+    sink: Sink, saved: str, how: str
+) -> None:
+    reports = run_ranks(3, load_late, saved, sink.storage_options, how, True)
+    assert {report.received_bytes for report in reports} == {0}
+    assert sum(report.total_bytes for report in reports) >= 3 * PAYLOAD_BYTES
+    run_ranks(3, load_small, saved, sink.storage_options)
+
+
 def load_mostly_own(rank: int, world: int, url: str, options: Options) -> dos.LoadReport:
     """Each rank asks for a tensor of its own, and all for a small one."""
     state = {f"own{rank}": torch.zeros(2 * MIB), "norm": torch.zeros(100)}

@@ -52,10 +52,12 @@ class Share:
         sharing: this rank's part; no rounds where nothing is shared.
         selections: what reads of other ranks want of the blocks that this rank fetches, by the
             rank's number and its own for the read; only those whose messages are packed.
+        meeting: a name that no other load has, the same for all of its ranks.
     """
 
     sharing: Sharing
     selections: dict[tuple[int, int], Selection]
+    meeting: str
 
 
 def needs_of(

@@ -28,7 +28,7 @@ from dcp_objstore.dcp.plugin import plugin_errors
 from dcp_objstore.dcp.report import LoadReport, log_load, logger
 from dcp_objstore.dcp.source import Source, open_source
 from dcp_objstore.dcp.target import Target
-from dcp_objstore.dcp.together import Offer, make_offer, open_once, share_out
+from dcp_objstore.dcp.together import Offer, all_come, make_offer, open_once, share_out
 from dcp_objstore.errors import (
     CheckpointGoneError,
     ConfigError,
@@ -82,9 +82,9 @@ class ObjectStoreReader(StorageReader):
         read_once: what several ranks need (replicas, values, blocks that another layout cuts) is
             fetched and verified by one of them, which hands it to the others; so the store sees
             each byte once, whatever the number of ranks. Ranks of one host hand it on through
-            shared memory, others through gloo. A rank that fails fails all in the next round; one
-            that never comes to `read_data`, as its own planner's `finish_plan` has raised, is
-            waited for `config.peer_timeout_seconds`. Default True: 8 replicas on one host loaded
+            shared memory, others through gloo. A rank that fails fails all in the next round. If
+            one has not come to `read_data` within 30 s, as its planner's `finish_plan` has raised
+            or is slow, each loads by itself. Default True: 8 replicas on one host loaded
             2.5 to 3 times as fast (`python -m benchmarks resume --layout replicated`), and where
             nothing is shared it costs nothing.
         process_group: the ranks that load together, all of which take part in every load; then
@@ -285,9 +285,12 @@ class ObjectStoreReader(StorageReader):
         if planned is None or changed:
             planned = plan_load(load.source, plan.items, verify=self._verify)
         exchange = None
-        if isinstance(plan.storage_data, Share):
+        share = plan.storage_data
+        if isinstance(share, Share) and all_come(
+            share.meeting, len(self._group_ranks()), self._target.config, load.spec.url
+        ):
             exchange = Exchange(
-                plan.storage_data,
+                share,
                 planned,
                 self._group(),
                 load.spec.url,

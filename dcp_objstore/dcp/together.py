@@ -1,10 +1,15 @@
-"""How ranks come to load together: one opens, each offers its needs, the coordinator shares out.
+"""How ranks come to load together: one opens, each offers its needs, the coordinator shares out,
+and all turn up; or each loads by itself.
 
 Offers and shares travel as `storage_data` of DCP's plans, which are gathered and scattered anyway.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +19,7 @@ import torch.distributed as dist
 from dcp_objstore.dcp.exchange import Share, needs_of
 from dcp_objstore.dcp.failures import typed_failures
 from dcp_objstore.dcp.groups import current_rank
+from dcp_objstore.dcp.report import logger
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.sharing import plan_sharing
@@ -28,6 +34,11 @@ if TYPE_CHECKING:
 
 # Of what all ranks would fetch otherwise; see `_worthwhile`.
 _LEAST_SAVED = 0.03
+# Between a plan's arrival and the reading there is nothing that takes time, unless a planner's
+# `finish_plan` makes it so.
+_PATIENCE_SECONDS = 30.0
+_TOGETHER = "together"
+_POLL_SECONDS = 0.25  # Ctrl-C ends the waiting between two
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +94,7 @@ def share_out(offers: Sequence[Offer], config: TransferConfig) -> list[Share | N
     )
     if not _worthwhile(sharings, needs):
         return nobody
+    meeting = str(uuid.uuid4())
     shares: list[Share | None] = []
     for number, sharing in enumerate(sharings):
         selections = {
@@ -92,7 +104,7 @@ def share_out(offers: Sequence[Offer], config: TransferConfig) -> list[Share | N
             for segment in segments
             if segment.packed_bytes
         }
-        shares.append(Share(sharing, selections))
+        shares.append(Share(sharing, selections, meeting))
     return shares
 
 
@@ -135,3 +147,43 @@ def open_once(open_it: Callable[[], Source], group: dist.ProcessGroup, url: str)
         raise source
     assert source is not None
     return source
+
+
+def all_come(meeting: str, count: int, config: TransferConfig, url: str) -> bool:
+    """Whether all ranks have come to load together; the same answer on every rank that asks.
+
+    A rank whose planner raised in `finish_plan` goes past the reading, to DCP's next collective,
+    and until then tells nobody. So a rank that has waited for 30 s (or
+    `config.peer_timeout_seconds`, if that is less) decides for all that each loads by itself; they
+    then meet in that collective. A rank that was only slow finds it decided and loads by itself
+    too: nobody fails for being late.
+
+    Args:
+        meeting: see `Share`.
+        count: of the ranks.
+
+    Raises:
+        RankFailedError: the process that keeps the process group's store has died.
+    """
+    rank = current_rank()
+    decided = f"dcp_objstore/{meeting}/decided"
+    patience_seconds = min(_PATIENCE_SECONDS, config.peer_timeout_seconds)
+    deadline = time.monotonic() + patience_seconds
+    with typed_failures(url, None):
+        store = dist.distributed_c10d._get_default_store()
+        if store.add(f"dcp_objstore/{meeting}/came", 1) == count:
+            return bytes(store.compare_set(decided, "", _TOGETHER)) == _TOGETHER.encode()
+        while (left := deadline - time.monotonic()) > 0:
+            slice_ = datetime.timedelta(seconds=max(0.001, min(left, _POLL_SECONDS)))
+            with contextlib.suppress(dist.DistStoreError):  # not decided yet
+                store.wait([decided], slice_)
+                break
+        found = bytes(store.compare_set(decided, "", f"rank {rank}")).decode()
+    if found == f"rank {rank}":
+        logger.warning(
+            "%s: not every rank has come to read within %.0f s (a planner's finish_plan has failed"
+            " there or is slow), so each loads by itself",
+            url,
+            patience_seconds,
+        )
+    return found == _TOGETHER
