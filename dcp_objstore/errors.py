@@ -10,7 +10,7 @@
     │   ├── InvalidUrlError, ConfigError, UnsupportedError, ForkedProcessError
     │   ├── CredentialsError, PermissionDeniedError
     │   ├── BucketNotFoundError, ObjectNotFoundError
-    │   ├── CheckpointExistsError, CheckpointNotFoundError
+    │   ├── CheckpointExistsError, CheckpointNotFoundError, CheckpointPinnedError
     │   ├── StateMismatchError        the state asks for keys or shapes the checkpoint lacks
     │   └── UntrustedPickleError      reading this value would run code: `trust_pickle=True`
     ├── CorruptDataError      the bytes are not what was saved: use another checkpoint
@@ -34,6 +34,7 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointGoneError",
     "CheckpointNotFoundError",
+    "CheckpointPinnedError",
     "CommitLostError",
     "CommitUnknownError",
     "ConfigError",
@@ -130,7 +131,8 @@ class TransferStalledError(RetryableError):
 
 
 class CommitUnknownError(RetryableError):
-    """No answer to the commit within its deadline: it may still take effect.
+    """No answer to the change of the marker (a commit, a deletion) within its deadline: it may
+    still take effect.
 
     Look at the checkpoint (`dcp-objstore ls`) before saving it again.
     """
@@ -182,6 +184,10 @@ class CheckpointExistsError(InputError):
 
 class CheckpointNotFoundError(InputError):
     """There is no committed checkpoint at this URL."""
+
+
+class CheckpointPinnedError(InputError):
+    """The checkpoint is protected by pins and is not deleted; `unpin` removes one."""
 
 
 class StateMismatchError(InputError):

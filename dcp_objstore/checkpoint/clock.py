@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 import time
+from datetime import UTC, datetime
 
+# No request that changes a marker or `.metadata` begins later than this after the first.
+DEADLINE_SECONDS = 60.0
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
 
@@ -19,6 +22,10 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         """Wait."""
         time.sleep(seconds)
+
+    def utc_now(self) -> datetime:
+        """This host's idea of the time. It may be wrong: see rule 9 in `sweep`."""
+        return datetime.now(UTC)
 
 
 SYSTEM_CLOCK = Clock()

@@ -1,8 +1,9 @@
-"""Commit: the only code that puts a marker or trusts one.
+"""Commit: the only code that puts a marker. (`opening` is the only code that trusts one.)
 
 The rules, which a model check of two writers, a deleter, a sweeper and a reader (with lost, delayed
 and duplicated answers, crashes and pauses) has passed; weakening any of them was caught. They keep
-the numbers of the design; 3 is `names`, 8 to 10 are about deleting, sweeping and the writer object.
+the numbers of the design; 3 is `names`, 6 stands in `publishing`, 7 in `opening`, 8 in `deleting`,
+9 in `sweep`, and 10 is about the writer object.
 
  1. A checkpoint exists exactly while `_COMMIT` says `committed`. The marker is never removed: a
     deleted checkpoint keeps one that says `deleted` (a tombstone), which counts as absent and is
@@ -18,13 +19,8 @@ the numbers of the design; 3 is `names`, 8 to 10 are about deleting, sweeping an
     the log: we committed, even if somebody has replaced us since. The begin token still stands:
     send again, and at the deadline say that the outcome is unknown (an answer lost on the way may
     hide a PUT that lands later). Anything else: somebody else was first. Nothing is deleted here,
-    because an object that looks useless may belong to a commit that is about to land.
- 6. `.metadata` follows the marker: read its version, check that the marker is still ours, put it
-    against that version, and again when that failed. Whoever committed last also writes last.
- 7. Readers go from `_COMMIT` to the index to the objects and never trust a listing. If something
-    is missing, the marker is read again: the same commit_id means damage, another one means that
-    the checkpoint was replaced or deleted meanwhile. Only commit_ids are compared, since a sweep
-    may rewrite the marker of the same commit.
+    because an object that looks useless may belong to a commit that is about to land. Rewrites of
+    a marker (`rewrite_marker`: deleting, fencing, pinning) are decided alike, by their write_id.
 11. All this needs a store with conditional writes: see `probe`. `fenced=False` sends the same PUTs
     without conditions, for users who have promised that there is only one writer.
 """
@@ -32,43 +28,46 @@ the numbers of the design; 3 is `names`, 8 to 10 are about deleting, sweeping an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
-from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, Retries
-from dcp_objstore.checkpoint.listing import check_objects, explain_absence
+import msgspec
+
+from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
+from dcp_objstore.checkpoint.listing import check_objects
 from dcp_objstore.checkpoint.marker import (
-    MAX_MARKER_SIZE_BYTES,
     Counts,
     IndexRef,
     Marker,
     check_user_metadata,
-    decode_marker,
     encode_marker,
     new_id,
     next_marker,
 )
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, index_key
+from dcp_objstore.checkpoint.opening import (
+    Found,
+    explain_missing,
+    open_committed,
+    open_found,
+    read_marker,
+)
+from dcp_objstore.checkpoint.publishing import publish_dot_metadata
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
-    CheckpointGoneError,
-    CheckpointNotFoundError,
     CommitLostError,
     CommitUnknownError,
-    CorruptDataError,
     DcpObjstoreError,
     InputError,
     LostRaceError,
     ObjectNotFoundError,
     RetryableError,
-    StoreUnavailableError,
     UnsupportedError,
 )
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Precondition, Version
-
-DEADLINE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -206,174 +205,121 @@ def commit(
         user_metadata=check_user_metadata(user_metadata),
         created_at=datetime.now(UTC),
     )
-    body = encode_marker(marker)
+    encode_marker(marker)  # refused, if it is, before any request
     check_objects(store, objects)
     store.put(index_key(nonce), index)
-    precondition = begin.precondition if fenced else None
-    return _put_marker(store, begin, marker, body, precondition, Retries(deadline_seconds, clock))
-
-
-def publish_dot_metadata(
-    store: ObjectStore,
-    commit_id: str,
-    body: bytes,
-    *,
-    deadline_seconds: float = DEADLINE_SECONDS,
-    fenced: bool = True,
-    clock: Clock = SYSTEM_CLOCK,
-) -> bool:
-    """Write `.metadata` for stock torch readers, while `commit_id` is the current commit (rule 6).
-
-    The checkpoint is committed whether or not this succeeds, so a caller that saves logs what is
-    raised here as a warning and goes on.
-
-    Args:
-        store: rooted at the checkpoint.
-        commit_id: the commit that `body` describes.
-        body: the pickled `Metadata`.
-        deadline_seconds, fenced, clock: as for `commit`.
-
-    Returns:
-        True if ours was written; False if the marker is no longer of this commit, in which case
-        whoever changed it takes care of `.metadata`.
-
-    Raises:
-        RetryableError: no success until the deadline.
-        DcpObjstoreError: the store refused for good.
-    """
-    retries = Retries(deadline_seconds, clock)
-    while True:
-        try:
-            token = store.head(DOT_METADATA_KEY).version
-            precondition: Precondition = IfVersion(token)
-        except ObjectNotFoundError:
-            precondition = IfAbsent()
-        found = read_marker(store)
-        if found is None or not found[0].is_committed or found[0].commit_id != commit_id:
-            return False
-        try:
-            store.put(
-                DOT_METADATA_KEY, body, precondition=precondition if fenced else None, retry=False
-            )
-        except (StoreUnavailableError, LostRaceError, ObjectNotFoundError) as error:
-            if not retries.pause():
-                raise RetryableError(
-                    f"'.metadata' could not be written until the deadline (last: {error}); the"
-                    " checkpoint is committed, but stock torch readers do not see it",
-                    url=store.url,
-                ) from error
-        else:
-            return True
-
-
-def read_marker(store: ObjectStore) -> tuple[Marker, Version] | None:
-    """The marker with the version of the same response, or None if there is none. One GET.
-
-    A tombstone is returned like any marker; only one with `is_committed` is a checkpoint.
-
-    Raises:
-        CheckpointCorruptError, UnsupportedError: see `marker.decode_marker`.
-    """
-    try:
-        body, meta = store.get(MARKER_KEY, max_size_bytes=MAX_MARKER_SIZE_BYTES)
-    except ObjectNotFoundError:
-        return None
-    except CorruptDataError as error:
-        raise CheckpointCorruptError(
-            f"the marker is damaged: {error.message}", object_key=MARKER_KEY, url=store.url
-        ) from error
-    try:
-        return decode_marker(body), meta.version
-    except DcpObjstoreError as error:
-        error.at(object_key=MARKER_KEY, url=store.url)
-        raise
-
-
-def open_committed(store: ObjectStore) -> tuple[Marker, bytes]:
-    """The marker of a committed checkpoint and its index, size and SHA-256 verified (rule 7).
-
-    Raises:
-        CheckpointNotFoundError: nothing is committed here; the message says what is here instead.
-        CheckpointCorruptError: the marker or the index is damaged, or the index is missing.
-        CheckpointGoneError: the checkpoint was replaced or deleted between the two requests.
-        UnsupportedError: written in a newer format.
-    """
-    return open_found(store, read_marker(store))
-
-
-def open_found(store: ObjectStore, found: tuple[Marker, Version] | None) -> tuple[Marker, bytes]:
-    """As `open_committed`, of what `read_marker` has just given."""
-    if found is None or not found[0].is_committed:
-        if found is None:
-            reason = explain_absence(store)
-        elif found[0].state == "deleted":
-            reason = "the checkpoint that was here was deleted"
-        else:
-            reason = "the checkpoint here is being deleted"
-        raise CheckpointNotFoundError(reason, url=store.url)
-    marker = found[0]
-    ref = marker.index
-    if ref is None:  # `decode_marker` lets only a tombstone have none
-        raise CheckpointCorruptError("the marker names no index", url=store.url)
-    try:
-        body, _ = store.get(ref.key, max_size_bytes=ref.size_bytes)
-    except ObjectNotFoundError as error:
-        raise explain_missing(store, marker.commit_id, ref.key) from error
-    except CorruptDataError as error:
-        raise CheckpointCorruptError(
-            f"the index is damaged: {error.message}", object_key=ref.key, url=store.url
-        ) from error
-    if len(body) != ref.size_bytes or hashlib.sha256(body).hexdigest() != ref.sha256:
-        raise CheckpointCorruptError(
-            f"the index is damaged: {len(body)} bytes that are not the {ref.size_bytes} bytes that"
-            " were committed",
-            object_key=ref.key,
-            url=store.url,
+    outcome = put_marker(
+        store,
+        marker,
+        begin.version,
+        Retries(deadline_seconds, clock),
+        f"commit {marker.commit_id}",
+        landed=lambda seen: seen.knows(marker.commit_id),
+        fenced=fenced,
+    )
+    seen = outcome.seen
+    if outcome.landed:
+        superseded = seen is not None and (
+            seen.commit_id != marker.commit_id or not seen.is_committed
         )
-    return marker, body
-
-
-def explain_missing(store: ObjectStore, commit_id: str, object_key: str) -> DcpObjstoreError:
-    """The error for an object of the commit that was not found while reading (rule 7). One GET.
-
-    Returns:
-        `CheckpointCorruptError` if the commit still stands, `CheckpointGoneError` if it does not,
-        or the error that kept us from finding out.
-    """
-    try:
-        found = read_marker(store)
-    except DcpObjstoreError as error:
-        return error
-    if found is not None and found[0].commit_id == commit_id and found[0].is_committed:
-        return CheckpointCorruptError(
-            "the checkpoint is committed but this object of it is missing: somebody removed it"
-            " without dcp_objstore; load another checkpoint",
-            object_key=object_key,
-            url=store.url,
-        )
-    if found is not None and found[0].is_committed:
-        now = f"replaced by commit {found[0].commit_id}; load it again"
-    else:
-        now = "deleted; load another checkpoint"
-    return CheckpointGoneError(
-        f"while it was being read, the checkpoint was {now}", object_key=object_key, url=store.url
+        return Committed(marker.commit_id, superseded, marker)
+    winner = f"commit {seen.commit_id}" if seen is not None else "the marker was removed"
+    raise CommitLostError(
+        f"another writer changed this checkpoint since the save began ({winner}); this save was"
+        " not committed, and what the other one wrote is whole",
+        url=store.url,
     )
 
 
-def _put_marker(
+def rewrite_marker(
+    store: ObjectStore, found: Found, what: str, retries: Retries, **changes: Any
+) -> Marker | None:
+    """Put the marker that was found with other fields and a new write_id (rule 5).
+
+    Args:
+        store: rooted at the checkpoint.
+        found: as read; the PUT is conditioned on its version.
+        what: the change in words, for errors.
+        retries: bounds when a PUT may start, and is shared with what the caller does around it.
+        changes: fields of `Marker`; none: only the write_id changes (a fence).
+
+    Returns:
+        The new marker; None: somebody else has changed the marker, before ours or after it (only
+        where its answer was lost). Read it again.
+
+    Raises:
+        CommitUnknownError: no clear answer until the deadline; it may still take effect.
+        InputError: the store refused for good; nothing was changed.
+    """
+    marker = msgspec.structs.replace(found[0], write_id=new_id(), **changes)
+    return marker if put_marker(store, marker, found[1], retries, what).landed else None
+
+
+def put_tombstone(store: ObjectStore, retries: Retries) -> Marker | None:
+    """Put a tombstone where there is no marker: what was begun before cannot commit any more.
+
+    Returns:
+        The tombstone, or None if somebody else put a marker first.
+
+    Raises:
+        As `rewrite_marker`.
+    """
+    marker = Marker(
+        state="deleted",
+        commit_id=new_id(),
+        write_id=new_id(),
+        generation=1,
+        index=None,
+        world_size=0,
+        created_at=datetime.now(UTC),
+    )
+    return marker if put_marker(store, marker, None, retries, "a tombstone").landed else None
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of a PUT of the marker.
+
+    Attributes:
+        landed: it took effect.
+        seen: the marker that was read to find out; None after a clean answer, or if there is none.
+    """
+
+    landed: bool
+    seen: Marker | None = None
+
+
+def put_marker(
     store: ObjectStore,
-    begin: BeginToken,
     marker: Marker,
-    body: bytes,
-    precondition: Precondition | None,
+    version: Version | None,
     retries: Retries,
-) -> Committed:
-    """Rules 4 and 5: send until the outcome is known or the deadline has come."""
+    what: str,
+    *,
+    landed: Callable[[Marker], bool] | None = None,
+    fenced: bool = True,
+) -> _Outcome:
+    """Rules 4 and 5: send one body until the outcome is known or the deadline has come.
+
+    Args:
+        store: rooted at the checkpoint.
+        marker: what to put.
+        version: of the marker that it replaces; None: there must be none.
+        retries: bounds when a PUT may start.
+        what: is put, in words, for the error.
+        landed: tells by a marker read later that ours took effect. Default: by its write_id.
+        fenced: False puts without a condition (rule 11).
+
+    Raises:
+        CommitUnknownError, InputError: see `commit` and `rewrite_marker`.
+    """
+    body = encode_marker(marker)
+    condition: Precondition = IfAbsent() if version is None else IfVersion(version)
     may_still_land = False
     while True:
         try:
-            store.put(MARKER_KEY, body, precondition=precondition, retry=False)
-            return Committed(marker.commit_id, False, marker)
+            store.put(MARKER_KEY, body, precondition=condition if fenced else None, retry=False)
+            return _Outcome(True)
         except DcpObjstoreError as error:
             if _had_no_effect(error) and not may_still_land:
                 error.at(object_key=MARKER_KEY, url=store.url)
@@ -385,40 +331,19 @@ def _put_marker(
         try:
             found = read_marker(store)
         except (CheckpointCorruptError, UnsupportedError) as error:
-            raise _unknown(store, marker, error) from error
+            raise _unknown(store, what, error) from error
         except DcpObjstoreError as error:
             last = error
         else:
-            outcome = _outcome(store, begin, marker, found)
-            if outcome is not None:
-                return outcome
+            seen = found[0] if found is not None else None
+            if seen is not None and (
+                landed(seen) if landed is not None else seen.write_id == marker.write_id
+            ):
+                return _Outcome(True, seen)
+            if (found[1] if found is not None else None) != version:
+                return _Outcome(False, seen)
         if not retries.pause():
-            raise _unknown(store, marker, last) from last
-
-
-def _outcome(
-    store: ObjectStore,
-    begin: BeginToken,
-    marker: Marker,
-    found: tuple[Marker, Version] | None,
-) -> Committed | None:
-    """Rule 5: what became of our PUT, by the marker found after it; None: not decided yet.
-
-    Raises:
-        CommitLostError: the begin token no longer stands, and not by us.
-    """
-    if found is not None and found[0].knows(marker.commit_id):
-        current = found[0]
-        superseded = current.commit_id != marker.commit_id or not current.is_committed
-        return Committed(marker.commit_id, superseded, marker)
-    if (found[1] if found is not None else None) == begin.version:
-        return None
-    winner = f"commit {found[0].commit_id}" if found is not None else "the marker was removed"
-    raise CommitLostError(
-        f"another writer changed this checkpoint since the save began ({winner}); this save was"
-        " not committed, and what the other one wrote is whole",
-        url=store.url,
-    )
+            raise _unknown(store, what, last) from last
 
 
 def _had_no_effect(error: DcpObjstoreError) -> bool:
@@ -429,10 +354,10 @@ def _had_no_effect(error: DcpObjstoreError) -> bool:
     return isinstance(error, InputError) and not isinstance(error, ObjectNotFoundError)
 
 
-def _unknown(store: ObjectStore, marker: Marker, last: DcpObjstoreError) -> CommitUnknownError:
+def _unknown(store: ObjectStore, what: str, last: DcpObjstoreError) -> CommitUnknownError:
     return CommitUnknownError(
-        f"the store never said whether commit {marker.commit_id} took effect, and it still may"
-        f" (last: {last}); nothing was deleted. Look at the checkpoint before saving it again",
+        f"the store never said whether {what} took effect, and it still may (last: {last});"
+        " nothing was deleted. Look at the checkpoint before you go on",
         url=store.url,
     )
 
@@ -440,11 +365,15 @@ def _unknown(store: ObjectStore, marker: Marker, last: DcpObjstoreError) -> Comm
 __all__ = [
     "BeginToken",
     "Committed",
+    "Found",
     "begin",
     "commit",
     "explain_missing",
     "open_committed",
     "open_found",
     "publish_dot_metadata",
+    "put_marker",
+    "put_tombstone",
     "read_marker",
+    "rewrite_marker",
 ]

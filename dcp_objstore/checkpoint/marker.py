@@ -29,13 +29,15 @@ FORMAT: Final = 1
 MAX_MARKER_SIZE_BYTES: Final = 64 * 1024
 MAX_USER_METADATA_SIZE_BYTES: Final = 32 * 1024
 LOG_LENGTH: Final = 16
+MAX_PINS: Final = 64
+MAX_PIN_LENGTH: Final = 200
 
 # An index of 2 GiB would describe petabytes; a marker that claims more is damaged.
 _MAX_INDEX_SIZE_BYTES = 2 * 1024**3
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Id = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 _Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-_Pin = Annotated[str, Meta(min_length=1, max_length=200)]
+_Pin = Annotated[str, Meta(min_length=1, max_length=MAX_PIN_LENGTH)]
 _TAIL = re.compile(rb',"digest":"([0-9a-f]{64})"\}\Z')
 _TAIL_SIZE_BYTES = len(',"digest":""}') + 64
 _MAX_DEPTH = 32
@@ -101,7 +103,7 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     world_size: _Count
     created_at: Annotated[datetime, Meta(tz=True)]
     user_metadata: dict[str, Any] = {}
-    pins: Annotated[tuple[_Pin, ...], Meta(max_length=64)] = ()
+    pins: Annotated[tuple[_Pin, ...], Meta(max_length=MAX_PINS)] = ()
 
     @property
     def is_committed(self) -> bool:

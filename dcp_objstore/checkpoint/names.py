@@ -4,6 +4,7 @@
     <checkpoint>/index.{nonce}.msgpack         the index
     <checkpoint>/_COMMIT                       the marker
     <checkpoint>/.metadata                     for stock torch readers
+    <checkpoint>/.probe-{nonce}                only while `probe` tries the store out; or -race
 
 A nonce is random and new for every rank and save, so no two writers ever share a key.
 """
@@ -27,6 +28,7 @@ _NONCE_BYTES = 12
 _NONCE = re.compile(r"[0-9a-f]{16,64}\Z")
 _DATA = re.compile(r"__(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,8})\.([0-9a-f]{16,64})\.distcp\Z")
 _INDEX = re.compile(r"index\.([0-9a-f]{16,64})\.msgpack\Z")
+_PROBE = re.compile(r"\.probe-[0-9a-f]{16,64}(-race)?\Z")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -84,6 +86,15 @@ def parse_index_key(key: str) -> str | None:
     """The nonce in an index's key, or None for any other key."""
     found = _INDEX.match(key)
     return found[1] if found else None
+
+
+def is_ours(key: str) -> bool:
+    """Whether a key is of a form that only we use and that a sweep may remove.
+
+    The marker and `.metadata`, which rules of their own are about, are not of them.
+    """
+    forms = (_DATA, _INDEX, _PROBE)
+    return any(form.match(key) for form in forms)
 
 
 def check_object_key(key: str) -> str:

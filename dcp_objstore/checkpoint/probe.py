@@ -98,13 +98,7 @@ def require_fencing(
         UnsupportedError: the store has no conditional create and `allow_unfenced` is False; or it
             has create but no update, and there is or may be something to overwrite.
     """
-    bucket = bucket_of(store)
-    found = _known.get(bucket) if bucket is not None else None
-    if found is None:
-        # No lock: two threads that probe at once find the same.
-        found = probe(store, clock=clock)
-        if bucket is not None:
-            _known[bucket] = found
+    found = _capabilities(store, clock)
     if not found.conditional_create:
         if not allow_unfenced:
             raise UnsupportedError(
@@ -126,6 +120,40 @@ def require_fencing(
             " another URL",
             url=store.url,
         )
+    return found
+
+
+def require_rewrites(store: ObjectStore, what: str, *, clock: Clock = SYSTEM_CLOCK) -> None:
+    """Refuse what rewrites a marker (deleting, sweeping, pinning) where nothing fences it.
+
+    Args:
+        store: rooted where markers are.
+        what: cannot be done, as the beginning of a sentence.
+        clock: for tests.
+
+    Raises:
+        UnsupportedError: the store cannot replace an object conditionally (rule 11 of `commit`).
+    """
+    found = _capabilities(store, clock)
+    if not (found.conditional_create and found.conditional_update):
+        lacks = "replace" if found.conditional_create else "create or replace"
+        raise UnsupportedError(
+            f"{what} here: this store cannot {lacks} an object conditionally, so nothing would keep"
+            " a save that is under way from committing onto what is being removed. Use a store with"
+            " conditional writes; here, remove old checkpoints by hand while no job is running",
+            url=store.url,
+        )
+
+
+def _capabilities(store: ObjectStore, clock: Clock) -> Capabilities:
+    """As `probe` found them, now or before in this process."""
+    bucket = bucket_of(store)
+    found = _known.get(bucket) if bucket is not None else None
+    if found is None:
+        # No lock: two threads that probe at once find the same.
+        found = probe(store, clock=clock)
+        if bucket is not None:
+            _known[bucket] = found
     return found
 
 

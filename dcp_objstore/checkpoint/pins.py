@@ -1,0 +1,94 @@
+"""Pins: names under which a commit is protected from deletion and from being overwritten.
+
+They stand in the marker, so a pin and a deletion are decided by the same conditional PUT: either
+the pin is there first and the deletion is refused, or the pin finds nothing to protect any more.
+A pin belongs to the commit; it is not carried over to one that replaces it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
+from dcp_objstore.checkpoint.commit import rewrite_marker
+from dcp_objstore.checkpoint.marker import MAX_PIN_LENGTH, MAX_PINS
+from dcp_objstore.checkpoint.opening import not_committed, read_marker
+from dcp_objstore.errors import ConfigError, RetryableError
+from dcp_objstore.stores.protocol import ObjectStore
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+def pin(
+    store: ObjectStore,
+    name: str,
+    *,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    clock: Clock = SYSTEM_CLOCK,
+) -> tuple[str, ...]:
+    """Protect the commit at the store's root under a name. One that it has already stays.
+
+    Args:
+        store: rooted at the checkpoint; with conditional updates (see `probe.require_rewrites`).
+        name: 1 to 200 characters, none of them a control character.
+        deadline_seconds: no PUT begins later than this.
+        clock: for tests.
+
+    Returns:
+        All pins of the commit.
+
+    Raises:
+        ConfigError: the name is of another form, or there are 64 pins already.
+        CheckpointNotFoundError: nothing is committed here.
+        CommitUnknownError, RetryableError: not until the deadline; pinning again is safe.
+    """
+    _check_name(name)
+
+    def added(pins: tuple[str, ...]) -> tuple[str, ...]:
+        if name in pins:
+            return pins
+        if len(pins) >= MAX_PINS:
+            raise ConfigError(f"a checkpoint has at most {MAX_PINS} pins", url=store.url)
+        return (*pins, name)
+
+    return _change(store, added, Retries(deadline_seconds, clock))
+
+
+def unpin(
+    store: ObjectStore,
+    name: str,
+    *,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    clock: Clock = SYSTEM_CLOCK,
+) -> tuple[str, ...]:
+    """Remove a pin; one that is not there is no error. Otherwise as `pin`."""
+    _check_name(name)
+    return _change(
+        store,
+        lambda pins: tuple(other for other in pins if other != name),
+        Retries(deadline_seconds, clock),
+    )
+
+
+def _change(
+    store: ObjectStore, changed: Callable[[tuple[str, ...]], tuple[str, ...]], retries: Retries
+) -> tuple[str, ...]:
+    while True:
+        found = read_marker(store)
+        if found is None or not found[0].is_committed:
+            raise not_committed(store, found)
+        pins = changed(found[0].pins)
+        if pins == found[0].pins or rewrite_marker(store, found, "the pin", retries, pins=pins):
+            return pins
+        if not retries.pause():
+            raise RetryableError(
+                "others kept changing this checkpoint until the deadline; try again", url=store.url
+            )
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_PIN_LENGTH or _CONTROL.search(name):
+        raise ConfigError(
+            f"a pin's name has 1 to {MAX_PIN_LENGTH} characters and no control characters"
+        )

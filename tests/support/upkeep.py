@@ -1,0 +1,133 @@
+"""Checkpoints that are real to the checkpoint floor, of any age, and what is left of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+
+from dcp_objstore.checkpoint import commit as commits
+from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.commit import BeginToken, Committed
+from dcp_objstore.checkpoint.marker import Counts
+from dcp_objstore.checkpoint.names import data_key, is_ours, new_nonce
+from dcp_objstore.checkpoint.opening import find_marker
+from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
+from dcp_objstore.stores.wrappers import WrappedStore
+from dcp_objstore.transfer.digests import DIGEST_SIZE_BYTES
+
+DAY_SECONDS = 24 * 3600.0
+
+
+class Described:
+    """A `.metadata` that is made of the index, for tests without torch."""
+
+    def derive(self, index: bytes) -> bytes:
+        return b"metadata of " + index
+
+    def describes(self, body: bytes, index: bytes) -> bool:
+        return body == self.derive(index)
+
+
+DESCRIBED = Described()
+
+
+class AgedStore(WrappedStore):
+    """A store whose clock has gone on: `age` makes what is there now so much older.
+
+    What is written later, a marker that is rewritten for one, has its true age.
+    """
+
+    def __init__(self, inner: ObjectStore) -> None:
+        super().__init__(inner)
+        self._aged: dict[tuple[str, str | None], timedelta] = {}
+
+    def age(self, seconds: float = 2 * DAY_SECONDS, *keys: str) -> None:
+        """Make these keys older, or all of them."""
+        for meta in list(self.inner.list()):
+            if not keys or meta.key in keys:
+                version = meta.key, self.inner.head(meta.key).version.e_tag
+                already = self._aged.get(version, timedelta())
+                self._aged[version] = already + timedelta(seconds=seconds)
+
+    def _seen(self, meta: ObjectMeta) -> ObjectMeta:
+        older = self._aged.get((meta.key, meta.version.e_tag), timedelta())
+        return replace(meta, last_modified=meta.last_modified - older)
+
+    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        body, meta = super().get(key, max_size_bytes=max_size_bytes)
+        return body, self._seen(meta)
+
+    def head(self, key: str) -> ObjectMeta:
+        return self._seen(super().head(key))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        return map(self._seen, super().list(prefix))
+
+
+def upload(store: ObjectStore, ranks: int = 2) -> ix.Index:
+    """What the ranks of one save put, and the index of it."""
+    entries = []
+    for rank in range(ranks):
+        key = data_key(rank, 0, new_nonce())
+        store.put(key, b"data of " + key.encode())
+        entries.append(ix.ObjectEntry(key, len(key) + 8, None, bytes(DIGEST_SIZE_BYTES)))
+    return ix.Index(format=ix.FORMAT, objects=tuple(entries), tensors={}, blobs={})
+
+
+def finish(store: ObjectStore, token: BeginToken, index: ix.Index, **settings: object) -> Committed:
+    """Commit what was uploaded, without `.metadata`."""
+    total_bytes = sum(entry.size_bytes for entry in index.objects)
+    return commits.commit(
+        store,
+        token,
+        index=ix.encode(index),
+        objects=[(entry.key, entry.size_bytes) for entry in index.objects],
+        counts=Counts(objects=len(index.objects), total_bytes=total_bytes),
+        world_size=len(index.objects),
+        user_metadata=None,
+        nonce=new_nonce(),
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def save(store: ObjectStore, *, overwrite: bool = False, publish: bool = True) -> Committed:
+    """A whole save."""
+    token = commits.begin(store, overwrite=overwrite)
+    index = upload(store)
+    done = finish(store, token, index)
+    if publish:
+        body = DESCRIBED.derive(ix.encode(index))
+        assert commits.publish_dot_metadata(store, done.commit_id, body)
+    return done
+
+
+def tear(store: ObjectStore) -> set[str]:
+    """A save that died before its commit: the keys that it left."""
+    commits.begin(store, overwrite=True)
+    return {entry.key for entry in upload(store).objects}
+
+
+def keys(store: ObjectStore) -> set[str]:
+    return {meta.key for meta in store.list()}
+
+
+def named(store: ObjectStore) -> set[str]:
+    """The keys of the committed checkpoint; checks that each is there."""
+    marker, body = commits.open_committed(store)
+    assert marker.index is not None
+    wanted = {marker.index.key, *(entry.key for entry in ix.decode(body).objects)}
+    assert wanted <= keys(store)
+    return wanted
+
+
+def loose(store: ObjectStore) -> set[str]:
+    """Keys of our own form that no commit names."""
+    found = find_marker(store)
+    committed = found is not None and found[0].is_committed
+    return {key for key in keys(store) if is_ours(key)} - (named(store) if committed else set())
+
+
+def state(store: ObjectStore) -> str:
+    found = find_marker(store)
+    return "absent" if found is None else found[0].state

@@ -1,0 +1,143 @@
+"""Repair: what a crash left undone is done, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from dcp_objstore.checkpoint import commit as commits
+from dcp_objstore.checkpoint.deleting import delete
+from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
+from dcp_objstore.checkpoint.repairing import RepairReport, repair
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    StoreUnavailableError,
+)
+from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores.wrappers import Fault, FaultStore
+from tests.support.memory_store import MemoryStore, Put, TickingClock
+from tests.support.servers import Bucket
+from tests.support.upkeep import DESCRIBED, keys, named, save, state, tear
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def real(bucket: Bucket) -> ObjectStore:
+    return StoreSpec(bucket.at("run/step-1"), bucket.storage_options).open()
+
+
+def go(store: ObjectStore, *, dry_run: bool = False) -> RepairReport:
+    return repair(store, dot_metadata=DESCRIBED, dry_run=dry_run, clock=TickingClock())
+
+
+def in_line(store: ObjectStore) -> bool:
+    body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
+    return DESCRIBED.describes(body, commits.open_committed(store)[1])
+
+
+def test_missing_dot_metadata_is_written(real: ObjectStore) -> None:
+    done = save(real, publish=False)
+    assert go(real, dry_run=True).dot_metadata == "written"
+    assert DOT_METADATA_KEY not in keys(real)
+    report = go(real)
+    assert (report.state, report.commit_id) == ("committed", done.commit_id)
+    assert report.dot_metadata == "written"
+    assert in_line(real)
+    assert go(real).dot_metadata is None
+
+
+def test_dot_metadata_of_the_replaced_commit_is_written_anew(real: ObjectStore) -> None:
+    save(real)
+    save(real, overwrite=True, publish=False)
+    assert not in_line(real)
+    assert go(real).dot_metadata == "written"
+    assert in_line(real)
+    named(real)
+
+
+def test_nothing_is_touched_where_all_is_well(store: MemoryStore) -> None:
+    save(store)
+    tear(store)
+    before = dict(store.objects)
+    report = go(store)
+    assert (report.dot_metadata, report.finished_delete) == (None, False)
+    assert store.objects == before
+
+
+def test_deletion_that_was_begun_is_finished(real: ObjectStore) -> None:
+    save(real)
+    data = named(real)
+    broken = FaultStore(
+        real,
+        lambda verb, *_: Fault("before", StoreUnavailableError("")) if verb == "delete" else None,
+    )
+    with pytest.raises(StoreUnavailableError):
+        delete(broken)
+    planned = go(real, dry_run=True)
+    assert (planned.finished_delete, state(real)) == (True, "deleting")
+    report = go(real)
+    assert (report.finished_delete, report.state) == (True, "deleted")
+    assert keys(real) == {MARKER_KEY, *data}
+
+
+def test_dot_metadata_beside_a_tombstone_is_removed(store: MemoryStore) -> None:
+    save(store)
+    delete(store)
+    store.put(DOT_METADATA_KEY, b"late")
+    assert go(store).dot_metadata == "removed"
+    assert DOT_METADATA_KEY not in store.objects
+    assert go(store).dot_metadata is None
+
+
+def test_a_save_that_comes_while_dot_metadata_is_removed_has_its_own_afterwards(
+    store: MemoryStore,
+) -> None:
+    save(store)
+    delete(store)
+    store.put(DOT_METADATA_KEY, b"late")
+    saved = []
+
+    def meanwhile(_key: str) -> None:
+        if not saved:
+            saved.append(None)
+            saved.append(save(store))
+
+    store.on_delete = meanwhile
+    report = go(store)
+    assert (report.state, report.commit_id) == ("committed", saved[1].commit_id)
+    assert in_line(store)
+
+
+def test_an_overwrite_that_comes_between_has_the_last_word(store: MemoryStore) -> None:
+    save(store, publish=False)
+    saved = []
+
+    def meanwhile(put: Put) -> None:
+        if put.key == DOT_METADATA_KEY and not saved:
+            saved.append(None)
+            saved.append(save(store, overwrite=True))
+
+    store.on_put = meanwhile
+    report = go(store)
+    assert report.commit_id == saved[1].commit_id
+    assert in_line(store)
+
+
+def test_without_a_marker_there_is_nothing_to_repair(store: MemoryStore) -> None:
+    torn = tear(store)
+    with pytest.raises(CheckpointNotFoundError, match="never committed"):
+        go(store)
+    assert set(store.objects) == torn
+
+
+def test_damage_is_said_and_nothing_is_published(store: MemoryStore) -> None:
+    done = save(store, publish=False)
+    assert done.marker.index is not None
+    store.put(done.marker.index.key, b"damaged")
+    with pytest.raises(CheckpointCorruptError):
+        go(store)
+    assert DOT_METADATA_KEY not in store.objects

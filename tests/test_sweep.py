@@ -1,0 +1,519 @@
+"""Sweeping: nothing that a commit names, a reader uses or a save needs is ever removed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp_objstore.checkpoint import commit as commits
+from dcp_objstore.checkpoint.deleting import delete
+from dcp_objstore.checkpoint.names import (
+    DOT_METADATA_KEY,
+    MARKER_KEY,
+    data_key,
+    index_key,
+    is_ours,
+    new_nonce,
+)
+from dcp_objstore.checkpoint.opening import find_marker
+from dcp_objstore.checkpoint.sweep import (
+    GRACE_SECONDS,
+    CheckpointSweep,
+    plan_sweep,
+    sweep,
+)
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CommitLostError,
+    CommitUnknownError,
+    ConfigError,
+    StoreUnavailableError,
+)
+from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores.protocol import ObjectMeta, Version
+from dcp_objstore.stores.uploads import Upload
+from dcp_objstore.stores.wrappers import Fault, FaultStore, RecordingStore
+from tests.support.memory_store import LOST, UNANSWERED, MemoryStore, Put, TickingClock
+from tests.support.servers import Bucket
+from tests.support.upkeep import (
+    DAY_SECONDS,
+    DESCRIBED,
+    AgedStore,
+    finish,
+    keys,
+    loose,
+    named,
+    save,
+    state,
+    tear,
+    upload,
+)
+
+
+@pytest.fixture
+def store() -> AgedStore:
+    return AgedStore(MemoryStore())
+
+
+@pytest.fixture
+def real(bucket: Bucket) -> AgedStore:
+    return AgedStore(StoreSpec(bucket.at("run/step-1"), bucket.storage_options).open())
+
+
+class Offset(TickingClock):
+    """A host whose clock is wrong."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.offset = timedelta(seconds=seconds)
+
+    def utc_now(self) -> datetime:
+        return datetime.now(UTC) + self.offset
+
+
+class FakeUploads:
+    def __init__(self, *uploads: Upload) -> None:
+        self.left = list(uploads)
+
+    def list(self) -> list[Upload]:
+        return list(self.left)
+
+    def abort(self, upload: Upload) -> None:
+        self.left.remove(upload)
+
+
+def an_upload(age_seconds: float, key: str | None = None, size_bytes: int = 7) -> Upload:
+    when = datetime.now(UTC) - timedelta(seconds=age_seconds)
+    return Upload(key or data_key(0, 0, new_nonce()), new_nonce(), when, size_bytes)
+
+
+def go(store: ObjectStore, **changes) -> CheckpointSweep:
+    return sweep(store, **{"dot_metadata": DESCRIBED, "clock": Offset(), **changes})
+
+
+def test_old_orphans_of_a_committed_checkpoint_go_and_nothing_else(real: AgedStore) -> None:
+    torn = tear(real)
+    save(real)
+    real.put("notes.txt", b"somebody's")
+    real.put("step-2/" + data_key(0, 0, new_nonce()), b"of another checkpoint")
+    before = keys(real)
+    real.age()
+    done = go(real)
+    assert (done.outcome, done.deleted, done.unknown) == ("swept", 2, ("notes.txt",))
+    assert done.deleted_bytes > 0
+    assert done.fenced
+    assert keys(real) == before - torn
+    named(real)
+
+
+def test_what_an_overwrite_replaced_goes_after_the_grace_period(real: AgedStore) -> None:
+    save(real)
+    replaced = named(real)
+    real.age()
+    second = save(real, overwrite=True)
+    waiting = go(real)
+    # Readers of the first may still be at it: the objects are old but the change is not.
+    assert (waiting.outcome, waiting.deleted, waiting.fenced) == ("waiting", 0, False)
+    assert replaced <= keys(real)
+    real.age()
+    done = go(real)
+    assert (done.outcome, done.deleted) == ("swept", 3)
+    assert keys(real) == {MARKER_KEY, DOT_METADATA_KEY, *named(real)}
+    assert commits.open_committed(real)[0].commit_id == second.commit_id
+
+
+def test_objects_of_a_deleted_checkpoint_go_after_the_grace_period(real: AgedStore) -> None:
+    save(real)
+    real.age()
+    delete(real)
+    assert go(real).outcome == "waiting"
+    assert len(keys(real)) == 4
+    real.age()
+    assert go(real).deleted == 3
+    assert keys(real) == {MARKER_KEY}
+    assert go(real).outcome == "clean"
+
+
+def test_save_that_was_never_committed_goes_and_leaves_a_tombstone(real: AgedStore) -> None:
+    tear(real)
+    real.age()
+    done = go(real)
+    assert (done.outcome, done.deleted) == ("swept", 2)
+    assert keys(real) == {MARKER_KEY}
+    assert state(real) == "deleted"
+    save(real)  # and the place can be used again
+    named(real)
+
+
+def test_young_orphans_stay_and_their_save_can_still_commit(real: AgedStore) -> None:
+    save(real)
+    real.age()
+    token = commits.begin(real, overwrite=True)
+    index = upload(real)
+    done = go(real)
+    assert (done.outcome, done.kept_young, done.fenced) == ("waiting", 2, False)
+    finish(real, token, index)
+    assert named(real) >= {entry.key for entry in index.objects}
+
+
+def test_one_young_object_protects_a_save_whose_first_ones_are_old(store: AgedStore) -> None:
+    token = commits.begin(store, overwrite=False)
+    index = upload(store)
+    store.age(2 * DAY_SECONDS, index.objects[0].key)
+    assert go(store).outcome == "waiting"
+    finish(store, token, index)
+    named(store)
+
+
+def test_paused_writer_cannot_commit_onto_swept_data(real: AgedStore) -> None:
+    for overwrite in (False, True):
+        token = commits.begin(real, overwrite=overwrite)
+        index = upload(real)
+        real.age()
+        assert go(real).outcome == "swept"
+        with pytest.raises((CommitLostError, CheckpointCorruptError)):
+            finish(real, token, index, clock=TickingClock())
+        # It had checked its objects before the sweep came:
+        commits_check, commits.check_objects = commits.check_objects, lambda *_: None
+        try:
+            with pytest.raises(CommitLostError):
+                finish(real, token, index, clock=TickingClock())
+        finally:
+            commits.check_objects = commits_check
+        if not overwrite:
+            save(real)
+    named(real)
+
+
+def test_writer_that_commits_between_the_listing_and_the_fence_wins(store: AgedStore) -> None:
+    for overwrite in (False, True):
+        token = commits.begin(store, overwrite=overwrite)
+        index = upload(store)
+        store.age()
+        inner: MemoryStore = store.inner  # type: ignore[assignment]
+        seen: list[bool] = []
+
+        def first(put: Put, token=token, index=index, seen=seen) -> None:
+            if put.key == MARKER_KEY and not seen:
+                seen.append(True)
+                finish(store, token, index)
+
+        inner.on_put = first
+        done = go(store)
+        inner.on_put = None
+        assert (done.outcome, done.deleted) == ("lost", 0)
+        assert named(store) >= {entry.key for entry in index.objects}
+
+
+def test_save_that_begins_after_the_fence_is_not_touched(store: AgedStore) -> None:
+    torn = tear(store)
+    store.age()
+    inner: MemoryStore = store.inner  # type: ignore[assignment]
+    saved: list[object] = []
+
+    def meanwhile(key: str) -> None:
+        if not saved:
+            saved.append(True)
+            save(store)
+
+    inner.on_delete = meanwhile
+    go(store)
+    assert saved
+    assert not torn & keys(store)
+    named(store)
+    assert DOT_METADATA_KEY in keys(store)
+
+
+def test_nothing_to_remove_means_no_fence(store: AgedStore) -> None:
+    save(store)
+    store.age()
+    before = find_marker(store)
+    done = go(store)
+    assert (done.outcome, done.fenced) == ("clean", False)
+    assert find_marker(store) == before
+
+
+def test_a_fence_without_an_answer_stops_the_sweep_or_is_read_back(store: AgedStore) -> None:
+    torn = tear(store)
+    store.age()
+    inner: MemoryStore = store.inner  # type: ignore[assignment]
+    inner.on_put = lambda put: LOST
+    with pytest.raises(CommitUnknownError):
+        go(store)
+    assert torn <= keys(store)
+    inner.on_put = lambda put: UNANSWERED if put.number == inner.puts[-1].number else None
+    done = go(store)
+    assert (done.outcome, done.deleted) == ("swept", 2)
+    assert keys(store) == {MARKER_KEY}
+
+
+@pytest.mark.parametrize("hours", [-1000, 1000])
+def test_wrong_clock_of_this_host_removes_nothing_too_young(store: AgedStore, hours: int) -> None:
+    save(store)
+    replaced = named(store)
+    save(store, overwrite=True)
+    store.age(GRACE_SECONDS / 2)
+    done = go(store, clock=Offset(hours * 3600.0))
+    assert (done.outcome, done.deleted) == ("waiting", 0)
+    assert replaced <= keys(store)
+
+
+def test_young_marker_is_seen_by_the_stores_clock_too(store: AgedStore) -> None:
+    save(store)
+    replaced = named(store)
+    store.age()
+    save(store, overwrite=True)
+    fresh = loose(store) - replaced
+    assert not fresh
+    done = go(store, clock=Offset(10 * DAY_SECONDS))
+    assert (done.outcome, done.fenced) == ("waiting", True)
+    assert replaced <= keys(store)
+
+
+def test_unfinished_deletion_is_finished_and_nothing_more(real: AgedStore) -> None:
+    save(real)
+    data = named(real)
+    broken = FaultStore(
+        real,
+        lambda verb, *_: Fault("before", StoreUnavailableError("")) if verb == "delete" else None,
+    )
+    with pytest.raises(StoreUnavailableError):
+        delete(broken)
+    assert state(real) == "deleting"
+    real.age()
+    done = go(real)
+    assert (done.outcome, done.finished_delete, done.deleted) == ("mended", True, 0)
+    assert keys(real) == {MARKER_KEY, *data}
+    assert state(real) == "deleted"
+    assert go(real).outcome == "waiting"
+    real.age()
+    assert go(real).deleted == 3
+
+
+def test_stale_dot_metadata_is_mended_before_anything_is_removed(real: AgedStore) -> None:
+    """A crash between marker and `.metadata`: stock readers still read the replaced commit."""
+    save(real)
+    replaced = named(real)
+    old = real.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
+    save(real, overwrite=True, publish=False)
+    real.age()
+    done = go(real)
+    assert (done.outcome, done.dot_metadata, done.deleted) == ("mended", "written", 0)
+    assert replaced <= keys(real)
+    body = real.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
+    assert body != old
+    assert DESCRIBED.describes(body, commits.open_committed(real)[1])
+    # Stock readers that opened the old one have another grace period.
+    assert go(real).outcome == "waiting"
+    real.age()
+    assert go(real).deleted == 3
+    named(real)
+
+
+def test_missing_dot_metadata_is_written_even_if_there_is_nothing_to_remove(
+    store: AgedStore,
+) -> None:
+    save(store, publish=False)
+    done = go(store)
+    assert (done.outcome, done.dot_metadata) == ("mended", "written")
+    assert store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0] == DESCRIBED.derive(
+        commits.open_committed(store)[1]
+    )
+
+
+def test_dot_metadata_left_beside_a_tombstone_is_removed_first(store: AgedStore) -> None:
+    save(store)
+    data = named(store)
+    body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
+    delete(store)
+    store.put(DOT_METADATA_KEY, body)  # a writer that was paused before it wrote it
+    store.age()
+    done = go(store)
+    assert (done.outcome, done.dot_metadata, done.deleted) == ("mended", "removed", 0)
+    assert keys(store) == {MARKER_KEY, *data}
+    assert go(store).outcome == "waiting"
+    store.age()
+    assert go(store).deleted == 3
+
+
+def test_another_librarys_checkpoint_is_left_alone(store: AgedStore) -> None:
+    """A tombstone would hide it from our readers, and `.metadata` would be removed next."""
+    for key in (DOT_METADATA_KEY, "__0_0.distcp", "__1_0.distcp"):
+        store.put(key, b"stock")
+    upload(store)  # an overwrite with ours that died
+    store.age()
+    before = keys(store)
+    done = go(store)
+    assert done.outcome == "foreign"
+    assert keys(store) == before
+
+
+def test_checkpoint_whose_index_is_damaged_is_left_alone(store: AgedStore) -> None:
+    done = save(store)
+    tear(store)
+    assert done.marker.index is not None
+    store.put(done.marker.index.key, b"damaged")
+    store.age()
+    before = keys(store)
+    with pytest.raises(CheckpointCorruptError):
+        go(store)
+    assert keys(store) == before
+
+
+def test_old_uploads_are_aborted_and_young_ones_protect_their_save(store: AgedStore) -> None:
+    old, young = an_upload(2 * DAY_SECONDS, size_bytes=5), an_upload(60)
+    others = an_upload(2 * DAY_SECONDS, key="dataset.tar")
+    torn = tear(store)
+    store.age()
+    uploads = FakeUploads(old, young, others)
+    done = go(store, uploads=uploads)
+    assert (done.outcome, done.deleted, done.fenced) == ("waiting", 0, False)
+    assert (done.uploads_aborted, done.uploads_bytes, done.uploads_young) == (1, 5, 1)
+    assert uploads.left == [young, others]
+    assert torn <= keys(store)
+    uploads.left.remove(young)
+    assert go(store, uploads=uploads).deleted == 2
+
+
+def test_uploads_are_listed_before_objects(store: AgedStore) -> None:
+    """One that completes in between would else be seen by neither listing."""
+    torn = tear(store)
+    store.age()
+    late = an_upload(60)
+
+    class Completing(FakeUploads):
+        def list(self) -> list[Upload]:
+            found = super().list()
+            for one in found:
+                store.put(one.key, b"complete")
+                self.left.remove(one)
+            return found
+
+    done = go(store, uploads=Completing(late))
+    assert (done.outcome, done.fenced) == ("waiting", False)
+    assert torn | {late.key} <= keys(store)
+
+
+def test_dry_run_changes_nothing_and_tells_what_a_sweep_does(real: AgedStore) -> None:
+    tear(real)
+    save(real)
+    real.age()
+    uploads = FakeUploads(an_upload(2 * DAY_SECONDS))
+    before = {meta.key: meta.version for meta in real.list()}
+    planned = go(real, uploads=uploads, dry_run=True)
+    assert {meta.key: meta.version for meta in real.list()} == before
+    assert len(uploads.left) == 1
+    done = go(real, uploads=uploads)
+    assert planned == replace(done, dry_run=True, fenced=False)
+    assert done.deleted == 2
+
+
+@pytest.mark.parametrize("grace", [0, 3599.9, -1, float("nan"), float("inf"), "24h", True, None])
+def test_grace_of_less_than_an_hour_is_refused(store: AgedStore, grace: object) -> None:
+    with pytest.raises(ConfigError, match="at least 3600"):
+        go(store, grace_seconds=grace)
+
+
+def test_probe_leftovers_go_too(store: AgedStore) -> None:
+    save(store)
+    for suffix in ("", "-race"):
+        store.put(f".probe-{new_nonce()}{suffix}", b"1")
+    store.age()
+    assert go(store).deleted == 2
+    assert keys(store) == {MARKER_KEY, DOT_METADATA_KEY, *named(store)}
+
+
+def test_cut_anywhere_the_next_sweeps_finish_it() -> None:
+    """Before and after the effect of every request, and nothing that is named is ever touched."""
+    cut = -1
+    while True:
+        cut += 1
+        store = AgedStore(MemoryStore())
+        tear(store)
+        save(store)
+        done = save(store, overwrite=True, publish=cut % 4 < 2)
+        store.age()
+        requests = -1
+
+        def plan(*_: object, cut: int = cut) -> Fault | None:
+            nonlocal requests
+            requests += 1
+            if requests < cut // 4:
+                return None
+            when = "before" if cut % 2 == 0 or requests > cut // 4 else "after"
+            return Fault(when, PermissionError("dead"))
+
+        try:
+            go(FaultStore(store, plan))
+        except PermissionError:
+            pass
+        else:
+            if cut % 4 == 3:
+                break
+        named(store)
+        for _ in range(3):
+            store.age()
+            go(store)
+        assert keys(store) == {MARKER_KEY, DOT_METADATA_KEY, *named(store)}
+        assert commits.open_committed(store)[0].commit_id == done.commit_id
+    assert cut // 4 >= 10
+
+
+def test_order_of_the_requests_is_that_of_the_rule(store: AgedStore) -> None:
+    torn = tear(store)
+    save(store)
+    store.age()
+    seen = RecordingStore(store)
+    go(seen)
+    verbs = [(one.verb, one.key) for one in seen.requests]
+    fence = verbs.index(("put", MARKER_KEY))
+    assert verbs[0] == ("get", MARKER_KEY)
+    assert verbs.index(("list", "")) < fence
+    assert verbs[fence + 1] == ("get", MARKER_KEY)
+    assert {key for verb, key in verbs[fence:] if verb == "delete"} == torn
+    assert not [verb for verb, _ in verbs[:fence] if verb in ("delete", "put")]
+
+
+# --- the plan
+
+
+NOW = datetime(2026, 1, 10, tzinfo=UTC)
+OURS = [data_key(n, 0, f"{n:024x}") for n in range(4)] + [index_key(f"{n:024x}") for n in range(2)]
+ages = st.integers(0, 72).map(lambda hours: timedelta(hours=hours))
+listed = st.lists(
+    st.tuples(st.sampled_from([*OURS, "other", ".metadata", "_COMMIT", f"x/{OURS[0]}"]), ages),
+    unique_by=lambda one: one[0],
+)
+
+
+@settings(deadline=None)
+@given(listed, st.none() | ages, st.sets(st.sampled_from(OURS)), st.lists(ages, max_size=2))
+def test_plan_never_removes_what_is_named_young_or_not_ours(listed, marker_age, named, up) -> None:
+    plan = plan_sweep(
+        [ObjectMeta(key, 1, Version("x"), NOW - age) for key, age in listed],
+        marker_written_at=None if marker_age is None else NOW - marker_age,
+        named=named,
+        uploads=[Upload(OURS[0], str(n), NOW - age, 1) for n, age in enumerate(up)],
+        now=NOW,
+        grace_seconds=GRACE_SECONDS,
+    )
+    age_of = dict(listed)
+    grace = timedelta(seconds=GRACE_SECONDS)
+    for meta in plan.candidates:
+        assert is_ours(meta.key)
+        assert meta.key not in named
+        assert age_of[meta.key] > grace
+    if plan.outcome == "swept":
+        assert plan.candidates
+        assert not plan.young
+        assert not plan.uploads_young
+        assert marker_age is None or marker_age > grace
+        assert marker_age is not None or ".metadata" not in age_of
+    assert all(NOW - one.initiated > grace for one in plan.uploads)
+    assert len(plan.uploads) + len(plan.uploads_young) == len(up)
+    every = {meta.key for meta in (*plan.candidates, *plan.young)} | set(plan.unknown) | named
+    assert {key for key in age_of if "/" not in key} <= every | {MARKER_KEY, DOT_METADATA_KEY}
