@@ -18,6 +18,9 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import *  # noqa: F403 - the whole error tree is public
 
 if TYPE_CHECKING:
+    from dcp_objstore.checkpoint.deleting import DeleteReport
+    from dcp_objstore.checkpoint.repairing import RepairReport
+    from dcp_objstore.checkpoint.sweep import CheckpointSweep
     from dcp_objstore.dcp.api import load, save
     from dcp_objstore.dcp.async_api import AsyncSaveHandle, async_save
     from dcp_objstore.dcp.entries import TensorEntry, ValueEntry
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     )
     from dcp_objstore.dcp.reader import ObjectStoreReader
     from dcp_objstore.dcp.report import LoadReport, SaveReport
+    from dcp_objstore.dcp.sweeping import SweepReport, sweep
+    from dcp_objstore.dcp.upkeep import delete, pin, repair, unpin
     from dcp_objstore.dcp.verify import Damage, VerifyReport
     from dcp_objstore.dcp.writer import ObjectStoreWriter
 
@@ -47,6 +52,15 @@ _HOMES = {
     "save": "dcp_objstore.dcp.api",
     "AsyncSaveHandle": "dcp_objstore.dcp.async_api",
     "async_save": "dcp_objstore.dcp.async_api",
+    "DeleteReport": "dcp_objstore.checkpoint.deleting",
+    "RepairReport": "dcp_objstore.checkpoint.repairing",
+    "CheckpointSweep": "dcp_objstore.checkpoint.sweep",
+    "SweepReport": "dcp_objstore.dcp.sweeping",
+    "sweep": "dcp_objstore.dcp.sweeping",
+    "delete": "dcp_objstore.dcp.upkeep",
+    "pin": "dcp_objstore.dcp.upkeep",
+    "repair": "dcp_objstore.dcp.upkeep",
+    "unpin": "dcp_objstore.dcp.upkeep",
 }
 
 __version__ = "0.1.0.dev0"
@@ -54,20 +68,29 @@ __version__ = "0.1.0.dev0"
 __all__ = [  # noqa: PLE0604 - errors.__all__ holds strings
     "AsyncSaveHandle",
     "Checkpoint",
+    "CheckpointSweep",
     "Damage",
+    "DeleteReport",
     "LoadReport",
     "ObjectStoreReader",
     "ObjectStoreWriter",
+    "RepairReport",
     "SaveReport",
+    "SweepReport",
     "TensorEntry",
     "TransferConfig",
     "ValueEntry",
     "VerifyReport",
     "async_save",
+    "delete",
     "load",
     "load_state_dict",
     "open",
+    "pin",
+    "repair",
     "save",
+    "sweep",
+    "unpin",
     *errors.__all__,
 ]
 

@@ -155,7 +155,8 @@ def plan_sweep(
     if marker_written_at is None and any(meta.key == DOT_METADATA_KEY for meta in here):
         outcome, reason = "foreign", "there is a '.metadata' without a marker: another library's"
     elif young:
-        reason = f"{len(young)} objects are younger than the grace period: a save may be under way"
+        objects = "an object is" if len(young) == 1 else f"{len(young)} objects are"
+        reason = f"{objects} younger than the grace period: a save may be under way"
     elif not candidates:
         outcome = "clean"
     elif uploads_young:

@@ -85,3 +85,98 @@ def list_checkpoints(
         from dcp_objstore.cli.listing import print_checkpoints
 
         print_checkpoints(url, as_json=as_json)
+
+
+_Checkpoint = Annotated[str, typer.Argument(help="A checkpoint.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command("rm")
+def remove_checkpoint(
+    url: _Checkpoint,
+    now: Annotated[
+        bool,
+        typer.Option("--now", help="Remove the objects at once, not by a gc 24 hours later."),
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do it. Without: only print what would be deleted.")
+    ] = False,
+    even_newest: Annotated[
+        bool,
+        typer.Option("--even-newest", help="Even if nothing newer is committed beside it."),
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Delete a checkpoint; without --yes, print what would go.
+
+    It is gone for readers at once. Its objects stay for those who are reading it, until gc removes
+    them. A pinned checkpoint is refused. After a crash, the same command goes on.
+    """
+    with exits():
+        from dcp_objstore.cli.upkeep import remove
+
+        remove(url, now=now, yes=yes, even_newest=even_newest, as_json=as_json)
+
+
+@app.command("gc")
+def collect_garbage(
+    url: Annotated[str, typer.Argument(help="A checkpoint, or what its steps lie below.")],
+    grace: Annotated[
+        str,
+        typer.Option(
+            help="What is younger stays: 90m, 24h, 7d; at least 1h. Longer than any save or load."
+        ),
+    ] = "24h",
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do it. Without: only print what would be removed.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Remove what no checkpoint needs any more; without --yes, print what would go.
+
+    That is what torn saves, overwritten and deleted checkpoints and unfinished uploads have left.
+    Objects whose names are not ours are never touched. Also finishes what a crash left half done.
+    """
+    with exits():
+        from dcp_objstore.cli.upkeep import collect
+
+        collect(url, grace=grace, yes=yes, as_json=as_json)
+
+
+@app.command("repair")
+def repair_checkpoint(
+    url: _Checkpoint,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what would be done.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Write a missing or outdated .metadata, and finish a deletion that was begun.
+
+    A job that died right after its commit leaves a checkpoint that stock torch does not see yet.
+    """
+    with exits():
+        from dcp_objstore.cli.upkeep import mend
+
+        mend(url, dry_run=dry_run, as_json=as_json)
+
+
+_PinName = Annotated[str, typer.Argument(help="What for: paper, release-1.", metavar="NAME")]
+
+
+@app.command("pin")
+def pin_checkpoint(url: _Checkpoint, name: _PinName, as_json: _Json = False) -> None:
+    """Protect a checkpoint from being deleted or overwritten, under a name."""
+    with exits():
+        from dcp_objstore.cli.upkeep import protect
+
+        protect(url, name, wanted=True, as_json=as_json)
+
+
+@app.command("unpin")
+def unpin_checkpoint(url: _Checkpoint, name: _PinName, as_json: _Json = False) -> None:
+    """Remove a pin."""
+    with exits():
+        from dcp_objstore.cli.upkeep import protect
+
+        protect(url, name, wanted=False, as_json=as_json)

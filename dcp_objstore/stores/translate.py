@@ -265,13 +265,18 @@ def _kind(error: Exception) -> type[DcpObjstoreError]:
     status, code = http_code(error)
     if code == "NoSuchKey" and isinstance(error, theirs.PreconditionError):
         return PreconditionFailedError  # If-Match on an absent key: 404 on AWS and moto
+    return kind_of_answer(status, code) or _kind_without_status(error)
+
+
+def kind_of_answer(status: int | None, code: str | None) -> type[DcpObjstoreError] | None:
+    """The error of ours for an HTTP status and the store's `<Code>`; None without either."""
     if code in _BY_CODE:
         return _BY_CODE[code]
     if status in _BY_STATUS:
         return _BY_STATUS[status]
     if status is not None:
         return StoreUnavailableError if status >= 500 else DcpObjstoreError
-    return _kind_without_status(error)
+    return None
 
 
 def _kind_without_status(error: Exception) -> type[DcpObjstoreError]:

@@ -1,0 +1,45 @@
+"""What `.metadata` has to hold for an index, and whether one does. See `checkpoint.publishing`.
+
+torch is imported when that is asked, not with this module: most upkeep never does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.errors import CorruptDataError, InputError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+
+class StockDotMetadata:
+    """`.metadata` as stock torch reads it. See `checkpoint.publishing.DotMetadata`."""
+
+    def derive(self, index: bytes) -> bytes:
+        """The pickle for an index."""
+        from dcp_objstore.dcp.dot_metadata import encode_metadata
+
+        return encode_metadata(self._wanted(index))
+
+    def describes(self, body: bytes, index: bytes) -> bool:
+        """Whether stock torch finds the same items in the same places by it."""
+        from dcp_objstore.dcp.foreign import decode_metadata
+
+        try:
+            found = decode_metadata(body)
+        except (CorruptDataError, InputError):
+            return False
+        wanted = self._wanted(index)
+        return (
+            found.storage_data == wanted.storage_data
+            and found.state_dict_metadata == wanted.state_dict_metadata
+            and found.planner_data == wanted.planner_data
+        )
+
+    def _wanted(self, index: bytes) -> Metadata:
+        from dcp_objstore.dcp.metadata import describe, stock_metadata
+
+        parsed = ix.decode(index)
+        return stock_metadata(describe(parsed), parsed)
