@@ -272,8 +272,20 @@ def test_a_body_shorter_than_announced_is_an_error(scripted: Scripted) -> None:
 def test_a_server_that_ignores_the_range_is_an_error(scripted: Scripted) -> None:
     headers = {"ETag": '"e"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
     scripted.answer = lambda *_: (200, headers, b"0123456789")
-    with pytest.raises(DcpObjstoreError):
+    with pytest.raises(CorruptDataError, match="ignores Range"):
         scripted.store().get_range("k", 2, 4)
+
+
+def test_another_range_than_was_asked_for_is_an_error(scripted: Scripted) -> None:
+    headers = {
+        "ETag": '"e"',
+        "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
+        "Content-Range": "bytes 2-4/10",
+    }
+    scripted.answer = lambda *_: (206, headers, b"234")
+    for start, end in ((2, 6), (1, 5)):
+        with pytest.raises(CorruptDataError, match="another range"):
+            scripted.store().get_range("k", start, end)
 
 
 def test_get_does_not_read_a_body_that_is_too_large(scripted: Scripted) -> None:

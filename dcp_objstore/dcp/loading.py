@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,13 @@ from dcp_objstore.dcp.reads import (
 )
 from dcp_objstore.dcp.report import LoadReport, progress_bar
 from dcp_objstore.dcp.values import check_safe
-from dcp_objstore.errors import CheckpointCorruptError, CorruptDataError, ObjectNotFoundError
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CorruptDataError,
+    DcpObjstoreError,
+    ObjectNotFoundError,
+)
+from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
@@ -132,10 +138,10 @@ def run_load(
         backlog.drain(finish)
         progress.alive()  # workers may have waited for this
 
-    with (
-        closing(progress_bar("load", total_bytes, shown=bar_shown)) as bar,
-        _explained(planned.source, store),
-    ):
+    def explain(request: RangeRequest[Block], error: DcpObjstoreError) -> DcpObjstoreError:
+        return _explained(planned.source, store, request, error)
+
+    with closing(progress_bar("load", total_bytes, shown=bar_shown)) as bar:
         progress = Progress(config.stall_timeout_seconds, bar.update)
         arriving = fetch_ranges(
             store,
@@ -146,6 +152,7 @@ def run_load(
             progress,
             budget_bytes=config.memory_budget_bytes - shared_bytes,
             admit=None if exchange is None else exchange.admit,
+            explain=explain,
         )
         with closing(arriving):
             go_on()  # items without bytes, and what others fetch
@@ -187,19 +194,23 @@ def _bind(planned: PlannedLoad, planner: LoadPlanner, backlog: Backlog) -> dict[
     return destinations
 
 
-@contextmanager
-def _explained(source: Source, store: ObjectStore) -> Iterator[None]:
-    """In terms of the checkpoint: what it means that an object is missing or too short."""
-    try:
-        yield
-    except ObjectNotFoundError as error:
-        raise source.explain(store, error) from error
-    except CheckpointCorruptError:
-        raise
-    except CorruptDataError as error:  # an object shorter than the index says
-        raise CheckpointCorruptError(
+def _explained(
+    source: Source, store: ObjectStore, request: RangeRequest[Block], error: DcpObjstoreError
+) -> DcpObjstoreError:
+    """What the error of a GET means for the checkpoint, and what the GET was for."""
+    if isinstance(error, ObjectNotFoundError):
+        error = source.explain(store, error)
+    elif isinstance(error, CorruptDataError):  # shorter than the index says, or another answer
+        error = CheckpointCorruptError(
             error.message, error.rank, error.key, error.object_key, error.url
-        ) from error
+        )
+    blocks = [
+        f"block {span.tag.position // BLOCK_SIZE_BYTES} of {span.tag.key}"
+        for span in (request.spans[0], request.spans[-1])
+    ]
+    place = " to ".join(dict.fromkeys(blocks))
+    error.message += f" (reading bytes [{request.start}, {request.end}) of the object, {place})"
+    return error.at(key=request.spans[0].tag.key)
 
 
 def _needed_bytes(read: Read) -> int:

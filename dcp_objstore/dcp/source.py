@@ -157,6 +157,14 @@ def open_source(store: ObjectStore, load_id: str | None = None) -> Source:
         UnsupportedError: as it says, or stock torch wrote it with use_collectives=False.
         CheckpointCorruptError, CheckpointGoneError, UntrustedPickleError: as they say.
     """
+    try:
+        return _open(store, load_id)
+    except CheckpointCorruptError:
+        # Once more: what is damaged may be the answer, not the object.
+        return _open(store, load_id)
+
+
+def _open(store: ObjectStore, load_id: str | None) -> Source:
     found = commit.read_marker(store)
     if found is None:
         body = _dot_metadata(store)

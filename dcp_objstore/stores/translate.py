@@ -40,8 +40,13 @@ _INSTANCE_METADATA = "http://169.254.169.254/"
 # A 301 without a Location, which is how AWS says that the bucket is in another region, comes
 # without its status; only the name of the variant in the dump tells it.
 _REDIRECT = "inner: BareRedirect"
-# A ranged GET was answered with 200 and the whole object.
-_NOT_PARTIAL = "source: NotPartial"
+# What a ranged GET was answered with, where that was not the range. It may come from a cache or a
+# proxy on the way, and only once: bytes that are not those asked for, of which readers ask again.
+_NOT_THE_RANGE = {
+    "source: NotPartial": "the store ignores Range: it sends whole objects where a part was asked"
+    " for (or something on the way to it does)",
+    "source: UnexpectedRange": "the store sent another range than was asked for",
+}
 _REQUEST = re.compile(r"Error performing ([A-Z]+) (\S+) in ([\d.]+\w+)(?:, after (\d+) retries)?")
 # The request never got as far as a connection.
 _NOT_CONNECTED = "legacy::Error( Connect,"
@@ -214,11 +219,14 @@ def _answer(error: Exception) -> DcpObjstoreError:
         advice: str | None = _FULL
     elif any(words in text for words in _WANTS_TLS):
         kind, advice = ConfigError, _USE_HTTPS
-    elif status is None and _NOT_PARTIAL in dump:
-        advice = "the store ignores Range: it sends whole objects where a part was asked for"
     else:
-        advice = _ADVICE.get(kind)
+        advice = _not_the_range(status, dump) or _ADVICE.get(kind)
     return kind(f"{advice}: {summary}" if advice else f"{type(error).__name__}: {summary}")
+
+
+def _not_the_range(status: int | None, dump: str) -> str | None:
+    signs = _NOT_THE_RANGE.items() if status is None else ()
+    return next((advice for sign, advice in signs if sign in dump), None)
 
 
 def _no_answer(error: Exception) -> DcpObjstoreError | None:
@@ -282,8 +290,8 @@ def kind_of_answer(status: int | None, code: str | None) -> type[DcpObjstoreErro
 def _kind_without_status(error: Exception) -> type[DcpObjstoreError]:
     from obstore import exceptions as theirs
 
-    if _NOT_PARTIAL in _parts(error)[1]:
-        return UnsupportedError
+    if _not_the_range(None, _parts(error)[1]):
+        return CorruptDataError
     pairs: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
         (FileNotFoundError, ObjectNotFoundError),
         (theirs.AlreadyExistsError, PreconditionFailedError),

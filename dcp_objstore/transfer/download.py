@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from dcp_objstore.errors import CorruptDataError
+from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest
 from dcp_objstore.transfer.workers import spawn
@@ -53,6 +53,7 @@ def fetch_ranges(
     *,
     budget_bytes: int | None = None,
     admit: Callable[[RangeRequest[T], Progress], memoryview | None] | None = None,
+    explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None = None,
 ) -> Generator[RangeRequest[T], None, None]:
     """Fetch every request and yield it once `consume(request, body)` has returned for it.
 
@@ -60,6 +61,7 @@ def fetch_ranges(
         budget_bytes: for bodies; default `config.memory_budget_bytes`.
         admit: called in a worker before a request is fetched; may wait, and may give the memory
             that the body is to come into.
+        explain: given the error of a GET, what is to be raised for it; called in a worker.
 
     `consume` runs in worker threads, for different requests at the same time. When it raises
     `CorruptDataError` the range is fetched once more before the error counts: a damaged transfer
@@ -94,7 +96,8 @@ def fetch_ranges(
                 except queue.Empty:
                     return
                 into = None if admit is None else admit(request, progress)
-                _fetch_one(store, object_keys[request.object_number], request, guarded, into)
+                key = object_keys[request.object_number]
+                _fetch_one(store, key, request, guarded, into, explain)
                 progress.moved(request.end - request.start)
                 done.put(request)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
@@ -145,14 +148,23 @@ def _fetch_one(
     request: RangeRequest[T],
     consume: Callable[[RangeRequest[T], Buffer], None],
     into: memoryview | None,
+    explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None,
 ) -> None:
+    def get(into: memoryview | None) -> Buffer:
+        try:
+            return store.get_range(key, request.start, request.end, into=into)
+        except DcpObjstoreError as error:
+            if explain is None:
+                raise
+            raise explain(request, error) from error
+
     if into is None:  # the allocator has it at hand
         into = memoryview(np.empty(request.end - request.start, dtype=np.uint8))
     try:
-        consume(request, store.get_range(key, request.start, request.end, into=into))
+        consume(request, get(into))
     except CorruptDataError:
         try:
-            consume(request, store.get_range(key, request.start, request.end))
+            consume(request, get(None))
         except CorruptDataError as error:
             raise error.at(object_key=key) from None
 

@@ -1,0 +1,252 @@
+"""Answers that are not the bytes asked for, and objects that go while ranks load.
+
+The store is a real one behind a proxy. What is wrong once is read again and never noticed; what
+stays wrong is one error, the same on every rank, with the object, the tensor and the block. Both
+on the ways that bytes take: through the direct lane (large blocks) or the transport (small), and
+fetched by each rank for itself or by one for all.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dcp_objstore as dos
+from dcp_objstore.cli.seaweedfs import SeaweedServer
+from dcp_objstore.config import MIB
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CheckpointGoneError,
+    DcpObjstoreError,
+    StoreUnavailableError,
+)
+from tests.support import tampering
+from tests.support.ranks import Outcome, run_ranks, try_ranks
+from tests.support.servers import BUCKET, Bucket
+from tests.support.states import same_bits, seeded
+from tests.support.tampering import Asked, TamperingProxy
+
+pytestmark = pytest.mark.backends("seaweed")
+
+Options = Mapping[str, object]
+Shape = tuple[int, int]
+RANKS = 3
+# Each of the two ranks that save has half of it: of 6 MiB, in two blocks; and of 6 KiB.
+SHAPES: dict[str, Shape] = {"large": (3072, 1024), "small": (12, 256)}
+LAST_BLOCK = {"large": 1, "small": 0}
+CONFIG = dos.TransferConfig(
+    max_retries=2, retry_timeout_seconds=20, request_size_bytes=4 * MIB, peer_timeout_seconds=60
+)
+ANSWERS: dict[str, tampering.Change] = {
+    "cut short": tampering.cut,
+    "a shorter range": tampering.shorter,
+    "200 with all of it": tampering.whole_object,
+    "200 with another length": tampering.wrong_length,
+}
+sized = pytest.mark.parametrize("size", list(SHAPES))
+shared = pytest.mark.parametrize("read_once", [True, False], ids=["read once", "each alone"])
+
+
+def save(rank: int, world: int, url: str, options: Options, shape: Shape) -> None:
+    tensor = distribute_tensor(seeded("w", shape), init_device_mesh("cpu", (world,)), [Shard(0)])
+    dos.save({"w": tensor, "norm": torch.ones(99)}, url, storage_options=options, progress=False)
+
+
+def load(
+    rank: int, world: int, url: str, options: Options, shape: Shape, read_once: bool
+) -> dos.LoadReport:
+    state = {"w": torch.zeros(shape), "norm": torch.zeros(99)}
+    report = dos.load(
+        state,
+        url,
+        storage_options=options,
+        config=CONFIG,
+        progress=False,
+        read_once=read_once,
+    )
+    assert same_bits(state["w"], seeded("w", shape))
+    assert same_bits(state["norm"], torch.ones(99))
+    return report
+
+
+class Torn:
+    """A checkpoint behind a proxy.
+
+    Attributes:
+        proxy: of the test.
+        victim: the key of the object of the second rank that saved.
+        at: where in it the last byte of that rank's part of `w` lies.
+    """
+
+    def __init__(self, bucket: Bucket, size: str) -> None:
+        self.bucket, self.size, self.shape = bucket, size, SHAPES[size]
+        self.url = bucket.at("step-1")
+        run_ranks(2, save, self.url, bucket.storage_options, self.shape)
+        (self.victim,) = [key for key in bucket.keys("step-1") if key.startswith("__1_")]
+        payload = seeded("w", self.shape)[self.shape[0] // 2 :].numpy().tobytes()
+        body = bucket.get(f"step-1/{self.victim}")
+        self.at = body.index(payload) + len(payload) - 1
+
+    proxy: TamperingProxy
+
+    def meant(self, asked: Asked) -> bool:
+        """Whether it asks for the block with that byte."""
+        return asked.covers(self.victim, self.at)
+
+    def load(self, read_once: bool) -> list[Outcome]:
+        """Through the proxy, on all ranks."""
+        arguments = (self.url, self.proxy.storage_options, self.shape, read_once)
+        return try_ranks(RANKS, load, *arguments)
+
+    def error(self, read_once: bool) -> DcpObjstoreError:
+        """The one error that a load raises on every rank, but for who else has it."""
+        errors = []
+        for outcome in self.load(read_once):
+            assert isinstance(outcome.error, DcpObjstoreError), outcome
+            errors.append(outcome.error)
+        assert len({(type(error), str(error)) for error in errors}) == 1
+        return errors[0]
+
+    def delete_data(self) -> None:
+        """Remove every data object that there is."""
+        for key in self.bucket.keys("step-1"):
+            if key.endswith(".distcp"):
+                self.bucket.delete(f"step-1/{key}")
+
+    def replace(self) -> None:
+        """Save something else in its place."""
+        writer = dos.ObjectStoreWriter(
+            self.url, storage_options=self.bucket.storage_options, overwrite=True, progress=False
+        )
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+
+
+@pytest.fixture(scope="module", params=list(SHAPES))
+def kept(request: pytest.FixtureRequest, seaweed: SeaweedServer) -> Torn:
+    """For tests that leave the store as it is."""
+    options, url = seaweed.storage_options, f"s3://{BUCKET}/torn-{secrets.token_hex(4)}"
+    return Torn(Bucket("seaweed", url, options, options), request.param)
+
+
+@pytest.fixture
+def torn(kept: Torn) -> Iterator[Torn]:
+    with TamperingProxy(kept.bucket.storage_options) as kept.proxy:
+        yield kept
+
+
+@pytest.fixture
+def tear(bucket: Bucket) -> Iterator[Callable[[str], Torn]]:
+    def make(size: str) -> Torn:
+        torn = Torn(bucket, size)
+        torn.proxy = proxy
+        return torn
+
+    with TamperingProxy(bucket.storage_options) as proxy:
+        yield make
+
+
+def assert_named(error: DcpObjstoreError, torn: Torn) -> None:
+    assert (error.object_key, error.key) == (torn.victim, "w")
+    assert f"block {LAST_BLOCK[torn.size]} of" in str(error)
+    assert error.rank is not None
+
+
+def change(torn: Torn, how: str) -> Any:
+    return ANSWERS.get(how) or tampering.flipped(torn.at)
+
+
+@shared
+@pytest.mark.parametrize("how", [*ANSWERS, "damaged"])
+def test_an_answer_that_is_wrong_once_is_asked_for_again(
+    torn: Torn, how: str, read_once: bool
+) -> None:
+    torn.proxy.tamper(change(torn, how), torn.meant, times=1)
+    for outcome in torn.load(read_once):
+        assert not outcome.failed, outcome
+    asked = [asked for asked in torn.proxy.asked if torn.meant(asked)]
+    assert len(asked) == (1 if read_once else RANKS) + 1
+    assert any(one.signed_url for one in asked) == (torn.size == "large")
+
+
+@shared
+@pytest.mark.parametrize("how", [*ANSWERS, "damaged"])
+def test_an_answer_that_is_always_wrong_is_one_error_that_says_where_on_every_rank(
+    torn: Torn, how: str, read_once: bool
+) -> None:
+    torn.proxy.tamper(change(torn, how), torn.meant)
+    error = torn.error(read_once)
+    # That connections break says nothing of the object; whoever asks later may get it.
+    expected = StoreUnavailableError if how == "cut short" else CheckpointCorruptError
+    assert type(error) is expected, error
+    assert_named(error, torn)
+    # The direct lane once, the transport, and once more.
+    asked = [asked for asked in torn.proxy.asked if torn.meant(asked)]
+    if how != "cut short":
+        assert 2 <= len(asked) <= 3 * RANKS
+
+
+@sized
+@shared
+def test_an_object_that_is_removed_in_the_middle_is_corruption_while_the_commit_stands(
+    tear: Callable[[str], Torn], size: str, read_once: bool
+) -> None:
+    torn = tear(size)
+    torn.proxy.before(torn.meant, lambda: torn.bucket.delete(f"step-1/{torn.victim}"))
+    error = torn.error(read_once)
+    assert type(error) is CheckpointCorruptError, error
+    assert (error.object_key, error.key) == (torn.victim, "w")
+    assert " of w" in str(error), "which block depends on who was where"
+
+
+@sized
+@shared
+@pytest.mark.parametrize("what", ["replaced", "deleted"])
+def test_a_checkpoint_that_goes_in_the_middle_is_gone_on_every_rank(
+    tear: Callable[[str], Torn], what: str, size: str, read_once: bool
+) -> None:
+    torn = tear(size)
+
+    def act() -> None:
+        torn.delete_data()
+        if what == "replaced":
+            torn.replace()
+        else:
+            torn.bucket.delete("step-1/_COMMIT")
+
+    torn.proxy.before(torn.meant, act)
+    error = torn.error(read_once)
+    assert type(error) is CheckpointGoneError, error
+    assert what in str(error)
+    assert error.object_key is not None and error.object_key.endswith(".distcp")
+    assert error.key is not None and f" of {error.key}" in str(error)
+
+
+@shared
+def test_a_checkpoint_that_is_replaced_in_the_middle_loads_while_its_objects_are_there(
+    tear: Callable[[str], Torn], read_once: bool
+) -> None:
+    torn = tear("large")
+    torn.proxy.before(torn.meant, torn.replace)
+    reports = [outcome.value for outcome in torn.load(read_once)]
+    assert len({report.commit_id for report in reports}) == 1
+
+
+@pytest.mark.parametrize("end", ["_COMMIT", ".msgpack"])
+@pytest.mark.parametrize("how", [tampering.shorter, tampering.flipped(50)], ids=["short", "flip"])
+def test_marker_and_index_are_read_again_before_they_are_called_corrupt(
+    torn: Torn, how: tampering.Change, end: str
+) -> None:
+    torn.proxy.tamper(how, lambda asked: asked.key.endswith(end), times=1)
+    for outcome in torn.load(read_once=True):
+        assert not outcome.failed, outcome
+    torn.proxy.tamper(how, lambda asked: asked.key.endswith(end))
+    error = torn.error(read_once=True)
+    assert type(error) is CheckpointCorruptError, error
+    assert error.object_key is not None and error.object_key.endswith(end)
