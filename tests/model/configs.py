@@ -1,0 +1,160 @@
+"""What is searched: who is there, in what state the store is at first, how much may go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.model.actors import LOOKS_AGAIN, Actor
+from tests.model.checker import Result, Search
+from tests.model.invariants import what_is_wrong, what_is_wrong_at_rest
+from tests.model.readers import Reader
+from tests.model.removers import Deleter
+from tests.model.sweepers import Sweeper
+from tests.model.world import Marker, Store
+from tests.model.writers import Writer
+
+Weak = frozenset[str]
+NONE: Weak = frozenset()
+
+_FIRST = ("before", 0)
+ABSENT = Store()
+COMMITTED = Store(Marker("committed", 0, _FIRST), dot=0, data=1, index=1, committed=1)
+TOMBSTONE = Store(Marker("deleted", 0, _FIRST), data=1, index=1, committed=1)
+STALE = TOMBSTONE._replace(dot=0)
+ORPHAN = Store(data=8)  # of save 3, whose writer died
+
+
+@dataclass(frozen=True)
+class Config:
+    """One search.
+
+    Attributes:
+        name: says who is there.
+        store: the first state.
+        actors: made for a set of weakened rules.
+        at_rest: whether `.metadata` is checked when all actors have ended.
+        quick: belongs to the default test run.
+    """
+
+    name: str
+    store: Store
+    actors: Callable[[Weak], list[Actor]]
+    at_rest: bool = True
+    quick: bool = True
+
+    def search(self, weak: Weak = NONE, *, most_states: int = 10**9) -> Result:
+        at_rest = what_is_wrong_at_rest if self.at_rest else lambda _: None
+        search = Search(self.actors(weak), self.store, what_is_wrong, at_rest)
+        return search.run(most_states=most_states)
+
+
+def _writers(weak: Weak, *faults: int, overwrite: str = "12") -> list[Actor]:
+    """Saves 1 and up, as many as there are numbers of faults."""
+    return [
+        Writer(n, overwrite=str(n) in overwrite, faults=each, weak=weak)
+        for n, each in enumerate(faults, 1)
+    ]
+
+
+CONFIGS = [
+    Config(
+        "two create, reader",
+        ABSENT,
+        lambda weak: [*_writers(weak, 1, 1, overwrite=""), Reader("reader", faults=1)],
+    ),
+    Config(
+        "create, overwrite, reader",
+        ABSENT,
+        lambda weak: [*_writers(weak, 2, 1, overwrite="2"), Reader("reader")],
+    ),
+    Config(
+        "two overwrite, reader",
+        COMMITTED,
+        lambda weak: [*_writers(weak, 1, 2), Reader("reader", faults=1)],
+    ),
+    Config(
+        "save after a deletion, deleter, reader",
+        TOMBSTONE,
+        lambda weak: [
+            *_writers(weak, 1, overwrite=""),
+            Deleter(faults=1, weak=weak),
+            Reader("reader"),
+        ],
+    ),
+    Config(
+        "overwrite, deleter, reader",
+        COMMITTED,
+        lambda weak: [*_writers(weak, 2), Deleter(faults=2, weak=weak), Reader("reader")],
+    ),
+    Config(
+        "create, overwrite, deleter",
+        ABSENT,
+        lambda weak: [*_writers(weak, 1, 0, overwrite="2"), Deleter(weak=weak)],
+    ),
+    Config(
+        "overwrite, sweeper twice, reader",
+        COMMITTED,
+        lambda weak: [*_writers(weak, 1), Sweeper(faults=1, rounds=2, weak=weak), Reader("reader")],
+    ),
+    Config(
+        "create, sweeper of an orphan",
+        ORPHAN,
+        lambda weak: [*_writers(weak, 1, overwrite=""), Sweeper(faults=1, rounds=2, weak=weak)],
+    ),
+    Config("a sweep mends .metadata", STALE, lambda weak: [Sweeper(weak=weak)]),
+    Config(
+        "overwrite, deleter, sweeper",
+        COMMITTED,
+        lambda weak: [*_writers(weak, 1), Deleter(weak=weak), Sweeper(weak=weak)],
+    ),
+    Config(
+        "two overwrite, sweeper, reader",
+        COMMITTED,
+        lambda weak: [*_writers(weak, 1, 0), Sweeper(weak=weak), Reader("reader")],
+        quick=False,
+    ),
+    Config(
+        "two overwrite, sweeper with faults, reader",
+        COMMITTED,
+        lambda weak: [*_writers(weak, 0, 0), Sweeper(faults=1, weak=weak), Reader("reader")],
+        quick=False,
+    ),
+    Config(
+        "create, overwrite, deleter, sweeper, reader",
+        ABSENT,
+        lambda weak: [
+            *_writers(weak, 0, 0, overwrite="2"),
+            Deleter(tries=0, weak=weak),
+            Sweeper(tries=0, weak=weak),
+            Reader("reader"),
+        ],
+        quick=False,
+    ),
+]
+
+# A mutant is a protocol with one rule weakened, by the name that the actors look for.
+MUTANTS = [
+    "unconditional marker",
+    "no read-back",
+    "tombstone removed",
+    "sweeping by age alone",
+    "no fence",
+    "listing after the fence",
+    "begin token read after data",
+    "cleaning up after an unknown outcome",
+    "shared data keys",
+    "repeatable ETags",
+    "unconditional .metadata",
+    LOOKS_AGAIN,
+]
+
+
+def catch(mutant: str) -> tuple[Config, Result] | None:
+    """The first of the quick configurations in which a mutant breaks a promise."""
+    for config in CONFIGS:
+        if config.quick:
+            result = config.search(frozenset({mutant}))
+            if result.wrong:
+                return config, result
+    return None

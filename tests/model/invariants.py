@@ -1,0 +1,33 @@
+"""What must hold in every state of the store. What actors are told is checked by `Actor.wrong`."""
+
+from __future__ import annotations
+
+from tests.model.world import Store, save_name
+
+
+def what_is_wrong(store: Store) -> str | None:
+    """The broken promise, or None."""
+    marker = store.marker
+    if marker is not None and marker.is_committed:
+        bit = 1 << marker.commit
+        if not store.data & bit:
+            return f"live object deleted: {save_name(marker.commit)} is committed, its data is gone"
+        if not store.index & bit:
+            return f"live object deleted: {save_name(marker.commit)} is committed without its index"
+    if marker is not None:
+        for save in range(store.committed.bit_length()):
+            if store.committed >> save & 1 and not marker.knows(save):
+                return f"lost commit: {save_name(save)} took effect and was replaced unseen"
+    return None
+
+
+def what_is_wrong_at_rest(store: Store) -> str | None:
+    """The same where every actor has come to its end and nothing more happens."""
+    marker = store.marker
+    current = marker.commit if marker is not None and marker.is_committed else None
+    if store.dot not in (None, current):
+        return (
+            f"stale .metadata: stock readers see {save_name(store.dot)}, what is committed is"
+            f" {save_name(current)}"
+        )
+    return None

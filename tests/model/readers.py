@@ -1,0 +1,53 @@
+"""A load: rule 7, as `opening.open_committed` and the GETs of data after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.model.actors import Actor
+from tests.model.world import DATA, EVERYTHING, INDEX, NO_ANSWER, Marker, Me, Move, Store
+
+
+class Reader(Actor):
+    """`_COMMIT`, the index, the objects."""
+
+    def wrong(self, me: Me, store: Store) -> str | None:
+        if me.answer == "corrupt":
+            return "torn read: the commit stands, and an object of it is missing or replaced"
+        return None
+
+    def begin(self, me: Me, store: Store) -> Iterator[Move]:
+        for event, found, me in self.get_marker(me, store):
+            if found == NO_ANSWER:
+                after = self.end(me, "failed")
+            elif isinstance(found, Marker):
+                after = self.end(me, "absent")
+                if found.is_committed:
+                    after = me._replace(at="index", token=found)
+            else:
+                after = me._replace(at="explain")
+            yield event, after, store
+
+    def explain(self, me: Me, store: Store) -> Iterator[Move]:
+        yield self.event("list", EVERYTHING), self.end(me, "absent"), store
+
+    def index(self, me: Me, store: Store) -> Iterator[Move]:
+        assert me.token
+        event, there = self.get(me, store, INDEX, me.token.commit)
+        yield event, me._replace(at="data" if there else "why"), store
+
+    def data(self, me: Me, store: Store) -> Iterator[Move]:
+        assert me.token
+        event, there = self.get(me, store, DATA, me.token.commit)
+        yield event, self.end(me, "whole") if there else me._replace(at="why"), store
+
+    def why(self, me: Me, store: Store) -> Iterator[Move]:
+        assert me.token
+        for event, found, me in self.get_marker(me, store):
+            if found == NO_ANSWER:
+                answer = "failed"
+            elif isinstance(found, Marker) and found.commit == me.token.commit:
+                answer = "corrupt" if found.is_committed else "gone"
+            else:
+                answer = "gone"
+            yield event, self.end(me, answer), store

@@ -1,0 +1,207 @@
+"""Sweeping: rule 9, `sweep.sweep`, with `publishing.align_dot_metadata`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tests.model.removers import Remover
+from tests.model.world import (
+    DATA,
+    DOT,
+    EVERYTHING,
+    INDEX,
+    NO_ANSWER,
+    Marker,
+    Me,
+    Move,
+    Request,
+    Store,
+)
+
+
+class Sweeper(Remover):
+    """Removes what no commit names. Every object and marker may look old to it.
+
+    S3 dates a multipart object from its initiation, so a save that is under way may look old. In
+    the model nothing hangs on time: what the grace period adds is kindness to slow readers.
+
+    Args:
+        rounds: sweeps, one after the other.
+    """
+
+    def __init__(self, name: str = "sweeper", *, rounds: int = 1, **options: Any) -> None:
+        super().__init__(name, **options)
+        self.rounds = rounds
+
+    def begin(self, me: Me, store: Store) -> Iterator[Move]:
+        if "sweeping by age alone" in self.weak:
+            yield from self.list(me, store)
+            return
+        for event, found, me in self.get_marker(me, store):
+            if found == NO_ANSWER:
+                after = self.done(me, "failed", gave_up=True)
+            elif not isinstance(found, Marker):
+                after = self.looked(me)
+            elif found.state == "deleting":
+                after = me._replace(at="finish", token=found)
+            elif found.is_committed:
+                after = me._replace(at="read_index", token=found)
+            else:
+                after = self.looked(me._replace(token=found))
+            yield event, after, store
+
+    def read_index(self, me: Me, store: Store) -> Iterator[Move]:
+        assert me.token
+        event, there = self.get(me, store, INDEX, me.token.commit)
+        yield event, self.looked(me) if there else me._replace(at="why"), store
+
+    def why(self, me: Me, store: Store) -> Iterator[Move]:
+        for event, _, me in self.get_marker(me, store):
+            yield event, self.done(me, "failed"), store
+
+    def looked(self, me: Me) -> Me:
+        if "listing after the fence" in self.weak:
+            return self.fence(me)
+        return me._replace(at="list")
+
+    def list(self, me: Me, store: Store) -> Iterator[Move]:
+        event = self.event("list", EVERYTHING)
+        candidates = store.data | store.index
+        if me.token is not None and me.token.is_committed:
+            candidates &= ~(1 << me.token.commit)
+        # Nothing is old, or something young keeps the sweep off: then only `.metadata` is mended.
+        in_line = (store.dot is not None) == (me.token is not None and me.token.is_committed)
+        nothing = me._replace(at="mend")
+        if in_line or me.token is None:
+            nothing = self.done(me, "nothing")
+        yield event, nothing, store
+        if candidates and not (me.token is None and store.dot is not None):
+            me = me._replace(candidates=candidates)
+            if self.weak & {"listing after the fence", "no fence", "sweeping by age alone"}:
+                yield event, me._replace(at="remove_data"), store
+            else:
+                yield event, self.fence(me), store
+
+    def mend(self, me: Me, store: Store) -> Iterator[Move]:
+        assert me.token
+        for event, found, me in self.get_marker(me, store):
+            if found == NO_ANSWER:
+                after = self.done(me, "failed", gave_up=True)
+            elif isinstance(found, Marker) and found.write == me.token.write:
+                after = self.align(me._replace(then="mend", token=found))
+            else:
+                after = self.done(me, "lost")
+            yield event, after, store
+
+    # --- the fence: PUT, and read back in any case
+
+    def fence(self, me: Me) -> Me:
+        return self.rewrite(me, "deleted" if me.token is None else me.token.state, "fence")
+
+    def after_fence(self, me: Me, landed: bool) -> Me:
+        return me._replace(at="read_back") if landed else self.done(me, "lost")
+
+    def read_back(self, me: Me, store: Store) -> Iterator[Move]:
+        assert me.token
+        for event, found, me in self.get_marker(me, store):
+            if found == NO_ANSWER:
+                after = self.done(me, "failed", gave_up=True)
+            elif not isinstance(found, Marker) or found.write != me.token.write:
+                after = self.done(me, "lost")
+            elif "listing after the fence" in self.weak:
+                after = me._replace(at="list")
+            else:
+                after = self.align(me)
+            yield event, after, store
+
+    # --- `.metadata` into line with `me.token`, in a loop
+
+    def align(self, me: Me) -> Me:
+        assert me.token
+        if me.token.state == "deleting":
+            return self.done(me, "deleting", gave_up=True)
+        return me._replace(at="judge_index" if me.token.is_committed else "judge_tombstone")
+
+    def judge_tombstone(self, me: Me, store: Store) -> Iterator[Move]:
+        for event, answered, me in self.look_at_dot(me, store, "head"):
+            if not answered:
+                after = self.done(me, "failed", gave_up=True)
+            elif me.dot_token is None:
+                after = self.aligned(me)
+            else:
+                after = me._replace(at="remove_stale", dot_token=None)
+            yield event, after, store
+
+    def remove_stale(self, me: Me, store: Store) -> Iterator[Move]:
+        for event, answer, me, store in self.send(me, store, Request("delete", DOT, None)):
+            if answer:
+                yield event, me._replace(at="align_again", changed=True), store
+            else:
+                yield event, self.done(me, "failed", gave_up=True), store
+
+    def judge_index(self, me: Me, store: Store) -> Iterator[Move]:
+        assert me.token
+        event, there = self.get(me, store, INDEX, me.token.commit)
+        yield event, me._replace(at="judge_dot" if there else "why"), store
+
+    def judge_dot(self, me: Me, store: Store) -> Iterator[Move]:
+        assert me.token
+        for event, answered, me in self.look_at_dot(me, store, "get"):
+            if not answered:
+                after = self.done(me, "failed", gave_up=True)
+            elif me.dot_token == me.token.commit:
+                after = self.aligned(me._replace(dot_token=None))
+            else:
+                after = me._replace(at="publish", body=me.token.commit, dot_token=None)
+            yield event, after, store
+
+    def published(self, me: Me, done: bool | None) -> Me:
+        if done is None:
+            return self.done(me, "failed", gave_up=True)
+        me = me._replace(body=None, dot_token=None, maybe=False, changed=me.changed or done)
+        return me._replace(at="align_again")
+
+    def align_again(self, me: Me, store: Store) -> Iterator[Move]:
+        assert me.token
+        for event, found, me in self.get_marker(me, store):
+            if not isinstance(found, Marker):
+                after = self.done(me, "failed", gave_up=True)
+            elif (found.commit, found.state) == (me.token.commit, me.token.state):
+                after = self.aligned(me._replace(token=found))
+            elif me.tries:
+                after = self.align(me._replace(token=found, tries=me.tries - 1))
+            else:
+                after = self.done(me, "unfinished", gave_up=True)
+            yield event, after, store
+
+    def aligned(self, me: Me) -> Me:
+        if me.then == "mend":
+            return self.done(me, "mended")
+        if me.changed:  # stock readers may still be using what the old one named
+            return self.rewrite(me, me.token.state, "last_fence")
+        return me._replace(at="remove_data", token=None)
+
+    def after_last_fence(self, me: Me, landed: bool) -> Me:
+        return self.done(me, "mended")
+
+    # --- at last
+
+    def remove_data(self, me: Me, store: Store) -> Iterator[Move]:
+        for event, _, me, store in self.send(me, store, Request("delete", DATA, me.candidates)):
+            yield event, me._replace(at="remove_index"), store
+
+    def remove_index(self, me: Me, store: Store) -> Iterator[Move]:
+        for event, _, me, store in self.send(me, store, Request("delete", INDEX, me.candidates)):
+            yield event, self.done(me, "swept"), store
+
+    def buried(self, me: Me) -> Me:
+        """The objects are for a later sweep, when the tombstone is old."""
+        return self.done(me, "finished")
+
+    def done(self, me: Me, answer: str, *, gave_up: bool = False) -> Me:
+        """The next sweep begins, or this was the last. A later one does what this one could not."""
+        if me.rounds <= 1:
+            return self.end(me, answer, gave_up=gave_up)
+        fresh = Me("begin", me.faults, self.tries, me.rounds - 1, writes=me.writes)
+        return fresh._replace(flying=me.flying, gave_up=me.gave_up)
