@@ -14,13 +14,17 @@ class TransferConfig:
     """How bytes are moved. The defaults suit a cloud VM and a regional bucket.
 
     Extra memory of a save from CPU memory: about 2 MiB (the bytes are sent from
-    the tensors' own memory); from a GPU: `(upload_concurrency + 2) x part_size_bytes`.
+    the tensors' own memory); from a GPU: `(upload_concurrency + 2) x part_size_bytes` of pinned
+    memory, or 80 MiB where that is more.
     Extra memory of a load: at most `memory_budget_bytes` for what is copied straight into the
-    tensors. What only torch can take apart comes on top: tensors of checkpoints that stock torch
-    wrote (and quantized or subclass tensors), of which some `download_concurrency` are in progress
-    at once, each with up to twice its size; and pickled values, of which those that have arrived
-    and wait for the planner take up to `memory_budget_bytes`, plus what one request per connection
-    completes.
+    tensors. Where these are on a GPU that includes the pinned memory that it goes through; each
+    request then counts three times, so `4 x request_size_bytes x download_concurrency` keeps all
+    connections busy; on the GPU it takes some 4 MiB blocks, where values are converted or do not
+    lie in one run. torch keeps pinned memory for the next save or load. What only torch can take
+    apart comes on top: tensors of checkpoints that stock torch wrote (and quantized or subclass
+    tensors), of which some `download_concurrency` are in progress at once, each with up to twice
+    its size; and pickled values, of which those that have arrived and wait for the planner take up
+    to `memory_budget_bytes`, plus what one request per connection completes.
 
     Attributes:
         part_size_bytes: size of one part of a multipart upload; an object of up to this size goes

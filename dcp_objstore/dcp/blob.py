@@ -135,7 +135,8 @@ def small_payload(tensor: torch.Tensor, size_bytes: int) -> bytes:
 def payload_slices(tensor: torch.Tensor, slice_size_bytes: int) -> Iterator[ByteArray]:
     """The memory of a contiguous tensor in slices, as arrays that keep it alive.
 
-    CPU memory is not copied. Memory of another device is copied one slice at a time.
+    CPU memory is not copied. Memory of another device is copied one slice at a time (that of a
+    GPU goes another way: `device.Outbound`).
     """
     flat = tensor.reshape(-1).view(torch.uint8)
     if flat.device.type == "cpu":

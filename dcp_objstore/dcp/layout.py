@@ -25,6 +25,7 @@ from dcp_objstore.errors import DcpObjstoreError, RankFailedError
 from dcp_objstore.transfer.digests import block_digest, block_digests
 
 if TYPE_CHECKING:
+    from dcp_objstore.dcp.device import Outbound
     from dcp_objstore.transfer.parts import PartPlan
     from dcp_objstore.transfer.upload import ByteArray
     from dcp_objstore.transfer.workers import DaemonPool
@@ -72,6 +73,7 @@ class Layout:
             to the next one.
         resolve: DCP's `planner.resolve_data`.
         on_value: called with each pickled value's key and bytes.
+        outbound: the way out of a GPU's memory.
     """
 
     pending: deque[tuple[WriteItem, int]]
@@ -80,6 +82,7 @@ class Layout:
     hashers: DaemonPool
     on_value: Callable[[str, bytes], None]
     rank: int
+    outbound: Outbound
     placed: list[Placed] = field(default_factory=list)
     _position: int = 0
     _framing: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
@@ -173,7 +176,10 @@ class Layout:
         if self._gathered:
             yield self._take_gathered()
         digests = []
-        for piece in blob.payload_slices(payload, self.plan.slice_size_bytes):
+        pieces = self.outbound.slices(payload)
+        if pieces is None:
+            pieces = blob.payload_slices(payload, self.plan.slice_size_bytes)
+        for piece in pieces:
             digests.append(self.hashers.submit(block_digests, piece))
             yield piece
         self._position += size_bytes

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
+from dcp_objstore.dcp.device import Inbound, lanes_into, plan_ring, settle_streams
 from dcp_objstore.dcp.gather import Backlog, GatherRead
 from dcp_objstore.dcp.reads import (
     Block,
@@ -116,6 +117,8 @@ def run_load(
         *plan_requests(alone, request_size_bytes=config.request_size_bytes),
     ]
     total_bytes = sum(request.end - request.start for request in requests)
+    budget_bytes = config.memory_budget_bytes - shared_bytes
+    inbound, budget_bytes = _way_in(planned.reads, destinations, requests, config, budget_bytes)
 
     def finish(read: GatherRead) -> None:
         if read.error is not None:
@@ -128,9 +131,16 @@ def run_load(
 
     def take_in(request: RangeRequest[Block], body: Buffer) -> None:
         backlog.wait_for_room(progress)
-        consume(request, body)
+        with nullcontext(body) if inbound is None else inbound.taking(request, body) as here:
+            consume(request, here)
         if exchange is not None:
             exchange.keep(request, body)
+
+    def admit(request: RangeRequest[Block], progress: Progress) -> memoryview | None:
+        into = None if exchange is None else exchange.admit(request, progress)
+        if into is None and inbound is not None and _is_sent(request):
+            into = inbound.admit(request, progress)
+        return into
 
     def go_on() -> None:
         if exchange is not None:
@@ -141,7 +151,10 @@ def run_load(
     def explain(request: RangeRequest[Block], error: DcpObjstoreError) -> DcpObjstoreError:
         return _explained(planned.source, store, request, error)
 
-    with closing(progress_bar("load", total_bytes, shown=bar_shown)) as bar:
+    with (
+        closing(progress_bar("load", total_bytes, shown=bar_shown)) as bar,
+        nullcontext() if inbound is None else inbound,
+    ):
         progress = Progress(config.stall_timeout_seconds, bar.update)
         arriving = fetch_ranges(
             store,
@@ -150,8 +163,8 @@ def run_load(
             take_in,
             config,
             progress,
-            budget_bytes=config.memory_budget_bytes - shared_bytes,
-            admit=None if exchange is None else exchange.admit,
+            budget_bytes=budget_bytes,
+            admit=None if exchange is None and inbound is None else admit,
             explain=explain,
         )
         with closing(arriving):
@@ -192,6 +205,39 @@ def _bind(planned: PlannedLoad, planner: LoadPlanner, backlog: Backlog) -> dict[
             warned = warned or warn_if_lossy(item, read.stored.dtype, destination)
             read.bind(destination)
     return destinations
+
+
+def _way_in(
+    reads: Sequence[TensorRead | GatherRead],
+    destinations: Mapping[int, torch.Tensor],
+    requests: Sequence[RangeRequest[Block]],
+    config: TransferConfig,
+    budget_bytes: int,
+) -> tuple[Inbound | None, int]:
+    """The way to destinations on a GPU, if there are any, and the budget left for fetching."""
+    devices = {destination.device for destination in destinations.values()}
+    if any(device.type != "cpu" for device in devices):
+        settle_streams()
+    lanes = lanes_into(devices)
+    if not lanes:
+        return None, budget_bytes
+    largest_bytes = max((request.end - request.start for request in requests), default=0)
+    concurrency = min(config.download_concurrency, max(1, len(requests)))
+    slots, slot_bytes, budget_bytes = plan_ring(largest_bytes, concurrency, budget_bytes)
+    inbound = Inbound(lanes, slots, slot_bytes)
+    for read in reads:
+        if isinstance(read, TensorRead):
+            read.send_through(inbound)
+    return inbound, budget_bytes
+
+
+def _is_sent(request: RangeRequest[Block]) -> bool:
+    """Whether some of a request goes to a device."""
+    return any(
+        isinstance(read, TensorRead) and read.is_sent
+        for span in request.spans
+        for read in span.tag.reads
+    )
 
 
 def _explained(

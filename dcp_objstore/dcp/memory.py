@@ -44,6 +44,19 @@ def byte_memory(tensor: torch.Tensor) -> ByteArray | None:
     return np.asarray(_Exposed(tensor))
 
 
+def device_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The bytes of a contiguous tensor of any device, as a view; None where there is no such."""
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or not tensor.is_contiguous()
+        or not tensor.numel()
+    ):
+        return None
+    return tensor.view(-1).view(torch.uint8)
+
+
 def count_write(tensor: torch.Tensor) -> None:
     """Tell autograd of a write that went past torch."""
     if not tensor.is_inference():

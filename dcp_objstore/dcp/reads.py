@@ -11,6 +11,7 @@ to every read that wants some of it:
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_objstore.dcp.geometry import Box, Selection, collapse
-from dcp_objstore.dcp.memory import byte_memory, count_write, fits, narrow
+from dcp_objstore.dcp.memory import byte_memory, count_write, device_bytes, fits, narrow
 from dcp_objstore.errors import CheckpointCorruptError, StateMismatchError, UnsupportedError
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, block_digest
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES, RangeRequest, Span
@@ -31,6 +32,8 @@ from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES, RangeRequest, Span
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from dcp_objstore.dcp.device import Inbound
+    from dcp_objstore.dcp.geometry import Copy
     from dcp_objstore.dcp.source import Source, Stored
     from dcp_objstore.transfer.upload import ByteArray
 
@@ -79,6 +82,8 @@ class TensorRead:
             )
         self._selection = Selection(*collapse(stored.sizes, wanted), self._dtype.itemsize)
         self._memory: ByteArray | None = None
+        self._inbound: Inbound | None = None
+        self._device_bytes: torch.Tensor | None = None
 
     @property
     def selection(self) -> Selection:
@@ -101,6 +106,19 @@ class TensorRead:
         if len(self._selection.shape) == 1 and self._view.dtype == self._dtype:
             self._memory = byte_memory(self._view)
 
+    def send_through(self, inbound: Inbound) -> None:
+        """Fill a tensor of a device through a ring, if it has a lane there; once it is bound."""
+        if not inbound.takes(self._destination.device):
+            return
+        self._inbound, self._memory = inbound, None
+        if len(self._selection.shape) == 1 and self._view.dtype == self._dtype:
+            self._device_bytes = device_bytes(self._view)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the bytes go through a ring to a device."""
+        return self._inbound is not None
+
     def accept(self, position: int, block: Buffer) -> None:
         """See `Read`."""
         arrived = np.frombuffer(block, dtype=np.uint8)
@@ -108,6 +126,10 @@ class TensorRead:
             first = self._selection.wanted.offsets[0] * self._dtype.itemsize - position
             low, high = max(0, first), min(arrived.nbytes, first + self._memory.nbytes)
             self._memory[low - first : high - first] = arrived[low:high]
+            return
+        if self._inbound is not None:
+            work = functools.partial(self._send, position)
+            self._inbound.send(self._view.device, block, work)
             return
         elements = self._elements(arrived)
         with torch.inference_mode(self._view.is_inference()), torch.no_grad():
@@ -118,14 +140,51 @@ class TensorRead:
 
     def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
         """See `Read`."""
-        elements = self._elements(np.frombuffer(packed, dtype=np.uint8))
+        copies = self._selection.copies(position, position + size_bytes)
+        if self._inbound is not None:
+            work = functools.partial(self._send_packed, copies)
+            self._inbound.send(self._view.device, packed, work)
+            return
+        self._unpack(copies, self._elements(np.frombuffer(packed, dtype=np.uint8)))
+
+    def _unpack(self, copies: Iterable[Copy], elements: torch.Tensor) -> None:
         taken = 0
         with torch.inference_mode(self._view.is_inference()), torch.no_grad():
-            for copy in self._selection.copies(position, position + size_bytes):
+            for copy in copies:
                 count = math.prod(copy.source.sizes)
                 source = elements[taken : taken + count].view(copy.source.sizes)
                 narrow(self._view, copy.destination).copy_(source)
                 taken += count
+
+    def _send(self, position: int, arrived: torch.Tensor) -> None:
+        """Queue the copies of a block that lies in host memory.
+
+        What is not one run of the same dtype goes to the device as it is, where it is cut and
+        converted: that takes device memory for a block, of which the lane's stream makes use again
+        for the next one, and none of the host's.
+        """
+        itemsize = self._dtype.itemsize
+        with torch.inference_mode(self._view.is_inference()), torch.no_grad():
+            if self._device_bytes is not None:
+                first = self._selection.wanted.offsets[0] * itemsize - position
+                low, high = max(0, first), min(arrived.numel(), first + self._device_bytes.numel())
+                part = arrived[low:high]
+                self._device_bytes[low - first : high - first].copy_(part, non_blocking=True)
+                return
+            start, end = self._selection.within(position, position + arrived.numel())
+            elements = self._staged(arrived[start - position : end - position])
+            for copy in self._selection.copies(start, end):
+                source = elements[copy.start : copy.start + math.prod(copy.source_shape)]
+                source = narrow(source.view(copy.source_shape), copy.source)
+                narrow(self._view, copy.destination).copy_(source, non_blocking=True)
+
+    def _send_packed(self, copies: Iterable[Copy], packed: torch.Tensor) -> None:
+        self._unpack(copies, self._staged(packed))
+
+    def _staged(self, arrived: torch.Tensor) -> torch.Tensor:
+        """Elements in memory of the device, which is aligned as it must be for every dtype."""
+        staged = torch.empty_like(arrived, device=self._view.device)
+        return staged.copy_(arrived, non_blocking=True).view(self._dtype)
 
     def _elements(self, arrived: ByteArray) -> torch.Tensor:
         if arrived.ctypes.data % self._dtype.itemsize:

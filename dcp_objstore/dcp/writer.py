@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -25,6 +24,7 @@ from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.marker import Counts, check_user_metadata
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.dcp.blob import check_layout
+from dcp_objstore.dcp.device import Outbound, settle_streams
 from dcp_objstore.dcp.dot_metadata import encode_metadata
 from dcp_objstore.dcp.layout import Layout, item_bytes
 from dcp_objstore.dcp.metadata import StoredItem, StoredObject, build_index, stock_metadata
@@ -253,9 +253,7 @@ class ObjectStoreWriter(StorageWriter):
         return future
 
     def _upload(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        if torch.accelerator.is_available():
-            # Copies are made in another thread, whose stream does not wait for this one's.
-            torch.accelerator.current_stream().synchronize()
+        settle_streams()  # tensors are read in another thread
         store = save.open()
         # Pickled values first, as stock writers have it; then tensors in the plan's order.
         ordered = sorted(plan.items, key=lambda item: item.tensor_data is not None)
@@ -267,6 +265,7 @@ class ObjectStoreWriter(StorageWriter):
         bar = progress_bar("save", payload_bytes, shown=self._progress and save.is_coordinator)
         with closing(bar), DaemonPool(self._target.config.hash_threads, "hash") as hashers:
             progress = Progress(self._target.config.stall_timeout_seconds, bar.update)
+            outbound = Outbound(part_plan, self._target.config, progress.check_stopped)
             while pending:
                 layout = Layout(
                     pending,
@@ -275,6 +274,7 @@ class ObjectStoreWriter(StorageWriter):
                     hashers,
                     lambda key, body: warn_unsafe_value(body, key, self._warned_keys),
                     save.rank,
+                    outbound,
                 )
                 key = data_key(save.rank, len(objects), save.nonce)
                 uploaded = upload_object(

@@ -1,0 +1,686 @@
+"""Device memory: what passes through the ring arrives unchanged, within the ring, and ends."""
+
+from __future__ import annotations
+
+import gc
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+import dcp_objstore as dos
+from dcp_objstore.config import MIB
+from dcp_objstore.dcp import device
+from dcp_objstore.dcp.device import Inbound, Outbound, pinned_memory, plan_ring
+from dcp_objstore.dcp.reads import TensorRead
+from dcp_objstore.dcp.ring import Ring
+from dcp_objstore.dcp.source import Stored
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    RankFailedError,
+    StoreUnavailableError,
+    TransferStalledError,
+)
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.wrappers import Fault, FaultStore, WrappedStore
+from dcp_objstore.transfer.parts import plan_parts
+from tests.support.lanes import LateLane, use_lane
+from tests.support.states import ALL_DTYPES, same_bits, seeded
+
+PART = 5 * MIB
+CONFIG = dos.TransferConfig(
+    part_size_bytes=PART,
+    upload_concurrency=2,
+    request_size_bytes=4 * MIB,
+    memory_budget_bytes=32 * MIB,
+)
+
+
+def memory_url() -> str:
+    return f"memory://device/{secrets.token_hex(4)}"
+
+
+def big_state() -> dict[str, torch.Tensor]:
+    """Tensors of many slices and of less than one, that begin anywhere in a part."""
+    sizes = {"big": 9_000_001, "mid": 1_300_007, "small": 100, "more": 5_000_003}
+    return {key: seeded(key, (count,)) for key, count in sizes.items()}
+
+
+def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+
+
+def assert_same(loaded: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
+    assert [key for key in state if not same_bits(loaded[key], state[key])] == []
+
+
+def never_stopped() -> None:
+    pass
+
+
+def plain_memory(size_bytes: int) -> torch.Tensor:
+    return torch.zeros(size_bytes, dtype=torch.uint8)
+
+
+@pytest.fixture
+def lane(monkeypatch: pytest.MonkeyPatch) -> LateLane:
+    late = LateLane()
+    use_lane(monkeypatch, lambda: late)
+    return late
+
+
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], None]:
+    """Puts a store around every store that is opened."""
+
+    def put(around: Callable[[Any], Any]) -> None:
+        real_open = StoreSpec.open
+        monkeypatch.setattr(StoreSpec, "open", lambda spec: around(real_open(spec)))
+
+    return put
+
+
+# --- the ring ---
+
+
+def test_a_lent_slot_comes_back_when_the_last_view_of_it_is_gone() -> None:
+    ring = Ring(1, 16, plain_memory)
+    slot = ring.acquire(never_stopped)
+    lent = ring.lend(slot)
+    view = memoryview(lent[2:][:3])
+    del lent, slot
+    assert ring.try_acquire() is None
+    held = [view]
+    del view
+    # Wherever the last one is dropped.
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert ring.try_acquire() is not None
+
+
+def test_a_lent_slot_outlives_its_ring() -> None:
+    ring = Ring(1, 4, plain_memory)
+    slot = ring.acquire(never_stopped)
+    slot.array[:] = 7
+    lent = ring.lend(slot)
+    del ring, slot
+    gc.collect()
+    assert lent.tolist() == [7] * 4
+
+
+def test_a_slot_is_not_written_to_before_its_copies_are_complete() -> None:
+    lane = LateLane()
+    ring = Ring(1, 4, lane.allocate)
+    slot = ring.acquire(never_stopped)
+    slot.array[:] = 1
+    copied = torch.zeros(4, dtype=torch.uint8)
+    slot.tickets.append(lane.queue(lambda: copied.copy_(slot.memory)))
+    ring.release(slot)
+    assert not copied.any()
+    again = ring.acquire(never_stopped)
+    again.array[:] = 2
+    assert copied.tolist() == [1] * 4
+
+
+def test_no_slot_is_waited_for_while_another_may_be_made_and_never_more_are() -> None:
+    lane = LateLane()
+    ring = Ring(2, 4, lane.allocate)
+    for _ in range(5):
+        slot = ring.acquire(never_stopped)
+        slot.tickets.append(lane.queue(lambda: None))
+        ring.release(slot)
+    assert lane.allocated == [4, 4]
+    assert lane.copied > 0
+
+
+def test_waiting_for_a_slot_ends_when_it_is_to_end() -> None:
+    ring = Ring(1, 4, plain_memory)
+    taken = ring.acquire(never_stopped)
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ring.acquire(stop)
+    ring.release(taken)
+    assert ring.acquire(stop) is taken
+
+
+def test_a_slot_that_could_not_be_allocated_is_not_counted() -> None:
+    errors = [RuntimeError("no memory")]
+
+    def allocate(size_bytes: int) -> torch.Tensor:
+        if errors:
+            raise errors.pop()
+        return plain_memory(size_bytes)
+
+    ring = Ring(1, 4, allocate)
+    with pytest.raises(RuntimeError):
+        ring.acquire(never_stopped)
+    assert ring.acquire(never_stopped).array.nbytes == 4
+
+
+@given(st.integers(1, 64 * MIB), st.integers(1, 64), st.integers(8 * MIB, 2048 * MIB))
+def test_the_ring_and_the_bodies_in_flight_are_within_the_budget(largest, concurrency, budget):
+    slots, slot_bytes, rest = plan_ring(largest, concurrency, budget)
+    assert slot_bytes >= largest
+    if not slots:
+        assert rest == budget
+        assert budget < 3 * slot_bytes
+        return
+    assert rest >= 2 * largest  # of one request at least
+    assert slots * slot_bytes + rest <= budget
+    workers = min(concurrency, rest // (2 * largest))
+    assert workers >= 1
+    # One to fetch into for each, unless smaller bodies than a slot let more of them fetch.
+    assert slots >= min(workers, rest // (2 * slot_bytes))
+
+
+def test_where_no_pinned_memory_can_be_had_ordinary_memory_is_used_with_one_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_empty = torch.empty
+
+    def empty(*sizes: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nmore lines")
+        return real_empty(*sizes, **settings)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(device, "_warned", threading.Event())
+    assert [pinned_memory(MIB).numel() for _ in range(3)] == [MIB] * 3
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "out of memory" in warning
+    assert "memory_budget_bytes" in warning
+    assert "more lines" not in warning
+
+
+# --- saving ---
+
+
+class GatheringStore(WrappedStore):
+    """As a transport does: keeps the buffers of so many parts, and looks at each as it drops it."""
+
+    def __init__(self, inner: Any, parts: int) -> None:
+        super().__init__(inner)
+        self._parts = parts
+
+    def put_stream(self, key: str, buffers: Iterator[Any], **settings: Any) -> Any:
+        return self.inner.put_stream(key, self._late(buffers, **settings), **settings)
+
+    def _late(self, buffers: Iterator[Any], part_size_bytes: int, **_: Any) -> Iterator[bytes]:
+        held: deque[Any] = deque()
+        held_bytes = 0
+        for buffer in buffers:
+            held.append(buffer)
+            held_bytes += buffer.nbytes
+            del buffer
+            while held_bytes - held[0].nbytes >= self._parts * part_size_bytes:
+                held_bytes -= held[0].nbytes
+                yield bytes(held.popleft())
+        while held:
+            yield bytes(held.popleft())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_save_through_the_ring_stores_what_a_save_without_it_does(seed, monkeypatch, behind):
+    state, plain, url = big_state(), memory_url(), memory_url()
+    dos.save(state, plain, config=CONFIG)
+    lane = LateLane(seed)
+    with monkeypatch.context() as patched:
+        use_lane(patched, lambda: lane)
+        behind(lambda store: GatheringStore(store, parts=3))
+        dos.save(state, url, config=CONFIG)
+    assert lane.copied == sum(-(-t.nbytes // (4 * MIB)) for t in state.values() if t.nbytes > 400)
+    assert not lane.queued
+    bodies = []
+    for place in (plain, url):
+        store = StoreSpec(place).open()
+        (key,) = [meta.key for meta in store.list() if meta.key.endswith(".distcp")]
+        bodies.append(store.get(key, max_size_bytes=2**30)[0])
+    assert bodies[0] == bodies[1]
+    assert dos.open(url).verify(deep=True).ok
+
+
+def test_a_save_takes_the_host_memory_of_the_parts_in_flight_and_no_more(lane, behind):
+    state = {f"t{n}": seeded(f"t{n}", (3_000_001,)) for n in range(16)}
+    behind(lambda store: GatheringStore(store, parts=CONFIG.upload_concurrency + 1))
+    dos.save(state, memory_url(), config=CONFIG)
+    assert lane.allocated
+    assert sum(lane.allocated) <= max((CONFIG.upload_concurrency + 2) * PART, 80 * MIB)
+    assert sum(lane.allocated) < sum(tensor.nbytes for tensor in state.values()) / 2
+
+
+@pytest.mark.parametrize("count_bytes", [70_000, 2_200_000, 4 * MIB - 4, 4 * MIB + 4])
+def test_many_tensors_smaller_than_a_slot_make_up_a_part_without_a_wait_for_ever(
+    count_bytes, lane, behind
+):
+    state = {
+        f"t{n}": torch.full((count_bytes // 4,), float(n)) for n in range(100 * MIB // count_bytes)
+    }
+    behind(lambda store: GatheringStore(store, parts=1))
+    config = dos.TransferConfig(
+        part_size_bytes=16 * MIB, upload_concurrency=1, stall_timeout_seconds=20
+    )
+    url = memory_url()
+    dos.save(state, url, config=config)
+    assert sum(lane.allocated) <= 80 * MIB
+    assert dos.open(url).verify().ok
+
+
+@given(st.integers(5 * MIB, 200 * MIB), st.integers(1, 16), st.integers(0, 2**40))
+def test_the_ring_of_a_save_has_room_for_a_part_wherever_that_begins_in_a_slot(
+    part, parts, payload
+):
+    plan = plan_parts(payload, part)
+    config = dos.TransferConfig(part_size_bytes=part, upload_concurrency=parts)
+    slots = Outbound(plan, config, never_stopped).slots
+    # What an upload takes before it sends anything: more than a part by at most a slice. The slots
+    # in the middle of it hold all but a block at least.
+    gathered = plan.part_size_bytes + plan.slice_size_bytes
+    assert slots >= 2 + (gathered - 1) // (device.SLOT_BYTES - 4 * MIB)
+    assert slots * device.SLOT_BYTES <= max((parts + 2) * plan.part_size_bytes, 80 * MIB)
+
+
+def test_a_transport_that_never_lets_go_ends_in_a_stall_not_in_a_hang(lane, behind):
+    class KeepingStore(WrappedStore):
+        def put_stream(self, key: str, buffers: Iterator[Any], **settings: Any) -> Any:
+            return self.inner.put_stream(key, iter(list(buffers)), **settings)
+
+    behind(KeepingStore)
+    state = {"t": torch.ones(25 * MIB)}
+    config = dos.TransferConfig(
+        part_size_bytes=PART, upload_concurrency=1, stall_timeout_seconds=0.4
+    )
+    url = memory_url()
+    with pytest.raises(TransferStalledError):
+        dos.save(state, url, config=config)
+    assert list(StoreSpec(url).open().list()) == []
+
+
+def test_a_failed_copy_from_the_device_fails_the_save_and_leaves_nothing(monkeypatch):
+    lane = LateLane(fail_at=5)
+    use_lane(monkeypatch, lambda: lane)
+    url = memory_url()
+    with pytest.raises(RankFailedError, match="the device is lost") as caught:
+        dos.save(big_state(), url, config=CONFIG)
+    assert caught.value.key == "big"
+    assert list(StoreSpec(url).open().list()) == []
+
+
+def test_a_save_that_is_given_up_waits_for_the_copies_out_of_the_tensor(lane):
+    out = Outbound(plan_parts(0, PART), CONFIG, never_stopped)
+    slices = out.slices(torch.ones(20 * MIB, dtype=torch.uint8))
+    assert slices is not None
+    first = next(slices)
+    assert first.all()
+    lane_ahead = len(lane.queued)
+    assert lane_ahead
+    slices.close()
+    assert not lane.queued
+
+
+# --- loading ---
+
+
+def load(state: dict[str, Any], url: str, **settings: Any) -> None:
+    reader = dos.ObjectStoreReader(url, config=settings.pop("config", CONFIG), **settings)
+    dcp.load(state, storage_reader=reader, no_dist=True)
+
+
+@pytest.fixture(scope="module")
+def saved() -> str:
+    url = memory_url()
+    dos.save(big_state(), url)
+    return url
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("budget_mib", [8, 12, 32, 128])
+def test_a_load_through_the_ring_is_exact_when_it_returns(seed, budget_mib, saved, monkeypatch):
+    lane = LateLane(seed)
+    use_lane(monkeypatch, lambda: lane)
+    loaded = blank(big_state())
+    budget = budget_mib * MIB
+    config = dos.TransferConfig(request_size_bytes=4 * MIB, memory_budget_bytes=budget)
+    load(loaded, saved, config=config)
+    assert_same(loaded, big_state())
+    assert lane.copied
+    assert sum(lane.allocated) <= budget
+    assert bool(lane.allocated) == (budget_mib > 8)  # where a ring does not fit there is none
+
+
+def test_a_body_goes_from_the_slot_that_it_was_fetched_into(lane, saved, behind):
+    """Without a copy in between: no slot but those that requests are fetched into is asked for."""
+    given: list[int] = []
+
+    class DirectStore(WrappedStore):
+        def get_range(self, key: str, start: int, end: int, *, into: Any = None) -> Any:
+            body = self.inner.get_range(key, start, end)
+            if into is None:
+                return body
+            array = np.frombuffer(into, dtype=np.uint8)
+            given.append(array.ctypes.data)
+            into[:] = body
+            return into
+
+    taken: list[int] = []
+    real_send = TensorRead._send
+
+    def send(self: TensorRead, position: int, arrived: torch.Tensor) -> None:
+        taken.append(arrived.data_ptr())
+        real_send(self, position, arrived)
+
+    behind(DirectStore)
+    loaded = blank(big_state())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(TensorRead, "_send", send)
+        load(loaded, saved)
+    assert_same(loaded, big_state())
+    starts = sorted(set(given))
+    assert all(any(0 <= at - start < 4 * MIB for start in starts) for at in taken)
+
+
+def test_a_damaged_transfer_is_fetched_again_and_none_of_it_reaches_the_device(lane, saved, behind):
+    damaged: list[int] = []
+
+    class DamagingStore(WrappedStore):
+        def get_range(self, key: str, start: int, end: int, *, into: Any = None) -> Any:
+            body = bytearray(self.inner.get_range(key, start, end))
+            if start not in damaged:
+                damaged.append(start)
+                body[len(body) // 2] ^= 1
+            return bytes(body)
+
+    behind(DamagingStore)
+    loaded = blank(big_state())
+    load(loaded, saved)
+    assert damaged
+    assert_same(loaded, big_state())
+
+
+def test_lasting_damage_is_raised_and_never_copied_to_the_device(lane, saved, behind):
+    class BrokenStore(WrappedStore):
+        def get_range(self, key: str, start: int, end: int, *, into: Any = None) -> Any:
+            body = bytearray(self.inner.get_range(key, start, end))
+            body[-1] ^= 1
+            return bytes(body)
+
+    behind(BrokenStore)
+    loaded = blank(big_state())
+    with pytest.raises(CheckpointCorruptError):
+        dos.load(loaded, saved, config=CONFIG)
+    assert not any(tensor.any() for tensor in loaded.values())
+    assert lane.finished == 1
+
+
+def destinations(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    wide = torch.zeros(600, 501, dtype=dtype)
+    with torch.inference_mode():
+        inference = torch.zeros(600, 500, dtype=dtype)
+    return {
+        "whole": torch.zeros(600, 500, dtype=dtype),
+        "rows": wide[:, 1:],
+        "turned": torch.zeros(500, 600, dtype=dtype).t(),
+        "inference": inference,
+        "scalar": torch.zeros((), dtype=dtype),
+        "parameter": torch.nn.Parameter(torch.zeros(600, 500, dtype=dtype), requires_grad=False),
+    }
+
+
+@pytest.mark.parametrize("dtype", [*ALL_DTYPES, "converted"])
+def test_every_dtype_and_layout_of_destination_is_filled(dtype, lane):
+    stored, wanted = (torch.float32, torch.bfloat16) if dtype == "converted" else (dtype, dtype)
+    sizes = {key: tuple(tensor.shape) for key, tensor in destinations(wanted).items()}
+    state = {key: seeded(key, size, stored) for key, size in sizes.items()}
+    url = memory_url()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(device, "lane_of", lambda *_: None)
+        dos.save(state, url)
+    loaded = destinations(wanted)
+    with pytest.warns(UserWarning) if dtype == "converted" else pytest.MonkeyPatch.context():
+        load(dict(loaded), url)
+    assert lane.copied >= len(sizes)
+    if dtype == "converted":
+        for key, tensor in state.items():
+            converted = tensor.to(wanted)
+            same = (converted == loaded[key]) | (converted.isnan() & loaded[key].isnan())
+            assert same.all(), key
+    else:
+        assert_same(loaded, state)
+
+
+def test_a_load_counts_as_a_write_for_autograd(lane, saved):
+    loaded = blank(big_state())
+    before = {key: tensor._version for key, tensor in loaded.items()}
+    load(loaded, saved)
+    assert all(tensor._version > before[key] for key, tensor in loaded.items())
+
+
+def test_what_was_packed_by_another_rank_is_filled_as_on_the_host():
+    shape, wanted = (40, 30), (40, 7)
+    values = seeded("packed", shape)
+    stored = Stored(0, 0, values.nbytes, shape, "float32", None)
+    item = _part((0, 5), wanted)
+    selection = TensorRead(item, stored).selection
+    block = values.numpy().view(np.uint8).reshape(-1)
+    start, end = 4 * 33, 4 * 900  # begins and ends within a row
+    packed = np.empty(selection.count_bytes(start, end), dtype=np.uint8)
+    selection.pack(block[start:end], start, packed)
+    found = []
+    for through in (False, True):
+        destination = torch.zeros(wanted)
+        read = TensorRead(item, stored)
+        read.bind(destination)
+        lane = LateLane()
+        with Inbound({destination.device: lane}, 2, 4096) as inbound:
+            if through:
+                read.send_through(inbound)
+            copy = packed.copy()
+            read.accept_packed(start, end - start, copy)
+            copy[:] = 0  # it need not stay
+        found.append(destination)
+    assert found[0].any()
+    assert same_bits(found[0], found[1])
+
+
+def _part(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> ReadItem:
+    place = MetadataIndex("t")
+    nothing = torch.Size([0] * len(offsets))
+    return ReadItem(
+        LoadItemType.TENSOR, place, nothing, place, torch.Size(offsets), torch.Size(lengths)
+    )
+
+
+def test_a_block_that_lies_elsewhere_is_taken_at_once_also_without_a_free_slot():
+    lane = LateLane()
+    place = torch.device("cpu")
+    got = torch.zeros(8, dtype=torch.uint8)
+    for slots in (0, 1):
+        with Inbound({place: lane}, slots, 8) as inbound:
+            if slots:
+                held = inbound._ring.acquire(never_stopped)  # with somebody who fetches into it
+            block = bytearray(b"\x05" * 8)
+            inbound.send(place, block, got.copy_)
+            block[:] = bytes(8)
+        assert got.tolist() == [5] * 8
+        got.zero_()
+    del held
+
+
+class InterruptingPlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_load_that_is_interrupted_leaves_nothing_queued_and_writes_no_more(lane):
+    url = memory_url()
+    state = {"a-value": "text", **big_state()}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(device, "lane_of", lambda *_: None)
+        dos.save(state, url)
+    loaded = {"a-value": "", **blank(big_state())}
+    reader = dos.ObjectStoreReader(url, config=CONFIG)
+    with pytest.raises(BaseException) as caught:
+        dcp.load(loaded, storage_reader=reader, planner=InterruptingPlanner(), no_dist=True)
+    assert "KeyboardInterrupt" in repr(caught.getrepr())
+    assert lane.finished == 1
+    assert not lane.queued
+
+
+@pytest.mark.parametrize("fail_at", [1, 4, 9])
+def test_a_failed_copy_to_the_device_fails_the_load_and_ends_all_others(
+    fail_at, saved, monkeypatch
+):
+    lane = LateLane(fail_at=fail_at)
+    use_lane(monkeypatch, lambda: lane)
+    with pytest.raises(RankFailedError, match="the device is lost"):
+        dos.load(blank(big_state()), saved, config=CONFIG)
+    assert lane.finished == 1
+    assert not lane.queued
+
+
+def test_a_store_that_fails_during_a_load_is_what_is_raised(lane, saved, behind):
+    def plan(verb: str, key: str, nth: int) -> Fault | None:
+        if verb == "get_range" and nth == 6:
+            return Fault("before", StoreUnavailableError("gone away"))
+        return None
+
+    behind(lambda store: FaultStore(store, plan))
+    with pytest.raises(StoreUnavailableError, match="gone away"):
+        dos.load(blank(big_state()), saved, config=CONFIG)
+    assert not lane.queued
+
+
+def test_an_error_at_the_end_of_the_copies_is_raised_unless_the_load_has_failed_before(saved):
+    class LostLane(LateLane):
+        def finish(self) -> None:
+            super().finish()
+            raise RuntimeError("lost at the end")
+
+    lanes = {torch.device("cpu"): LostLane(), torch.device("meta"): LateLane()}
+    with pytest.raises(RuntimeError, match="lost at the end"), Inbound(lanes, 0, 8):
+        pass
+    assert [lane.finished for lane in lanes.values()] == [1, 1]
+    with pytest.raises(ValueError, match="first"), Inbound(lanes, 0, 8):
+        raise ValueError("first")
+
+
+# --- on a GPU ---
+
+gpu = pytest.mark.gpu
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU: torch.cuda.is_available() is False")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@gpu
+def test_gpu_tensors_are_saved_and_loaded_exactly(cuda):
+    state = {key: tensor.to(cuda) for key, tensor in big_state().items()}
+    url = memory_url()
+    dos.save(state, url, config=CONFIG)
+    loaded = blank(state)
+    dos.load(loaded, url, config=CONFIG)
+    assert_same({key: t.cpu() for key, t in loaded.items()}, big_state())
+    read = dos.open(url).read(device=cuda)
+    assert_same({key: t.cpu() for key, t in read.items()}, big_state())
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_gpu_destinations_of_every_dtype_and_layout_are_filled(dtype, cuda):
+    shapes = {"whole": (600, 500), "rows": (600, 500), "turned": (600, 500), "scalar": ()}
+    state = {key: seeded(key, shape, dtype) for key, shape in shapes.items()}
+    url = memory_url()
+    dos.save(state, url)
+    loaded = {
+        "whole": torch.zeros(600, 500, dtype=dtype, device=cuda),
+        "rows": torch.zeros(600, 501, dtype=dtype, device=cuda)[:, 1:],
+        "turned": torch.zeros(500, 600, dtype=dtype, device=cuda).t(),
+        "scalar": torch.zeros((), dtype=dtype, device=cuda),
+    }
+    load(dict(loaded), url)
+    assert_same({key: t.cpu() for key, t in loaded.items()}, state)
+
+
+@gpu
+def test_gpu_values_are_converted_to_the_dtype_of_the_destination(cuda):
+    state = big_state()
+    url = memory_url()
+    dos.save(state, url)
+    loaded = {key: torch.zeros_like(t, device=cuda).double() for key, t in state.items()}
+    load(dict(loaded), url)
+    for key, tensor in state.items():
+        assert torch.equal(loaded[key].cpu().nan_to_num(), tensor.double().nan_to_num())
+
+
+@gpu
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_gpu_work_that_is_queued_before_a_save_or_load_is_done_before_it(own_stream, cuda):
+    """A long kernel is queued, then what makes the values; nobody waits for them."""
+    stream = torch.cuda.Stream(cuda) if own_stream else torch.cuda.current_stream(cuda)
+    url = memory_url()
+    with torch.cuda.stream(stream):
+        tensor = torch.zeros(16 * MIB, device=cuda)
+        torch.cuda._sleep(200_000_000)
+        tensor.fill_(3.0)
+        dos.save({"t": tensor}, url, config=CONFIG)
+        loaded = torch.zeros_like(tensor)
+        torch.cuda._sleep(200_000_000)
+        loaded.fill_(1.0)
+        dos.load({"t": loaded}, url, config=CONFIG)
+    # On another stream, which waits for none: what was loaded is there.
+    with torch.cuda.stream(torch.cuda.Stream(cuda)):
+        assert bool((loaded == 3.0).all())
+
+
+@gpu
+def test_gpu_slots_are_pinned_and_within_the_bounds(cuda, monkeypatch):
+    made: list[torch.Tensor] = []
+    real_allocate = device.CudaLane.allocate
+
+    def allocate(self: device.CudaLane, size_bytes: int) -> torch.Tensor:
+        made.append(real_allocate(self, size_bytes))
+        return made[-1]
+
+    monkeypatch.setattr(device.CudaLane, "allocate", allocate)
+    state = {f"t{n}": torch.ones(4 * MIB, device=cuda) for n in range(16)}
+    url = memory_url()
+    dos.save(state, url, config=CONFIG)
+    assert made
+    assert all(tensor.is_pinned() for tensor in made)
+    assert sum(t.nbytes for t in made) <= (CONFIG.upload_concurrency + 2) * 8 * MIB
+    made.clear()
+    dos.load(state, url, config=CONFIG)
+    assert made
+    assert sum(t.nbytes for t in made) <= CONFIG.memory_budget_bytes
+
+
+@gpu
+def test_gpu_memory_is_not_held_by_loads_one_after_another(cuda):
+    state = {"t": torch.ones(40 * MIB, device=cuda, dtype=torch.uint8).view(4 * MIB, 10)}
+    url = memory_url()
+    dos.save(state, url, config=CONFIG)
+    held = []
+    for _ in range(40):
+        loaded = torch.zeros(10, 4 * MIB, device=cuda, dtype=torch.uint8).t()
+        load({"t": loaded}, url)
+        del loaded
+        held.append(torch.cuda.memory_reserved(cuda))
+    assert held[-1] == held[2]
