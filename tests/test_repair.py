@@ -87,10 +87,19 @@ def test_deletion_that_was_begun_is_finished(real: ObjectStore) -> None:
 def test_dot_metadata_beside_a_tombstone_is_removed(store: MemoryStore) -> None:
     save(store)
     delete(store)
-    store.put(DOT_METADATA_KEY, b"late")
+    store.put(DOT_METADATA_KEY, b"metadata of late")
     assert go(store).dot_metadata == "removed"
     assert DOT_METADATA_KEY not in store.objects
     assert go(store).dot_metadata is None
+
+
+def test_dot_metadata_of_another_library_beside_a_tombstone_stays(store: MemoryStore) -> None:
+    """Somebody deleted the checkpoint with ours and saved another one there with stock torch."""
+    save(store)
+    delete(store)
+    store.put(DOT_METADATA_KEY, b"stock torch's")
+    assert go(store).dot_metadata is None
+    assert store.body(DOT_METADATA_KEY) == b"stock torch's"
 
 
 def test_a_save_that_comes_while_dot_metadata_is_removed_has_its_own_afterwards(
@@ -98,7 +107,7 @@ def test_a_save_that_comes_while_dot_metadata_is_removed_has_its_own_afterwards(
 ) -> None:
     save(store)
     delete(store)
-    store.put(DOT_METADATA_KEY, b"late")
+    store.put(DOT_METADATA_KEY, b"metadata of late")
     saved = []
 
     def meanwhile(_key: str) -> None:

@@ -418,13 +418,47 @@ def test_grace_of_less_than_an_hour_is_refused(store: AgedStore, grace: object) 
         go(store, grace_seconds=grace)
 
 
-def test_probe_leftovers_go_too(store: AgedStore) -> None:
-    save(store)
+@pytest.mark.parametrize("saved", [False, True])
+def test_probe_leftovers_go_and_need_no_fence(store: AgedStore, saved: bool) -> None:
+    if saved:
+        save(store)
+    before = keys(store)
     for suffix in ("", "-race"):
         store.put(f".probe-{new_nonce()}{suffix}", b"1")
+    assert go(store).outcome == "waiting"  # somebody may be about to save
     store.age()
-    assert go(store).deleted == 2
-    assert keys(store) == {MARKER_KEY, DOT_METADATA_KEY, *named(store)}
+    assert go(store, dry_run=True).deleted == 2
+    done = go(store)
+    assert (done.outcome, done.deleted, done.fenced) == ("swept", 2, False)
+    assert keys(store) == before
+
+
+def test_stock_checkpoint_beside_a_tombstone_keeps_its_dot_metadata(store: AgedStore) -> None:
+    """Somebody deleted the checkpoint with ours and saved another one there with stock torch."""
+    save(store)
+    delete(store)
+    stock = {DOT_METADATA_KEY, "__0_0.distcp"}
+    for key in stock:
+        store.put(key, b"stock torch's")
+    store.age()
+    done = go(store)
+    assert (done.outcome, done.deleted) == ("swept", 3)
+    assert keys(store) == {MARKER_KEY, *stock}
+    assert go(store).outcome == "clean"
+    assert keys(store) == {MARKER_KEY, *stock}
+
+
+def test_outdated_dot_metadata_is_mended_even_if_there_is_nothing_to_remove(
+    store: AgedStore,
+) -> None:
+    """A crash right after the commit that replaced a stock checkpoint."""
+    store.put(DOT_METADATA_KEY, b"stock torch's")
+    store.age(60)
+    save(store, overwrite=True, publish=False)
+    assert go(store).dot_metadata == "written"
+    body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
+    assert DESCRIBED.describes(body, commits.open_committed(store)[1])
+    assert go(store).outcome == "clean"
 
 
 def test_cut_anywhere_the_next_sweeps_finish_it() -> None:

@@ -89,12 +89,13 @@ def parse_index_key(key: str) -> str | None:
 
 
 def is_ours(key: str) -> bool:
-    """Whether a key is of a form that only we use and that a sweep may remove.
+    """Whether a key is that of a data object or an index, of a form that only we use."""
+    return _DATA.match(key) is not None or _INDEX.match(key) is not None
 
-    The marker and `.metadata`, which rules of their own are about, are not of them.
-    """
-    forms = (_DATA, _INDEX, _PROBE)
-    return any(form.match(key) for form in forms)
+
+def is_probe_key(key: str) -> bool:
+    """Whether a key is one that `probe` uses for a moment."""
+    return _PROBE.match(key) is not None
 
 
 def check_object_key(key: str) -> str:

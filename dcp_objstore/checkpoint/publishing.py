@@ -6,8 +6,9 @@ decided here. The rule of `commit` that this module carries out:
  6. `.metadata` follows the marker: read its version, check that the marker is still ours, put it
     against that version, and again when that failed. Whoever committed last also writes last.
     A crash in between is mended by anybody (`align_dot_metadata`): written where a commit stands,
-    removed where a tombstone does, and the marker read again after that, since stores remove
-    without conditions and a new commit may have come in between.
+    removed where a tombstone does, unless it is another library's, which has saved here since. The
+    marker is read again after that, since stores remove without conditions and a new commit may
+    have come in between.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class DotMetadata(Protocol):
 
     def describes(self, body: bytes, index: bytes) -> bool:
         """Whether a body names exactly what the index names, however it is pickled."""
+        ...
+
+    def is_ours(self, body: bytes) -> bool:
+        """Whether a body names only objects with names of ours."""
         ...
 
 
@@ -123,16 +128,15 @@ def _judge(
     store: ObjectStore, marker: Marker, dot_metadata: DotMetadata
 ) -> tuple[Change | None, bytes]:
     """The change, and the body to write."""
-    if not marker.is_committed:
-        return ("removed" if _is_there(store) else None), b""
-    index = read_index(store, marker)
+    index = read_index(store, marker) if marker.is_committed else None
     try:
         body, _ = store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_SIZE_BYTES)
     except (ObjectNotFoundError, CorruptDataError):
-        pass  # missing, or larger than any of ours
-    else:
-        if dot_metadata.describes(body, index):
-            return None, b""
+        body = None  # missing, or larger than any of ours
+    if index is None:
+        return ("removed" if body is not None and dot_metadata.is_ours(body) else None), b""
+    if body is not None and dot_metadata.describes(body, index):
+        return None, b""
     return "written", dot_metadata.derive(index)
 
 
@@ -181,11 +185,3 @@ def align_dot_metadata(
                 "others kept changing this checkpoint until the deadline; try again", url=store.url
             )
     raise RetryableError("this checkpoint is being deleted; try again", url=store.url)
-
-
-def _is_there(store: ObjectStore) -> bool:
-    try:
-        store.head(DOT_METADATA_KEY)
-    except ObjectNotFoundError:
-        return False
-    return True

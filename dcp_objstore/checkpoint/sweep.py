@@ -17,6 +17,7 @@ The rule of `commit` that this module carries out:
     belongs to a save that began before the fence and so cannot commit any more. This host's clock
     only decides whether there may be something to do. Parts of uploads that were begun longer ago
     than the grace period, and never completed, are removed too; such an upload can only fail then.
+    So are old objects of `probe`, which no commit ever names.
 
 Two things are left alone on purpose: keys of other forms than ours, which are reported; and a
 prefix with a `.metadata` and no marker, where another library saved (a tombstone would hide that).
@@ -27,20 +28,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Final, Literal, TypeAlias
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
 from dcp_objstore.checkpoint.commit import put_tombstone, rewrite_marker
 from dcp_objstore.checkpoint.deleting import finish_deleting
 from dcp_objstore.checkpoint.marker import Marker
-from dcp_objstore.checkpoint.names import (
-    DOT_METADATA_KEY,
-    MARKER_KEY,
-    is_ours,
-    parse_data_key,
-    parse_index_key,
-)
+from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
 from dcp_objstore.checkpoint.opening import Found, find_marker, read_index
 from dcp_objstore.checkpoint.publishing import (
     Change,
@@ -48,14 +42,16 @@ from dcp_objstore.checkpoint.publishing import (
     align_dot_metadata,
     needed_change,
 )
-from dcp_objstore.errors import ConfigError
+from dcp_objstore.checkpoint.sweep_plan import (
+    GRACE_SECONDS,
+    LEAST_GRACE_SECONDS,
+    Outcome,
+    SweepPlan,
+    check_grace,
+    plan_sweep,
+)
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
-from dcp_objstore.stores.uploads import Upload, Uploads
-
-GRACE_SECONDS: Final = 24 * 3600.0
-LEAST_GRACE_SECONDS: Final = 3600.0
-
-Outcome: TypeAlias = Literal["clean", "swept", "waiting", "mended", "lost", "foreign", "damaged"]
+from dcp_objstore.stores.uploads import Uploads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,101 +93,6 @@ class CheckpointSweep:
     finished_delete: bool = False
     fenced: bool = False
     dry_run: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepPlan:
-    """What a sweep would do, by one look.
-
-    Attributes:
-        outcome: `swept` where there is something to remove now.
-        reason: see `CheckpointSweep`.
-        candidates: objects to remove, data before indexes.
-        young: unnamed objects that are younger than the grace period.
-        unknown: keys that are not ours.
-        uploads: orphaned uploads to abort, whatever the outcome.
-        uploads_young: uploads in progress.
-    """
-
-    outcome: Outcome
-    reason: str | None
-    candidates: tuple[ObjectMeta, ...]
-    young: tuple[ObjectMeta, ...]
-    unknown: tuple[str, ...]
-    uploads: tuple[Upload, ...]
-    uploads_young: tuple[Upload, ...]
-
-
-def plan_sweep(
-    listing: Iterable[ObjectMeta],
-    *,
-    marker_written_at: datetime | None,
-    named: Collection[str],
-    uploads: Iterable[Upload],
-    now: datetime,
-    grace_seconds: float,
-) -> SweepPlan:
-    """Decide, without any request, what a sweep of one checkpoint may remove.
-
-    Args:
-        listing: everything below the checkpoint, itself included; what lies deeper (keys with a
-            slash) belongs to other checkpoints.
-        marker_written_at: when the store says that the marker was written; None: there is none.
-        named: keys that the committed index names, and its own; empty for a tombstone.
-        uploads: in progress or orphaned, relative to the checkpoint.
-        now: the time to measure ages by.
-        grace_seconds: older than this is old.
-    """
-    oldest_kept = now - timedelta(seconds=grace_seconds)
-    here = [meta for meta in listing if "/" not in meta.key]
-    loose = [meta for meta in here if is_ours(meta.key) and meta.key not in named]
-    candidates = [meta for meta in loose if meta.last_modified < oldest_kept]
-    young = tuple(meta for meta in loose if meta.last_modified >= oldest_kept)
-    ours = [upload for upload in uploads if parse_data_key(upload.key) is not None]
-    uploads_young = tuple(upload for upload in ours if upload.initiated >= oldest_kept)
-    kept = {MARKER_KEY, DOT_METADATA_KEY, *named}
-    outcome: Outcome = "waiting"
-    reason = None
-    if marker_written_at is None and any(meta.key == DOT_METADATA_KEY for meta in here):
-        outcome, reason = "foreign", "there is a '.metadata' without a marker: another library's"
-    elif young:
-        objects = "an object is" if len(young) == 1 else f"{len(young)} objects are"
-        reason = f"{objects} younger than the grace period: a save may be under way"
-    elif not candidates:
-        outcome = "clean"
-    elif uploads_young:
-        reason = "an upload is in progress"
-    elif marker_written_at is not None and marker_written_at >= oldest_kept:
-        reason = "the last change here is younger than the grace period"
-    else:
-        outcome = "swept"
-    return SweepPlan(
-        outcome=outcome,
-        reason=reason,
-        # The index last, as long as it is there it says what else was.
-        candidates=tuple(
-            sorted(candidates, key=lambda meta: parse_index_key(meta.key) is not None)
-        ),
-        young=young,
-        unknown=tuple(meta.key for meta in here if not is_ours(meta.key) and meta.key not in kept),
-        uploads=tuple(upload for upload in ours if upload.initiated < oldest_kept),
-        uploads_young=uploads_young,
-    )
-
-
-def check_grace(grace_seconds: float) -> float:
-    """Return it, or refuse what would not let a slow save or a reader end.
-
-    Raises:
-        ConfigError: no number, or less than an hour.
-    """
-    number = isinstance(grace_seconds, (int, float)) and not isinstance(grace_seconds, bool)
-    if not number or not LEAST_GRACE_SECONDS <= grace_seconds < float("inf"):
-        raise ConfigError(
-            f"grace_seconds must be a number of at least {LEAST_GRACE_SECONDS:.0f} (an hour), got"
-            f" {grace_seconds!r}: what is younger may belong to a save that is under way"
-        )
-    return grace_seconds
 
 
 def sweep(
@@ -261,24 +162,20 @@ class _Sweep:
             now=now,
             grace_seconds=self.grace_seconds,
         )
-        if self.uploads is not None and not self.dry_run:
+        if not self.dry_run:
             for upload in plan.uploads:
+                assert self.uploads is not None
                 self.uploads.abort(upload)
+            self._delete(plan.probes)
         done = self._report(plan)
-        if plan.outcome != "swept":
-            has_dot_metadata = any(meta.key == DOT_METADATA_KEY for meta in listing)
-            if marker is None or has_dot_metadata == marker.is_committed:
-                return done
-            # No objects are removed, so this needs no fence: a commit whose writer died before it
-            # wrote `.metadata`, or a `.metadata` left beside a tombstone.
-            return self._mend(done, marker)
-        if self.dry_run:
-            change = needed_change(self.store, marker, self.dot_metadata) if marker else None
-            if change is not None:
-                return replace(done, outcome="mended", dot_metadata=change)
-            size = sum(meta.size_bytes for meta in plan.candidates)
-            return replace(done, deleted=len(plan.candidates), deleted_bytes=size)
-        return self._remove(done, plan, found)
+        if plan.outcome == "swept":
+            return self._remove(done, plan, found)
+        # No objects are removed, so this needs no fence: a commit whose writer died before it wrote
+        # `.metadata`, or a `.metadata` left beside a tombstone.
+        published = next((meta for meta in listing if meta.key == DOT_METADATA_KEY), None)
+        if found is not None and _is_suspect(found, published):
+            return self._mend(done, found[0])
+        return done
 
     def _named(self, marker: Marker | None) -> frozenset[str]:
         if marker is None or not marker.is_committed or marker.index is None:
@@ -286,15 +183,22 @@ class _Sweep:
         index = ix.decode(read_index(self.store, marker))
         return frozenset({marker.index.key, *(entry.key for entry in index.objects)})
 
+    def _delete(self, metas: Iterable[ObjectMeta]) -> None:
+        for meta in metas:
+            self.store.delete(meta.key)
+
     def _report(self, plan: SweepPlan) -> CheckpointSweep:
-        looked = self.uploads is not None
+        """All but what happens from the fence on."""
+        cleared = plan.outcome == "clean" and plan.probes
         return CheckpointSweep(
             url=self.store.url,
-            outcome=plan.outcome,
+            outcome="swept" if cleared else plan.outcome,
             reason=plan.reason,
+            deleted=len(plan.probes),
+            deleted_bytes=sum(meta.size_bytes for meta in plan.probes),
             kept_young=len(plan.young),
             unknown=plan.unknown,
-            uploads_aborted=len(plan.uploads) if looked else 0,
+            uploads_aborted=len(plan.uploads),
             uploads_bytes=sum(upload.size_bytes for upload in plan.uploads),
             uploads_young=len(plan.uploads_young),
             dry_run=self.dry_run,
@@ -321,30 +225,34 @@ class _Sweep:
         plan: SweepPlan,
         found: tuple[Marker, ObjectMeta] | None,
     ) -> CheckpointSweep:
+        if self.dry_run:
+            change = (
+                needed_change(self.store, found[0], self.dot_metadata)
+                if found is not None
+                else None
+            )
+            if change is not None:
+                return replace(done, outcome="mended", dot_metadata=change)
+            return _with_deleted(done, plan.candidates)
         fence = self._fence(found)
         if fence is None:
             return replace(done, outcome="lost", reason="somebody else changed the marker")
+        done = replace(done, fenced=True)
         # From here on by the store's own time alone.
         oldest_kept = fence[1].last_modified - timedelta(seconds=self.grace_seconds)
         candidates = [meta for meta in plan.candidates if meta.last_modified < oldest_kept]
         marker_is_old = found is None or found[1].last_modified < oldest_kept
         if not candidates or not marker_is_old:
             reason = "by the store's clock, nothing is older than the grace period"
-            return replace(done, outcome="waiting", reason=reason, fenced=True)
+            return replace(done, outcome="waiting", reason=reason)
         aligned, change = align_dot_metadata(
             self.store, _token(fence), self.dot_metadata, retries=self.retries
         )
         if change is not None:
             rewrite_marker(self.store, aligned, "the fence", self.retries)
-            return replace(done, outcome="mended", dot_metadata=change, fenced=True)
-        for meta in candidates:
-            self.store.delete(meta.key)
-        return replace(
-            done,
-            deleted=len(candidates),
-            deleted_bytes=sum(meta.size_bytes for meta in candidates),
-            fenced=True,
-        )
+            return replace(done, outcome="mended", dot_metadata=change)
+        self._delete(candidates)
+        return _with_deleted(done, candidates)
 
     def _fence(self, found: tuple[Marker, ObjectMeta] | None) -> tuple[Marker, ObjectMeta] | None:
         """Rewrite the marker, and read it back: ours, or None."""
@@ -359,5 +267,31 @@ class _Sweep:
         return fence if ours else None
 
 
+def _is_suspect(found: tuple[Marker, ObjectMeta], published: ObjectMeta | None) -> bool:
+    """Whether `.metadata` may be out of line with the marker, by the listing alone."""
+    marker, meta = found
+    if not marker.is_committed:
+        return published is not None
+    return published is None or published.last_modified < meta.last_modified
+
+
+def _with_deleted(done: CheckpointSweep, metas: Collection[ObjectMeta]) -> CheckpointSweep:
+    return replace(
+        done,
+        deleted=done.deleted + len(metas),
+        deleted_bytes=done.deleted_bytes + sum(meta.size_bytes for meta in metas),
+    )
+
+
 def _token(found: tuple[Marker, ObjectMeta]) -> Found:
     return found[0], found[1].version
+
+
+__all__ = [
+    "GRACE_SECONDS",
+    "LEAST_GRACE_SECONDS",
+    "CheckpointSweep",
+    "check_grace",
+    "plan_sweep",
+    "sweep",
+]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.names import parse_data_key
 from dcp_objstore.errors import CorruptDataError, InputError
 
 if TYPE_CHECKING:
@@ -37,6 +38,16 @@ class StockDotMetadata:
             and found.state_dict_metadata == wanted.state_dict_metadata
             and found.planner_data == wanted.planner_data
         )
+
+    def is_ours(self, body: bytes) -> bool:
+        """Whether it names only objects with names of ours: no stock writer has those."""
+        from dcp_objstore.dcp.foreign import decode_metadata
+
+        try:
+            places = decode_metadata(body).storage_data.values()
+        except (CorruptDataError, InputError):
+            return False
+        return all(parse_data_key(place.relative_path) is not None for place in places)
 
     def _wanted(self, index: bytes) -> Metadata:
         from dcp_objstore.dcp.metadata import describe, stock_metadata

@@ -28,6 +28,9 @@ class Described:
     def describes(self, body: bytes, index: bytes) -> bool:
         return body == self.derive(index)
 
+    def is_ours(self, body: bytes) -> bool:
+        return body.startswith(b"metadata of ")
+
 
 DESCRIBED = Described()
 

@@ -1,0 +1,132 @@
+"""What a sweep of one checkpoint may remove, decided from one look and without any request.
+
+The rule is the 9th; it stands in `sweep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final, Literal, TypeAlias
+
+from dcp_objstore.checkpoint.names import (
+    DOT_METADATA_KEY,
+    MARKER_KEY,
+    is_ours,
+    is_probe_key,
+    parse_data_key,
+    parse_index_key,
+)
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores.protocol import ObjectMeta
+from dcp_objstore.stores.uploads import Upload
+
+GRACE_SECONDS: Final = 24 * 3600.0
+LEAST_GRACE_SECONDS: Final = 3600.0
+
+Outcome: TypeAlias = Literal["clean", "swept", "waiting", "mended", "lost", "foreign", "damaged"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPlan:
+    """What a sweep would do, by one look.
+
+    Attributes:
+        outcome: `swept` where there is something to remove now.
+        reason: see `CheckpointSweep`.
+        candidates: objects to remove, data before indexes.
+        young: unnamed objects that are younger than the grace period.
+        unknown: keys that are not ours.
+        probes: left by `probe`, to remove whatever the outcome.
+        uploads: orphaned uploads to abort, whatever the outcome.
+        uploads_young: uploads in progress.
+    """
+
+    outcome: Outcome
+    reason: str | None
+    candidates: tuple[ObjectMeta, ...]
+    young: tuple[ObjectMeta, ...]
+    unknown: tuple[str, ...]
+    probes: tuple[ObjectMeta, ...]
+    uploads: tuple[Upload, ...]
+    uploads_young: tuple[Upload, ...]
+
+
+def plan_sweep(
+    listing: Iterable[ObjectMeta],
+    *,
+    marker_written_at: datetime | None,
+    named: Collection[str],
+    uploads: Iterable[Upload],
+    now: datetime,
+    grace_seconds: float,
+) -> SweepPlan:
+    """Decide, without any request, what a sweep of one checkpoint may remove.
+
+    Args:
+        listing: everything below the checkpoint, itself included; what lies deeper (keys with a
+            slash) belongs to other checkpoints.
+        marker_written_at: when the store says that the marker was written; None: there is none.
+        named: keys that the committed index names, and its own; empty for a tombstone.
+        uploads: in progress or orphaned, relative to the checkpoint.
+        now: the time to measure ages by.
+        grace_seconds: older than this is old.
+    """
+    oldest_kept = now - timedelta(seconds=grace_seconds)
+    here = [meta for meta in listing if "/" not in meta.key]
+    loose = [meta for meta in here if is_ours(meta.key) and meta.key not in named]
+    candidates = [meta for meta in loose if meta.last_modified < oldest_kept]
+    probes = [meta for meta in here if is_probe_key(meta.key)]
+    # A young probe: somebody is about to save, or to sweep.
+    young = tuple(meta for meta in (*loose, *probes) if meta.last_modified >= oldest_kept)
+    ours = [upload for upload in uploads if parse_data_key(upload.key) is not None]
+    uploads_young = tuple(upload for upload in ours if upload.initiated >= oldest_kept)
+    kept = {MARKER_KEY, DOT_METADATA_KEY, *named}
+    outcome: Outcome = "waiting"
+    reason = None
+    if marker_written_at is None and any(meta.key == DOT_METADATA_KEY for meta in here):
+        outcome, reason = "foreign", "there is a '.metadata' without a marker: another library's"
+    elif young:
+        objects = "an object is" if len(young) == 1 else f"{len(young)} objects are"
+        reason = f"{objects} younger than the grace period: a save may be under way"
+    elif not candidates:
+        outcome = "clean"
+    elif uploads_young:
+        reason = "an upload is in progress"
+    elif marker_written_at is not None and marker_written_at >= oldest_kept:
+        reason = "the last change here is younger than the grace period"
+    else:
+        outcome = "swept"
+    return SweepPlan(
+        outcome=outcome,
+        reason=reason,
+        # The index last, as long as it is there it says what else was.
+        candidates=tuple(
+            sorted(candidates, key=lambda meta: parse_index_key(meta.key) is not None)
+        ),
+        young=young,
+        unknown=tuple(
+            meta.key
+            for meta in here
+            if not is_ours(meta.key) and meta not in probes and meta.key not in kept
+        ),
+        probes=tuple(meta for meta in probes if meta.last_modified < oldest_kept),
+        uploads=tuple(upload for upload in ours if upload.initiated < oldest_kept),
+        uploads_young=uploads_young,
+    )
+
+
+def check_grace(grace_seconds: float) -> float:
+    """Return it, or refuse what would not let a slow save or a reader end.
+
+    Raises:
+        ConfigError: no number, or less than an hour.
+    """
+    number = isinstance(grace_seconds, (int, float)) and not isinstance(grace_seconds, bool)
+    if not number or not LEAST_GRACE_SECONDS <= grace_seconds < float("inf"):
+        raise ConfigError(
+            f"grace_seconds must be a number of at least {LEAST_GRACE_SECONDS:.0f} (an hour), got"
+            f" {grace_seconds!r}: what is younger may belong to a save that is under way"
+        )
+    return grace_seconds
