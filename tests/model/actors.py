@@ -97,10 +97,10 @@ class Actor:
 
     # --- rules 4 and 5, `commit.put_marker`: `me.body` against `me.token`, what for is `me.then`
 
-    def put(self, me: Me, store: Store) -> Iterator[Move]:
-        expected = ANY if "unconditional marker" in self.weak else etag(me.token, self.weak)
-        request = Request("put", MARKER, me.body, expected)
-        for event, answer, me, store in self.send(me, store, request):
+    def put(self, was: Me, before: Store) -> Iterator[Move]:
+        expected = ANY if "unconditional marker" in self.weak else etag(was.token, self.weak)
+        request = Request("put", MARKER, was.body, expected)
+        for event, answer, me, store in self.send(was, before, request):
             if answer:
                 yield event, self.decided(me, True), store
             elif "no read-back" not in self.weak:
@@ -111,8 +111,8 @@ class Actor:
             else:
                 yield event, self.decided(me, False), store
 
-    def ask(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, found, me in self.get_marker(me, store):
+    def ask(self, was: Me, store: Store) -> Iterator[Move]:
+        for event, found, me in self.get_marker(was, store):
             if isinstance(found, Marker) and self.landed(me, found):
                 yield event, self.decided(me, True), store
             elif found == NO_ANSWER or etag(found, self.weak) == etag(me.token, self.weak):
@@ -130,21 +130,20 @@ class Actor:
 
     def rewrite(self, me: Me, state: str, then: str) -> Me:
         """The marker of the same commit with a new write_id (rule 1), about to be put."""
-        old = me.token
-        body = Marker(
-            state, old.commit if old else NOBODY, (self.name, me.writes), old.log if old else 0
-        )
+        body = Marker(state, NOBODY, (self.name, me.writes))
+        if me.token is not None:
+            body = body._replace(commit=me.token.commit, log=me.token.log)
         return me._replace(at="put", body=body, then=then, writes=me.writes + 1)
 
     # --- rule 6, `publishing.publish_until`: `.metadata` of commit `me.body`
 
-    def publish(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, answered, me in self.look_at_dot(me, store, "head"):
+    def publish(self, was: Me, store: Store) -> Iterator[Move]:
+        for event, answered, me in self.look_at_dot(was, store, "head"):
             after = me._replace(at="publish_check") if answered else self.published(me, None)
             yield event, after, store
 
-    def publish_check(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, found, me in self.get_marker(me, store):
+    def publish_check(self, was: Me, store: Store) -> Iterator[Move]:
+        for event, found, me in self.get_marker(was, store):
             if found == NO_ANSWER:
                 after = self.published(me, None)
             elif isinstance(found, Marker) and found.is_committed and found.commit == me.body:
@@ -153,34 +152,34 @@ class Actor:
                 after = self.not_ours(me, found)
             yield event, after, store
 
-    def publish_put(self, me: Me, store: Store) -> Iterator[Move]:
-        expected = ANY if "unconditional .metadata" in self.weak else me.dot_token
+    def publish_put(self, was: Me, before: Store) -> Iterator[Move]:
+        expected = ANY if "unconditional .metadata" in self.weak else was.dot_token
         looks_again = LOOKS_AGAIN not in self.weak
-        request = Request("put", DOT, me.body, expected)
-        for event, answer, me, store in self.send(me, store, request):
+        request = Request("put", DOT, was.body, expected)
+        for event, answer, me, store in self.send(was, before, request):
             if answer:
                 after = me._replace(at="look_again", dot_token=None)
                 yield event, after if looks_again else self.published(me, True), store
             else:
-                me = me._replace(maybe=looks_again)
-                for after in self.again(me, "publish", self.published(me, None)):
+                unsure = me._replace(maybe=looks_again)
+                for after in self.again(unsure, "publish", self.published(unsure, None)):
                     yield event, after, store
 
-    def look_again(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, found, me in self.get_marker(me, store):
+    def look_again(self, was: Me, store: Store) -> Iterator[Move]:
+        for event, found, me in self.get_marker(was, store):
             if found == NO_ANSWER:
                 yield event, self.published(me, None), store
             else:
                 yield event, self.not_ours(me._replace(maybe=True), found, otherwise=True), store
 
     def not_ours(self, me: Me, found: Found, *, otherwise: bool = False) -> Me:
-        """Who replaces a commit writes `.metadata`; who deletes it may have removed it before us."""
+        """Who replaced us writes `.metadata`; who deletes us may have removed it before ours came."""
         if me.maybe and isinstance(found, Marker) and not found.is_committed:
             return me._replace(at="take_back")
         return self.published(me, otherwise)
 
-    def take_back(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, answer, me, store in self.send(me, store, Request("delete", DOT, None)):
+    def take_back(self, was: Me, before: Store) -> Iterator[Move]:
+        for event, answer, me, store in self.send(was, before, Request("delete", DOT, None)):
             yield event, self.published(me, False if answer else None), store
 
     def published(self, me: Me, done: bool | None) -> Me:

@@ -35,7 +35,7 @@ class Result:
     complete: bool = True
 
 
-class Broken(Exception):
+class BrokenPromiseError(Exception):
     """A move that breaks a promise."""
 
     def __init__(self, wrong: str, state: int, event: Any) -> None:
@@ -94,7 +94,7 @@ class Search:
         seen = {self.first}
         try:
             complete = self._search(seen, most_states, parents)
-        except Broken as broken:
+        except BrokenPromiseError as broken:
             states, seconds = len(seen), time.perf_counter() - started
             if parents is None:  # the same way again, this time remembering it
                 trace = self.run(parents={}).trace
@@ -138,7 +138,7 @@ class Search:
         for event, me, store in self._moves(i, state):
             wrong = self.wrong(store) or self.actors[i].wrong(me, store)
             if wrong:
-                raise Broken(wrong, state, event)
+                raise BrokenPromiseError(wrong, state, event)
             here = (self.mes[i].of(me) - me_number << shift) + self.stores.of(store) - store_number
             if here:
                 deltas.append(here)
@@ -151,7 +151,7 @@ class Search:
     def _check_rest(self, new: int, state: int) -> None:
         wrong = self.wrong_at_rest(self.stores.values[new & FIELD])
         if wrong:
-            raise Broken(wrong, state, self._event(state, new))
+            raise BrokenPromiseError(wrong, state, self._event(state, new))
 
     def _trace(self, parents: dict[int, int], state: int) -> list[Any]:
         events = []
@@ -162,11 +162,8 @@ class Search:
 
     def _event(self, state: int, new: int) -> Any:
         for i, shift in enumerate(self.shifts):
+            others = state & ~(FIELD << shift | FIELD)
             for event, me, store in self._moves(i, state):
-                to = (new & ~(FIELD << shift | FIELD)) | self.mes[i].of(me) << shift
-                if (
-                    to | self.stores.of(store) == new
-                    and (state ^ new) & ~(FIELD << shift | FIELD) == 0
-                ):
+                if others | self.mes[i].of(me) << shift | self.stores.of(store) == new:
                     return event
         raise AssertionError("no move leads there")

@@ -16,8 +16,8 @@ class Reader(Actor):
             return "torn read: the commit stands, and an object of it is missing or replaced"
         return None
 
-    def begin(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, found, me in self.get_marker(me, store):
+    def begin(self, was: Me, store: Store) -> Iterator[Move]:
+        for event, found, me in self.get_marker(was, store):
             if found == NO_ANSWER:
                 after = self.end(me, "failed")
             elif isinstance(found, Marker):
@@ -41,9 +41,9 @@ class Reader(Actor):
         event, there = self.get(me, store, DATA, me.token.commit)
         yield event, self.end(me, "whole") if there else me._replace(at="why"), store
 
-    def why(self, me: Me, store: Store) -> Iterator[Move]:
-        assert me.token
-        for event, found, me in self.get_marker(me, store):
+    def why(self, was: Me, store: Store) -> Iterator[Move]:
+        assert was.token
+        for event, found, me in self.get_marker(was, store):
             if found == NO_ANSWER:
                 answer = "failed"
             elif isinstance(found, Marker) and found.commit == me.token.commit:

@@ -34,9 +34,9 @@ class Remover(Actor):
         for after in self.again(me, at, self.done(me, "unfinished", gave_up=True)):
             yield event, after, store
 
-    def finish(self, me: Me, store: Store) -> Iterator[Move]:
-        assert me.token
-        for event, found, me in self.get_marker(me, store):
+    def finish(self, was: Me, store: Store) -> Iterator[Move]:
+        assert was.token
+        for event, found, me in self.get_marker(was, store):
             if found == NO_ANSWER:
                 after = self.done(me, "failed", gave_up=True)
             elif isinstance(found, Marker) and found.commit == me.token.commit:
@@ -47,8 +47,8 @@ class Remover(Actor):
                 after = self.buried(me)
             yield event, after, store
 
-    def remove_dot(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, answer, me, store in self.send(me, store, Request("delete", DOT, None)):
+    def remove_dot(self, was: Me, before: Store) -> Iterator[Move]:
+        for event, answer, me, store in self.send(was, before, Request("delete", DOT, None)):
             if not answer:
                 after = self.done(me, "failed", gave_up=True)
             elif "tombstone removed" in self.weak:
@@ -57,9 +57,9 @@ class Remover(Actor):
                 after = self.rewrite(me, "deleted", "bury")
             yield event, after, store
 
-    def remove_marker(self, me: Me, store: Store) -> Iterator[Move]:
+    def remove_marker(self, was: Me, before: Store) -> Iterator[Move]:
         """Only in a mutant."""
-        for event, _, me, store in self.send(me, store, Request("delete", "_COMMIT", None)):
+        for event, _, me, store in self.send(was, before, Request("delete", "_COMMIT", None)):
             yield event, self.buried(me), store
 
     def decided(self, me: Me, landed: bool | None) -> Me:
@@ -92,8 +92,8 @@ class Deleter(Remover):
         super().__init__(name, **options)
         self.now = now
 
-    def begin(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, found, me in self.get_marker(me, store):
+    def begin(self, was: Me, store: Store) -> Iterator[Move]:
+        for event, found, me in self.get_marker(was, store):
             if not isinstance(found, Marker):
                 after = self.end(me, "nothing")
             elif self.now and found.commit != NOBODY:
@@ -114,8 +114,8 @@ class Deleter(Remover):
             after = me._replace(at="why")
         yield event, after, store
 
-    def why(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, found, me in self.get_marker(me, store):
+    def why(self, was: Me, store: Store) -> Iterator[Move]:
+        for event, found, me in self.get_marker(was, store):
             after = self.end(me, "failed") if found == NO_ANSWER else self.mark(me)
             yield event, after, store
 
@@ -130,9 +130,9 @@ class Deleter(Remover):
     def after_mark(self, me: Me, landed: bool) -> Me:
         return me._replace(at="finish" if landed else "beaten")
 
-    def beaten(self, me: Me, store: Store) -> Iterator[Move]:
-        assert me.token
-        for event, found, me in self.get_marker(me, store):
+    def beaten(self, was: Me, store: Store) -> Iterator[Move]:
+        assert was.token
+        for event, found, me in self.get_marker(was, store):
             if found == NO_ANSWER:
                 after = self.end(me, "failed", gave_up=True)
             elif not isinstance(found, Marker) or found.commit != me.token.commit:
@@ -152,10 +152,10 @@ class Deleter(Remover):
             return me._replace(at="remove_data", body=None)
         return self.end(me, "deleted")
 
-    def remove_data(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, _, me, store in self.send(me, store, Request("delete", DATA, me.candidates)):
+    def remove_data(self, was: Me, before: Store) -> Iterator[Move]:
+        for event, _, me, store in self.send(was, before, Request("delete", DATA, was.candidates)):
             yield event, me._replace(at="remove_index"), store
 
-    def remove_index(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, _, me, store in self.send(me, store, Request("delete", INDEX, me.candidates)):
+    def remove_index(self, was: Me, before: Store) -> Iterator[Move]:
+        for event, _, me, store in self.send(was, before, Request("delete", INDEX, was.candidates)):
             yield event, self.end(me, "deleted"), store

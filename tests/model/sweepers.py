@@ -34,11 +34,11 @@ class Sweeper(Remover):
         super().__init__(name, **options)
         self.rounds = rounds
 
-    def begin(self, me: Me, store: Store) -> Iterator[Move]:
+    def begin(self, was: Me, store: Store) -> Iterator[Move]:
         if "sweeping by age alone" in self.weak:
-            yield from self.list(me, store)
+            yield from self.list(was, store)
             return
-        for event, found, me in self.get_marker(me, store):
+        for event, found, me in self.get_marker(was, store):
             if found == NO_ANSWER:
                 after = self.done(me, "failed", gave_up=True)
             elif not isinstance(found, Marker):
@@ -56,8 +56,8 @@ class Sweeper(Remover):
         event, there = self.get(me, store, INDEX, me.token.commit)
         yield event, self.looked(me) if there else me._replace(at="why"), store
 
-    def why(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, _, me in self.get_marker(me, store):
+    def why(self, was: Me, store: Store) -> Iterator[Move]:
+        for event, _, me in self.get_marker(was, store):
             yield event, self.done(me, "failed"), store
 
     def looked(self, me: Me) -> Me:
@@ -83,9 +83,9 @@ class Sweeper(Remover):
             else:
                 yield event, self.fence(me), store
 
-    def mend(self, me: Me, store: Store) -> Iterator[Move]:
-        assert me.token
-        for event, found, me in self.get_marker(me, store):
+    def mend(self, was: Me, store: Store) -> Iterator[Move]:
+        assert was.token
+        for event, found, me in self.get_marker(was, store):
             if found == NO_ANSWER:
                 after = self.done(me, "failed", gave_up=True)
             elif isinstance(found, Marker) and found.write == me.token.write:
@@ -102,9 +102,9 @@ class Sweeper(Remover):
     def after_fence(self, me: Me, landed: bool) -> Me:
         return me._replace(at="read_back") if landed else self.done(me, "lost")
 
-    def read_back(self, me: Me, store: Store) -> Iterator[Move]:
-        assert me.token
-        for event, found, me in self.get_marker(me, store):
+    def read_back(self, was: Me, store: Store) -> Iterator[Move]:
+        assert was.token
+        for event, found, me in self.get_marker(was, store):
             if found == NO_ANSWER:
                 after = self.done(me, "failed", gave_up=True)
             elif not isinstance(found, Marker) or found.write != me.token.write:
@@ -123,8 +123,8 @@ class Sweeper(Remover):
             return self.done(me, "deleting", gave_up=True)
         return me._replace(at="judge_index" if me.token.is_committed else "judge_tombstone")
 
-    def judge_tombstone(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, answered, me in self.look_at_dot(me, store, "head"):
+    def judge_tombstone(self, was: Me, store: Store) -> Iterator[Move]:
+        for event, answered, me in self.look_at_dot(was, store, "head"):
             if not answered:
                 after = self.done(me, "failed", gave_up=True)
             elif me.dot_token is None:
@@ -133,8 +133,8 @@ class Sweeper(Remover):
                 after = me._replace(at="remove_stale", dot_token=None)
             yield event, after, store
 
-    def remove_stale(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, answer, me, store in self.send(me, store, Request("delete", DOT, None)):
+    def remove_stale(self, was: Me, before: Store) -> Iterator[Move]:
+        for event, answer, me, store in self.send(was, before, Request("delete", DOT, None)):
             if answer:
                 yield event, me._replace(at="align_again", changed=True), store
             else:
@@ -145,9 +145,9 @@ class Sweeper(Remover):
         event, there = self.get(me, store, INDEX, me.token.commit)
         yield event, me._replace(at="judge_dot" if there else "why"), store
 
-    def judge_dot(self, me: Me, store: Store) -> Iterator[Move]:
-        assert me.token
-        for event, answered, me in self.look_at_dot(me, store, "get"):
+    def judge_dot(self, was: Me, store: Store) -> Iterator[Move]:
+        assert was.token
+        for event, answered, me in self.look_at_dot(was, store, "get"):
             if not answered:
                 after = self.done(me, "failed", gave_up=True)
             elif me.dot_token == me.token.commit:
@@ -162,9 +162,9 @@ class Sweeper(Remover):
         me = me._replace(body=None, dot_token=None, maybe=False, changed=me.changed or done)
         return me._replace(at="align_again")
 
-    def align_again(self, me: Me, store: Store) -> Iterator[Move]:
-        assert me.token
-        for event, found, me in self.get_marker(me, store):
+    def align_again(self, was: Me, store: Store) -> Iterator[Move]:
+        assert was.token
+        for event, found, me in self.get_marker(was, store):
             if not isinstance(found, Marker):
                 after = self.done(me, "failed", gave_up=True)
             elif (found.commit, found.state) == (me.token.commit, me.token.state):
@@ -187,12 +187,12 @@ class Sweeper(Remover):
 
     # --- at last
 
-    def remove_data(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, _, me, store in self.send(me, store, Request("delete", DATA, me.candidates)):
+    def remove_data(self, was: Me, before: Store) -> Iterator[Move]:
+        for event, _, me, store in self.send(was, before, Request("delete", DATA, was.candidates)):
             yield event, me._replace(at="remove_index"), store
 
-    def remove_index(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, _, me, store in self.send(me, store, Request("delete", INDEX, me.candidates)):
+    def remove_index(self, was: Me, before: Store) -> Iterator[Move]:
+        for event, _, me, store in self.send(was, before, Request("delete", INDEX, was.candidates)):
             yield event, self.done(me, "swept"), store
 
     def buried(self, me: Me) -> Me:

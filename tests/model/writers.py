@@ -1,8 +1,9 @@
-"""A save: rules 2 to 6, as `commit.begin`, `commit.commit` and `publishing.publish_dot_metadata`."""
+"""A save: rules 2 to 6, `commit.begin`, `commit.commit`, `publishing.publish_dot_metadata`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from tests.model.actors import Actor
@@ -10,7 +11,6 @@ from tests.model.world import (
     DATA,
     EVERYTHING,
     INDEX,
-    NO_ANSWER,
     NOBODY,
     Marker,
     Me,
@@ -34,20 +34,20 @@ class Writer(Actor):
         if "begin token read after data" in self.weak:
             order = ["upload", "begin", "check"]
         self.first = order[0]
-        self.after = dict(zip(order, order[1:], strict=False))
+        self.after = dict(pairwise(order))
 
     def wrong(self, me: Me, store: Store) -> str | None:
         took_effect = bool(store.committed & self.bit)
         if me.answer == "success" and not took_effect:
             return f"false success: save {self.save} was never committed"
         if me.answer in ("lost", "refused", "failed") and took_effect:
-            return f"false conflict: save {self.save} took effect and its writer was told '{me.answer}'"
+            return f"false conflict: save {self.save} took effect, its writer was told: {me.answer}"
         return None
 
     # --- rule 2
 
-    def begin(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, found, me in self.get_marker(me, store):
+    def begin(self, was: Me, store: Store) -> Iterator[Move]:
+        for event, found, me in self.get_marker(was, store):
             if not isinstance(found, Marker):
                 at = self.after["begin"] if self.overwrite else "begin_foreign"
                 after = me._replace(at=at) if found is None else self.end(me, "failed")
@@ -57,8 +57,8 @@ class Writer(Actor):
                 after = me._replace(at=self.after["begin"], token=found)
             yield event, after, store
 
-    def begin_foreign(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, answered, me in self.look_at_dot(me, store, "head"):
+    def begin_foreign(self, was: Me, store: Store) -> Iterator[Move]:
+        for event, answered, me in self.look_at_dot(was, store, "head"):
             if not answered:
                 after = self.end(me, "failed")
             elif me.dot_token is not None:
@@ -69,8 +69,8 @@ class Writer(Actor):
 
     # --- rules 3 to 5
 
-    def upload(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, _, me, store in self.send(me, store, Request("put", DATA, self.bit)):
+    def upload(self, was: Me, before: Store) -> Iterator[Move]:
+        for event, _, me, store in self.send(was, before, Request("put", DATA, self.bit)):
             yield event, me._replace(at=self.after["upload"]), store
 
     def check(self, me: Me, store: Store) -> Iterator[Move]:
@@ -78,12 +78,12 @@ class Writer(Actor):
         after = me._replace(at="index") if whole else self.end(me, "failed")
         yield self.event("list", EVERYTHING), after, store
 
-    def index(self, me: Me, store: Store) -> Iterator[Move]:
+    def index(self, was: Me, before: Store) -> Iterator[Move]:
         log = 0
-        if me.token is not None:
-            log = me.token.log | (0 if me.token.commit == NOBODY else 1 << me.token.commit)
+        if was.token is not None:
+            log = was.token.log | (0 if was.token.commit == NOBODY else 1 << was.token.commit)
         body = Marker("committed", self.save, (self.name, 0), log)
-        for event, _, me, store in self.send(me, store, Request("put", INDEX, self.bit)):
+        for event, _, me, store in self.send(was, before, Request("put", INDEX, self.bit)):
             yield event, me._replace(at="put", body=body), store
 
     def landed(self, me: Me, found: Marker) -> bool:
@@ -100,8 +100,8 @@ class Writer(Actor):
             return me._replace(at="clean_up")
         return self.end(me, "unknown", gave_up=True)
 
-    def clean_up(self, me: Me, store: Store) -> Iterator[Move]:
-        for event, _, me, store in self.send(me, store, Request("delete", DATA, self.bit)):
+    def clean_up(self, was: Me, before: Store) -> Iterator[Move]:
+        for event, _, me, store in self.send(was, before, Request("delete", DATA, self.bit)):
             yield event, self.end(me, "unknown", gave_up=True), store
 
     def published(self, me: Me, done: bool | None) -> Me:
