@@ -6,7 +6,9 @@
     python -m benchmarks save --url s3://bucket     your own bucket; cleaned up afterwards
     python -m benchmarks resume --saved-by 8 --loaded-by 4 --target seaweedfs
     python -m benchmarks resume --layout shard1     a job of ranks loads in another layout
+    python -m benchmarks resume --layout fsdp2      model and AdamW under fully_shard
     python -m benchmarks async-loop                 a Python loop's pace while async_save uploads
+    python -m benchmarks gpu --gib 20               CUDA tensors, beside pinned copies
     python -m benchmarks small                      cost of each of 20,000 tensors of 1 KiB
     python -m benchmarks startup                    seconds of the import and of --help
     python -m benchmarks digests                    GiB/s of XXH3-128, also beside a busy thread
@@ -29,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from benchmarks.peers import PEERS, RESUME_PEERS
-from benchmarks.settings import Settings
+from benchmarks.settings import MIB, Settings
 from benchmarks.table import Result, Table
 
 _COMPARED = {
@@ -69,6 +71,10 @@ def _add_compared(command: argparse.ArgumentParser, peers: list[str]) -> None:
         metavar="PEER",
         help=f"of {', '.join(peers)}; default all",
     )
+    _add_settings(command)
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
     for field in fields(Settings):
         kind = float if field.name == "gib" else _positive
         option = f"--{field.name.replace('_', '-')}"
@@ -88,9 +94,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_compared(command, list(RESUME_PEERS))
     command.add_argument("--saved-by", type=_positive, default=8, help="ranks")
     command.add_argument("--loaded-by", type=_positive, default=4, help="ranks")
-    layouts = ["shard0", "shard1", "replicated"]
-    command.add_argument("--saved-layout", choices=layouts, default="shard0")
+    layouts = ["shard0", "shard1", "replicated", "fsdp2"]
+    command.add_argument(
+        "--saved-layout", choices=layouts, help="default shard0; fsdp2 where that is loaded"
+    )
     command.add_argument("--layout", choices=layouts, default="shard0", help="when loaded")
+    command = commands.add_parser("gpu", help="a save and load of CUDA tensors; needs a GPU")
+    command.add_argument("--target", choices=["sink", "memory"], default="sink")
+    command.add_argument("--rounds", type=_positive, default=5)
+    command.add_argument("--memory-budget-mib", type=_positive, default=128)
+    _add_settings(command)
     command = commands.add_parser("small", help="cost of each small tensor inside write_data")
     command.add_argument("--tensors", type=_positive, default=20_000)
     command.add_argument("--tensor-bytes", type=_positive, default=1024)
@@ -102,6 +115,11 @@ def _parser() -> argparse.ArgumentParser:
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print data, not a table")
     return parser
+
+
+def _saved_layout(layout: str) -> str:
+    """A model's state has keys of its own: it is loaded from one."""
+    return layout if layout == "fsdp2" else "shard0"
 
 
 def _run(options: argparse.Namespace) -> tuple[Table, Result]:
@@ -118,7 +136,15 @@ def _run(options: argparse.Namespace) -> tuple[Table, Result]:
         from benchmarks.digests import digests
 
         return digests(options.rounds)
-    settings = Settings.from_options(options)
+    return _run_with(Settings.from_options(options), options)
+
+
+def _run_with(settings: Settings, options: argparse.Namespace) -> tuple[Table, Result]:
+    if options.command == "gpu":
+        from benchmarks.gpu import gpu
+
+        budget_bytes = options.memory_budget_mib * MIB
+        return gpu(settings, options.target, options.rounds, budget_bytes)
     if options.command == "async-loop":
         from benchmarks.async_loop import async_loop
 
@@ -133,7 +159,7 @@ def _run(options: argparse.Namespace) -> tuple[Table, Result]:
             options.rounds,
             saved_by=options.saved_by,
             loaded_by=options.loaded_by,
-            saved_layout=options.saved_layout,
+            saved_layout=options.saved_layout or _saved_layout(options.layout),
             layout=options.layout,
         )
     from benchmarks.rounds import compare

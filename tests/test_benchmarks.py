@@ -178,6 +178,18 @@ def test_the_load_benchmark_checks_what_it_loads() -> None:
     assert "requests/GiB" in done.stdout
 
 
+def test_the_gpu_benchmark_measures_or_says_that_there_is_no_gpu() -> None:
+    command = ["-m", "benchmarks", "gpu", "--gib", "0.25", "--rounds", "1", "--tensors", "4"]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=_ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    if torch.cuda.is_available():
+        assert "to floor" in done.stdout
+    else:
+        assert "no GPU here" in done.stdout
+
+
 def _resume(*arguments: str) -> subprocess.CompletedProcess[str]:
     sizes = ["--gib", str(1 / 32), "--tensors", "2", "--rounds", "1"]
     return subprocess.run(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import secrets
+import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,6 +20,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
 from dcp_objstore.config import MIB
@@ -36,6 +40,7 @@ from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import Fault, FaultStore, WrappedStore
 from dcp_objstore.transfer.parts import plan_parts
 from tests.support.lanes import LateLane, use_lane
+from tests.support.ranks import run_ranks
 from tests.support.states import ALL_DTYPES, same_bits, seeded
 
 PART = 5 * MIB
@@ -504,6 +509,36 @@ def _part(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> ReadItem:
     )
 
 
+def _load_together(rank: int, world: int, url: str, config: dos.TransferConfig) -> int:
+    """As on two GPUs, in another layout than it was saved in; returns what came from the peer."""
+    mesh = init_device_mesh("cpu", (world,))
+    wide, norm = seeded("wide", (1024, 3000)), seeded("norm", (1_500_000,))
+    lane = LateLane(rank)
+    loaded = {
+        "wide": distribute_tensor(torch.zeros_like(wide), mesh, [Shard(1)]),
+        "norm": torch.zeros_like(norm),
+        "value": "",
+    }
+    with pytest.MonkeyPatch.context() as patched:
+        use_lane(patched, lambda: lane)
+        report = dos.load(loaded, url, config=config)
+    assert lane.copied
+    assert same_bits(loaded["norm"], norm)
+    own = wide.chunk(world, dim=1)[rank]
+    assert same_bits(loaded["wide"].to_local(), own)
+    assert loaded["value"] == "text"
+    return report.received_bytes
+
+
+@pytest.mark.parametrize("budget_mib", [8, 64])
+def test_ranks_that_read_once_fill_the_memory_of_their_devices(budget_mib, tmp_path):
+    wide, norm = seeded("wide", (1024, 3000)), seeded("norm", (1_500_000,))
+    url = f"file://{tmp_path}/once"
+    dos.save({"wide": wide, "norm": norm, "value": "text"}, url)
+    config = dos.TransferConfig(request_size_bytes=4 * MIB, memory_budget_bytes=budget_mib * MIB)
+    assert sum(run_ranks(2, _load_together, url, config)) > 0
+
+
 def test_a_block_that_lies_elsewhere_is_taken_at_once_also_without_a_free_slot():
     lane = LateLane()
     place = torch.device("cpu")
@@ -670,6 +705,17 @@ def test_gpu_slots_are_pinned_and_within_the_bounds(cuda, monkeypatch):
     dos.load(state, url, config=CONFIG)
     assert made
     assert sum(t.nbytes for t in made) <= CONFIG.memory_budget_bytes
+
+
+@gpu
+def test_a_save_of_cpu_tensors_does_not_take_the_gpu_into_use(cuda):
+    code = (
+        "import torch, dcp_objstore as dos;"
+        "state = {'t': torch.ones(100_000)};"
+        "dos.save(state, 'memory://cpu/only'); dos.load(state, 'memory://cpu/only');"
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @gpu

@@ -105,10 +105,11 @@ _warned = threading.Event()
 def pinned_memory(size_bytes: int) -> torch.Tensor:
     """Pinned memory; ordinary memory, with a warning once in a process, where there is none."""
     try:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        # The device is named, as the program may have set another default.
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:  # torch.AcceleratorError and OutOfMemoryError are such
         _warn_of_pageable_memory(size_bytes, str(error).partition("\n")[0])
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
 
 def _warn_of_pageable_memory(size_bytes: int, reason: str) -> None:

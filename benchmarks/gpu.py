@@ -1,0 +1,202 @@
+"""`gpu`: a save and a load of CUDA tensors beside the fastest that the bus allows.
+
+The floor is the time in which as many bytes are copied between the same tensors and pinned host
+memory, on one stream, with nothing else to do. Then the state is saved and loaded, to the sink (a
+process of its own) or to `memory://`. Without a GPU nothing is measured, and it says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+import dcp_objstore as dos
+from benchmarks.child import cpu_seconds, reset_peak_mib, status_mib
+from benchmarks.processes import run_module
+from benchmarks.settings import GIB, MIB, Settings
+from benchmarks.sink import Sink
+from benchmarks.table import Result, Table, number
+
+_MODULE = "benchmarks.gpu"
+_PINNED_BYTES = 64 * MIB
+_ROWS = {
+    "floor_out": "pinned copies, GPU to host",
+    "save": "save",
+    "floor_in": "pinned copies, host to GPU",
+    "load": "load",
+}
+
+
+def gpu(
+    settings: Settings, target: str, rounds: int, memory_budget_bytes: int
+) -> tuple[Table, Result]:
+    """Measure in a fresh process; medians of the rounds.
+
+    Args:
+        settings: sizes of the state and of the requests.
+        target: `sink` or `memory`.
+        memory_budget_bytes: as in `TransferConfig`.
+    """
+    job = {
+        "settings": dataclasses.asdict(settings),
+        "target": target,
+        "rounds": rounds,
+        "memory_budget_bytes": memory_budget_bytes,
+    }
+    result: Result = {"command": "gpu", **job}
+    if not torch.cuda.is_available():
+        reason = "no GPU here: torch.cuda.is_available() is False, nothing was measured"
+        return Table(reason, ["what", "GiB/s"], []), {**result, "gpu": None, "reason": reason}
+    found = run_module(_MODULE, json.dumps(job))
+    medians = {name: _medians(runs) for name, runs in found["rounds"].items()}
+    for name, floor in (("save", "floor_out"), ("load", "floor_in")):
+        medians[name]["to_floor"] = (
+            medians[name]["gib_per_second"] / medians[floor]["gib_per_second"]
+        )
+    rows = [[what, *_cells(medians[name])] for name, what in _ROWS.items()]
+    table = Table(
+        f"{settings.gib:g} GiB in {settings.tensors} tensors on {found['gpu']}, {target},"
+        f" medians of {rounds} rounds",
+        ["what", "GiB/s", "to floor", "CPU-s/GiB", "extra MiB", "pinned MiB"],
+        rows,
+        ["Extra: resident memory of this process; pinned: what torch has allocated of it."],
+    )
+    return table, {**result, "gpu": found["gpu"], "measured": medians, "raw": found["rounds"]}
+
+
+def _medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each figure; None where it was not measured."""
+    return {
+        figure: None if one is None else statistics.median(run[figure] for run in runs)
+        for figure, one in runs[0].items()
+    }
+
+
+def _cells(figures: dict[str, Any]) -> list[str | None]:
+    return [
+        number(figures["gib_per_second"]),
+        number(figures.get("to_floor")),
+        number(figures["cpu_seconds_per_gib"]),
+        number(figures["extra_mib"], ".0f"),
+        number(figures["pinned_mib"], ".0f"),
+    ]
+
+
+def _make_state(settings: Settings, *, blank: bool) -> dict[str, torch.Tensor]:
+    return {
+        f"tensor-{i:05d}": torch.full(
+            (settings.tensor_elements,), -1.0 if blank else i + 1.0, device="cuda"
+        )
+        for i in range(settings.tensors)
+    }
+
+
+def _check(state: dict[str, torch.Tensor]) -> None:
+    for i, (name, tensor) in enumerate(state.items()):
+        if not bool((tensor == i + 1.0).all()):
+            raise AssertionError(f"{name} was not loaded")
+
+
+def _measure(act: Callable[[], object], settings: Settings) -> dict[str, float | None]:
+    """Run `act` once; what it cost. What it queued is complete when it returns, or here."""
+    torch.cuda.synchronize()
+    before_mib = reset_peak_mib()
+    cpu, start = cpu_seconds(), time.perf_counter()
+    act()
+    torch.cuda.synchronize()
+    seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+    peak_mib = status_mib("VmHWM")
+    gib = settings.total_bytes / GIB
+    pinned_bytes = torch.cuda.host_memory_stats().get("allocated_bytes.current")
+    return {
+        "seconds": seconds,
+        "gib_per_second": gib / seconds,
+        "cpu_seconds_per_gib": cpu / gib,
+        "extra_mib": None if before_mib is None or peak_mib is None else peak_mib - before_mib,
+        "pinned_mib": None if pinned_bytes is None else pinned_bytes / MIB,
+    }
+
+
+def _copy_all(state: dict[str, torch.Tensor], pinned: torch.Tensor, *, out: bool) -> None:
+    """Copy every byte between the tensors and one pinned buffer, over and over."""
+    for tensor in state.values():
+        flat = tensor.view(torch.uint8)
+        for start in range(0, flat.numel(), _PINNED_BYTES):
+            piece = flat[start : start + _PINNED_BYTES]
+            host = pinned[: piece.numel()]
+            if out:
+                host.copy_(piece, non_blocking=True)
+            else:
+                piece.copy_(host, non_blocking=True)
+
+
+def _run(job: dict[str, Any]) -> dict[str, Any]:
+    settings = Settings(**job["settings"])
+    config = dos.TransferConfig(
+        part_size_bytes=settings.part_size_bytes,
+        upload_concurrency=settings.upload_concurrency,
+        request_size_bytes=settings.request_size_bytes,
+        download_concurrency=settings.download_concurrency,
+        memory_budget_bytes=job["memory_budget_bytes"],
+    )
+    small = dataclasses.replace(settings, gib=64 * MIB / GIB, tensors=2)
+    rounds: dict[str, list[dict[str, float | None]]] = {name: [] for name in _ROWS}
+    with Sink(keep=True) if job["target"] == "sink" else nullcontext() as sink:
+        root = "memory://bench" if sink is None else "s3://bench"
+        options = None if sink is None else sink.storage_options
+
+        def save(state: dict[str, torch.Tensor], name: str) -> None:
+            dos.save(state, f"{root}/{name}", storage_options=options, config=config)
+
+        def load(state: dict[str, torch.Tensor], name: str) -> None:
+            dos.load(state, f"{root}/{name}", storage_options=options, config=config)
+
+        state = _make_state(small, blank=False)
+        save(state, "warm-up")  # imports, and the GPU's context
+        load(state, "warm-up")
+        # In the order of the memory they need: the pinned memory of one stays for those after it.
+        state = _make_state(settings, blank=False)
+        for number_of_round in range(job["rounds"]):
+            name = f"round-{number_of_round}"
+            rounds["save"].append(_measure(partial(save, state, name), settings))
+            loaded = _make_state(settings, blank=True)
+            rounds["load"].append(_measure(partial(load, loaded, name), settings))
+            _check(loaded)
+            del loaded
+            _forget(root, name, options)
+    pinned = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+    for _ in range(job["rounds"]):
+        for name, out in (("floor_out", True), ("floor_in", False)):
+            copy = partial(_copy_all, state, pinned, out=out)
+            rounds[name].append(_measure(copy, settings))
+    return {"gpu": torch.cuda.get_device_name(), "rounds": rounds}
+
+
+def _forget(root: str, name: str, options: dict[str, object] | None) -> None:
+    """Delete what a round has saved, so that rounds do not pile up in memory."""
+    from dcp_objstore.stores import open_store
+
+    store = open_store(f"{root}/{name}", options)
+    for meta in list(store.list()):
+        store.delete(meta.key)
+
+
+def main() -> None:
+    """Read the job from stdin, measure, print the figures of every round as JSON."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    print(json.dumps(_run(json.loads(sys.stdin.read()))))
+
+
+if __name__ == "__main__":
+    main()
