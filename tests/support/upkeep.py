@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from typing import TypeAlias
 
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint import index as ix
@@ -17,6 +18,8 @@ from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.digests import DIGEST_SIZE_BYTES
 
 DAY_SECONDS = 24 * 3600.0
+
+Ages: TypeAlias = dict[tuple[str, str | None], timedelta]
 
 
 class Described:
@@ -41,20 +44,20 @@ class AgedStore(WrappedStore):
     What is written later, a marker that is rewritten for one, has its true age.
     """
 
-    def __init__(self, inner: ObjectStore) -> None:
+    def __init__(self, inner: ObjectStore, ages: Ages | None = None) -> None:
         super().__init__(inner)
-        self._aged: dict[tuple[str, str | None], timedelta] = {}
+        self._ages = {} if ages is None else ages  # shared by the stores of one bucket
 
     def age(self, seconds: float = 2 * DAY_SECONDS, *keys: str) -> None:
         """Make these keys older, or all of them."""
         for meta in list(self.inner.list()):
             if not keys or meta.key in keys:
-                version = meta.key, self.inner.head(meta.key).version.e_tag
-                already = self._aged.get(version, timedelta())
-                self._aged[version] = already + timedelta(seconds=seconds)
+                version = f"{self.url}/{meta.key}", self.inner.head(meta.key).version.e_tag
+                already = self._ages.get(version, timedelta())
+                self._ages[version] = already + timedelta(seconds=seconds)
 
     def _seen(self, meta: ObjectMeta) -> ObjectMeta:
-        older = self._aged.get((meta.key, meta.version.e_tag), timedelta())
+        older = self._ages.get((f"{self.url}/{meta.key}", meta.version.e_tag), timedelta())
         return replace(meta, last_modified=meta.last_modified - older)
 
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:

@@ -1,0 +1,146 @@
+"""Pins protect a commit from deletion and overwriting; whoever comes first wins."""
+
+from __future__ import annotations
+
+import pytest
+
+from dcp_objstore.checkpoint import commit as commits
+from dcp_objstore.checkpoint.deleting import delete
+from dcp_objstore.checkpoint.marker import MAX_PINS
+from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.checkpoint.opening import read_marker
+from dcp_objstore.checkpoint.pins import pin, unpin
+from dcp_objstore.checkpoint.sweep import sweep
+from dcp_objstore.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointPinnedError,
+    CommitLostError,
+    CommitUnknownError,
+    ConfigError,
+)
+from dcp_objstore.stores import StoreSpec
+from tests.support.memory_store import DELAYED, LOST, UNANSWERED, MemoryStore, Put, TickingClock
+from tests.support.servers import Bucket
+from tests.support.upkeep import DESCRIBED, AgedStore, finish, named, save, state, tear, upload
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def pins_of(store: MemoryStore) -> tuple[str, ...]:
+    found = read_marker(store)
+    assert found is not None
+    return found[0].pins
+
+
+def test_a_pin_stays_until_it_is_removed_and_the_commit_with_it(bucket: Bucket) -> None:
+    store = StoreSpec(bucket.at("step-1"), bucket.storage_options).open()
+    done = save(store)
+    assert pin(store, "paper") == pin(store, "paper") == ("paper",)
+    assert pin(store, "ö 1") == ("paper", "ö 1")
+    marker = commits.open_committed(store)[0]
+    assert (marker.pins, marker.commit_id) == (("paper", "ö 1"), done.commit_id)
+    assert marker.write_id != done.marker.write_id
+    with pytest.raises(CheckpointPinnedError):
+        delete(store)
+    with pytest.raises(CheckpointExistsError, match="pinned"):
+        commits.begin(store, overwrite=True)
+    assert unpin(store, "paper") == unpin(store, "paper") == ("ö 1",)
+    assert unpin(store, "ö 1") == ()
+    delete(store)
+    assert state(store) == "deleted"
+
+
+def test_pin_that_is_there_already_sends_no_put(store: MemoryStore) -> None:
+    save(store)
+    pin(store, "paper")
+    before = len(store.puts)
+    pin(store, "paper")
+    unpin(store, "other")
+    assert len(store.puts) == before
+
+
+def test_an_overwrite_under_way_does_not_replace_what_was_pinned_meanwhile(
+    store: MemoryStore,
+) -> None:
+    done = save(store)
+    token = commits.begin(store, overwrite=True)
+    index = upload(store)
+    pin(store, "paper")
+    with pytest.raises(CommitLostError):
+        finish(store, token, index, clock=TickingClock())
+    assert commits.open_committed(store)[0].commit_id == done.commit_id
+    named(store)
+
+
+def test_a_sweep_keeps_pins(store: MemoryStore) -> None:
+    aged = AgedStore(store)
+    save(store)
+    tear(store)
+    pin(store, "paper")
+    aged.age()
+    assert sweep(aged, dot_metadata=DESCRIBED).fenced
+    assert pins_of(store) == ("paper",)
+
+
+def test_two_pins_at_once_are_both_set(store: MemoryStore) -> None:
+    save(store)
+    seen = []
+
+    def other(put: Put) -> None:
+        if put.key == MARKER_KEY and not seen:
+            seen.append(True)
+            pin(store, "other", clock=TickingClock())
+
+    store.on_put = other
+    pin(store, "mine", clock=TickingClock())
+    assert set(pins_of(store)) == {"mine", "other"}
+
+
+@pytest.mark.parametrize("fate", [LOST, UNANSWERED, DELAYED])
+def test_lost_and_late_answers_are_found_out(store: MemoryStore, fate) -> None:
+    save(store)
+    fates = [fate]
+    store.on_put = lambda put: fates.pop() if fates else None
+    assert pin(store, "paper", clock=TickingClock()) == ("paper",)
+    store.deliver()
+    assert pins_of(store) == ("paper",)
+
+
+def test_no_answer_until_the_deadline_is_an_unknown_outcome(store: MemoryStore) -> None:
+    save(store)
+    store.on_put = lambda put: LOST
+    with pytest.raises(CommitUnknownError, match="the pin"):
+        pin(store, "paper", clock=TickingClock())
+    assert pins_of(store) == ()
+
+
+def test_there_must_be_a_checkpoint_to_pin(store: MemoryStore) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        pin(store, "paper")
+    save(store)
+    delete(store)
+    for change in (pin, unpin):
+        with pytest.raises(CheckpointNotFoundError, match="was deleted"):
+            change(store, "paper")
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201, "two\nlines", "\ud800", None, 3])
+def test_names_that_a_marker_cannot_hold_are_refused(store: MemoryStore, name: object) -> None:
+    save(store)
+    before = dict(store.objects)
+    with pytest.raises(ConfigError):
+        pin(store, name)  # type: ignore[arg-type]
+    assert store.objects == before
+
+
+def test_too_many_pins_are_refused(store: MemoryStore) -> None:
+    save(store)
+    for number in range(MAX_PINS):
+        pin(store, str(number))
+    with pytest.raises(ConfigError, match="at most 64"):
+        pin(store, "one more")
+    assert len(pins_of(store)) == MAX_PINS

@@ -1,0 +1,295 @@
+"""`dos.delete`, `sweep`, `repair`, `pin` and `unpin` against real stores and stock torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import dcp_objstore as dos
+from dcp_objstore.checkpoint import probe as probes
+from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, data_key, new_nonce
+from dcp_objstore.checkpoint.opening import open_committed
+from dcp_objstore.checkpoint.probe import require_rewrites
+from dcp_objstore.dcp.derived import StockDotMetadata
+from dcp_objstore.dcp.foreign import decode_metadata
+from dcp_objstore.dcp.prompt import PromptStore
+from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores.protocol import IfAbsent, IfVersion
+from tests.support.memory_store import MemoryStore
+from tests.support.servers import Bucket, RcloneServer
+from tests.support.upkeep import AgedStore, Ages, tear
+
+WEIGHT = torch.arange(12.0).reshape(3, 4)
+
+
+@pytest.fixture
+def later(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> AgedStore:
+    """The store at the bucket's prefix; `age` makes all that is there now old, for everybody."""
+    ages: Ages = {}
+    really_open = StoreSpec.open
+
+    def open_aged(spec: StoreSpec) -> ObjectStore:
+        return AgedStore(really_open(spec), ages)
+
+    monkeypatch.setattr(StoreSpec, "open", open_aged)
+    store = StoreSpec(bucket.url, bucket.storage_options).open()
+    assert isinstance(store, AgedStore)
+    return store
+
+
+def save(bucket: Bucket, name: str, factor: float = 1.0, *, overwrite: bool = False) -> None:
+    state = {"model": {"weight": WEIGHT * factor}, "step": 7, "half": WEIGHT.bfloat16()}
+    dos.save(
+        state,
+        bucket.at(name),
+        storage_options=bucket.storage_options,
+        overwrite=overwrite,
+        progress=False,
+    )
+
+
+def stock_weight(bucket: Bucket, name: str, directory: Path) -> torch.Tensor:
+    state = {"model": {"weight": torch.zeros(3, 4)}}
+    reader = dcp.FileSystemReader(str(bucket.download(name, directory)))
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state["model"]["weight"]
+
+
+def test_repair_writes_what_the_writer_would_have_written(bucket: Bucket, tmp_path: Path) -> None:
+    save(bucket, "step-1")
+    written = bucket.get("step-1/.metadata")
+    store = StoreSpec(bucket.at("step-1"), bucket.storage_options).open()
+    index = open_committed(store)[1]
+    # Not byte for byte: pickle notes which equal objects are one.
+    assert decode_metadata(StockDotMetadata().derive(index)) == decode_metadata(written)
+    bucket.delete("step-1/.metadata")
+    report = dos.repair(bucket.at("step-1"), storage_options=bucket.storage_options)
+    assert report.dot_metadata == "written"
+    assert torch.equal(stock_weight(bucket, "step-1", tmp_path), WEIGHT)
+    again = dos.repair(bucket.at("step-1"), storage_options=bucket.storage_options)
+    assert again.dot_metadata is None
+
+
+def test_dot_metadata_is_judged_by_what_it_names(bucket: Bucket) -> None:
+    save(bucket, "step-1")
+    save(bucket, "step-2", 2.0)
+    judge = StockDotMetadata()
+    bodies = [bucket.get(f"step-{n}/.metadata") for n in (1, 2)]
+    indexes = [
+        open_committed(StoreSpec(bucket.at(f"step-{n}"), bucket.storage_options).open())[1]
+        for n in (1, 2)
+    ]
+    for number, body in enumerate(bodies):
+        assert [judge.describes(body, index) for index in indexes] == [number == 0, number == 1]
+        assert judge.is_ours(body)
+    for damaged in (b"", bodies[0][:-20], b"no pickle"):
+        assert not judge.describes(damaged, indexes[0])
+        assert not judge.is_ours(damaged)
+
+
+def test_a_stock_checkpoint_is_not_taken_for_ours(tmp_path: Path) -> None:
+    dcp.save({"a": WEIGHT}, checkpoint_id=str(tmp_path / "stock"), no_dist=True)
+    assert not StockDotMetadata().is_ours((tmp_path / "stock" / ".metadata").read_bytes())
+
+
+def test_repair_after_a_crash_in_an_overwrite_makes_stock_torch_read_the_new_one(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    save(bucket, "step-1")
+    old = bucket.get("step-1/.metadata")
+    save(bucket, "step-1", 2.0, overwrite=True)
+    bucket.put("step-1/.metadata", old)
+    assert torch.equal(stock_weight(bucket, "step-1", tmp_path / "before"), WEIGHT)
+    dos.repair(bucket.at("step-1"), storage_options=bucket.storage_options)
+    assert torch.equal(stock_weight(bucket, "step-1", tmp_path / "after"), WEIGHT * 2)
+
+
+def test_newest_committed_step_of_a_run_is_not_deleted_by_mistake(bucket: Bucket) -> None:
+    options = bucket.storage_options
+    for step in (9, 10):
+        save(bucket, f"run/step-{step}")
+    save(bucket, "run-2/step-1")  # newer, and of another run
+    save(bucket, "run/deeper/step-1")
+    with pytest.raises(dos.InputError, match="newest"):
+        dos.delete(bucket.at("run/step-10"), storage_options=options, now=True)
+    assert MARKER_KEY in bucket.keys("run/step-10")
+    assert len(bucket.keys("run/step-10")) == 4
+    dos.delete(bucket.at("run/step-9"), storage_options=options)
+    # A tombstone is no checkpoint, so it does not make another one older.
+    with pytest.raises(dos.InputError, match="newest"):
+        dos.delete(bucket.at("run/step-10"), storage_options=options)
+    dos.delete(bucket.at("run/step-10"), storage_options=options, even_newest=True, now=True)
+    assert bucket.keys("run/step-10") == [MARKER_KEY]
+    with pytest.raises(dos.CheckpointNotFoundError):
+        dos.open(bucket.at("run/step-10"), storage_options=options)
+
+
+def test_pinned_checkpoint_is_protected_through_the_door(bucket: Bucket) -> None:
+    options, url = bucket.storage_options, bucket.at("step-1")
+    save(bucket, "step-1")
+    assert dos.pin(url, "paper", storage_options=options) == ("paper",)
+    with pytest.raises(dos.CheckpointPinnedError, match="paper"):
+        dos.delete(url, storage_options=options, even_newest=True)
+    with pytest.raises(dos.CheckpointExistsError, match="pinned"):
+        save(bucket, "step-1", overwrite=True)
+    assert dos.unpin(url, "paper", storage_options=options) == ()
+    dos.delete(url, storage_options=options, even_newest=True)
+
+
+def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStore) -> None:
+    options = bucket.storage_options
+    save(bucket, "step-1")  # nothing to do
+    save(bucket, "step-2")
+    save(bucket, "step-2", 2.0, overwrite=True)
+    save(bucket, "step-3")
+    dos.delete(bucket.at("step-3"), storage_options=options, even_newest=True)
+    tear(StoreSpec(bucket.at("step-4"), options).open())
+    save(bucket, "step-5")
+    bucket.put("step-5/_COMMIT", b"{}")
+    bucket.put("notes.txt", b"somebody's")
+    later.age()
+    tear(StoreSpec(bucket.at("step-6"), options).open())  # may be under way
+    before = bucket.keys()
+    planned = dos.sweep(bucket.url, storage_options=options, dry_run=True)
+    assert bucket.keys() == before
+    report = dos.sweep(bucket.url, storage_options=options)
+    outcomes = {one.url.rpartition("/")[2]: one.outcome for one in report.checkpoints}
+    assert outcomes == {
+        "step-1": "clean",
+        "step-2": "swept",
+        "step-3": "swept",
+        "step-4": "swept",
+        "step-5": "damaged",
+        "step-6": "waiting",
+    }
+    assert (report.deleted, report.deleted_bytes) == (planned.deleted, planned.deleted_bytes)
+    assert report.deleted == 2 + 2 + 2
+    left = bucket.keys()
+    assert len(bucket.keys("step-1")) == len(bucket.keys("step-2")) == 4
+    assert bucket.keys("step-3") == bucket.keys("step-4") == [MARKER_KEY]
+    assert [key for key in before if key.startswith(("step-5", "step-6", "notes"))] == [
+        key for key in left if key.startswith(("step-5", "step-6", "notes"))
+    ]
+    state = {"model": {"weight": torch.zeros(3, 4)}}
+    dos.load(state, bucket.at("step-2"), storage_options=options, progress=False)
+    assert torch.equal(state["model"]["weight"], WEIGHT * 2)
+
+
+def test_orphaned_uploads_of_a_save_that_left_nothing_else_are_found(bucket: Bucket) -> None:
+    """moto says of every upload that it began years ago, SeaweedFS the truth: just now."""
+    client = bucket.client()
+    key = f"{bucket.prefix}step-1/{data_key(0, 0, new_nonce())}"
+    other = f"{bucket.prefix}step-1/dataset.tar"
+    for name in (key, other):
+        upload_id = client.create_multipart_upload(Bucket=bucket.name, Key=name)["UploadId"]
+        client.upload_part(
+            Bucket=bucket.name, Key=name, UploadId=upload_id, PartNumber=1, Body=b"x" * 1000
+        )
+    report = dos.sweep(bucket.url, storage_options=bucket.storage_options)
+    (one,) = report.checkpoints
+    if bucket.kind == "moto":
+        assert (report.uploads_aborted, report.uploads_bytes) == (1, 1000)
+        assert bucket.uploads() == [other]
+    else:
+        assert (report.uploads_aborted, one.uploads_young) == (0, 1)
+        assert len(bucket.uploads()) == 2
+    assert bucket.keys() == []  # and no tombstone
+
+
+def test_what_the_bucket_should_do_itself_is_said(bucket: Bucket) -> None:
+    report = dos.sweep(bucket.url, storage_options=bucket.storage_options)
+    assert report.uploads_unseen is None
+    assert report.lifecycle_days is None
+    assert f'"Prefix": "{bucket.prefix}"' in (report.lifecycle_json or "")
+
+
+def test_sweep_without_boto3_says_what_was_not_looked_at(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(bucket, "step-1")
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *a: None if name == "boto3" else real(name, *a)
+    )
+    report = dos.sweep(bucket.url, storage_options=bucket.storage_options)
+    assert "pip install 'dcp-objstore[s3]'" in (report.uploads_unseen or "")
+    assert [one.outcome for one in report.checkpoints] == ["clean"]
+
+
+# --- stores that cannot fence
+
+
+@pytest.mark.parametrize("ignored", [(IfVersion,), (IfAbsent, IfVersion)])
+def test_nothing_is_removed_where_a_marker_cannot_be_fenced(ignored) -> None:
+    probes.forget()
+    store = MemoryStore("s3://bucket/run")
+    store.ignores = ignored
+    with pytest.raises(dos.UnsupportedError, match="nothing can be swept here: this store cannot"):
+        require_rewrites(store, "nothing can be swept")
+    assert store.objects == {}
+
+
+def test_a_server_that_ignores_conditions_is_refused_and_keeps_all(tmp_path: Path) -> None:
+    probes.forget()
+    with RcloneServer(tmp_path) as server:
+        url, options = f"s3://{server.bucket}/run/step-1", server.storage_options
+        dos.save({"a": WEIGHT}, url, storage_options=options, progress=False, allow_unfenced=True)
+        store = StoreSpec(url, options).open()
+        before = {meta.key for meta in store.list()}
+        for act in (
+            lambda: dos.delete(url, storage_options=options, even_newest=True, now=True),
+            lambda: dos.sweep(url, storage_options=options),
+            lambda: dos.pin(url, "paper", storage_options=options),
+        ):
+            with pytest.raises(dos.UnsupportedError, match="cannot create or replace"):
+                act()
+        assert {meta.key for meta in store.list()} == before
+        store.delete(DOT_METADATA_KEY)
+        assert dos.repair(url, storage_options=options).dot_metadata == "written"
+        assert {meta.key for meta in store.list()} == before
+    probes.forget()
+
+
+# --- Ctrl-C, and what is imported
+
+
+def test_ctrl_c_leaves_the_request_under_way_and_begins_no_other() -> None:
+    store = MemoryStore()
+    answer = threading.Event()
+    done: list[str] = []
+
+    def slow(key: str) -> None:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        answer.wait(30)
+        done.append(key)
+
+    store.on_delete = slow
+    prompt = PromptStore(store)
+    with pytest.raises(KeyboardInterrupt):
+        for key in ("a", "b", "c"):
+            prompt.delete(key)
+    assert done == []
+    answer.set()
+    assert [key for verb, key in store.requests if verb == "delete"] == ["a"]
+
+
+def test_torch_is_not_loaded_where_no_dot_metadata_is_made(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    for step in (1, 2):
+        dos.save({"a": WEIGHT}, f"{url}/step-{step}", progress=False)
+    program = (
+        "import sys, dcp_objstore as dos\n"
+        f"assert dos.sweep('{url}').deleted == 0\n"
+        f"dos.pin('{url}/step-2', 'x'); dos.unpin('{url}/step-2', 'x')\n"
+        f"dos.delete('{url}/step-1')\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

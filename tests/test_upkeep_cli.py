@@ -1,0 +1,207 @@
+"""`rm`, `gc`, `repair`, `pin`, `unpin`: nothing goes without --yes, and they say what they did."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+import dcp_objstore as dos
+from dcp_objstore.checkpoint.commit import open_committed
+from dcp_objstore.cli import upkeep
+from dcp_objstore.errors import (
+    CheckpointNotFoundError,
+    CheckpointPinnedError,
+    ConfigError,
+    InputError,
+)
+from dcp_objstore.stores import StoreSpec
+from tests.support.servers import Bucket
+from tests.support.upkeep import DAY_SECONDS, keys, loose, save, state, tear
+from tests.test_cli import run
+
+
+class Run:
+    """Steps below a local folder, of any age."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = f"file://{folder}"
+
+    def step(self, number: int):
+        return StoreSpec(f"{self.url}/step-{number}").open()
+
+    def age(self) -> None:
+        when = time.time() - 2 * DAY_SECONDS
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                os.utime(path, (when, when))
+
+    def all(self) -> dict[str, bytes]:
+        return {
+            str(path.relative_to(self.folder)): path.read_bytes()
+            for path in self.folder.rglob("*")
+            if path.is_file() and not path.name.startswith(".dcp-objstore.")
+        }
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Run:
+    return Run(tmp_path / "run")
+
+
+def test_rm_deletes_only_with_yes_and_prints_the_command(steps: Run) -> None:
+    for number in (1, 2):
+        save(steps.step(number))
+    before = steps.all()
+    planned = run("rm", f"{steps.url}/step-1", "--now")
+    assert planned.returncode == 0
+    assert steps.all() == before
+    command = planned.stdout.splitlines()[-1].split()
+    assert command == ["dcp-objstore", "rm", f"{steps.url}/step-1", "--now", "--yes"]
+    assert "would delete" in planned.stdout
+    done = run(*command[1:])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "would" not in done.stdout
+    assert keys(steps.step(1)) == {"_COMMIT"}
+    assert state(steps.step(2)) == "committed"
+    again = run(*command[1:])
+    assert again.returncode == 2
+    assert "was deleted" in again.stderr
+
+
+def test_rm_without_now_leaves_the_objects_and_gc_removes_them_when_old(
+    steps: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (1, 2):
+        save(steps.step(number))
+    upkeep.remove(f"{steps.url}/step-1", now=False, yes=True, even_newest=False, as_json=False)
+    assert "until gc removes them after 24 h" in capsys.readouterr().out
+    assert len(loose(steps.step(1))) == 3
+    upkeep.collect(steps.url, grace="24h", yes=True, as_json=False)
+    assert "not yet" in capsys.readouterr().out
+    assert len(loose(steps.step(1))) == 3
+    steps.age()
+    upkeep.collect(steps.url, grace="24h", yes=False, as_json=False)
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[-1].strip() == f"dcp-objstore gc {steps.url} --yes"
+    assert "3 objects" in shown
+    assert len(loose(steps.step(1))) == 3
+    upkeep.collect(steps.url, grace="24h", yes=True, as_json=False)
+    assert "removed" in capsys.readouterr().out
+    assert keys(steps.step(1)) == {"_COMMIT"}
+    assert not loose(steps.step(2))
+
+
+def test_rm_refuses_the_newest_and_pinned_ones(
+    steps: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in (1, 2):
+        save(steps.step(number))
+    url = f"{steps.url}/step-2"
+    for yes in (False, True):
+        with pytest.raises(InputError, match="--even-newest"):
+            upkeep.remove(url, now=True, yes=yes, even_newest=False, as_json=False)
+    upkeep.protect(url, "paper", wanted=True, as_json=False)
+    assert capsys.readouterr().out == f"{url}: pinned as paper\n"
+    with pytest.raises(CheckpointPinnedError):
+        upkeep.remove(url, now=True, yes=True, even_newest=True, as_json=False)
+    upkeep.protect(url, "paper", wanted=False, as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"url": url, "pins": []}
+    open_committed(steps.step(2))
+    upkeep.remove(url, now=True, yes=False, even_newest=True, as_json=False)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("--now --even-newest --yes")
+    upkeep.remove(url, now=True, yes=True, even_newest=True, as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["url"], report["removed_objects"], report["dry_run"]) == (url, 3, False)
+
+
+def test_gc_removes_torn_saves_only_with_yes(steps: Run) -> None:
+    save(steps.step(1))
+    tear(steps.step(2))
+    steps.age()
+    before = steps.all()
+    planned = run("gc", steps.url, "--json")
+    assert planned.returncode == 0
+    assert steps.all() == before
+    report = json.loads(planned.stdout)
+    assert (report["dry_run"], report["deleted"]) == (True, 2)
+    assert report["deleted_bytes"] > 0
+    assert report["uploads_unseen"] == "file:// has no multipart uploads"
+    done = run("gc", steps.url, "--yes")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert keys(steps.step(2)) == {"_COMMIT"}
+    assert {name for name in before if name.startswith("step-1")} <= set(steps.all())
+
+
+def test_gc_names_what_it_left_and_a_damaged_checkpoint_is_status_4(steps: Run) -> None:
+    save(steps.step(1))
+    steps.step(1).put("notes.txt", b"somebody's")
+    save(steps.step(2))
+    steps.step(2).put("_COMMIT", b"{}")
+    steps.age()
+    before = steps.all()
+    done = run("gc", steps.url, "--yes")
+    assert done.returncode == 4
+    assert "step-1/notes.txt" in done.stdout
+    assert "step-2  cannot be read" in done.stdout
+    assert len(done.stderr.splitlines()) == 1
+    assert steps.all() == before
+
+
+@pytest.mark.parametrize("grace", ["1", "", "h", "1w", "-1h", "59m", "0.5h", "1e3h"])
+def test_grace_that_is_none_or_too_short_is_refused(steps: Run, grace: str) -> None:
+    tear(steps.step(1))
+    steps.age()
+    before = steps.all()
+    with pytest.raises(ConfigError):
+        upkeep.collect(steps.url, grace=grace, yes=True, as_json=False)
+    assert steps.all() == before
+
+
+@pytest.mark.parametrize("grace", ["60m", "1h", "1.5h", "3600s", "1d"])
+def test_grace_is_counted_in_its_unit(steps: Run, grace: str) -> None:
+    tear(steps.step(1))
+    steps.age()
+    upkeep.collect(steps.url, grace=grace, yes=True, as_json=False)
+    assert keys(steps.step(1)) == {"_COMMIT"}
+
+
+def test_repair_says_what_it_did(steps: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    url = f"{steps.url}/step-1"
+    dos.save({"a": torch.ones(3)}, url, progress=False)
+    steps.step(1).delete(".metadata")
+    for dry_run, told in ((True, "would be written"), (False, "was written")):
+        upkeep.mend(url, dry_run=dry_run, as_json=False)
+        assert told in capsys.readouterr().out
+        assert (".metadata" in keys(steps.step(1))) is not dry_run
+    upkeep.mend(url, dry_run=False, as_json=False)
+    assert "nothing to repair" in capsys.readouterr().out
+    upkeep.mend(url, dry_run=False, as_json=True)
+    assert json.loads(capsys.readouterr().out)["dot_metadata"] is None
+    with pytest.raises(CheckpointNotFoundError):
+        upkeep.mend(f"{steps.url}/step-9", dry_run=False, as_json=False)
+
+
+def test_gc_prints_the_lifecycle_rule_that_the_bucket_should_have(
+    bucket: Bucket, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = bucket.storage_options
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(options["key"]))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(options["secret"]))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", str(options["endpoint_url"]))
+    save(StoreSpec(bucket.at("step-1"), options).open())
+    before = bucket.keys()
+    upkeep.collect(bucket.url, grace="24h", yes=False, as_json=False)
+    shown = capsys.readouterr().out
+    assert f"put-bucket-lifecycle-configuration --bucket {bucket.name}" in shown
+    text = shown.split("echo '")[1].split("' > ")[0]
+    (rule,) = json.loads(text)["Rules"]
+    assert rule["Filter"] == {"Prefix": bucket.prefix}
+    assert rule["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 2}
+    assert bucket.keys() == before

@@ -1,0 +1,157 @@
+"""Orphaned multipart uploads are seen with their bytes and aborted; nobody else's are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from dcp_objstore.checkpoint.names import data_key, new_nonce
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import (
+    BucketNotFoundError,
+    CredentialsError,
+    PermissionDeniedError,
+    StoreUnavailableError,
+    UnsupportedError,
+)
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.uploads import (
+    Upload,
+    covering_days,
+    lifecycle_configuration,
+    open_uploads,
+)
+from tests.support.servers import READ_ONLY, Bucket
+
+PART = b"x" * 5 * 1024 * 1024
+
+
+def begin_upload(bucket: Bucket, key: str, parts: int = 1) -> str:
+    client = bucket.client()
+    full = bucket.prefix + key
+    upload_id: str = client.create_multipart_upload(Bucket=bucket.name, Key=full)["UploadId"]
+    for number in range(1, parts + 1):
+        client.upload_part(
+            Bucket=bucket.name, Key=full, UploadId=upload_id, PartNumber=number, Body=PART
+        )
+    return upload_id
+
+
+def test_uploads_are_listed_with_their_bytes_and_aborted(bucket: Bucket) -> None:
+    ours = f"step-1/{data_key(0, 0, new_nonce())}"
+    begin_upload(bucket, ours, parts=2)
+    begin_upload(bucket, "step-10/other")
+    uploads = open_uploads(StoreSpec(bucket.url, bucket.storage_options))
+    found = {one.key: one for one in uploads.list()}
+    assert found.keys() == {ours, "step-10/other"}
+    assert found[ours].size_bytes == 2 * len(PART)
+    assert found[ours].initiated.tzinfo is not None
+    below = uploads.below("step-1")
+    (one,) = below.list()  # not step-10's
+    assert one.key == ours.removeprefix("step-1/")
+    below.abort(one)
+    below.abort(one)  # somebody else may have been quicker
+    assert below.list() == []
+    assert bucket.uploads() == [f"{bucket.prefix}step-10/other"]
+
+
+@pytest.mark.backends("seaweed")
+def test_time_of_initiation_is_the_stores(bucket: Bucket) -> None:
+    """moto gives every upload the same time, years ago."""
+    begin_upload(bucket, "x")
+    (one,) = open_uploads(StoreSpec(bucket.url, bucket.storage_options)).list()
+    assert abs(datetime.now(UTC) - one.initiated) < timedelta(minutes=5)
+
+
+@pytest.mark.backends("seaweed")
+def test_errors_are_ours(bucket: Bucket) -> None:
+    options = dict(bucket.storage_options)
+    quick = TransferConfig(max_retries=0, connect_timeout_seconds=2)
+    with pytest.raises(CredentialsError):
+        open_uploads(StoreSpec(bucket.url, {**options, "secret": "wrong" * 5})).list()
+    with pytest.raises(BucketNotFoundError):
+        open_uploads(StoreSpec("s3://no-such-bucket/x", options)).list()
+    begin_upload(bucket, "x")
+    reader = open_uploads(StoreSpec(bucket.url, {**options, **READ_ONLY}))
+    with pytest.raises(PermissionDeniedError):
+        reader.abort(Upload("x", "any", datetime.now(UTC), 0))
+    nobody = {**options, "endpoint_url": "http://127.0.0.1:9"}
+    with pytest.raises(StoreUnavailableError):
+        open_uploads(StoreSpec(bucket.url, nobody, quick)).list()
+
+
+def test_stores_that_have_none_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for url in ("file:///tmp/x", "memory://x/y"):
+        with pytest.raises(UnsupportedError, match="no multipart uploads"):
+            open_uploads(StoreSpec(url))
+    with pytest.raises(UnsupportedError, match="lifecycle rule"):
+        open_uploads(StoreSpec("gs://bucket/x", {"anon": True}))
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'dcp-objstore\[s3\]'"):
+        open_uploads(StoreSpec("s3://bucket/x", {"key": "k", "secret": "s"}))
+
+
+# --- the bucket's lifecycle rule
+
+
+@pytest.mark.backends("moto")
+def test_the_rule_that_is_advised_is_taken_and_found_and_others_stay(bucket: Bucket) -> None:
+    uploads = open_uploads(StoreSpec(bucket.url, bucket.storage_options))
+    client = bucket.client()
+    other = {
+        "ID": "logs",
+        "Status": "Enabled",
+        "Filter": {"Prefix": "logs/"},
+        "Expiration": {"Days": 3},
+    }
+    client.put_bucket_lifecycle_configuration(
+        Bucket=bucket.name, LifecycleConfiguration={"Rules": [other]}
+    )
+    try:
+        rules = uploads.lifecycle_rules()
+        assert covering_days(rules, uploads.prefix) is None
+        text = lifecycle_configuration("s3", uploads.prefix, rules)
+        client.put_bucket_lifecycle_configuration(
+            Bucket=bucket.name, LifecycleConfiguration=json.loads(text)
+        )
+        rules = uploads.lifecycle_rules()
+        assert covering_days(rules, uploads.prefix) == 2
+        assert covering_days(rules, "elsewhere/") is None
+        assert {rule["ID"] for rule in rules} == {"logs", "dcp-objstore-incomplete-uploads"}
+        assert lifecycle_configuration("s3", uploads.prefix, rules).count("incomplete-uploads") == 1
+    finally:
+        client.delete_bucket_lifecycle(Bucket=bucket.name)
+    assert uploads.lifecycle_rules() == ()
+
+
+def rule(**changes: object) -> dict[str, object]:
+    abort = {"DaysAfterInitiation": 7}
+    return {"Status": "Enabled", "AbortIncompleteMultipartUpload": abort, **changes}
+
+
+@pytest.mark.parametrize(
+    ("rules", "days"),
+    [
+        ([], None),
+        ([rule(Filter={})], 7),
+        ([rule(Filter={"Prefix": ""})], 7),
+        ([rule(Prefix="run/")], 7),
+        ([rule(Filter={"And": {"Prefix": "run"}})], 7),
+        ([rule(Filter={"Prefix": "run/step-1/"})], None),
+        ([rule(Status="Disabled", Prefix="")], None),
+        ([{"Status": "Enabled", "Prefix": "", "Expiration": {"Days": 1}}], None),
+        ([rule(Prefix=""), rule(AbortIncompleteMultipartUpload={"DaysAfterInitiation": 3})], 3),
+    ],
+)
+def test_which_rules_cover_a_run(rules: list[dict[str, object]], days: int | None) -> None:
+    assert covering_days(rules, "run/") == days
+
+
+def test_rule_for_gcs_is_in_its_own_form() -> None:
+    (one,) = json.loads(lifecycle_configuration("gs", "run/"))["rule"]
+    assert one["action"] == {"type": "AbortIncompleteMultipartUpload"}
+    assert one["condition"] == {"age": 2, "matchesPrefix": ["run/"]}
