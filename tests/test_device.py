@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
+from benchmarks.sink import Sink
 from dcp_objstore.config import MIB
 from dcp_objstore.dcp import device
 from dcp_objstore.dcp.device import Inbound, Outbound, pinned_memory, plan_ring
@@ -283,6 +284,39 @@ def test_many_tensors_smaller_than_a_slot_make_up_a_part_without_a_wait_for_ever
     dos.save(state, url, config=config)
     assert sum(lane.allocated) <= 80 * MIB
     assert dos.open(url).verify().ok
+
+
+@pytest.fixture(scope="module")
+def sink() -> Iterator[Sink]:
+    with Sink(keep=True) as running:
+        yield running
+
+
+@pytest.mark.parametrize("part_mib", [5, 16, 24])
+def test_a_server_is_sent_more_than_the_ring_holds_and_sends_it_back(part_mib, sink, lane):
+    """With the real transport, which takes what it can get before it lets go of anything."""
+    state = {f"t{n}": seeded(f"t{n}", (n * 400_003,)) for n in range(1, 16)}
+    config = dos.TransferConfig(
+        part_size_bytes=part_mib * MIB, upload_concurrency=1, stall_timeout_seconds=20
+    )
+    assert sum(tensor.nbytes for tensor in state.values()) > 180 * MIB
+    url = f"s3://bucket/{secrets.token_hex(4)}"
+    dos.save(state, url, storage_options=sink.storage_options, config=config)
+    assert len(lane.allocated) <= 5
+    loaded = blank(state)
+    dos.load(loaded, url, storage_options=sink.storage_options)
+    assert_same(loaded, state)
+
+
+def test_memory_as_a_store_gives_back_what_it_was_sent_before_the_last_of_it_comes(lane):
+    config = dos.TransferConfig(part_size_bytes=PART, upload_concurrency=1, stall_timeout_seconds=5)
+    state = {"t": torch.arange(27 * MIB, dtype=torch.float32)}
+    url = memory_url()
+    dos.save(state, url, config=config)
+    assert len(lane.allocated) <= 5
+    loaded = blank(state)
+    load(loaded, url)
+    assert_same(loaded, state)
 
 
 @given(st.integers(5 * MIB, 200 * MIB), st.integers(1, 16), st.integers(0, 2**40))
