@@ -18,6 +18,7 @@ import torch
 from dcp_objstore.dcp.geometry import Box
 from dcp_objstore.dcp.memory import copy_elements, fits, narrow
 from dcp_objstore.dcp.values import refused_globals
+from dcp_objstore.dcp.vetting import vet
 from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError, UntrustedPickleError
 
 if TYPE_CHECKING:
@@ -117,6 +118,8 @@ class GatherRead:
         """
         key = self.item.dest_index.fqn
         body = self.stored.undone(self.take(), key)
+        with body.getbuffer() as view:
+            vet(view, key)
         try:
             tensor = torch.load(body, map_location="cpu", weights_only=True)
         except Exception as error:

@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from dcp_objstore.stores import ObjectStore
 
 _MAX_DOT_METADATA_BYTES = 4 * 1024**3
+# Reading is planned in blocks, before the first byte shows whether an object is as large as the
+# `.metadata` says; for what no tensor's shape accounts for, there is no other bound. (A length of
+# 2**42 took 25 s and 600 MB before it was found to be wrong.)
+_MAX_UNEXPLAINED_BYTES = 64 * 1024**3
 # torch's FileSystemWriter writes it for rank 0 where use_collectives=False is passed to dcp.save.
 _RANK_METADATA_KEY = "__0.metadata"
 
@@ -60,8 +64,7 @@ class Stored:
             `torch.save` blob, or a pickled value.
         digests: 16 bytes per 4 MiB block of payload; None for a checkpoint without digests.
         transforms: names of the stream extensions that the payload went through; foreign only.
-        limit_bytes: no more may it become when it is unpacked; None for what we wrote, which is
-            not packed.
+        limit_bytes: no more may it become when it is unpacked; None for raw elements.
     """
 
     object_number: int
@@ -192,8 +195,15 @@ def _open(store: ObjectStore, load_id: str | None) -> Source:
 
 
 def _stored(item: ix.Item, sizes: tuple[int, ...] | None, dtype: str | None) -> Stored:
+    # torch packs nothing, so what it becomes is no larger than what is stored, or it is not ours.
     return Stored(
-        item.object_number, item.payload_offset, item.payload_length, sizes, dtype, item.digests
+        item.object_number,
+        item.payload_offset,
+        item.payload_length,
+        sizes,
+        dtype,
+        item.digests,
+        limit_bytes=None if dtype is not None else item.payload_length,
     )
 
 
@@ -228,12 +238,20 @@ def _foreign(metadata: Metadata) -> Source:
     }
     numbers: dict[str, int] = {}
     items: dict[tuple[str, tuple[int, ...] | None], Stored] = {}
+    unexplained_bytes = 0
     for place, info in metadata.storage_data.items():
         offset = None if place.offset is None else tuple(place.offset)
         sizes, limit_bytes = None, value_limit_bytes(info.length)
         if offset is not None:
             sizes, itemsize = chunks.get((place.fqn, offset), ((), 0))
             limit_bytes = math.prod(sizes) * itemsize + FRAMING_SIZE_BYTES
+        unexplained_bytes += max(0, info.length - (limit_bytes if offset is not None else 0))
+        if unexplained_bytes > _MAX_UNEXPLAINED_BYTES:
+            raise CheckpointCorruptError(
+                "the .metadata says that pickled values, or what is around tensors, take more than"
+                f" {_MAX_UNEXPLAINED_BYTES} bytes",
+                key=place.fqn,
+            )
         items[place.fqn, offset] = Stored(
             numbers.setdefault(info.relative_path, len(numbers)),
             info.offset,

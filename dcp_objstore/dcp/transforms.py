@@ -13,10 +13,10 @@ from __future__ import annotations
 import importlib.util
 import io
 import sys
-import zipfile
 from collections.abc import Sequence
 from typing import IO, Final, cast
 
+from dcp_objstore.dcp.archive import ZIP_START, Archive, ArchiveError
 from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
 
 _ZSTD: Final = "stream.zstd"
@@ -29,7 +29,6 @@ _MAX_WINDOW_LOG: Final = 27
 FRAMING_SIZE_BYTES: Final = 1024 * 1024
 _VALUE_SIZE_BYTES: Final = 64 * 1024 * 1024
 _VALUE_RATIO: Final = 100
-_ZIP_START: Final = b"PK\x03\x04"
 
 
 def value_limit_bytes(stored_bytes: int) -> int:
@@ -94,19 +93,17 @@ def check_archive(body: io.BytesIO, key: str, limit_bytes: int) -> None:
     Raises:
         CheckpointCorruptError: the records are larger, or cannot be listed.
     """
-    size_bytes = body.getbuffer().nbytes
-    if bytes(body.getbuffer()[:4]) != _ZIP_START:
-        return
-    try:
-        with zipfile.ZipFile(body) as archive:
-            unpacked = sum(record.file_size for record in archive.infolist())
-    except Exception as error:  # hostile archives make zipfile raise anything
-        raise CheckpointCorruptError(
-            f"the item is a damaged archive: {type(error).__name__}: {error}", key=key
-        ) from error
-    finally:
-        body.seek(0)
-    if unpacked > max(limit_bytes, size_bytes):
+    with body.getbuffer() as view:
+        size_bytes = view.nbytes
+        if bytes(view[: len(ZIP_START)]) != ZIP_START:
+            return
+        try:
+            unpacked_bytes = Archive(view).unpacked_bytes
+        except ArchiveError as error:
+            raise CheckpointCorruptError(
+                f"the item is a damaged archive: {error}", key=key
+            ) from error
+    if unpacked_bytes > max(limit_bytes, size_bytes):
         raise _too_large(key, limit_bytes)
 
 

@@ -17,13 +17,14 @@ from typing import Final
 
 import torch
 
+from dcp_objstore.dcp.archive import ZIP_START
+from dcp_objstore.dcp.vetting import vet
 from dcp_objstore.errors import CheckpointCorruptError, UntrustedPickleError
 
 # Optimizers store thousands of equal numbers (lr, betas, eps) as equal bodies. A test-load takes
 # some 60 microseconds, so verdicts on small bodies are kept: 1024 of up to 4 KiB, 4 MiB at most.
 _REMEMBERED: Final = 1024
 _REMEMBERED_SIZE_BYTES: Final = 4096
-_ZIP_START: Final = b"PK\x03\x04"
 
 # Keys already warned about in this process.
 _warned: set[str] = set()
@@ -107,8 +108,9 @@ def _test_load(body: bytes) -> str | None:
     """Load `body` by `weights_only=True`: what torch refuses in it, or None.
 
     Raises:
-        CheckpointCorruptError: torch cannot read it.
+        CheckpointCorruptError: torch cannot read it, or should not even try.
     """
+    vet(body)
     try:
         torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     except Exception as error:
@@ -131,7 +133,7 @@ def refused_globals(body: bytes, error: Exception) -> str | None:
     Runs nothing from the body.
     """
     # Only bytes that are no archive take torch to its old format, which DCP never writes.
-    if isinstance(error, pickle.UnpicklingError) and body.startswith(_ZIP_START):
+    if isinstance(error, pickle.UnpicklingError) and body.startswith(ZIP_START):
         return _unsafe_names(body)
     return None
 

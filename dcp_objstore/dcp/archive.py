@@ -1,0 +1,164 @@
+"""The directory of a `torch.save` archive, read so strictly that torch can see no other one.
+
+Python's `zipfile` and the reader inside torch disagree about odd archives: where the directory
+begins when something was put before or after it, which of two zip64 records counts. So a hostile
+one can show harmless sizes to a check and something else to torch. Only what leaves no choice is
+read here, which is what torch writes: one directory that ends where its end record begins, no
+comment, every name once.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Final
+
+ZIP_START: Final = b"PK\x03\x04"
+
+_END = struct.Struct("<4sHHHHIIH")
+_END_64 = struct.Struct("<4sQHHIIQQQQ")
+_LOCATOR_64 = struct.Struct("<4sIQI")
+_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_IN_ZIP_64: Final = 2**32 - 1
+_STORED, _DEFLATED = 0, 8
+
+
+class ArchiveError(Exception):
+    """The bytes are no archive that torch writes; becomes a CheckpointCorruptError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record: its bytes `[start, end)` in the archive, and what they unpack to."""
+
+    start: int
+    end: int
+    size_bytes: int
+    packed: bool
+
+
+class Archive:
+    """The records of an archive by name, in lower case since torch looks names up that way.
+
+    Args:
+        body: all of it; not copied.
+
+    Attributes:
+        root: the folder that all of torch's records are in, in lower case.
+        records: by whole name.
+
+    Raises:
+        ArchiveError: damaged, or not of the form above.
+    """
+
+    def __init__(self, body: bytes | memoryview) -> None:
+        self._body = body
+        self.records: dict[str, Record] = {}
+        self.root = ""
+        try:
+            self._read()
+        except struct.error as error:
+            raise ArchiveError("it is cut off") from error
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """What all records unpack to."""
+        return sum(record.size_bytes for record in self.records.values())
+
+    def read(self, name: str) -> bytes:
+        """A record below the root, unpacked; never more than the directory says.
+
+        Raises:
+            ArchiveError: there is none, or it cannot be unpacked.
+        """
+        record = self.records.get(f"{self.root}/{name}")
+        if record is None:
+            raise ArchiveError(f"it has no {name}")
+        stored = bytes(self._body[record.start : record.end])
+        if not record.packed:
+            return stored
+        try:
+            return zlib.decompressobj(-zlib.MAX_WBITS).decompress(stored, record.size_bytes)
+        except zlib.error as error:
+            raise ArchiveError(f"{name} cannot be unpacked") from error
+
+    def _read(self) -> None:
+        at, end, count = _find_directory(self._body)
+        directory = at
+        while at < end:
+            fields = _ENTRY.unpack_from(self._body, at)
+            mark, method, packed_bytes, size_bytes = fields[0], fields[4], fields[8], fields[9]
+            name_length, extra_length, comment_length, local = *fields[10:13], fields[16]
+            name_at = at + _ENTRY.size
+            extra_at = name_at + name_length
+            at = extra_at + extra_length + comment_length
+            if mark != b"PK\x01\x02" or at > end:
+                raise ArchiveError("its directory is damaged")
+            if _IN_ZIP_64 in (size_bytes, packed_bytes, local):
+                extra = bytes(self._body[extra_at : extra_at + extra_length])
+                size_bytes, packed_bytes, local = _from_zip_64(
+                    extra, size_bytes, packed_bytes, local
+                )
+            name = bytes(self._body[name_at:extra_at]).decode("utf-8", "replace").lower()
+            if name in self.records:
+                raise ArchiveError("it has two records of one name")
+            if not self.records:
+                self.root = name.partition("/")[0]
+            start = self._data_of(local)
+            if start + packed_bytes > directory:
+                raise ArchiveError("a record reaches into its directory")
+            if method not in (_STORED, _DEFLATED) or (
+                method == _STORED and size_bytes != packed_bytes
+            ):
+                raise ArchiveError("a record is packed in an unknown way")
+            self.records[name] = Record(
+                start, start + packed_bytes, size_bytes, method == _DEFLATED
+            )
+        if len(self.records) != count:
+            raise ArchiveError("its directory is damaged")
+
+    def _data_of(self, local: int) -> int:
+        """Where the data begins whose local header is there."""
+        fields = _LOCAL.unpack_from(self._body, min(local, len(self._body)))
+        if fields[0] != ZIP_START:
+            raise ArchiveError("a record is not where its directory says")
+        name_length, extra_length = fields[9:11]
+        return int(local + _LOCAL.size + name_length + extra_length)
+
+
+def _find_directory(body: bytes | memoryview) -> tuple[int, int, int]:
+    """Where the directory begins and ends, and how many records it has."""
+    end = len(body) - _END.size
+    if end < 0:
+        raise ArchiveError("it is cut off")
+    mark, _, _, _, count, size, at, comment_length = _END.unpack_from(body, end)
+    if mark != b"PK\x05\x06" or comment_length:
+        raise ArchiveError("it is cut off, or something follows it")
+    locator = end - _LOCATOR_64.size
+    if locator >= 0 and bytes(body[locator : locator + 4]) == b"PK\x06\x07":
+        end = locator - _END_64.size
+        if end < 0 or _LOCATOR_64.unpack_from(body, locator)[2] != end:
+            raise ArchiveError("its directory is not where it should be")
+        mark, _, _, _, _, _, _, count, size, at = _END_64.unpack_from(body, end)
+        if mark != b"PK\x06\x06":
+            raise ArchiveError("its directory is damaged")
+    if at + size != end:
+        raise ArchiveError("its directory is not where it should be")
+    return at, end, count
+
+
+def _from_zip_64(extra: bytes, *numbers: int) -> tuple[int, ...]:
+    """The numbers, those that need it taken from the first zip64 field, as torch reads it."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            left = iter(struct.iter_unpack("<Q", extra[at + 4 : at + 4 + length // 8 * 8]))
+            try:
+                return tuple(next(left)[0] if n == _IN_ZIP_64 else n for n in numbers)
+            except (StopIteration, RuntimeError):
+                break
+        at += 4 + length
+    raise ArchiveError("a size is missing in its directory")
