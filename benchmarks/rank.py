@@ -20,67 +20,34 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor import empty as empty_dtensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from benchmarks.child import cpu_seconds, reset_peak_mib, status_mib
 from benchmarks.peers import RESUME_PEERS, DcpPeer
 from benchmarks.rank_job import RankJob
-from benchmarks.settings import MIB, Settings
+from benchmarks.resume_state import (
+    State,
+    blank,
+    expected_digests,
+    fill,
+    make_state,
+    own_bytes,
+    tensors_of,
+    total_bytes,
+    wrong_tensors,
+)
+from benchmarks.settings import MIB
 from benchmarks.sink import fetch_stats
 from benchmarks.targets import Place
 
-Tensors = dict[str, torch.Tensor]
-_COLUMNS = 1024
 _WARM_UP_BYTES = MIB
-
-
-def make_state(settings: Settings, layout: str) -> Tensors:
-    """Tensors of two dimensions with touched memory, full of -1, spread over the ranks."""
-    # Small tensors are about square, so that every rank has some of them in either layout.
-    columns = min(_COLUMNS, 1 << (settings.tensor_elements.bit_length() - 1) // 2)
-    shape = (settings.tensor_elements // columns, columns)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state: Tensors = {}
-    for number in range(settings.tensors):
-        if layout == "replicated":
-            tensor = torch.empty(shape)
-        else:
-            placements = [Shard(int(layout.removeprefix("shard")))]
-            tensor = empty_dtensor(*shape, device_mesh=mesh, placements=placements)
-        local(tensor).fill_(-1)
-        state[f"tensor-{number:05d}"] = tensor
-    return state
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def expected(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    """What this rank's part of tensor `number` holds once saved: its elements' own numbers."""
-    offset: tuple[int, ...] = (0,) * tensor.ndim
-    if isinstance(tensor, DTensor):
-        _, offset = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
-    shape = local(tensor).shape
-    rows = torch.arange(offset[0], offset[0] + shape[0], dtype=torch.int32).unsqueeze(1)
-    columns = torch.arange(offset[1], offset[1] + shape[1], dtype=torch.int32)
-    # Those that float32 has; in place, for the tensors may be a large part of the memory.
-    return (rows * tensor.shape[1] + (columns + number)).bitwise_and_((1 << 24) - 1).float()
 
 
 def run(job: RankJob) -> dict[str, Any]:
     """Do the job: the measurements of each peer's rounds, and why others have none."""
+    warm_up = dataclasses.replace(job.settings, gib=_WARM_UP_BYTES / 2**30, tensors=2)
     states = {
-        "warm-up": make_state(
-            dataclasses.replace(job.settings, gib=_WARM_UP_BYTES / 2**30, tensors=2), job.layout
-        ),
-        "measured": make_state(job.settings, job.layout),
+        "warm-up": _Filled(make_state(warm_up, job.layout), job),
+        "measured": _Filled(make_state(job.settings, job.layout), job),
     }
     peers: dict[str, DcpPeer] = {name: RESUME_PEERS[name].load_dcp() for name in job.peers}
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
@@ -90,8 +57,8 @@ def run(job: RankJob) -> dict[str, Any]:
             place = job.place.at(name)
             try:
                 if job.action == "save":
-                    for what, state in states.items():
-                        _save(job, peers[name], state, place.at(what))
+                    for what, filled in states.items():
+                        _save(job, peers[name], filled, place.at(what))
                     continue
                 if turn == 0:
                     _load(job, peers[name], states["warm-up"], place.at("warm-up"))
@@ -100,24 +67,44 @@ def run(job: RankJob) -> dict[str, Any]:
                 )
             except PeerFailedError as error:
                 problems[name] = f"failed:\n{error}"
-    return {"measured": measured, "problems": problems}
+    state = states["measured"].state
+    size = {"total_bytes": total_bytes(state), "tensors": len(tensors_of(state))}
+    return {"measured": measured, "problems": problems, **size}
+
+
+class _Filled:
+    """A state, full of what is to be saved, or with the digests of what is to be loaded."""
+
+    def __init__(self, state: State, job: RankJob) -> None:
+        self.state = state
+        self.digests: list[bytes] = []
+        if job.action == "save":
+            fill(state)
+        else:
+            self.digests = expected_digests(state)
+
+    def check(self) -> None:
+        """Raise unless this rank's part of every tensor holds, bit by bit, what was saved."""
+        wrong = wrong_tensors(self.state, self.digests)
+        if wrong:
+            raise AssertionError(f"tensors {wrong[:10]} were not loaded")
 
 
 class PeerFailedError(Exception):
     """A rank failed; raised on all of them, with its error as text."""
 
 
-def _save(job: RankJob, peer: DcpPeer, state: Tensors, place: Place) -> None:
-    for number, tensor in enumerate(state.values()):
-        local(tensor).copy_(expected(tensor, number))
-    error = _error(lambda: save(dict(state), storage_writer=peer.writer(place, job.settings)))
+def _save(job: RankJob, peer: DcpPeer, filled: _Filled, place: Place) -> None:
+    error = _error(
+        lambda: save(dict(filled.state), storage_writer=peer.writer(place, job.settings))
+    )
     _gather(job, {"error": error})
 
 
-def _load(job: RankJob, peer: DcpPeer, state: Tensors, place: Place) -> dict[str, Any]:
+def _load(job: RankJob, peer: DcpPeer, filled: _Filled, place: Place) -> dict[str, Any]:
     """Load once; what it cost all ranks together."""
-    for tensor in state.values():
-        local(tensor).fill_(-1)
+    state = filled.state
+    blank(state)
     if place.counted and job.rank == 0:
         fetch_stats(str(place.endpoint_url), reset=True)
     reports = []
@@ -138,11 +125,11 @@ def _load(job: RankJob, peer: DcpPeer, state: Tensors, place: Place) -> dict[str
     report = reports[0] if reports else None
     own = {
         "cpu_seconds": cpu,
-        "needed_bytes": sum(local(tensor).nbytes for tensor in state.values()),
+        "needed_bytes": own_bytes(state),
         "extra_mib": None if peak_mib is None or before_mib is None else peak_mib - before_mib,
         "fetched_bytes": None if report is None else report.total_bytes,
         "requests": None if report is None else report.requests,
-        "error": error or _error(lambda: check_loaded(state)),
+        "error": error or _error(filled.check),
     }
     ranks = _gather(job, own)
     total = {name: _sum(ranks, name) for name in own if name not in ("extra_mib", "error")}
@@ -152,14 +139,6 @@ def _load(job: RankJob, peer: DcpPeer, state: Tensors, place: Place) -> dict[str
         total["requests"] = stats["requests"].get("GET", 0)
     extra = [rank["extra_mib"] for rank in ranks if rank["extra_mib"] is not None]
     return {**total, "seconds": seconds, "extra_mib": max(extra, default=None)}
-
-
-def check_loaded(state: Tensors) -> None:
-    """Raise unless this rank's part of every tensor holds, bit by bit, what was saved."""
-    for number, tensor in enumerate(state.values()):
-        bits = [part.view(torch.int32) for part in (local(tensor), expected(tensor, number))]
-        if not torch.equal(*bits):
-            raise AssertionError(f"tensor {number} was not loaded")
 
 
 def _error(act: Callable[[], object]) -> str | None:

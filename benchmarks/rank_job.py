@@ -18,7 +18,7 @@ class RankJob:
     Attributes:
         action: `save` (once, not measured) or `load` (measured and checked).
         peers: by name, in turn.
-        layout: `shard0`, `shard1` or `replicated`.
+        layout: one of `resume_state.LAYOUTS`.
         place: each peer has a place of its own below it.
         meeting: a file through which the ranks find each other; does not exist yet.
     """

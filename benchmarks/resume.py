@@ -39,6 +39,7 @@ def resume(
         ChildFailedError: a rank ended without an answer.
     """
     problems = absent(peers)
+    size = {"total_bytes": settings.total_bytes, "tensors": settings.tensors}
     with open_target(target, keep=True) as place, tempfile.TemporaryDirectory() as folder:
 
         def work(action: str, world_size: int, layout: str) -> Measurements:
@@ -48,13 +49,14 @@ def resume(
             job = {"action": action, "peers": able, "layout": layout, "rounds": rounds}
             found = _run_ranks(job, world_size, place, settings, Path(folder) / action)
             problems.update(found["problems"])
+            size.update({name: found[name] for name in size})
             return {name: found["measured"][name] for name in able if name not in problems}
 
         work("save", saved_by, saved_layout)
         measured = work("load", loaded_by, layout)
-    shown = {name: _summary(measured, name, settings) for name in measured}
+    shown = {name: _summary(measured, name, size["total_bytes"]) for name in measured}
     title = (
-        f"resume from {target}: {settings.total_bytes / GIB:.3g} GiB in {settings.tensors} tensors,"
+        f"resume from {target}: {size['total_bytes'] / GIB:.3g} GiB in {size['tensors']} tensors,"
         f" saved by {saved_by} ranks ({saved_layout}), loaded by {loaded_by} ({layout}), medians of"
         f" {rounds} rounds"
     )
@@ -62,6 +64,7 @@ def resume(
         "command": "resume",
         "target": target,
         "settings": dataclasses.asdict(settings),
+        **size,
         "saved_by": saved_by,
         "loaded_by": loaded_by,
         "layouts": [saved_layout, layout],
@@ -96,11 +99,11 @@ def _run_ranks(
     return found
 
 
-def _summary(measured: Measurements, name: str, settings: Settings) -> dict[str, float | None]:
+def _summary(measured: Measurements, name: str, total_bytes: int) -> dict[str, float | None]:
     """Medians, and the median of the ratios to the first peer in the same round."""
     own = measured[name]
     first = next(iter(measured.values()))
-    gib = settings.total_bytes / GIB
+    gib = total_bytes / GIB
 
     def median(values: list[float | None]) -> float | None:
         known = [value for value in values if value is not None]
@@ -115,7 +118,7 @@ def _summary(measured: Measurements, name: str, settings: Settings) -> dict[str,
         "to_first": median([f["seconds"] / g["seconds"] for f, g in zip(own, first, strict=True)]),
         "cpu_seconds_per_gib": median([f["cpu_seconds"] / gib for f in own]),
         "fetched_to_needed": median([ratio(f, f["needed_bytes"]) for f in own]),
-        "fetched_to_saved": median([ratio(f, settings.total_bytes) for f in own]),
+        "fetched_to_saved": median([ratio(f, total_bytes) for f in own]),
         "requests": median([f["requests"] for f in own]),
         "extra_mib": median([f["extra_mib"] for f in own]),
     }
