@@ -49,7 +49,14 @@ class Actor:
 
     def moves(self, me: Me, store: Store) -> Iterator[Move]:
         if me.at is not None:
-            yield from getattr(self, me.at)(me, store)
+            for event, after, then in getattr(self, me.at)(me, store):
+                if not after.pausing:
+                    yield event, after, then
+                    continue
+                awake = after._replace(pausing=False)
+                yield event, self.give_up(awake), then
+                if awake.tries:
+                    yield event, awake._replace(tries=awake.tries - 1), then
         yield from arrivals(self.name, me, store, self.weak)
 
     def wrong(self, me: Me, store: Store) -> str | None:
@@ -61,11 +68,13 @@ class Actor:
         gave_up = gave_up or me.gave_up
         return Me(None, 0, 0, 0, flying=me.flying, answer=answer, gave_up=gave_up)
 
-    def again(self, me: Me, at: str, give_up: Me) -> Iterator[Me]:
-        """After a failure: the deadline may have come, or not."""
-        yield give_up
-        if me.tries:
-            yield me._replace(at=at, tries=me.tries - 1)
+    def again(self, me: Me, at: str) -> Me:
+        """After a failure, unless the deadline has come."""
+        return me._replace(at=at, pausing=True)
+
+    def give_up(self, me: Me) -> Me:
+        """The deadline has come, before `me.at` was tried again."""
+        return self.decided(me, None) if me.at == "put" else self.published(me, None)
 
     # --- requests
 
@@ -106,8 +115,7 @@ class Actor:
             elif "no read-back" not in self.weak:
                 yield event, me._replace(at="ask"), store
             elif answer is None:
-                for after in self.again(me, "put", self.decided(me, None)):
-                    yield event, after, store
+                yield event, self.again(me, "put"), store
             else:
                 yield event, self.decided(me, False), store
 
@@ -116,8 +124,7 @@ class Actor:
             if isinstance(found, Marker) and self.landed(me, found):
                 yield event, self.decided(me, True), store
             elif found == NO_ANSWER or etag(found, self.weak) == etag(me.token, self.weak):
-                for after in self.again(me, "put", self.decided(me, None)):
-                    yield event, after, store
+                yield event, self.again(me, "put"), store
             else:
                 yield event, self.decided(me, False), store
 
@@ -162,8 +169,7 @@ class Actor:
                 yield event, after if looks_again else self.published(me, True), store
             else:
                 unsure = me._replace(maybe=looks_again)
-                for after in self.again(unsure, "publish", self.published(unsure, None)):
-                    yield event, after, store
+                yield event, self.again(unsure, "publish"), store
 
     def look_again(self, was: Me, store: Store) -> Iterator[Move]:
         for event, found, me in self.get_marker(was, store):
@@ -173,7 +179,7 @@ class Actor:
                 yield event, self.not_ours(me._replace(maybe=True), found, otherwise=True), store
 
     def not_ours(self, me: Me, found: Found, *, otherwise: bool = False) -> Me:
-        """Who replaced us writes `.metadata`; who deletes us may have removed it before ours came."""
+        """Who replaced us writes `.metadata`; who deleted us may have removed it before ours."""
         if me.maybe and isinstance(found, Marker) and not found.is_committed:
             return me._replace(at="take_back")
         return self.published(me, otherwise)

@@ -9,10 +9,10 @@ from tests.model.actors import Actor
 from tests.model.world import (
     DATA,
     DOT,
+    EVERYTHING,
     INDEX,
     NO_ANSWER,
     NOBODY,
-    Event,
     Marker,
     Me,
     Move,
@@ -30,9 +30,10 @@ class Remover(Actor):
     def done(self, me: Me, answer: str, *, gave_up: bool = False) -> Me:
         return self.end(me, answer, gave_up=gave_up)
 
-    def retry(self, event: Event, me: Me, store: Store, at: str) -> Iterator[Move]:
-        for after in self.again(me, at, self.done(me, "unfinished", gave_up=True)):
-            yield event, after, store
+    def give_up(self, me: Me) -> Me:
+        if me.at in ("put", "publish"):
+            return super().give_up(me)
+        return self.done(me, "unfinished", gave_up=True)
 
     def finish(self, was: Me, store: Store) -> Iterator[Move]:
         assert was.token
@@ -70,15 +71,26 @@ class Remover(Actor):
         return getattr(self, f"after_{me.then}")(me._replace(body=None), landed)
 
     def after_bury(self, me: Me, landed: bool) -> Me:
-        return self.buried(me) if landed else self.once_more(me, "finish")
-
-    def once_more(self, me: Me, at: str) -> Me:
-        if me.tries:
-            return me._replace(at=at, tries=me.tries - 1)
-        return self.done(me, "unfinished", gave_up=True)
+        return self.buried(me) if landed else self.again(me, "finish")
 
     def buried(self, me: Me) -> Me:
         raise NotImplementedError
+
+    def removing(self, me: Me, objects: tuple[tuple[str, int], ...], answer: str) -> Me:
+        """Remove them; say so when that is done."""
+        if not objects:
+            return self.done(me, answer)
+        return me._replace(at="remove", removing=objects, body=None, token=None, answer=answer)
+
+    def remove(self, was: Me, before: Store) -> Iterator[Move]:
+        """Data in any order, then indexes: as long as one is there, it says what else was."""
+        assert was.answer
+        data = [each for each in was.removing if each[0] == DATA]
+        for kind, save in data or was.removing:
+            request = Request("delete", kind, 1 << save)
+            for event, _, me, store in self.send(was, before, request):
+                left = tuple(each for each in was.removing if each != (kind, save))
+                yield event, self.removing(me, left, was.answer), store
 
 
 class Deleter(Remover):
@@ -94,8 +106,10 @@ class Deleter(Remover):
 
     def begin(self, was: Me, store: Store) -> Iterator[Move]:
         for event, found, me in self.get_marker(was, store):
-            if not isinstance(found, Marker):
-                after = self.end(me, "nothing")
+            if found is None:
+                after = me._replace(at="explain")
+            elif not isinstance(found, Marker):
+                after = self.end(me, "failed")
             elif self.now and found.commit != NOBODY:
                 after = me._replace(at="read_index", token=found)
             elif found.state == "deleted":
@@ -104,12 +118,16 @@ class Deleter(Remover):
                 after = self.mark(me._replace(token=found))
             yield event, after, store
 
+    def explain(self, me: Me, store: Store) -> Iterator[Move]:
+        yield self.event("list", EVERYTHING), self.end(me, "nothing"), store
+
     def read_index(self, me: Me, store: Store) -> Iterator[Move]:
         """Which objects there are is read while the index is sure to be there."""
         assert me.token
-        event, there = self.get(me, store, INDEX, me.token.commit)
+        save = me.token.commit
+        event, there = self.get(me, store, INDEX, save)
         if there:
-            after = self.mark(me._replace(candidates=1 << me.token.commit))
+            after = self.mark(me._replace(removing=((DATA, save), (INDEX, save))))
         else:
             after = me._replace(at="why")
         yield event, after, store
@@ -123,7 +141,7 @@ class Deleter(Remover):
         assert me.token
         if me.token.is_committed:
             return self.rewrite(me, "deleting", "mark")
-        if me.token.state == "deleted" and not me.candidates:
+        if me.token.state == "deleted" and not me.removing:
             return self.end(me, "nothing")
         return me._replace(at="finish")
 
@@ -139,23 +157,9 @@ class Deleter(Remover):
                 after = self.end(me, "lost")
             elif not found.is_committed:
                 after = me._replace(at="finish")
-            elif me.tries:
-                after = self.rewrite(
-                    me._replace(token=found, tries=me.tries - 1), "deleting", "mark"
-                )
             else:
-                after = self.end(me, "unfinished", gave_up=True)
+                after = self.again(self.mark(me._replace(token=found)), "put")
             yield event, after, store
 
     def buried(self, me: Me) -> Me:
-        if me.candidates:
-            return me._replace(at="remove_data", body=None)
-        return self.end(me, "deleted")
-
-    def remove_data(self, was: Me, before: Store) -> Iterator[Move]:
-        for event, _, me, store in self.send(was, before, Request("delete", DATA, was.candidates)):
-            yield event, me._replace(at="remove_index"), store
-
-    def remove_index(self, was: Me, before: Store) -> Iterator[Move]:
-        for event, _, me, store in self.send(was, before, Request("delete", INDEX, was.candidates)):
-            yield event, self.end(me, "deleted"), store
+        return self.removing(me, me.removing, "deleted")

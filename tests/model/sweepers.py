@@ -67,21 +67,25 @@ class Sweeper(Remover):
 
     def list(self, me: Me, store: Store) -> Iterator[Move]:
         event = self.event("list", EVERYTHING)
-        candidates = store.data | store.index
-        if me.token is not None and me.token.is_committed:
-            candidates &= ~(1 << me.token.commit)
+        named = me.token.commit if me.token is not None and me.token.is_committed else None
+        loose = tuple(
+            (kind, save)
+            for kind, there in ((DATA, store.data), (INDEX, store.index))
+            for save in range(there.bit_length())
+            if there >> save & 1 and save != named
+        )
         # Nothing is old, or something young keeps the sweep off: then only `.metadata` is mended.
-        in_line = (store.dot is not None) == (me.token is not None and me.token.is_committed)
-        nothing = me._replace(at="mend")
-        if in_line or me.token is None:
-            nothing = self.done(me, "nothing")
-        yield event, nothing, store
-        if candidates and not (me.token is None and store.dot is not None):
-            me = me._replace(candidates=candidates)
+        if named is not None or (me.token is not None and store.dot is not None):
+            yield event, me._replace(at="mend"), store
+        if me.token is None or (named is None) == (
+            store.dot is None
+        ):  # which may look older than the marker, or not
+            yield event, self.done(me, "nothing"), store
+        if loose and not (me.token is None and store.dot is not None):
             if self.weak & {"listing after the fence", "no fence", "sweeping by age alone"}:
-                yield event, me._replace(at="remove_data"), store
+                yield event, self.removing(me, loose, "swept"), store
             else:
-                yield event, self.fence(me), store
+                yield event, self.fence(me._replace(removing=loose)), store
 
     def mend(self, was: Me, store: Store) -> Iterator[Move]:
         assert was.token
@@ -124,7 +128,7 @@ class Sweeper(Remover):
         return me._replace(at="judge_index" if me.token.is_committed else "judge_tombstone")
 
     def judge_tombstone(self, was: Me, store: Store) -> Iterator[Move]:
-        for event, answered, me in self.look_at_dot(was, store, "head"):
+        for event, answered, me in self.look_at_dot(was, store, "get"):
             if not answered:
                 after = self.done(me, "failed", gave_up=True)
             elif me.dot_token is None:
@@ -169,10 +173,10 @@ class Sweeper(Remover):
                 after = self.done(me, "failed", gave_up=True)
             elif (found.commit, found.state) == (me.token.commit, me.token.state):
                 after = self.aligned(me._replace(token=found))
-            elif me.tries:
-                after = self.align(me._replace(token=found, tries=me.tries - 1))
             else:
-                after = self.done(me, "unfinished", gave_up=True)
+                after = self.align(me._replace(token=found))
+                if found.state != "deleting":
+                    after = self.again(after, after.at)
             yield event, after, store
 
     def aligned(self, me: Me) -> Me:
@@ -180,20 +184,10 @@ class Sweeper(Remover):
             return self.done(me, "mended")
         if me.changed:  # stock readers may still be using what the old one named
             return self.rewrite(me, me.token.state, "last_fence")
-        return me._replace(at="remove_data", token=None)
+        return self.removing(me, me.removing, "swept")
 
     def after_last_fence(self, me: Me, landed: bool) -> Me:
         return self.done(me, "mended")
-
-    # --- at last
-
-    def remove_data(self, was: Me, before: Store) -> Iterator[Move]:
-        for event, _, me, store in self.send(was, before, Request("delete", DATA, was.candidates)):
-            yield event, me._replace(at="remove_index"), store
-
-    def remove_index(self, was: Me, before: Store) -> Iterator[Move]:
-        for event, _, me, store in self.send(was, before, Request("delete", INDEX, was.candidates)):
-            yield event, self.done(me, "swept"), store
 
     def buried(self, me: Me) -> Me:
         """The objects are for a later sweep, when the tombstone is old."""

@@ -82,11 +82,12 @@ class Me(NamedTuple):
     faults: int  # of the network, that may still hit a request of this actor
     tries: int  # left until its deadline
     rounds: int  # sweeps that are left, this one included
+    pausing: bool = False  # it has failed, and does `at` again unless its deadline has come
     token: Marker | None = None  # the marker that it found, or wrote
     body: Any = None  # what it is putting
     then: str = ""  # what for
     dot_token: int | None = None
-    candidates: Marks = 0
+    removing: tuple[tuple[str, int], ...] = ()  # kind and save of each object that is to go
     writes: int = 0  # markers written by it, for the next write_id
     changed: bool = False  # `.metadata` was not in line
     maybe: bool = False  # a PUT of `.metadata` may have taken effect or may yet
