@@ -209,3 +209,24 @@ def test_the_lines_of_a_small_save_and_load_say_how_small(
     for line in (saved, loaded):
         assert "0.00" not in line.split(" in ")[0]
         assert "iB/s" in line
+
+
+# --- where items lie ---
+
+
+def test_small_tensors_between_large_ones_are_read_with_one_request() -> None:
+    # As an optimizer's state is planned: two moments and a step count for each parameter.
+    state: dict[str, torch.Tensor] = {}
+    for number in range(20):
+        state[f"{number:02d}.moment"] = torch.full((MIB // 4,), float(number))
+        state[f"{number:02d}.step"] = torch.tensor(float(number))
+    url = memory_url()
+    dcp.save(dict(state), storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
+    steps = {key: torch.zeros(()) for key in state if key.endswith("step")}
+    reader = dos.ObjectStoreReader(url)
+    dcp.load(steps, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(steps[key], state[key]) for key in steps)
+    assert reader.last_load is not None
+    assert reader.last_load.requests == 1
+    dcp.load({key: value.zero_() for key, value in state.items()}, storage_reader=reader)
+    assert all(value.eq(int(key[:2])).all() for key, value in state.items())

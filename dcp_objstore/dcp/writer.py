@@ -37,6 +37,7 @@ from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer.parts import plan_parts
 from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
 from dcp_objstore.transfer.upload import Uploaded, upload_object
 from dcp_objstore.transfer.workers import DaemonPool, wait_for
 
@@ -255,9 +256,12 @@ class ObjectStoreWriter(StorageWriter):
     def _upload(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         settle_streams()  # tensors are read in another thread
         store = save.open()
-        # Pickled values first, as stock writers have it; then tensors in the plan's order.
-        ordered = sorted(plan.items, key=lambda item: item.tensor_data is not None)
-        pending = deque((item, item_bytes(item)) for item in ordered)
+        sized = [(item, item_bytes(item)) for item in plan.items]
+        # Pickled values first, as stock writers have it; then tensors in the plan's order, but the
+        # small ones together, so that a reader gets them with one request: an optimizer's step
+        # counts are read by every rank, whatever it reads of what would lie between them.
+        sized.sort(key=lambda pair: (pair[0].tensor_data is not None, pair[1] > DEFAULT_GAP_BYTES))
+        pending = deque(sized)
         payload_bytes = sum(size_bytes for _, size_bytes in pending)
         part_plan = plan_parts(payload_bytes, self._target.config.part_size_bytes)
         results: list[WriteResult] = []
