@@ -371,6 +371,35 @@ def test_a_save_that_is_given_up_waits_for_the_copies_out_of_the_tensor(lane):
     assert not lane.queued
 
 
+@pytest.mark.parametrize("size_mib", [3, 5, 9, 13])
+def test_slots_are_filled_but_for_less_than_a_block(size_mib, lane):
+    config = dos.TransferConfig(part_size_bytes=16 * MIB, upload_concurrency=8)
+    out = Outbound(plan_parts(0, 16 * MIB), config, never_stopped)
+    tensor = torch.ones(size_mib * MIB, dtype=torch.uint8)
+    count = 72 // size_mib
+    held = [piece for _ in range(count) for piece in out.slices(tensor)]
+    assert sum(piece.nbytes for piece in held) == count * tensor.nbytes
+    assert all(piece.all() for piece in held)
+    assert len(lane.allocated) <= 1 + count * size_mib / 12
+
+
+def test_one_slot_is_enough_for_who_lets_go_of_each_slice(lane):
+    def stop() -> None:
+        raise AssertionError("it waits for a slot that nobody has")
+
+    out = Outbound(plan_parts(0, PART), CONFIG, stop)
+    out.slots = 1
+    for value in (1, 2):
+        tensor = torch.full((30 * MIB,), value, dtype=torch.uint8)
+        seen = 0
+        for piece in out.slices(tensor):
+            assert np.all(piece == value)
+            seen += piece.nbytes
+            del piece
+        assert seen == tensor.nbytes
+    assert len(lane.allocated) == 1
+
+
 # --- loading ---
 
 
@@ -401,20 +430,22 @@ def test_a_load_through_the_ring_is_exact_when_it_returns(seed, budget_mib, save
     assert bool(lane.allocated) == (budget_mib > 8)  # where a ring does not fit there is none
 
 
-def test_a_body_goes_from_the_slot_that_it_was_fetched_into(lane, saved, behind):
-    """Without a copy in between: no slot but those that requests are fetched into is asked for."""
-    given: list[int] = []
+class DirectStore(WrappedStore):
+    """Fills the memory that is offered."""
 
-    class DirectStore(WrappedStore):
-        def get_range(self, key: str, start: int, end: int, *, into: Any = None) -> Any:
-            body = self.inner.get_range(key, start, end)
-            if into is None:
-                return body
-            array = np.frombuffer(into, dtype=np.uint8)
-            given.append(array.ctypes.data)
-            into[:] = body
-            return into
+    def get_range(self, key: str, start: int, end: int, *, into: Any = None) -> Any:
+        body = self.inner.get_range(key, start, end)
+        if into is None:
+            return body
+        into[:] = body
+        return into
 
+
+@pytest.mark.parametrize("direct", [True, False], ids=["fetched into it", "copied into it"])
+def test_a_body_goes_to_the_device_from_the_slot_that_was_acquired_for_it(
+    direct, lane, saved, behind, monkeypatch
+):
+    """There is but one, so that none is left to be copied into on the way."""
     taken: list[int] = []
     real_send = TensorRead._send
 
@@ -422,14 +453,16 @@ def test_a_body_goes_from_the_slot_that_it_was_fetched_into(lane, saved, behind)
         taken.append(arrived.data_ptr())
         real_send(self, position, arrived)
 
-    behind(DirectStore)
+    monkeypatch.setattr(TensorRead, "_send", send)
+    if direct:
+        behind(DirectStore)
     loaded = blank(big_state())
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(TensorRead, "_send", send)
-        load(loaded, saved)
+    config = dos.TransferConfig(request_size_bytes=4 * MIB, memory_budget_bytes=12 * MIB)
+    load(loaded, saved, config=config)
     assert_same(loaded, big_state())
-    starts = sorted(set(given))
-    assert all(any(0 <= at - start < 4 * MIB for start in starts) for at in taken)
+    assert lane.allocated == [4 * MIB]
+    assert taken
+    assert all(0 <= at - lane.starts[0] < 4 * MIB for at in taken)
 
 
 def test_a_damaged_transfer_is_fetched_again_and_none_of_it_reaches_the_device(lane, saved, behind):

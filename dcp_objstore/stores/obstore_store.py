@@ -139,17 +139,15 @@ class ObstoreStore:
         """See `ObjectStore.put_stream`."""
         import obstore
 
-        if self._url.scheme == "memory":
-            # obstore's memory store would hold them all until the last has come, and whoever has
-            # a bounded number of buffers would wait for ever to have one back.
-            buffers = map(bytes, buffers)
         source = WatchedBuffers(buffers, check_buffer)
         try:
             with self._errors(key) as path:
                 result = obstore.put(
                     self._clients.write(),
                     path,
-                    source,
+                    # obstore's memory store would hold them all until the last has come: whoever
+                    # has only so many would wait for ever to have one back.
+                    map(bytes, source) if self._url.scheme == "memory" else source,
                     use_multipart=True,
                     chunk_size=part_size_bytes,
                     max_concurrency=max_concurrency,

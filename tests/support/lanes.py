@@ -31,7 +31,7 @@ class LateLane:
 
     Attributes:
         queued: what was not copied yet.
-        allocated: the sizes of all host memory that was asked for.
+        allocated, starts: sizes and addresses of all host memory that was asked for.
         copied: how many copies were made.
         finished: how often all of them were waited for.
 
@@ -42,6 +42,7 @@ class LateLane:
     def __init__(self, seed: int = 0, *, fail_at: int = 0) -> None:
         self.queued: list[LateTicket] = []
         self.allocated: list[int] = []
+        self.starts: list[int] = []
         self.copied = 0
         self.finished = 0
         self._fail_at = fail_at
@@ -50,9 +51,11 @@ class LateLane:
         self._lock = threading.RLock()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
+        memory = torch.full((size_bytes,), 0xAA, dtype=torch.uint8)
         with self._lock:
             self.allocated.append(size_bytes)
-        return torch.full((size_bytes,), 0xAA, dtype=torch.uint8)
+            self.starts.append(memory.data_ptr())
+        return memory
 
     def follow(self) -> None:
         pass
