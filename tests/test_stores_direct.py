@@ -38,8 +38,14 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Encoding", "gzip")
         if how == "moved":
             self.send_header("Location", "/elsewhere")
+        if how == "last":
+            self.send_header("Connection", "close")
+        if how == "silent":
+            self.server.released.wait()
         self.end_headers()
-        self.wfile.write(part[: length // 2 if how == "broken" else length])
+        self.wfile.write(part[: length // 2 if how in ("broken", "stalled") else length])
+        if how == "stalled":
+            self.server.released.wait()
         if how in ("broken", "closing"):
             self.close_connection = True
 
@@ -59,6 +65,7 @@ class Server(ThreadingHTTPServer):
         self.how = "right"
         self.seen: list[str] = []
         self.connections = 0
+        self.released = threading.Event()
         self.url = f"http://127.0.0.1:{self.server_address[1]}/bucket/key?signed=1"
 
 
@@ -67,6 +74,7 @@ def server() -> Iterator[Server]:
     with Server() as running:
         threading.Thread(target=running.serve_forever, daemon=True).start()
         yield running
+        running.released.set()
         running.shutdown()
 
 
@@ -95,6 +103,24 @@ def test_a_connection_that_the_server_closed_while_idle_is_replaced(
     for _ in range(5):
         assert read(lane) == BODY[1000:500_000]
     assert server.connections == 5
+
+
+def test_a_server_that_closes_after_every_answer_is_read_from(
+    server: Server, lane: DirectLane
+) -> None:
+    server.how = "last"
+    for _ in range(5):
+        assert read(lane) == BODY[1000:500_000]
+    assert server.connections == 5
+
+
+@pytest.mark.parametrize("how", ["silent", "stalled"])
+def test_a_server_that_sends_nothing_for_the_time_out_is_given_up(server: Server, how: str) -> None:
+    lane = DirectLane(lambda _key: server.url, timeout_seconds=0.2)
+    server.how = how
+    assert read(lane) is None
+    server.how = "right"
+    assert read(lane) == BODY[1000:500_000]
 
 
 @pytest.mark.parametrize(

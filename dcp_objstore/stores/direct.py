@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import http.client
 import logging
+import socket
+import struct
 import threading
 import time
 import urllib.request
@@ -90,6 +92,7 @@ class DirectLane:
         headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
         connection, reused = self._connection(origin)
         try:
+            connected = connection.sock  # which http.client forgets where the server will close it
             try:
                 connection.request("GET", target, headers=headers)
                 answer = connection.getresponse()
@@ -99,21 +102,17 @@ class DirectLane:
                 # The server closed it while it was idle.
                 connection.close()
                 connection = self._new(origin)
+                connected = connection.sock
                 connection.request("GET", target, headers=headers)
                 answer = connection.getresponse()
             _check(answer, start, end)
-            filled = 0
-            while filled < len(into):
-                count = answer.readinto(into[filled:])
-                if count == 0:
-                    raise http.client.IncompleteRead(b"", len(into) - filled)
-                filled += count
-            answer.read()  # nothing; tells http.client that the body has ended
+            _receive_body(answer, connected, into)
         except BaseException:
             connection.close()
             raise
-        with self._lock:
-            self._idle.append((connection, origin, time.monotonic()))
+        if connection.sock is not None:
+            with self._lock:
+                self._idle.append((connection, origin, time.monotonic()))
 
     def _connection(self, origin: str) -> tuple[_Connection, bool]:
         """An idle connection, or a new one; and which."""
@@ -139,7 +138,32 @@ class DirectLane:
             parts.hostname
         ):
             raise ConnectionError("there is a proxy between us and the store")
-        return _Connection(parts.hostname, parts.port, timeout=self._timeout_seconds)
+        connection = _Connection(parts.hostname, parts.port, timeout=self._timeout_seconds)
+        connection.connect()
+        # From here on the kernel keeps the time, so that one call can wait for a whole body: under
+        # a time-out of its own, Python polls and receives piece by piece.
+        timeout = struct.pack("ll", *divmod(round(self._timeout_seconds * 1_000_000), 1_000_000))
+        connection.sock.settimeout(None)
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        return connection
+
+
+def _receive_body(
+    answer: http.client.HTTPResponse, connected: socket.socket, into: memoryview
+) -> None:
+    """Fill `into` with the body, past http.client but for what that has buffered of it.
+
+    Raises:
+        OSError, http.client.HTTPException: it broke off, or nothing came for the time-out.
+    """
+    filled = answer.readinto(into[: len(answer.peek())])
+    while filled < len(into):
+        count = connected.recv_into(into[filled:], 0, socket.MSG_WAITALL)
+        if count == 0:
+            raise http.client.IncompleteRead(b"", len(into) - filled)
+        filled += count
+    answer.close()  # tells http.client that the body has ended
 
 
 def _check(answer: http.client.HTTPResponse, start: int, end: int) -> None:

@@ -88,6 +88,9 @@ def fetch_ranges(
             consume(request, body)
 
     def work() -> None:
+        # Of one worker, for all its bodies: memory that is new to the process costs as much as
+        # copying into it.
+        scratch = memoryview(np.empty(largest, dtype=np.uint8))
         try:
             while True:
                 progress.check_stopped()
@@ -96,6 +99,8 @@ def fetch_ranges(
                 except queue.Empty:
                     return
                 into = None if admit is None else admit(request, progress)
+                if into is None:
+                    into = scratch[: request.end - request.start]
                 key = object_keys[request.object_number]
                 _fetch_one(store, key, request, guarded, into, explain)
                 progress.moved(request.end - request.start)
@@ -104,6 +109,7 @@ def fetch_ranges(
             done.put(error)
 
     budget_bytes = config.memory_budget_bytes if budget_bytes is None else budget_bytes
+    largest = max((request.end - request.start for request in requests), default=0)
     for number in range(worker_count(requests, config.download_concurrency, budget_bytes)):
         spawn(work, f"download-{number}")
     try:
@@ -147,7 +153,7 @@ def _fetch_one(
     key: str,
     request: RangeRequest[T],
     consume: Callable[[RangeRequest[T], Buffer], None],
-    into: memoryview | None,
+    into: memoryview,
     explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None,
 ) -> None:
     def get(into: memoryview | None) -> Buffer:
@@ -158,8 +164,6 @@ def _fetch_one(
                 raise
             raise explain(request, error) from error
 
-    if into is None:  # the allocator has it at hand
-        into = memoryview(np.empty(request.end - request.start, dtype=np.uint8))
     try:
         consume(request, get(into))
     except CorruptDataError:
