@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint.deleting import delete
+from dcp_objstore.checkpoint.marker import decode_marker
 from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
     MARKER_KEY,
@@ -379,23 +381,66 @@ def test_old_uploads_are_aborted_and_young_ones_protect_their_save(store: AgedSt
     assert go(store, uploads=uploads).deleted == 2
 
 
-def test_uploads_are_listed_before_objects(store: AgedStore) -> None:
-    """One that completes in between would else be seen by neither listing."""
+def test_upload_that_completes_between_the_two_listings_is_seen(store: AgedStore) -> None:
     torn = tear(store)
     store.age()
     late = an_upload(60)
 
-    class Completing(FakeUploads):
+    def complete() -> None:
+        if late in uploads.left:
+            uploads.left.remove(late)
+            store.put(late.key, b"complete")
+
+    class Listed(FakeUploads):
         def list(self) -> list[Upload]:
             found = super().list()
-            for one in found:
-                store.put(one.key, b"complete")
-                self.left.remove(one)
+            complete()
             return found
 
-    done = go(store, uploads=Completing(late))
+    class ListedStore(AgedStore):
+        def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+            found = list(super().list(prefix))
+            complete()
+            return iter(found)
+
+    uploads = Listed(late)
+    done = go(ListedStore(store), uploads=uploads)
     assert (done.outcome, done.fenced) == ("waiting", False)
-    assert torn | {late.key} <= keys(store)
+    assert torn | {late.key} == keys(store)
+
+
+def test_a_commit_right_after_the_fence_stops_the_sweep(store: AgedStore) -> None:
+    torn = tear(store)
+    store.age()
+    inner: MemoryStore = store.inner  # type: ignore[assignment]
+    saved = []
+
+    def meanwhile(key: str) -> None:
+        if key == MARKER_KEY and state_of(inner) == "deleted" and not saved:
+            saved.append(True)
+            save(store)
+
+    inner.on_get = meanwhile
+    done = go(store)
+    assert saved
+    assert (done.outcome, done.deleted) == ("lost", 0)
+    assert torn <= keys(store)
+    named(store)
+
+
+def state_of(store: MemoryStore) -> str | None:
+    body = store.objects.get(MARKER_KEY)
+    return None if body is None else decode_marker(body[0]).state
+
+
+def test_mending_ends_with_a_fence_so_that_the_grace_period_begins_then(store: AgedStore) -> None:
+    save(store)
+    save(store, overwrite=True, publish=False)
+    store.age()
+    seen = RecordingStore(store)
+    assert go(seen).outcome == "mended"
+    puts = [one.key for one in seen.requests if one.verb == "put"]
+    assert puts == [MARKER_KEY, DOT_METADATA_KEY, MARKER_KEY]
 
 
 def test_dry_run_changes_nothing_and_tells_what_a_sweep_does(real: AgedStore) -> None:
