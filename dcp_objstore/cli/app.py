@@ -107,7 +107,7 @@ def remove_checkpoint(
     ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Delete a checkpoint; without --yes, print what would go.
+    """Delete a checkpoint; a dry run without --yes.
 
     It is gone for readers at once. Its objects stay for those who are reading it, until gc removes
     them. A pinned checkpoint is refused. After a crash, the same command goes on.
@@ -132,7 +132,7 @@ def collect_garbage(
     ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Remove what no checkpoint needs any more; without --yes, print what would go.
+    """Remove what no checkpoint needs; a dry run without --yes.
 
     That is what torn saves, overwritten and deleted checkpoints and unfinished uploads have left.
     Objects whose names are not ours are never touched. Also finishes what a crash left half done.
@@ -151,9 +151,10 @@ def repair_checkpoint(
     ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Write a missing or outdated .metadata, and finish a deletion that was begun.
+    """Finish a commit or deletion that a crash cut short.
 
-    A job that died right after its commit leaves a checkpoint that stock torch does not see yet.
+    A job that died right after its commit leaves a checkpoint that stock torch does not see yet:
+    its .metadata is written. A deletion that was begun is finished.
     """
     with exits():
         from dcp_objstore.cli.upkeep import mend
@@ -166,7 +167,10 @@ _PinName = Annotated[str, typer.Argument(help="What for: paper, release-1.", met
 
 @app.command("pin")
 def pin_checkpoint(url: _Checkpoint, name: _PinName, as_json: _Json = False) -> None:
-    """Protect a checkpoint from being deleted or overwritten, under a name."""
+    """Protect a checkpoint, under a name.
+
+    A pinned checkpoint is neither deleted nor overwritten.
+    """
     with exits():
         from dcp_objstore.cli.upkeep import protect
 

@@ -118,12 +118,17 @@ def _print_sweep(report: SweepReport, grace: str) -> None:
         print(f"  {name.ljust(width)}  {told}")
     removed = "would be removed" if report.dry_run else "were removed"
     clean = len(report.checkpoints) - len(busy)
+    if not report.checkpoints:
+        print("there is no checkpoint here, nor anything that one has left")
+        return
     print(f"{_count(len(report.checkpoints), 'checkpoint')} looked at, nothing to do at {clean}")
     older = f", older than {grace}" if report.deleted else ""
     print(
         f"{_count(report.deleted, 'object')} ({size_text(report.deleted_bytes)}) {removed}{older}"
     )
-    if report.uploads_unseen is None:
+    if report.url.startswith(("file:", "memory:")):
+        pass  # they have none
+    elif report.uploads_unseen is None:
         uploads = _count(report.uploads_aborted, "unfinished upload")
         young = sum(one.uploads_young for one in report.checkpoints)
         in_progress = f"; {young} in progress, or younger than {grace}" if young else ""

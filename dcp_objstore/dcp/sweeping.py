@@ -158,9 +158,11 @@ def _sweep_one(
             dry_run=dry_run,
         )
     except LostRaceError as error:
-        return CheckpointSweep(url=spec.url, outcome="lost", reason=str(error), dry_run=dry_run)
+        return CheckpointSweep(url=spec.url, outcome="lost", reason=error.message, dry_run=dry_run)
     except (CorruptDataError, UnsupportedError) as error:
-        return CheckpointSweep(url=spec.url, outcome="damaged", reason=str(error), dry_run=dry_run)
+        return CheckpointSweep(
+            url=spec.url, outcome="damaged", reason=error.message, dry_run=dry_run
+        )
 
 
 def _name(key: str) -> str:
