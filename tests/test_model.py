@@ -6,38 +6,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from tests.model.configs import CONFIGS, MUTANTS, Config, catch
+from tests.model.__main__ import mutants, searches
+from tests.model.checker import Result
 
-QUICK = [config for config in CONFIGS if config.quick]
-LONG = [config for config in CONFIGS if not config.quick]
+QUICK = dict(searches(quick=True))
+MUTANTS = mutants()
 
 
-@pytest.mark.parametrize("config", QUICK, ids=lambda config: config.name)
-def test_no_order_of_steps_and_no_fault_breaks_a_promise(config: Config) -> None:
-    result = config.search()
-    assert not result.wrong, _told(result.wrong, result.trace)
+@pytest.mark.parametrize("search", QUICK.values(), ids=QUICK)
+def test_no_order_of_steps_and_no_fault_breaks_a_promise(search: Callable[[], Result]) -> None:
+    result = search()
+    assert not result.wrong, _told(result)
     assert result.complete
 
 
 @pytest.mark.campaign
-def test_a_million_states_and_more_break_no_promise() -> None:
-    results = [config.search() for config in CONFIGS]
-    for result in results:
-        assert not result.wrong, _told(result.wrong, result.trace)
+def test_millions_of_states_break_no_promise() -> None:
+    states = 0
+    for _, search in searches(quick=False):
+        result = search()
+        assert not result.wrong, _told(result)
         assert result.complete
-    assert sum(result.states for result in results) >= 1_000_000
+        states += result.states
+    assert states >= 5_000_000
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_weakened_rule_is_caught(mutant: str) -> None:
-    caught = catch(mutant)
-    assert caught, f"nothing breaks without the rule: {mutant}"
-    _, result = caught
-    print(_told(result.wrong, result.trace))
-    assert result.trace
+@pytest.mark.parametrize("catch", MUTANTS.values(), ids=MUTANTS)
+def test_every_weakened_rule_is_caught(catch: Callable[[], tuple[str, Result] | None]) -> None:
+    caught = catch()
+    assert caught, "nothing breaks without this rule"
+    print(_told(caught[1]))
+    assert caught[1].trace
 
 
-def _told(wrong: str | None, trace: list[object]) -> str:
-    return "\n".join([f"{wrong}, after", *(f"    {event}" for event in trace)])
+def _told(result: Result) -> str:
+    return "\n".join([f"{result.wrong}, after", *(f"    {event}" for event in result.trace)])

@@ -8,6 +8,7 @@ request that was made, has to end with the same answers, and with the same objec
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
@@ -68,10 +69,9 @@ def saver(save: int, stage: Stage, *, overwrite: bool) -> Callable[[StagedStore]
         except CheckpointCorruptError:
             return "failed"
         body = upkeep.DESCRIBED.derive(ix.encode(index))
-        try:
+        # As in `dcp.writer`: it is committed all the same.
+        with suppress(StoreUnavailableError, RetryableError):
             commits.publish_dot_metadata(store, done.commit_id, body, **settings)
-        except (StoreUnavailableError, RetryableError):
-            pass  # as in `dcp.writer`: it is committed all the same
         return "success"
 
     return program

@@ -1,49 +1,67 @@
-"""Search the model, or show what breaks in a mutant."""
+"""Search the models, or show what breaks in a mutant."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
 
-from tests.model.configs import CONFIGS, MUTANTS, catch
+from tests.model import configs, epoch
+from tests.model.checker import Result
+
+SKETCH = "the first sketch of the epoch"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.model", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only what the default tests search")
-    parser.add_argument("--mutant", choices=MUTANTS, help="a rule to weaken")
+    parser.add_argument("--mutant", choices=list(mutants()), help="a rule to weaken")
     arguments = parser.parse_args()
     if arguments.mutant:
         return show(arguments.mutant)
-    states, seconds, wrong = 0, 0.0, 0
-    for config in CONFIGS:
-        if arguments.quick and not config.quick:
-            continue
-        result = config.search()
-        states, seconds, wrong = (
-            states + result.states,
-            seconds + result.seconds,
-            wrong + bool(result.wrong),
-        )
+    failures = 0
+    states, seconds = 0, 0.0
+    for name, search in searches(quick=arguments.quick):
+        result = search()
+        states, seconds = states + result.states, seconds + result.seconds
         verdict = result.wrong or "no violation"
-        print(f"{config.name:45} {result.states:>10,} {result.seconds:6.1f} s  {verdict}")
+        print(f"{name:50} {result.states:>10,} {result.seconds:6.1f} s  {verdict}", flush=True)
         for event in result.trace:
             print(f"    {event}")
-    print(f"{'all':45} {states:>10,} {seconds:6.1f} s")
-    for mutant in MUTANTS:
-        caught = catch(mutant)
+        failures += bool(result.wrong)
+    print(f"{'all':50} {states:>10,} {seconds:6.1f} s\n")
+    for mutant, catch in mutants().items():
+        caught = catch()
         how = f"{len(caught[1].trace):2} steps: {caught[1].wrong}" if caught else "NOT CAUGHT"
-        print(f"mutant: {mutant:37} {how}")
-        wrong += caught is None
-    return 1 if wrong else 0
+        print(f"mutant: {mutant:42} {how}", flush=True)
+        failures += caught is None
+    return 1 if failures else 0
+
+
+def searches(*, quick: bool) -> Iterator[tuple[str, Callable[[], Result]]]:
+    """Every configuration of both models."""
+    for config in configs.CONFIGS:
+        if config.quick or not quick:
+            yield config.name, config.search
+    for name, jobs, is_quick in epoch.CONFIGS:
+        if is_quick or not quick:
+            yield name, lambda jobs=jobs: epoch.search(jobs(frozenset()))
+
+
+def mutants() -> dict[str, Callable[[], tuple[str, Result] | None]]:
+    """What catches each mutant of both models."""
+    found = {
+        name: lambda name=name: configs.catch(frozenset({name})) for name in configs.MUTANTS
+    } | {name: lambda name=name: epoch.catch(frozenset({name})) for name in epoch.MUTANTS}
+    return found | {SKETCH: lambda: epoch.catch(epoch.SKETCH)}
 
 
 def show(mutant: str) -> int:
-    caught = catch(mutant)
+    caught = mutants()[mutant]()
     if caught is None:
         print(f"{mutant}: nothing breaks")
         return 1
-    config, result = caught
-    print(f"{mutant} ({config.name}): {len(result.trace)} steps lead to")
+    name, result = caught
+    print(f"{mutant} ({name}): {len(result.trace)} steps lead to")
     print(f"  {result.wrong}\n")
     for number, event in enumerate(result.trace, 1):
         print(f"  {number:2}  {event}")

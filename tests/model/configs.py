@@ -150,11 +150,11 @@ MUTANTS = [
 ]
 
 
-def catch(mutant: str) -> tuple[Config, Result] | None:
-    """The first of the quick configurations in which a mutant breaks a promise."""
+def catch(weak: Weak) -> tuple[str, Result] | None:
+    """The first of the quick configurations in which a weakened protocol breaks a promise."""
     for config in CONFIGS:
         if config.quick:
-            result = config.search(frozenset({mutant}))
+            result = config.search(weak)
             if result.wrong:
-                return config, result
+                return config.name, result
     return None

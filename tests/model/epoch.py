@@ -1,0 +1,418 @@
+"""A second model: the epoch of a run, which keeps a job that was superseded from adding steps.
+
+Each step is one checkpoint, and what is known of its commit from the other model is one atomic
+change here. `_EPOCH`, at the run, says which epoch is the current one and which is the base: the
+oldest whose steps count. They differ only while a job takes the run over.
+
+ E1. Every marker carries the epoch of the job that wrote it.
+ E2. A job takes over: conditional PUT of `_EPOCH` with the next number and the base as it is; list
+     the steps that count; **adopt** each, which rewrites its marker with the new epoch (refused:
+     list again); conditional PUT of `_EPOCH` with base = number, and only then it begins to train.
+     Refused there: somebody else takes over; begin again, or give up.
+ E3. A step counts if the epoch of its marker is at least the base. Who lists reads `_EPOCH` before
+     and after, and lists again if it has changed.
+ E4. After its commit a job reads `_EPOCH`. Its own number still: success. Otherwise superseded.
+ E5. Nobody replaces or deletes a marker of a later epoch than its own. One of an earlier epoch
+     does not count once a job trains, so it is replaced unasked, also when it beat a commit.
+
+`SKETCH` is the protocol as it was first proposed: without adopting, `_EPOCH` records the last step
+of each ended epoch; a lister reads it once, and E5 is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from tests.model.checker import Result, Search
+from tests.model.world import Event
+
+BY_NUMBER = "the last step instead of adopting"
+REPLACES = "later epochs are replaced"
+BLOCKED = "leftovers of earlier epochs are respected"
+LISTS_ONCE = "listing without reading _EPOCH again"
+NO_READ_BACK = "success without reading _EPOCH"
+EARLY = "base moves at once"
+MUTANTS = [BY_NUMBER, REPLACES, BLOCKED, LISTS_ONCE, NO_READ_BACK, EARLY]
+SKETCH = frozenset({BY_NUMBER, REPLACES, BLOCKED, LISTS_ONCE})
+
+
+class Step(NamedTuple):
+    """A marker. The commit stays through adoption; every write is new."""
+
+    commit: str
+    epoch: int
+
+
+class Epoch(NamedTuple):
+    number: int
+    base: int
+    ended: tuple[tuple[int, int], ...] = ()  # in the sketch: epoch, its last step
+
+
+Steps = tuple[Step | None, ...]
+
+
+class Run(NamedTuple):
+    epoch: Epoch
+    steps: Steps
+    acknowledged: frozenset[str] = frozenset()  # commits whose jobs were told that they stand
+    kept: frozenset[str] = frozenset()  # what counted when the last takeover was complete
+    training: int = 1  # the epoch of that takeover
+
+
+class Me(NamedTuple):
+    at: str | None
+    epoch: Epoch | None = None
+    token: Any = None
+    steps: Steps = ()
+    start: Run | None = None
+    step: int = 0
+    tries: int = 1
+    answer: str | None = None
+    gave_up: bool = False
+
+
+Move = tuple[Event, Me, Run]
+Weak = frozenset[str]
+
+
+def counting(epoch: Epoch, steps: Steps, weak: frozenset[str]) -> dict[int, Step]:
+    """The steps that count."""
+    ended = dict(epoch.ended)
+    if BY_NUMBER in weak:
+        last = len(steps)
+        return {n: s for n, s in enumerate(steps) if s and n <= ended.get(s.epoch, last)}
+    return {n: s for n, s in enumerate(steps) if s and s.epoch >= epoch.base}
+
+
+class Job:
+    """Saves steps, one after the other, and may delete one.
+
+    Args:
+        name: of the job.
+        number: its epoch; None: it has to take the run over first.
+        deletes: a step that its retention removes at last.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int | None = None,
+        *,
+        saves: int = 1,
+        deletes: int | None = None,
+        weak: frozenset[str] = frozenset(),
+    ) -> None:
+        self.name, self.number, self.saves, self.deletes = name, number, saves, deletes
+        self.weak = weak
+
+    def start(self) -> Me:
+        if self.number is None:
+            return Me("look")
+        return Me("begin", Epoch(self.number, self.number), step=1)
+
+    def event(self, verb: str, kind: str, outcome: str = "ok") -> Event:
+        return Event(self.name, verb, kind, "", outcome)
+
+    def moves(self, me: Me, run: Run) -> Iterator[Move]:
+        if me.at is not None:
+            yield from getattr(self, me.at)(me, run)
+
+    def end(self, answer: str) -> Me:
+        return Me(None, answer=answer)
+
+    def wrong(self, me: Me, run: Run) -> str | None:
+        return me.answer if me.answer and me.answer.startswith("wrong") else None
+
+    # --- E2
+
+    def look(self, me: Me, run: Run) -> Iterator[Move]:
+        yield (
+            self.event("get", "_EPOCH", str(run.epoch[:2])),
+            me._replace(at="claim", epoch=run.epoch),
+            run,
+        )
+
+    def claim(self, me: Me, run: Run) -> Iterator[Move]:
+        assert me.epoch
+        if run.epoch != me.epoch:
+            yield self.event("put", "_EPOCH", "refused"), self.once_more(me), run
+            return
+        number = run.epoch.number + 1
+        base = number if EARLY in self.weak else run.epoch.base
+        mine = Epoch(number, base, run.epoch.ended)
+        after = me._replace(at="list", epoch=mine)
+        yield self.event("put", "_EPOCH", f"{mine[:2]}"), after, run._replace(epoch=mine)
+
+    def once_more(self, me: Me) -> Me:
+        return Me("look", tries=me.tries - 1) if me.tries else self.end("beaten")
+
+    def list(self, me: Me, run: Run) -> Iterator[Move]:
+        assert me.epoch
+        event = self.event("list", "steps", _names(run.steps))
+        if any(step and step.epoch > me.epoch.number for step in run.steps):
+            yield event, self.end("beaten"), run
+            return
+        after = me._replace(at="complete", steps=run.steps)
+        if BY_NUMBER not in self.weak and self.next_to_adopt(me.epoch, run.steps) is not None:
+            after = after._replace(at="adopt")
+        yield event, after, run
+
+    def next_to_adopt(self, epoch: Epoch, steps: Steps) -> int | None:
+        found = counting(epoch, steps, self.weak)
+        return next((n for n, step in found.items() if step.epoch < epoch.number), None)
+
+    def adopt(self, me: Me, run: Run) -> Iterator[Move]:
+        assert me.epoch
+        n = self.next_to_adopt(me.epoch, me.steps)
+        assert n is not None
+        old = me.steps[n]
+        assert old
+        mine = old._replace(epoch=me.epoch.number)
+        seen = _with(me.steps, n, mine)
+        following = me._replace(steps=seen)
+        if self.next_to_adopt(me.epoch, seen) is None:
+            following = me._replace(at="complete", steps=seen)
+        if run.steps[n] == old:
+            yield (
+                self.event("adopt", f"step {n}"),
+                following,
+                run._replace(steps=_with(run.steps, n, mine)),
+            )
+        else:
+            yield self.event("adopt", f"step {n}", "refused"), me._replace(at="list", steps=()), run
+
+    def complete(self, me: Me, run: Run) -> Iterator[Move]:
+        assert me.epoch
+        if run.epoch != me.epoch:
+            yield self.event("put", "_EPOCH", "refused"), self.once_more(me), run
+            return
+        number = me.epoch.number
+        mine = Epoch(number, number)
+        if BY_NUMBER in self.weak:
+            seen = counting(me.epoch, me.steps, self.weak)
+            last = max((n for n, s in seen.items() if s.epoch < number), default=0)
+            known = dict(me.epoch.ended)
+            ended = {e: known.get(e, last) for e in range(1, number)}
+            mine = Epoch(number, number, tuple(sorted(ended.items())))
+        found = counting(mine, me.steps, self.weak)
+        kept = frozenset(step.commit for step in found.values())
+        after = Me("begin", mine, step=max(found, default=0) + 1)
+        if after.step == len(run.steps):
+            after = self.end("trains")
+        if not run.acknowledged <= kept:
+            after = self.end(
+                f"wrong: {_missing(run.acknowledged, kept)} was acknowledged, and is lost"
+            )
+        told = f"{mine[:2]}, trains from step {max(found, default=0)}"
+        done = run._replace(epoch=mine, kept=kept, training=number)
+        yield self.event("put", "_EPOCH", told), after, done
+
+    # --- saving: E1, E4, E5
+
+    def begin(self, me: Me, run: Run) -> Iterator[Move]:
+        assert me.epoch
+        found = run.steps[me.step]
+        event = self.event("get", f"step {me.step}", str(found))
+        mine = me.epoch.number
+        if found and found.epoch > mine and REPLACES not in self.weak:
+            yield event, self.end("superseded"), run
+        elif found and (found.epoch == mine or BLOCKED in self.weak):
+            answer = "refused"
+            if run.training == mine and found.epoch < mine:
+                answer = f"wrong: {self.name} trains, and is kept from step {me.step} by {found}"
+            yield event, self.end(answer), run
+        else:
+            yield event, me._replace(at="commit", token=found), run
+
+    def commit(self, me: Me, run: Run) -> Iterator[Move]:
+        assert me.epoch
+        found = run.steps[me.step]
+        if found == me.token:
+            mine = Step(f"{self.name}/{me.step}", me.epoch.number)
+            after = me._replace(at="verify", token=None)
+            yield (
+                self.event("commit", f"step {me.step}"),
+                after,
+                run._replace(steps=_with(run.steps, me.step, mine)),
+            )
+        elif found and found.epoch < me.epoch.number and BLOCKED not in self.weak:
+            again = me._replace(token=found)
+            yield self.event("commit", f"step {me.step}", f"refused: {found}"), again, run
+        else:
+            answer = "lost"
+            if found and found.epoch < run.training == me.epoch.number:
+                answer = f"wrong: {self.name} trains, and loses step {me.step} to {found}"
+            yield self.event("commit", f"step {me.step}", "refused"), self.end(answer), run
+
+    def verify(self, me: Me, run: Run) -> Iterator[Move]:
+        assert me.epoch
+        event = self.event("get", "_EPOCH", str(run.epoch[:2]))
+        commit = f"{self.name}/{me.step}"
+        if run.epoch.number != me.epoch.number and NO_READ_BACK not in self.weak:
+            yield event, self.end("superseded"), run
+        elif run.training > me.epoch.number and commit not in run.kept:
+            yield event, self.end(f"wrong: {commit} does not count, and is acknowledged"), run
+        else:
+            run = run._replace(acknowledged=run.acknowledged | {commit})
+            after = self.end("saved")
+            if me.step < self.saves and me.step + 1 < len(run.steps):
+                after = me._replace(at="begin", step=me.step + 1)
+            elif self.deletes is not None:
+                after = me._replace(at="look_at_old")
+            yield event, after, run
+
+    # --- deleting: E5
+
+    def look_at_old(self, me: Me, run: Run) -> Iterator[Move]:
+        assert me.epoch
+        assert self.deletes is not None
+        found = run.steps[self.deletes]
+        after = me._replace(at="delete", token=found)
+        if found is None or (found.epoch > me.epoch.number and REPLACES not in self.weak):
+            after = self.end("saved")
+        yield self.event("get", f"step {self.deletes}", str(found)), after, run
+
+    def delete(self, me: Me, run: Run) -> Iterator[Move]:
+        assert self.deletes is not None
+        done = run.steps[self.deletes] == me.token
+        after = run
+        if done:
+            gone = me.token.commit
+            after = run._replace(
+                steps=_with(run.steps, self.deletes, None),
+                acknowledged=run.acknowledged - {gone},
+            )
+            if me.epoch and run.training <= me.epoch.number:
+                after = after._replace(kept=run.kept - {gone})
+        yield (
+            self.event("delete", f"step {self.deletes}", "ok" if done else "refused"),
+            self.end("saved"),
+            after,
+        )
+
+
+class Lister(Job):
+    """Lists the run, as a resuming or evaluating job does: E3."""
+
+    def __init__(self, name: str = "lister", *, weak: Weak = frozenset()) -> None:
+        super().__init__(name, weak=weak)
+
+    def start(self) -> Me:
+        return Me("first")
+
+    def first(self, me: Me, run: Run) -> Iterator[Move]:
+        after = Me(
+            "list", run.epoch, start=run._replace(steps=(), epoch=Epoch(0, 0)), tries=me.tries
+        )
+        yield self.event("get", "_EPOCH", str(run.epoch[:2])), after, run
+
+    def list(self, me: Me, run: Run) -> Iterator[Move]:
+        assert me.start
+        at_list = me.start._replace(kept=run.kept, training=run.training)
+        after = me._replace(at="second", steps=run.steps, start=at_list)
+        if LISTS_ONCE in self.weak:
+            after = self.listed(after, run)
+        yield self.event("list", "steps", _names(run.steps)), after, run
+
+    def second(self, me: Me, run: Run) -> Iterator[Move]:
+        after = self.listed(me, run)
+        if run.epoch != me.epoch:
+            after = Me("first", tries=me.tries - 1) if me.tries else self.end("gave up")
+        yield self.event("get", "_EPOCH", str(run.epoch[:2])), after, run
+
+    def listed(self, me: Me, run: Run) -> Me:
+        assert me.epoch
+        assert me.start
+        found = counting(me.epoch, me.steps, self.weak)
+        commits = {step.commit for step in found.values()}
+        stray = {
+            step.commit
+            for step in found.values()
+            if step.epoch < me.start.training and step.commit not in me.start.kept
+        }
+        if stray:
+            return self.end(f"wrong: listed {_missing(stray, set())}, which a superseded job added")
+        missed = (me.start.acknowledged & run.acknowledged) - commits
+        if missed:
+            return self.end(
+                f"wrong: missed {_missing(missed, set())}, which was acknowledged before"
+            )
+        return self.end("listed")
+
+
+def wrong_with_run(run: Run) -> str | None:
+    """What has been acknowledged, or kept by a job that trains, stands."""
+    commits = {step.commit for step in run.steps if step}
+    for promised in (run.kept, run.acknowledged):
+        if not promised <= commits:
+            return f"wrong: {_missing(promised, commits)} was replaced or deleted by another job"
+    return None
+
+
+FIRST = Run(
+    Epoch(1, 1),
+    (Step("old/0", 1), None, None, None),
+    frozenset({"old/0"}),
+    frozenset({"old/0"}),
+)
+
+# Name, who is there, and whether it belongs to the default test run.
+CONFIGS: list[tuple[str, Callable[[Weak], list[Job]], bool]] = [
+    (
+        "run: a zombie, a successor, a lister",
+        lambda weak: [Job("zombie", 1, weak=weak), Job("next", weak=weak), Lister(weak=weak)],
+        True,
+    ),
+    (
+        "run: a zombie, two successors",
+        lambda weak: [Job("zombie", 1, weak=weak), Job("next", weak=weak), Job("other", weak=weak)],
+        True,
+    ),
+    (
+        "run: a zombie that deletes, a successor, a lister",
+        lambda weak: [
+            Job("zombie", 1, deletes=0, weak=weak),
+            Job("next", saves=2, weak=weak),
+            Lister(weak=weak),
+        ],
+        True,
+    ),
+    (
+        "run: a zombie, two successors, a lister",
+        lambda weak: [
+            Job("zombie", 1, saves=2, weak=weak),
+            Job("next", weak=weak),
+            Job("other", weak=weak),
+            Lister(weak=weak),
+        ],
+        False,
+    ),
+]
+
+
+def search(jobs: Sequence[Job]) -> Result:
+    return Search(jobs, FIRST, wrong_with_run, lambda _: None).run()
+
+
+def catch(weak: Weak) -> tuple[str, Result] | None:
+    """The first of the quick configurations in which a weakened protocol breaks a promise."""
+    for name, jobs, quick in CONFIGS:
+        if quick:
+            result = search(jobs(weak))
+            if result.wrong:
+                return name, result
+    return None
+
+
+def _with(steps: Steps, n: int, step: Step | None) -> Steps:
+    return (*steps[:n], step, *steps[n + 1 :])
+
+
+def _names(steps: Steps) -> str:
+    return ", ".join(f"{step.commit} of {step.epoch}" for step in steps if step) or "nothing"
+
+
+def _missing(wanted: Any, there: Any) -> str:
+    return ", ".join(sorted(wanted - there))
