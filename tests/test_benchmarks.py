@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
+from benchmarks.resume_state import blank, expected_digests, fill, wrong_tensors
 from benchmarks.sink import Sink
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Version
@@ -219,6 +220,29 @@ def test_the_resume_benchmark_counts_what_all_ranks_fetched_together() -> None:
         assert figures["cpu_seconds_per_gib"] > 0
         # Of two tensors of 16 MiB, in requests of 8 MiB, beside the marker and the index.
         assert figures["requests"] > 4
+
+
+def test_the_resume_benchmark_loads_a_model_and_its_optimizer_under_fully_shard() -> None:
+    ranks = ["--saved-by", "3", "--loaded-by", "2", "--layout", "fsdp2"]
+    done = _resume(*ranks, "--peers", "dcp_objstore")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    # 12 blocks of 12 parameters and the last norm's 2: each with two moments and a step count.
+    assert result["tensors"] == 4 * (12 * 12 + 2)
+    assert result["total_bytes"] == pytest.approx(MIB * 32, rel=0.1)
+    # Values, and what lies between the shards that uneven ranks have.
+    assert 1 <= result["peers"]["dcp_objstore"]["fetched_to_saved"] < 1.1
+
+
+def test_the_resume_benchmark_finds_a_tensor_that_differs_in_one_bit() -> None:
+    state = {"one": torch.empty(7, 5), "two": {"deep": torch.empty(3), "count": torch.empty(())}}
+    fill(state)
+    expected = expected_digests(state)
+    assert wrong_tensors(state, expected) == []
+    state["two"]["deep"][1] = -state["two"]["deep"][1]
+    assert wrong_tensors(state, expected) == [1]
+    blank(state)
+    assert wrong_tensors(state, expected) == [0, 1, 2]
 
 
 def test_a_peer_that_fails_to_resume_is_reported() -> None:
