@@ -31,7 +31,8 @@ from dcp_objstore.errors import (
     RetryableError,
     StoreUnavailableError,
 )
-from tests.model.actors import LOOKS_AGAIN, Actor
+from tests.model.actors import Actor
+from tests.model.configs import CODE_LACKS
 from tests.model.paths import Path
 from tests.model.readers import Reader
 from tests.model.removers import Deleter
@@ -41,8 +42,6 @@ from tests.model.world import DATA, DOT, INDEX, MARKER, Event, Marker, Store
 from tests.model.writers import Writer
 from tests.support import upkeep
 
-# What the code does not do yet: see the mutant of that name.
-WEAK = frozenset({LOOKS_AGAIN})
 FAULTS = 2
 TRIES = 20  # more than any run needs: the code's deadline decides
 NOT_DONE = "not done"  # for removers, whose errors all mean: call again
@@ -232,7 +231,7 @@ def cast(stage: Stage, play: Play, weak: frozenset[str]) -> list[Actor]:
     return actors
 
 
-def run(seed: int, *, weak: frozenset[str] = WEAK) -> list[Event]:
+def run(seed: int, *, weak: frozenset[str] = CODE_LACKS) -> list[Event]:
     """One play on the stage, followed in the model."""
     stage = Stage(seed)
     play = PLAYS[seed % len(PLAYS)]

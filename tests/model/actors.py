@@ -161,7 +161,7 @@ class Actor:
 
     def publish_put(self, was: Me, before: Store) -> Iterator[Move]:
         expected = ANY if "unconditional .metadata" in self.weak else was.dot_token
-        looks_again = LOOKS_AGAIN not in self.weak
+        looks_again = NO_LOOK not in self.weak
         request = Request("put", DOT, was.body, expected)
         for event, answer, me, store in self.send(was, before, request):
             if answer:
@@ -193,4 +193,4 @@ class Actor:
         raise NotImplementedError
 
 
-LOOKS_AGAIN = "publisher does not look again"
+NO_LOOK = "publisher does not look again"

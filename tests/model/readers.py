@@ -1,11 +1,21 @@
-"""A load: rule 7, as `opening.open_committed` and the GETs of data after it."""
+"""Loads: rule 7, as `opening.open_committed` and the GETs of data after it; and by stock torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from tests.model.actors import Actor
-from tests.model.world import DATA, EVERYTHING, INDEX, NO_ANSWER, Marker, Me, Move, Store
+from tests.model.world import (
+    DATA,
+    EVERYTHING,
+    INDEX,
+    NO_ANSWER,
+    Event,
+    Marker,
+    Me,
+    Move,
+    Store,
+)
 
 
 class Reader(Actor):
@@ -51,3 +61,46 @@ class Reader(Actor):
             else:
                 answer = "gone"
             yield event, self.end(me, answer), store
+
+
+class StockReader(Actor):
+    """`.metadata`, the objects: no marker tells it that the checkpoint has gone meanwhile.
+
+    It takes less than the grace period: see `Clock`.
+    """
+
+    def wrong(self, me: Me, store: Store) -> str | None:
+        if me.answer == "torn":
+            return "torn read: an object was removed within the grace period, under a stock reader"
+        return None
+
+    def begin(self, was: Me, store: Store) -> Iterator[Move]:
+        for event, _, me in self.look_at_dot(was, store, "get"):
+            if me.dot_token is None:
+                yield event, self.end(me, "absent"), store
+            else:
+                yield event, me._replace(at="data"), store._replace(loading=True)
+
+    def data(self, me: Me, store: Store) -> Iterator[Move]:
+        assert me.dot_token is not None
+        event, there = self.get(me, store, DATA, me.dot_token)
+        yield event, self.end(me, "whole" if there else "torn"), store._replace(loading=False)
+
+
+class Clock(Actor):
+    """The grace period passes since the marker was written; no stock reader takes that long.
+
+    Args:
+        rounds: how many times.
+    """
+
+    def __init__(self, *, rounds: int = 3) -> None:
+        super().__init__("time")
+        self.rounds = rounds
+
+    def begin(self, me: Me, store: Store) -> Iterator[Move]:
+        if not (store.aged and store.dot_aged) and not store.loading:
+            after = me._replace(rounds=me.rounds - 1)
+            if after.rounds == 0:
+                after = self.end(me, "over")
+            yield Event(self.name, "passes"), after, store._replace(aged=True, dot_aged=True)

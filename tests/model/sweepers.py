@@ -19,6 +19,11 @@ from tests.model.world import (
     Store,
 )
 
+NO_SECOND_FENCE = "no second fence"
+UNFENCED = "mending without a fence"
+TRUSTS_YOUNG = "a young .metadata is trusted"
+GOES_ON = "a sweep goes on although the marker has changed"
+
 
 class Sweeper(Remover):
     """Removes what no commit names. Every object and marker may look old to it.
@@ -28,11 +33,14 @@ class Sweeper(Remover):
 
     Args:
         rounds: sweeps, one after the other.
+        patient: where a marker younger than the grace period is seen to be young.
     """
 
-    def __init__(self, name: str = "sweeper", *, rounds: int = 1, **options: Any) -> None:
+    def __init__(
+        self, name: str = "sweeper", *, rounds: int = 1, patient: bool = False, **options: Any
+    ) -> None:
         super().__init__(name, **options)
-        self.rounds = rounds
+        self.rounds, self.patient = rounds, patient and "removing what is young" not in self.weak
 
     def begin(self, was: Me, store: Store) -> Iterator[Move]:
         if "sweeping by age alone" in self.weak:
@@ -81,7 +89,11 @@ class Sweeper(Remover):
             store.dot is None
         ):  # which may look older than the marker, or not
             yield event, self.done(me, "nothing"), store
-        if loose and not (me.token is None and store.dot is not None):
+        young = self.patient and not store.aged and me.token is not None
+        foreign = me.token is None and store.dot is not None
+        if "sweeping by age alone" in self.weak:
+            foreign = False
+        if loose and not young and not foreign:
             if self.weak & {"listing after the fence", "no fence", "sweeping by age alone"}:
                 yield event, self.removing(me, loose, "swept"), store
             else:
@@ -156,6 +168,9 @@ class Sweeper(Remover):
                 after = self.done(me, "failed", gave_up=True)
             elif me.dot_token == me.token.commit:
                 after = self.aligned(me._replace(dot_token=None))
+                young = self.patient and not store.dot_aged and TRUSTS_YOUNG not in self.weak
+                if young and me.then == "fence":
+                    after = self.done(me, "too young")
             else:
                 after = me._replace(at="publish", body=me.token.commit, dot_token=None)
             yield event, after, store
@@ -174,17 +189,22 @@ class Sweeper(Remover):
             elif (found.commit, found.state) == (me.token.commit, me.token.state):
                 after = self.aligned(me._replace(token=found))
             else:
-                after = self.align(me._replace(token=found))
+                # It is not ours that stands: nothing is removed any more.
+                then = me.then if GOES_ON in self.weak else "mend"
+                after = self.align(me._replace(token=found, then=then))
                 if found.state != "deleting":
                     after = self.again(after, after.at)
             yield event, after, store
 
     def aligned(self, me: Me) -> Me:
-        if me.then == "mend":
+        assert me.token
+        if me.then == "fence" and not me.changed:
+            return self.removing(me, me.removing, "swept")
+        unfenced = NO_SECOND_FENCE in self.weak or (me.then == "mend" and UNFENCED in self.weak)
+        if unfenced or not me.changed:
             return self.done(me, "mended")
-        if me.changed:  # stock readers may still be using what the old one named
-            return self.rewrite(me, me.token.state, "last_fence")
-        return self.removing(me, me.removing, "swept")
+        # Stock readers may still be using what the old one named: the marker is young from now on.
+        return self.rewrite(me, me.token.state, "last_fence")
 
     def after_last_fence(self, me: Me, landed: bool) -> Me:
         return self.done(me, "mended")

@@ -42,6 +42,7 @@ class Store(NamedTuple):
     data: Marks = 0
     index: Marks = 0
     aged: bool = True  # the marker is older than the grace period
+    dot_aged: bool = True  # so is `.metadata`
     loading: bool = False  # a stock reader, which cannot see the marker, is under way
     committed: Marks = 0  # not on the store: all saves whose marker ever took effect
 
@@ -116,7 +117,7 @@ def apply(request: Request, store: Store, weak: frozenset[str]) -> tuple[bool, S
             return False, store
     body = request.body
     if request.kind == DOT:
-        return True, store._replace(dot=body)
+        return True, store._replace(dot=body, dot_aged=False)
     if request.kind == DATA:
         if request.verb == "delete":
             return True, store._replace(data=store.data & ~body)
