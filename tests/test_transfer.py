@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from concurrent.futures import Future
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests, diges
 from dcp_objstore.transfer.download import fetch_ranges, worker_count
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
+from dcp_objstore.transfer.ranges import RangeRequest, Span, cut, plan_requests
 from dcp_objstore.transfer.upload import run_watched, upload_object
 from dcp_objstore.transfer.workers import spawn
 
@@ -83,6 +84,21 @@ def test_every_span_is_covered_by_exactly_one_request_within_the_size(wanted, si
             assert span.start - reach <= gap
             reach = max(reach, span.end)
         assert reach == request.end
+
+
+@given(st.lists(spans, max_size=40), st.integers(10, 200), st.integers(1, 60))
+def test_a_request_is_cut_between_its_spans_into_pieces_without_gaps(wanted, size, piece_size):
+    for request in plan_requests(wanted, request_size_bytes=size, gap_bytes=20):
+        pieces = cut(request, piece_size)
+        assert (pieces[0].start, pieces[-1].end) == (request.start, request.end)
+        assert all(one.end == other.start for one, other in pairwise(pieces))
+        assert [span for piece in pieces for span in piece.spans] == request.spans
+        for piece in pieces:
+            assert all(piece.start <= s.start < s.end <= piece.end for s in piece.spans)
+            ends = [max(s.end for s in piece.spans[: n + 1]) for n in range(len(piece.spans))]
+            overlapping = all(s.start < e for s, e in zip(piece.spans[1:], ends, strict=False))
+            used = piece.end - piece.spans[0].start
+            assert used <= max(piece_size, 50) or overlapping
 
 
 def test_twenty_thousand_tiny_neighbours_need_a_handful_of_requests():
@@ -303,6 +319,62 @@ def test_a_damaged_transfer_is_fetched_once_more_and_a_damaged_object_is_an_erro
         fetch(store, requests_of(100, 100), always_bad)
     assert caught.value.object_key == "o"
     assert [r.verb for r in store.requests].count("get_range") == 4
+
+
+class Piecewise(RecordingStore):
+    """Gives pieces one by one, all at the same place."""
+
+    def get_pieces(self, key, cuts, into):
+        body = super().get_range(key, cuts[0], cuts[-1])
+        assert into.nbytes == max(end - start for start, end in pairwise(cuts))
+        for start, end in pairwise(cuts):
+            into[: end - start] = memoryview(body)[start - cuts[0] : end - cuts[0]]
+            yield into[: end - start]
+
+
+def blocks_of(size_bytes: int, request_size_bytes: int) -> list[RangeRequest]:
+    wanted = [
+        Span(0, start, min(size_bytes, start + BLOCK_SIZE_BYTES), None)
+        for start in range(0, size_bytes, BLOCK_SIZE_BYTES)
+    ]
+    return plan_requests(wanted, request_size_bytes=request_size_bytes)
+
+
+def test_a_body_is_consumed_block_by_block_where_the_store_gives_pieces():
+    store = Piecewise(open_store("memory://transfer/pieces"))
+    body = random_bytes(22 * MIB)
+    store.put("o", body)
+    arrived = np.zeros_like(body)
+    largest = 0
+
+    def consume(request, data):
+        nonlocal largest
+        largest = max(largest, len(memoryview(data)))
+        arrived[request.start : request.end] = np.frombuffer(data, np.uint8)
+
+    requests = blocks_of(body.nbytes, 12 * MIB)
+    assert fetch(store, requests, consume, config(download_concurrency=1)) == requests
+    assert np.array_equal(arrived, body)
+    assert largest == BLOCK_SIZE_BYTES
+    assert [r.verb for r in store.requests].count("get_range") == len(requests) == 2
+
+
+def test_what_follows_a_damaged_block_is_fetched_once_more_and_what_came_before_is_kept():
+    store = Piecewise(open_store("memory://transfer/damaged-piece"))
+    body = random_bytes(14 * MIB)
+    store.put("o", body)
+    seen: list[tuple[int, int, int]] = []
+
+    def second_is_bad(request, data):
+        assert bytes(data) == body[request.start : request.end].tobytes()
+        seen.append((request.start // MIB, request.end // MIB, len(request.spans)))
+        if len(seen) == 2:
+            raise CorruptDataError("damaged")
+
+    fetch(store, blocks_of(body.nbytes, 16 * MIB), second_is_bad)
+    assert seen == [(0, 4, 1), (4, 8, 1), (4, 14, 3)]
+    ranges = [(r.start, r.end) for r in store.requests if r.verb == "get_range"]
+    assert ranges == [(0, 14 * MIB), (4 * MIB, 14 * MIB)]
 
 
 def test_a_stalled_download_raises_instead_of_waiting_for_ever():

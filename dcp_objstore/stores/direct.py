@@ -20,7 +20,8 @@ import struct
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import pairwise
 from urllib.parse import urlsplit
 
 logger = logging.getLogger("dcp_objstore")
@@ -53,16 +54,18 @@ class DirectLane:
         self._lock = threading.Lock()
         self._failures = 0
 
-    def read(self, path: str, start: int, end: int, into: memoryview) -> bool:
-        """Fill `into` with bytes `[start, end)` of an object; False if that did not succeed.
+    def read(self, path: str, cuts: Sequence[int], into: memoryview) -> Iterator[memoryview]:
+        """Bytes of an object with one request, piece by piece; fewer pieces if that goes wrong.
 
         Args:
-            into: writable bytes, of length `end - start`. After False it may hold anything.
+            cuts: where the range begins, where each piece ends and the next one begins.
+            into: writable bytes, as many as the largest piece has. Each piece is put here, over
+                the one before. Without a piece it may hold anything.
         """
-        if len(into) < WORTHWHILE_BYTES or self._failures >= _MOST_FAILURES:
-            return False
+        if cuts[-1] - cuts[0] < WORTHWHILE_BYTES or self._failures >= _MOST_FAILURES:
+            return
         try:
-            self._receive(self._url(path), start, end, into)
+            yield from self._receive(self._url(path), cuts, into)
         # Whatever goes wrong here, signing included, the transport is asked next and reports it.
         except Exception as error:  # noqa: BLE001
             with self._lock:
@@ -70,9 +73,8 @@ class DirectLane:
                 self._signed.pop(path, None)
             # Not its text, which may hold the signature.
             logger.debug("a range was not read directly: %s", type(error).__name__)
-            return False
-        self._failures = 0
-        return True
+        else:
+            self._failures = 0
 
     def _url(self, path: str) -> str:
         with self._lock:
@@ -85,11 +87,13 @@ class DirectLane:
             self._signed[path] = (url, now + _USED_FOR_SECONDS)
         return url
 
-    def _receive(self, url: str, start: int, end: int, into: memoryview) -> None:
+    def _receive(
+        self, url: str, cuts: Sequence[int], into: memoryview
+    ) -> Generator[memoryview, None, None]:
         parts = urlsplit(url)
         origin = f"{parts.scheme}://{parts.netloc}"
         target = f"{parts.path}?{parts.query}"
-        headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        headers = {"Range": f"bytes={cuts[0]}-{cuts[-1] - 1}", "Accept-Encoding": "identity"}
         connection, reused = self._connection(origin)
         try:
             connected = connection.sock  # which http.client forgets where the server will close it
@@ -105,9 +109,16 @@ class DirectLane:
                 connected = connection.sock
                 connection.request("GET", target, headers=headers)
                 answer = connection.getresponse()
-            _check(answer, start, end)
-            _receive_body(answer, connected, into)
-        except BaseException:
+            _check(answer, cuts[0], cuts[-1])
+            ahead = memoryview(answer.peek())  # of the body: http.client received it with the head
+            for start, end in pairwise(cuts):
+                piece = into[: end - start]
+                count = min(len(piece), len(ahead))
+                piece[:count], ahead = ahead[:count], ahead[count:]
+                _fill(piece[count:], connected)
+                yield piece
+            answer.close()  # tells http.client that the body has ended
+        except BaseException:  # as when whoever takes the pieces takes no more
             connection.close()
             raise
         if connection.sock is not None:
@@ -149,21 +160,17 @@ class DirectLane:
         return connection
 
 
-def _receive_body(
-    answer: http.client.HTTPResponse, connected: socket.socket, into: memoryview
-) -> None:
-    """Fill `into` with the body, past http.client but for what that has buffered of it.
+def _fill(piece: memoryview, connected: socket.socket) -> None:
+    """Receive bytes.
 
     Raises:
         OSError, http.client.HTTPException: it broke off, or nothing came for the time-out.
     """
-    filled = answer.readinto(into[: len(answer.peek())])
-    while filled < len(into):
-        count = connected.recv_into(into[filled:], 0, socket.MSG_WAITALL)
+    while piece:
+        count = connected.recv_into(piece, 0, socket.MSG_WAITALL)
         if count == 0:
-            raise http.client.IncompleteRead(b"", len(into) - filled)
-        filled += count
-    answer.close()  # tells http.client that the body has ended
+            raise http.client.IncompleteRead(b"", len(piece))
+        piece = piece[count:]
 
 
 def _check(answer: http.client.HTTPResponse, start: int, end: int) -> None:

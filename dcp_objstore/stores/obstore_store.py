@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dcp_objstore.errors import (
@@ -41,7 +42,7 @@ from dcp_objstore.stores.translate import (
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from typing_extensions import Buffer
 
@@ -199,14 +200,35 @@ class ObstoreStore:
                 if size < end:
                     raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size} bytes")
             lane = self._clients.direct() if into is not None else None
-            if into is not None and lane is not None and lane.read(path, start, end, into):
-                return into
+            if into is not None and lane is not None:
+                whole = list(lane.read(path, (start, end), into))
+                if whole:
+                    return whole[0]
             body = obstore.get_range(self._clients.read(), path, start=start, end=end)
             if len(body) != end - start:
                 raise CorruptDataError(
                     f"bytes [{start}, {end}) asked for, but {len(body)} bytes came"
                 )
         return body
+
+    def get_pieces(
+        self, key: str, cuts: Sequence[int], into: memoryview
+    ) -> Generator[Buffer, None, None]:
+        """See `PiecewiseStore.get_pieces`."""
+        check_range(cuts[0], cuts[-1])
+        given = 0
+        lane = self._clients.direct()
+        if lane is not None:
+            with self._errors(key) as path:
+                pieces = lane.read(path, cuts, into)
+            for piece in pieces:
+                yield piece
+                given += 1
+        rest = cuts[given:]
+        if len(rest) > 1:
+            body = memoryview(self.get_range(key, rest[0], rest[-1]))
+            for start, end in pairwise(rest):
+                yield body[start - rest[0] : end - rest[0]]
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""

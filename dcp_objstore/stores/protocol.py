@@ -8,7 +8,7 @@ opened with), `/`-separated, without a leading slash. Every verb raises only err
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
@@ -177,4 +177,27 @@ class ObjectStore(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove one object; an absent one is no error."""
+        ...
+
+
+@runtime_checkable
+class PiecewiseStore(ObjectStore, Protocol):
+    """A store from which a range may be taken piece by piece, while the rest is on its way."""
+
+    def get_pieces(
+        self, key: str, cuts: Sequence[int], into: memoryview
+    ) -> Generator[Buffer, None, None]:
+        """Read bytes `[cuts[0], cuts[-1])` in one request, cut where `cuts` says.
+
+        A reader that is done with a piece before it asks for the next one finds it in the
+        processor's cache, and has less memory in use than the range is long.
+
+        Args:
+            cuts: where the range begins, where each piece ends and the next one begins.
+            into: writable bytes, as many as the largest piece has, offered for each of them: a
+                piece may lie there or elsewhere, and is to be used before the next is asked for.
+
+        Raises:
+            As `get_range`, when a piece is asked for.
+        """
         ...

@@ -1,9 +1,10 @@
 """Parallel ranged GETs within a memory budget, consumed where they arrive.
 
 Worker threads take requests in order, fetch, and hand each body to `consume`, which verifies it
-and copies it out; the body is dropped before the next one is fetched. So the memory in use is
-bounded by the number of workers, whatever the size of the whole. The calling thread receives the
-finished requests as an iterator and can be interrupted at any time.
+and copies it out; the body is dropped before the next one is fetched. Where the store can, a body
+is taken in piece by piece, so that each is consumed while it is in the processor's cache. So the
+memory in use is bounded by the number of workers, whatever the size of the whole. The calling
+thread receives the finished requests as an iterator and can be interrupted at any time.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
+from dcp_objstore.stores.protocol import PiecewiseStore
+from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.ranges import RangeRequest
+from dcp_objstore.transfer.ranges import RangeRequest, cut
 from dcp_objstore.transfer.workers import spawn
 
 if TYPE_CHECKING:
@@ -35,8 +40,8 @@ def worker_count(requests: Sequence[RangeRequest[T]], concurrency: int, budget_b
     """How many requests may be in flight so that their bodies fit the memory budget.
 
     A body counts twice: the transport gathers its pieces before it joins them. (Where bodies come
-    straight into our memory, half the budget is used; and for the moment in which the transport is
-    asked for one that broke off, three times its size.)
+    straight into our memory, a quarter of the budget is used; and for the moment in which the
+    transport is asked for what broke off, more.)
     """
     largest = max((r.end - r.start for r in requests), default=1)
     fitting = max(1, budget_bytes // (2 * largest))
@@ -88,9 +93,7 @@ def fetch_ranges(
             consume(request, body)
 
     def work() -> None:
-        # Of one worker, for all its bodies: memory that is new to the process costs as much as
-        # copying into it.
-        scratch = memoryview(np.empty(largest, dtype=np.uint8))
+        fetcher = _Fetcher(store, object_keys, guarded, explain)
         try:
             while True:
                 progress.check_stopped()
@@ -98,18 +101,13 @@ def fetch_ranges(
                     request = tasks.get_nowait()
                 except queue.Empty:
                     return
-                into = None if admit is None else admit(request, progress)
-                if into is None:
-                    into = scratch[: request.end - request.start]
-                key = object_keys[request.object_number]
-                _fetch_one(store, key, request, guarded, into, explain)
+                fetcher.fetch(request, None if admit is None else admit(request, progress))
                 progress.moved(request.end - request.start)
                 done.put(request)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             done.put(error)
 
     budget_bytes = config.memory_budget_bytes if budget_bytes is None else budget_bytes
-    largest = max((request.end - request.start for request in requests), default=0)
     for number in range(worker_count(requests, config.download_concurrency, budget_bytes)):
         spawn(work, f"download-{number}")
     try:
@@ -148,29 +146,72 @@ class _Gate:
             self._changed.wait_for(lambda: self._inside == 0)
 
 
-def _fetch_one(
-    store: ObjectStore,
-    key: str,
-    request: RangeRequest[T],
-    consume: Callable[[RangeRequest[T], Buffer], None],
-    into: memoryview,
-    explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None,
-) -> None:
-    def get(into: memoryview | None) -> Buffer:
-        try:
-            return store.get_range(key, request.start, request.end, into=into)
-        except DcpObjstoreError as error:
-            if explain is None:
-                raise
-            raise explain(request, error) from error
+@dataclass
+class _Fetcher(Generic[T]):
+    """What one worker does with each request; see `fetch_ranges`."""
 
-    try:
-        consume(request, get(into))
-    except CorruptDataError:
+    store: ObjectStore
+    object_keys: Sequence[str]
+    consume: Callable[[RangeRequest[T], Buffer], None]
+    explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None
+
+    def __post_init__(self) -> None:
+        self._scratch = memoryview(b"")
+
+    def fetch(self, request: RangeRequest[T], into: memoryview | None) -> None:
+        """Fetch a request and have it consumed: at once where it has memory, else in pieces."""
+        pieces = [request]
+        if into is None:
+            if isinstance(self.store, PiecewiseStore):
+                pieces = cut(request, BLOCK_SIZE_BYTES)
+            into = self._memory(max(piece.end - piece.start for piece in pieces))
+        consumed = 0
         try:
-            consume(request, get(None))
-        except CorruptDataError as error:
-            raise error.at(object_key=key) from None
+            with closing(self._arriving(pieces, into)) as bodies:
+                for body in bodies:
+                    self.consume(pieces[consumed], body)
+                    consumed += 1
+        except CorruptDataError:
+            rest = pieces[consumed]
+            if consumed < len(pieces) - 1:
+                spans = [span for piece in pieces[consumed:] for span in piece.spans]
+                rest = RangeRequest(request.object_number, rest.start, request.end, spans)
+            try:
+                for body in self._arriving([rest], None):
+                    self.consume(rest, body)
+            except CorruptDataError as error:
+                raise error.at(object_key=self.object_keys[request.object_number]) from None
+
+    def _arriving(
+        self, pieces: Sequence[RangeRequest[T]], into: memoryview | None
+    ) -> Generator[Buffer, None, None]:
+        """The bodies of the pieces of one request, in their order."""
+        key = self.object_keys[pieces[0].object_number]
+        given = 0
+        try:
+            if into is None or len(pieces) == 1:
+                yield self.store.get_range(key, pieces[0].start, pieces[0].end, into=into)
+                return
+            assert isinstance(self.store, PiecewiseStore)
+            cuts = [pieces[0].start, *(piece.end for piece in pieces)]
+            with closing(self.store.get_pieces(key, cuts, into)) as bodies:
+                for body in bodies:
+                    yield body
+                    given += 1
+        except DcpObjstoreError as error:
+            if self.explain is None:
+                raise
+            raise self.explain(pieces[given], error) from error
+
+    def _memory(self, size_bytes: int) -> memoryview:
+        """Memory for a body or the largest piece of it.
+
+        It is kept for the next request, as memory that is new to the process costs as much as
+        copying into it.
+        """
+        if len(self._scratch) < size_bytes:
+            self._scratch = memoryview(np.empty(size_bytes, dtype=np.uint8))
+        return self._scratch[:size_bytes]
 
 
 def _next_outcome(

@@ -65,3 +65,21 @@ def plan_requests(
             requests.append(current)
         current.spans.append(span)
     return requests
+
+
+def cut(request: RangeRequest[T], piece_size_bytes: int) -> list[RangeRequest[T]]:
+    """The request in pieces that can be taken in one after the other; no span is split.
+
+    A piece is larger than `piece_size_bytes` only when spans that overlap are. The pieces follow
+    one another without gaps, so that one body can be cut into them.
+    """
+    pieces: list[RangeRequest[T]] = [] if request.spans else [request]
+    for span in request.spans:
+        last = pieces[-1] if pieces else None
+        if last is None or (span.start >= last.end and span.end - last.start > piece_size_bytes):
+            start = request.start if last is None else last.end
+            last = RangeRequest(request.object_number, start, start)
+            pieces.append(last)
+        last.end = max(last.end, span.end)
+        last.spans.append(span)
+    return pieces
