@@ -232,6 +232,15 @@ def _check_tensor(key: str, tensor: Tensor, object_sizes: list[int]) -> None:
             f"the checkpoint has a tensor of unknown dtype {tensor.dtype!r}", key=key
         )
     _check_extents(key, tensor.shape)
+    # A chunk that is missing would leave a part of the destination as it was, unnoticed.
+    given = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+    if given != math.prod(tensor.shape) or len({c.offsets for c in tensor.chunks}) != len(
+        tensor.chunks
+    ):
+        raise CheckpointCorruptError(
+            f"the index has chunks of {given} elements for a tensor of shape {tensor.shape}",
+            key=key,
+        )
     for chunk in tensor.chunks:
         _check_extents(key, chunk.sizes)
         _check_extents(key, chunk.offsets)

@@ -40,6 +40,7 @@ def new_tensor(
 
     Raises:
         ConfigError: there is no such device here.
+        UnsupportedError: the host has not as much memory as the tensor takes.
     """
     try:
         place = torch.device(device)
@@ -50,7 +51,13 @@ def new_tensor(
     except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
         text = str(error).partition("\n")[0]
         raise ConfigError(f"{device!r} is no device of this torch and host: {text}") from error
-    return torch.empty(shape, dtype=dtype, device=place)
+    try:
+        return torch.empty(shape, dtype=dtype, device=place)
+    except (RuntimeError, MemoryError) as error:
+        if place.type != "cpu":
+            raise  # torch.OutOfMemoryError says what takes the memory of a GPU
+        text = f"no memory for a tensor of shape {shape} and {dtype}, as the checkpoint has it"
+        raise UnsupportedError(text) from error
 
 
 def fill(

@@ -274,6 +274,9 @@ class _Converter:
         chunks = state.get("chunks")
         if type(chunks) is not list:
             raise _damaged(f"the chunks of {fqn!r} are not a list")
+        if not chunks and size.numel():
+            # A load would plan nothing for it, and leave the destination as it was.
+            raise _damaged(f"{fqn!r} has no chunks")
         self.spend(len(chunks))
         return TensorStorageMetadata(
             properties=properties,

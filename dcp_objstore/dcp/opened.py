@@ -164,6 +164,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         tensors: dict[str, tuple[Box, torch.Tensor]] = {}
         values: list[str] = []
         keys = self.matching(patterns)
+        self._source.check_whole(keys)  # before memory is taken for what is not there
         for key in keys:
             entry = self[key]
             if isinstance(entry, TensorEntry):

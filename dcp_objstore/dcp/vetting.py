@@ -24,6 +24,7 @@ from dcp_objstore.dcp.archive import Archive, ArchiveError
 from dcp_objstore.errors import CheckpointCorruptError
 
 _MAX_TUPLE_DEPTH: Final = 64
+_MAX_MARKS: Final = 5_000  # Python's pickler ends at about a thousand, by its recursion limit
 _MAX_KEY_BITS: Final = 64
 _MAX_NAME_BYTES: Final = 1024
 _Arguments = tuple[object, ...]
@@ -280,6 +281,8 @@ def _put(w: _Walk, number: int) -> None:
 
 
 def _mark(w: _Walk) -> None:
+    if len(w.marked) >= _MAX_MARKS:
+        raise _HostileError(f"marks are nested more than {_MAX_MARKS} deep")
     w.marked.append(w.stack)
     w.stack = []
 

@@ -1,0 +1,472 @@
+"""The hostile inputs, by family. `hostile.CASES` has them once this module is imported."""
+# ruff: noqa: E501 - one case a line
+
+from __future__ import annotations
+
+import collections
+import os
+from typing import Any
+
+import torch
+
+from dcp_objstore.checkpoint import index as ix
+from tests.support import hostile as h
+from tests.support import pickles as p
+from tests.support.hostile import add, add_all
+
+BIG = 1 << 62
+HUGE8 = BIG.to_bytes(8, "little")
+
+
+def whole_value(value: bytes) -> h.Objects:
+    return h.foreign(p.metadata(mcore_data=value))
+
+
+# --- .metadata -----------------------------------------------------------------------------------
+
+
+def add_metadata() -> None:
+    """Those of the decoder's own tests, through the public doors, and more."""
+    from tests import test_foreign_metadata as decoder
+
+    add_all(".metadata runs code", h.foreign, decoder.EXECUTES, h.REFUSED)
+    add_all(".metadata is damaged", h.foreign, decoder.DAMAGED, h.REFUSED)
+    canary = p.call(h.THIS, "fire", p.text("x"))
+    metadata = p.name(p.METADATA, "Metadata")
+    slots = p.tupled(p.NONE, p.mapped({p.text("__class__"): metadata}))
+    add_all(".metadata runs code", h.foreign, {
+        "STACK_GLOBAL with a dotted name": p.whole(p.name(p.METADATA, "Metadata.__init__.__globals__")),
+        "STACK_GLOBAL with a dotted module": p.whole(p.name("os.path", "os.system")),
+        "STACK_GLOBAL of a number": p.whole(p.number(1) + p.text("x") + b"\x93"),
+        "STACK_GLOBAL from the memo": p.whole(p.text("os") + b"\x94" + p.text("system") + b"\x94h\0h\1\x93"),
+        "INST": b"\x80\x02(ctests.support.hostile\nfire\no.",
+        "INST of an allowed class": b"\x80\x02(i" + p.METADATA.encode() + b"\nMetadata\n.",
+        "OBJ of an allowed class": p.whole(b"(" + metadata + b"o"),
+        "NEWOBJ_EX of an allowed class": p.whole(metadata + b")}\x92"),
+        "EXT1": p.whole(b"\x82\xf0"),
+        "persistent id of the canary": p.whole(canary + b"Q"),
+        "BUILD with __setstate__": p.whole(p.made(p.METADATA, "Metadata", __setstate__=canary)),
+        "BUILD with __reduce__": p.metadata(__reduce_ex__=canary),
+        "builtins.type": p.whole(p.call("builtins", "type", p.text("X"), p.EMPTY_TUPLE, p.mapped({}))),
+        "builtins.vars": p.whole(p.call("builtins", "vars", metadata)),
+        "operator.attrgetter": p.whole(p.call("operator", "attrgetter", p.text("__class__"))),
+        "types.FunctionType": p.whole(p.name("types", "FunctionType")),
+        "torch.jit.load": p.whole(p.call("torch.jit", "load", p.text("x"))),
+        "torch._dynamo": p.whole(p.name("torch._dynamo", "config")),
+        "numpy": p.whole(p.call("numpy.core.multiarray", "_reconstruct", p.NONE)),
+        "pickle.loads": p.whole(p.call("pickle", "loads", p.text("x"))),
+        "pty.spawn": p.whole(p.call("pty", "spawn", p.text("x"))),
+        "unicode look-alike of torch": p.whole(p.name("t\u043erch", "Size")),
+        "NUL in a global's name": p.whole(p.name("torch\0", "Size")),
+        "newline in a global's name": p.whole(p.name("torch\nos", "system")),
+    }, h.REFUSED)  # fmt: skip
+    add_all(".metadata changes classes", h.foreign, {
+        "slots state with __class__": p.whole(metadata + p.EMPTY_TUPLE + p.NEWOBJ + slots + p.BUILD),
+        "__class__ of the class": p.whole(metadata + p.mapped({p.text("__class__"): p.NONE}) + p.BUILD),
+        "__dict__ of the class": p.whole(metadata + p.mapped({p.text("__dict__"): p.mapped({})}) + p.BUILD),
+        "__setstate__ of the class": p.whole(metadata + p.mapped({p.text("__setstate__"): metadata}) + p.BUILD),
+        "__new__ of torch.Size": p.whole(p.name("torch", "Size") + p.mapped({p.text("__new__"): p.NONE}) + p.BUILD),
+        "slots of the class": p.whole(metadata + slots + p.BUILD),
+        "OrderedDict": p.whole(p.name("collections", "OrderedDict") + p.mapped({p.text("get"): p.NONE}) + p.BUILD),
+        "an OrderedDict's state": p.whole(p.call("collections", "OrderedDict") + p.mapped({p.text("x"): p.NONE}) + p.BUILD),
+        "a dtype": p.whole(p.name("torch", "float32") + p.tupled(p.NONE, p.mapped({p.text("itemsize"): p.number(1)})) + p.BUILD),
+        "PosixPath": p.whole(p.name("pathlib", "PosixPath") + p.mapped({p.text("__new__"): p.NONE}) + p.BUILD),
+    }, h.REFUSED)  # fmt: skip
+    add_all(".metadata takes memory", h.foreign, {
+        "LONG4 of 2 GiB": p.whole(b"\x8b\xff\xff\xff\x7f" + b"1" * 50),
+        "LONG1 cut off": p.whole(b"\x8a\xff1"),
+        "BINUNICODE8 of 2**62": p.whole(b"\x8d" + HUGE8 + b"x"),
+        "BINUNICODE8 of 2**64 - 1": p.whole(b"\x8d" + b"\xff" * 8),
+        "BYTEARRAY8 of 2**62": p.whole(b"\x96" + HUGE8 + b"x", 5),
+        "BINBYTES8 of 2**62": p.whole(b"\x8e" + HUGE8 + b"x"),
+        "FRAME of 2**62": b"\x80\x04\x95" + HUGE8 + b"N.",
+        "FRAME of 2**64 - 1": b"\x80\x04\x95" + b"\xff" * 8 + b"N.",
+        "memo number 2**32 - 1": p.whole(b"Nr\xff\xff\xff\xff"),
+        "memo number 2**32 - 1, got": p.whole(b"Nr\xff\xff\xff\xffj\xff\xff\xff\xff"),
+        "BINGET of what was not put": p.whole(b"h\xff"),
+        "PUT as text": p.whole(b"Np99999999999999999999\n"),
+        "GET as text": p.whole(b"g99999999999999999999\n"),
+        "DUP bomb": p.whole(b"]" + b"2" * 50_000),
+        "tuple of tuples of tuples": p.whole(b"N" + b"".join(b"q\0h\0h\0\x87" for _ in range(2_000))),
+        "billion laughs of lists": p.whole(b"]q\0" + b"".join(b"](" + b"h\0" * 10 + b"eq\0" for _ in range(500))),
+        "billion laughs as modules": p.metadata(meta=p.made(p.METADATA, "StorageMeta", modules=(
+            b"](" + p.text("m") + b"q\0" + b"h\0" * 10 + b"eq\0"
+            + b"".join(b"](" + b"h\0" * 10 + b"eq\0" for _ in range(20))))),
+        "100,000 empty lists": p.whole(b"]" * 100_000),
+        "100,000 marks": p.whole(b"(" * 100_000),
+        "100,000 nested lists": p.whole(b"]" * 100_000 + b"a" * 99_999),
+        "100,000 nested dictionaries": p.whole(b"}" + b"N}" * 50_000 + b"s" * 50_000),
+        "100,000 nested calls": p.whole(b"".join([p.name("torch", "Size"), b"q\0", b"h\0" * 50_000, b")", b"R\x85" * 50_000])),
+        "100,000 times one string": p.metadata(mcore_data=h.nested(b"](" + p.text("x" * 50_000) + b"q\0", 1) + b"h\0" * 100_000 + b"e", version=p.number(3)),
+        "text INT of 5000 digits": p.whole(b"I" + b"9" * 5_000 + b"\n"),
+        "text LONG of 5000 digits": p.whole(b"L" + b"9" * 5_000 + b"L\n"),
+        "shape of 10,000 dimensions": p.metadata(p.mapped({p.text("w"): p.tensor(shape=p.size(*[1] * 10_000))})),
+        "shape that multiplies to 2**64": p.metadata(p.mapped({p.text("w"): p.tensor(shape=p.size(1 << 32, 1 << 32))})),
+        "shape of 2**62 elements of 4 bytes": p.metadata(p.mapped({p.text("w"): p.tensor(shape=p.size(1 << 62, 1))})),
+        "shape hidden behind a 0": p.metadata(p.mapped({p.text("w"): p.tensor(shape=p.size(0, 1 << 63))})),
+        "length of 2**62": p.metadata(storage=p.mapped({p.index(): p.info(length=h.long_number(BIG))})),
+        "length of 2**42": p.metadata(storage=p.mapped({p.index(): p.info(length=h.long_number(1 << 42))})),
+        "value of 2**62 bytes": p.metadata(
+            p.mapped({p.text("step"): p.made(p.METADATA, "BytesStorageMetadata")}),
+            p.mapped({p.index(p.text("step"), p.NONE): p.info(length=h.long_number(BIG))})),
+        "2000 values of 60 GiB": p.metadata(
+            p.mapped({p.text(f"v{n}"): p.made(p.METADATA, "BytesStorageMetadata") for n in range(2_000)}),
+            p.mapped({p.index(p.text(f"v{n}"), p.NONE): p.info(length=h.long_number(60 << 30)) for n in range(2_000)})),
+        "value of 32 GiB in a small object": p.metadata(
+            p.mapped({p.text("step"): p.made(p.METADATA, "BytesStorageMetadata")}),
+            p.mapped({p.index(p.text("step"), p.NONE): p.info(length=h.long_number(32 << 30))})),
+        "tensor of 64 TiB without chunks": p.metadata(p.mapped({p.text("w"): p.tensor(shape=p.size(1 << 44, 1), chunks=p.listed())})),
+        "tensor of 64 TiB in one chunk": p.metadata(
+            p.mapped({p.text("w"): p.tensor(shape=p.size(1 << 44, 1), chunks=p.listed(p.chunk(sizes=p.size(1 << 44, 1))))}),
+            p.mapped({p.index(): p.info(length=h.long_number(1 << 46))})),
+    }, h.REFUSED)  # fmt: skip
+    paths = {
+        "up": "../x", "up and down": "a/../../x", "absolute": "/etc/passwd", "two slashes": "//host/x",
+        "scheme": "s3://other/x", "http": "http://169.254.169.254/latest", "file": "file:///etc/passwd",
+        "drive": "C:/x", "UNC": "\\\\host\\x", "backslash": "a\\..\\x", "NUL": "a\0b", "newline": "a\nb",
+        "DEL": "a\x7f", "surrogate": "a\udcff", "long": "x" * 1025, "dot": ".", "dots": "..",
+        "ends in a slash": "a/", "inner empty": "a//b", "empty": "", "inner dot": "a/./b",
+    }  # fmt: skip
+    add_all(".metadata leaves the checkpoint", lambda path: h.foreign(
+        p.metadata(storage=p.mapped({p.index(): p.info(p.text(path))}))), paths, h.REFUSED)  # fmt: skip
+    odd = {
+        "full-width dots": "\uff0e\uff0e/x", "fraction slash": "..\u2044x", "right-to-left": "\u202ex",
+        "percent-encoded": "%2e%2e/x", "encoded slash": "..%2fx", "question mark": "x?y=z", "tilde": "~/x",
+        "variable": "$HOME/x", "glob": "*",
+    }  # fmt: skip
+    # Keys like others, of objects that are not there.
+    add_all(".metadata names odd keys", lambda path: h.foreign(
+        p.metadata(storage=p.mapped({p.index(): p.info(p.text(path))}))), odd, h.CORRUPT)  # fmt: skip
+    add_all(".metadata has impossible ranges", h.foreign_tensor_info, {
+        "negative offset": {"offset": p.number(-1)},
+        "negative length": {"length": p.number(-1)},
+        "offset 2**63": {"offset": h.long_number(1 << 63)},
+        "offset + length over 2**63": {"offset": h.long_number((1 << 63) - 1), "length": p.number(24)},
+        "beyond the object": {"offset": p.number(1 << 20)},
+        "float offset": {"offset": b"G\x7f\xf0\0\0\0\0\0\0"},
+        "bool length": {"length": p.TRUE},
+        "text length": {"length": p.text("1")},
+        "empty": {"length": p.number(0)},
+    }, h.REFUSED)  # fmt: skip
+
+
+# --- index ---------------------------------------------------------------------------------------
+
+
+def set_at(*path: Any, value: Any) -> Any:
+    def edit(plain: list[Any]) -> None:
+        place: Any = plain
+        for step in path[:-1]:
+            place = place[step]
+        place[path[-1]] = value
+
+    return lambda: edit
+
+
+def add_index() -> None:
+    chunks = ix.Chunk((0, 0), (2, 3), h.item(0, h.PAYLOAD))
+    add_all("index leaves the checkpoint", h.with_key, {
+        "up": "../x", "inner": "a/../../x", "absolute": "/etc/passwd", "host": "//host/x",
+        "s3": "s3://other/x", "http": "http://169.254.169.254/", "file": "file:///etc/passwd",
+        "gs": "GS://other/x", "NUL": "a\0b", "newline": "a\nb", "backslash": "..\\x", "empty": "",
+        "dot": ".", "dots": "..", "slash at the end": "a/", "long": "x" * 1025,
+        "long in UTF-8": "\u00fc" * 513, "DEL": "a\x7f",
+    })  # fmt: skip
+    add_all("index has impossible ranges", lambda changes: h.with_item(**changes), {
+        "negative offset": {"offset": -1},
+        "negative length": {"length": -1},
+        "negative payload offset": {"payload_offset": -1},
+        "negative payload length": {"payload_length": -24},
+        "offset 2**63 - 1": {"offset": 2**63 - 1},
+        "offset + length over 2**63": {"offset": 2**63 - 1, "length": 2**63 - 1},
+        "payload end over 2**64": {"payload_offset": 2**63, "payload_length": 2**63},
+        "item longer than its object": {"length": 1 << 40},
+        "payload longer than its item": {"length": 23},
+        "payload before its item": {"offset": 1, "length": 30},
+        "object -1": {"object_number": -1},
+        "object 1": {"object_number": 1},
+        "object 2**63": {"object_number": 2**63},
+        "no digest": {"digests": b""},
+        "short digest": {"digests": b"x" * 15},
+        "a million digests": {"digests": b"x" * 16_000_000},
+        "wrong digest": {"digests": b"x" * 16},
+    })  # fmt: skip
+    add_all("index has impossible shapes", lambda changes: h.with_tensor(**changes), {
+        "negative": {"shape": (-2, -3)},
+        "2**63": {"shape": (2**63, 1)},
+        "2**32 x 2**32": {"shape": (2**32, 2**32)},
+        "2**62 float32": {"shape": (2**62,), "chunks": ()},
+        "overflow behind a 0": {"shape": (0, 2**62, 2**62), "chunks": ()},
+        "100 dimensions": {"shape": (1,) * 100, "chunks": ()},
+        "64 TiB without chunks": {"shape": (2**44, 1), "chunks": ()},
+        "without chunks": {"chunks": ()},
+        "chunk twice": {"chunks": (chunks, chunks)},
+        "chunks overlap": {"shape": (3, 3), "chunks": (chunks, ix.Chunk((1, 0), (2, 3), chunks.item))},
+        "chunk of too few": {"shape": (4, 3)},
+        "other dimensions": {"shape": (6,)},
+        "dtype None": {"dtype": "None"},
+        "dtype nn": {"dtype": "nn"},
+        "dtype load": {"dtype": "load"},
+        "dtype with a dot": {"dtype": "float32.__class__"},
+        "dtype of other size": {"dtype": "float64"},
+        "dtype without memory": {"dtype": "quint4x2"},
+        "layout load": {"layout": "load"},
+        "layout sparse_coo": {"layout": "float32"},
+        "memory format load": {"memory_format": "load"},
+    }, h.REFUSED)  # fmt: skip
+    add_all("index has impossible shapes", lambda changes: h.with_chunk(**changes), {
+        "chunk outside": {"offsets": (1, 0)},
+        "chunk at -1": {"offsets": (-1, 0)},
+        "chunk of -2 x -3": {"sizes": (-2, -3)},
+        "chunk that overflows": {"offsets": (2**63 - 1, 0), "sizes": (2**63 - 1, 3)},
+        "chunk of 70 dimensions": {"offsets": (0,) * 70, "sizes": (1,) * 70},
+        "raw payload said to be pickled": {"pickled": True},
+    }, h.REFUSED)  # fmt: skip
+    add_all("index has impossible objects", lambda changes: h.with_object(**changes), {
+        "negative size": {"size_bytes": -1},
+        "size 2**64 - 1": {"size_bytes": 2**64 - 1},
+        "short framing digest": {"framing_digest": b""},
+        "long framing digest": {"framing_digest": b"x" * 1_000_000},
+    })  # fmt: skip
+    body = ix.encode(h.index_of(h.DATA))
+    head = b"\x96\x01"
+    add_all("index is no msgpack", h.ours, {
+        "empty": b"",
+        "nil": b"\xc0",
+        "text": b"<html>",
+        "pickle": b"\x80\x04N.",
+        "array of 2**32 - 1": b"\xdd\xff\xff\xff\xff",
+        "objects: array of 2**32 - 1": head + b"\xdd\xff\xff\xff\xff",
+        "objects: nested arrays of 65535": head + b"\xdc\xff\xff" * 10_000,
+        "tensors: map of 2**32 - 1": head + b"\x90\xdf\xff\xff\xff\xff",
+        "key of 4 GiB": head + b"\x90\x81\xdb\xff\xff\xff\xff",
+        "shape: array of 2**31": head + b"\x90\x81\xa1w\x97\xdd\x80\0\0\0",
+        "digests of 4 GiB": head + b"\x91\x94\xa1a\1\xc0\xc6\xff\xff\xff\xff",
+        "nested arrays": b"\x91" * 100_000,
+        "nested maps": b"\x81\xa1a" * 100_000,
+        "nested as an unknown field": b"\x97" + body[1:] + b"\x91" * 100_000 + b"\x90",
+        "newer format, nested": b"\x92\x02" + b"\x91" * 100_000,
+        "newer format, array of 2**32 - 1": b"\x92\x02\xdd\xff\xff\xff\xff",
+        "extension": head + b"\xc9\xff\xff\xff\xff\1",
+        "timestamp": head + b"\xd7\xff" + b"\xff" * 8,
+        "reserved byte": b"\xc1",
+        "half": body[: len(body) // 2],
+        "trailing": body + b"\xc0",
+        "twice": body * 2,
+        "no UTF-8": body.replace(DATA_KEY, b"\xff" * len(DATA_KEY)),
+        "key no UTF-8": body.replace(b"\x81\xa4step", b"\x81\xa4\xff\xfe\xfd\xfc"),
+    }, (*h.CORRUPT, *h.UNSUPPORTED))  # fmt: skip
+    add_all("index has other types", h.with_raw, {
+        "format 0": set_at(0, value=0),
+        "format 2": set_at(0, value=2),
+        "format 2**63": set_at(0, value=2**63),
+        "format -1": set_at(0, value=-1),
+        "format 1.0": set_at(0, value=1.5),
+        "format true": set_at(0, value=True),
+        "objects a map": set_at(1, value={}),
+        "key bytes": set_at(1, 0, 0, value=b"x"),
+        "size NaN": set_at(1, 0, 1, value=float("nan")),
+        "size 1e308": set_at(1, 0, 1, value=1e308),
+        "tensor a number": set_at(2, "w", value=1),
+        "shape of floats": set_at(2, "w", 0, value=[2.5, 3.0]),
+        "dtype a number": set_at(2, "w", 1, value=1),
+        "chunks null": set_at(2, "w", 6, value=None),
+        "number as key": set_at(2, 5, value=[]),
+        "value and tensor": set_at(3, "w", value=[0, 24, 1, 24, 1, b"x" * 16]),
+        "flatten mapping of maps": set_at(4, "w", value=[{}]),
+        "checkpoint_id a number": set_at(5, value=[1, None, []]),
+    }, (*h.CORRUPT, *h.UNSUPPORTED))  # fmt: skip
+
+
+DATA_KEY = h.DATA_KEY.encode()
+
+# --- marker --------------------------------------------------------------------------------------
+
+
+def add_marker() -> None:
+    good = h.ours()["_COMMIT"]
+    add_all("marker is no JSON", h.with_marker_body, {
+        "empty": b"", "null": b"null", "number": b"1", "text": b"<html>", "NUL": b"\0" * 100,
+        "half": good[: len(good) // 2], "twice": good * 2, "trailing": good + b" ",
+        "BOM": b"\xef\xbb\xbf" + good, "UTF-16": good.decode().encode("utf-16"),
+        "digest of zeros": good[:-66] + b"0" * 64 + b'"}', "no digest": good[: good.rindex(b",")] + b"}",
+        "too large": good + b" " * 70_000,
+        "nested arrays": b'{"format":1,"x":' + b"[" * 50_000,
+        "nested objects": b'{"format":1,"x":' + b'{"a":' * 10_000,
+        "huge exponent as format": b'{"format":1e999999999}',
+        "huge number as format": b'{"format":' + b"9" * 5_000 + b"}",
+        "no UTF-8": b'{"format":1,"state":"\xff\xfe"}',
+        "newer format": b'{"format":2}', "format 2**62": b'{"format":4611686018427387904}',
+    }, (*h.CORRUPT, *h.UNSUPPORTED))  # fmt: skip
+    ref = {"key": h.INDEX_KEY, "size_bytes": 10, "sha256": "ab" * 32}
+    fields: dict[str, tuple[str, object]] = {
+        "state unknown": ("state", "maybe"), "state null": ("state", None),
+        "commit_id of traversal": ("commit_id", "../../x"), "commit_id upper": ("commit_id", "C" * 32),
+        "write_id long": ("write_id", "d" * 33), "generation 0": ("generation", 0),
+        "generation 2**63": ("generation", 2**63), "generation 1e400": ("generation", 1e300),
+        "log of 1000": ("log", ["a" * 32] * 1_000), "log of text": ("log", "a" * 32),
+        "world size -1": ("world_size", -1), "world size 2**64": ("world_size", 2**64),
+        "no time zone": ("created_at", "2026-01-02T00:00:00"), "year 99999": ("created_at", "99999-01-01T00:00:00Z"),
+        "month 13": ("created_at", "2026-13-01T00:00:00Z"), "counts negative": ("counts", {"tensors": -1}),
+        "counts 2**70": ("counts", {"total_bytes": 2**70}), "pins of 1000": ("pins", ["x"] * 1_000),
+        "pin empty": ("pins", [""]), "metadata a list": ("user_metadata", [1]),
+        "no index": ("index", None),
+        "index of 2**40 bytes": ("index", {**ref, "size_bytes": 2**40}),
+        "index of -1 bytes": ("index", {**ref, "size_bytes": -1}),
+        "index of 2 GiB": ("index", {**ref, "size_bytes": 2**31}),
+        "index of other digest": ("index", ref),
+        "index digest short": ("index", {**ref, "sha256": "ab"}),
+        "index that is missing": ("index", {**ref, "key": "index.ffffffffffffffff.msgpack"}),
+        "index is the marker": ("index", {**ref, "key": "_COMMIT"}),
+        "deleted, and an index": ("state", "deleted"),
+    }  # fmt: skip
+    add_all("marker has impossible fields", lambda pair: h.with_field(*pair), fields,
+            (*h.CORRUPT, *h.UNSUPPORTED, "CheckpointNotFoundError"))  # fmt: skip
+    keys = ("../index", "/etc/passwd", "//host/index", "s3://other/index", "http://host/index",
+            "file:///etc/passwd", "a\0b", "a\\b", "", ".", "x" * 1_025, "a//b", "a/", "\ud800")  # fmt: skip
+    add_all("marker leaves the checkpoint", lambda key: h.with_field("index", {**ref, "key": key}),
+            {ascii(key)[:40]: key for key in keys})  # fmt: skip
+    add_all("marker is ambiguous", h.with_marker_json, {
+        "state twice": lambda: lambda body: body[:-1] + b',"state":"maybe"}',
+        "index twice": lambda: lambda body: body[:-1] + b',"index":{"key":"../x","size_bytes":1,"sha256":"' + b"ab" * 32 + b'"}}',
+        "format twice": lambda: lambda body: body[:-1] + b',"format":2}',
+        "NaN": lambda: lambda body: body[:-1] + b',"world_size":NaN}',
+        "Infinity": lambda: lambda body: body[:-1] + b',"world_size":Infinity}',
+        "world size 1e1000000": lambda: lambda body: body[:-1] + b',"world_size":1e1000000}',
+        "lone surrogate": lambda: lambda body: body[:-1] + b',"commit_id":"\\ud800"}',
+    }, (*h.CORRUPT, *h.UNSUPPORTED))  # fmt: skip
+
+
+# --- values and blobs ----------------------------------------------------------------------------
+
+
+def add_values() -> None:
+    long = h.long_number
+    runs: dict[str, Any] = {
+        "os.system": lambda: h.saved(h.Reducer(os.system, "touch canary")),
+        "canary": lambda: h.saved(h.Reducer(h.fire, 1)),
+        "canary in a tensor's attributes": lambda: h.saved({"a": [h.Reducer(h.fire, 1)]}),
+        "canary in old format": lambda: h.saved(h.Reducer(h.fire, 1), _use_new_zipfile_serialization=False),
+        "canary as a bare pickle": lambda: h.pickled(h.Reducer(h.fire, 1)),
+        "canary in protocol 4": lambda: h.saved(h.Reducer(h.fire, 1), pickle_protocol=4),
+        "setattr of a class": lambda: h.saved(h.Reducer(setattr, collections.OrderedDict, "x", 1)),
+        "setattr of torch": lambda: h.saved(h.Reducer(setattr, torch.Tensor, "x", 1)),
+        "BUILD on a class": lambda: h.v2(b"ccollections\nOrderedDict\n" + p.mapped({p.text("get"): p.NONE}) + b"b"),
+        "BUILD of slots on a class": lambda: h.v2(b"ctorch\nSize\n" + p.tupled(p.NONE, p.mapped({p.text("x"): p.NONE})) + b"b"),
+        "BUILD on torch.Tensor": lambda: h.v2(b"ctorch\nTensor\n" + p.mapped({p.text("x"): p.NONE}) + b"b"),
+        "dotted global": lambda: h.v2(b"ctorch\n_utils.os.system\n"),
+        "INST": lambda: h.v2(b"(ios\nsystem\n"),
+        "EXT": lambda: h.v2(b"\x82\1"),
+        "persistent id of code": lambda: h.v2(p.tupled(p.text("module"), p.text("x")) + b"Q"),
+        "add_safe_globals": lambda: h.saved(h.Reducer(torch.serialization.add_safe_globals, [h.fire])),
+        "copyreg": lambda: h.v2(h.called("copyreg.pickle", p.NONE, p.NONE)),
+        "by the old name of a module": lambda: h.v2(h.called("exceptions.eval", p.text("1"))),
+        "codec that is a module": lambda: h.v2(h.called("_codecs.encode", p.text("x"), p.text("bz2"))),
+        "torch.load": lambda: h.v2(h.called("torch.load", p.text("x"))),
+        "TorchScript": lambda: h.archive(h.pickled(1), {"constants.pkl": h.pickled(()), "code/x.py": b"fire()"}),
+        "protocol changed on the way": lambda: h.archive(b"\x80\x02\x80\x05\x8c\x01xN."),
+    }  # fmt: skip
+    takes: dict[str, Any] = {
+        "bytearray(2**33)": lambda: h.v2(h.called("builtins.bytearray", long(1 << 33))),
+        "bytearray by its old name": lambda: h.v2(h.called("__builtin__.bytearray", long(1 << 33))),
+        "bytearray by a module's old name": lambda: h.v2(h.called("exceptions.bytearray", long(1 << 33))),
+        "bytearray(*torch.Size)": lambda: h.v2(b"cbuiltins\nbytearray\n" + h.called("torch.Size", p.tupled(long(1 << 33))) + b"R"),
+        "bytearray twice": lambda: h.v2(p.listed(*[h.called("builtins.bytearray", long(1 << 31))] * 4)),
+        "torch.Tensor(2**33)": lambda: h.v2(h.called("torch.Tensor", long(1 << 33))),
+        "torch.FloatTensor(2**33)": lambda: h.v2(h.called("torch.FloatTensor", long(1 << 33))),
+        "new torch.Tensor(2**33)": lambda: h.v2(b"ctorch\nTensor\n" + p.tupled(long(1 << 33)) + b"\x81"),
+        "UntypedStorage(2**33)": lambda: h.v2(h.called("torch.storage.UntypedStorage", long(1 << 33))),
+        "a Tensor through _rebuild_from_type_v2": lambda: h.v2(h.called(
+            "torch._tensor._rebuild_from_type_v2", b"ctorch\nTensor\n", b"ctorch\nTensor\n", p.tupled(long(1 << 33)), p.NONE)),
+        "storage says 2**40": lambda: h.archive(h.PICKLE_OF_4.replace(b"K\4t", long(1 << 40) + b"t"), {"data/0": bytes(16)}),
+        "storage says -4": lambda: h.archive(h.PICKLE_OF_4.replace(b"K\4t", p.number(-4) + b"t"), {"data/0": bytes(16)}),
+        "storage is missing": lambda: h.archive(h.PICKLE_OF_4),
+        "shape of 2**40": lambda: h.archive(h.PICKLE_OF_4.replace(b"K\4\x85", long(1 << 40) + b"\x85"), {"data/0": bytes(16)}),
+        "negative stride": lambda: h.archive(h.PICKLE_OF_4.replace(b"K\1\x85", p.number(-1) + b"\x85"), {"data/0": bytes(16)}),
+        "storage offset 2**62": lambda: h.archive(h.PICKLE_OF_4.replace(b"QK\0", b"Q" + long(BIG)), {"data/0": bytes(16)}),
+        "qtensor of 2**40": lambda: h.archive(
+            b"\x80\x02" + h.called("torch._utils._rebuild_qtensor", p.tupled(p.text("storage"), b"ctorch\nQInt8Storage\n", p.text("0"), p.text("cpu"), b"K\x10") + b"Q",
+            b"K\0", p.tupled(long(1 << 33)), p.tupled(b"K\1"), p.tupled(b"ctorch\nper_tensor_affine\n", b"G" + bytes(8), b"K\0"), p.FALSE, p.NONE) + b".", {"data/0": bytes(16)}),
+        "tuples as a key, a million deep": lambda: h.v2(b"})" + b"\x85" * 1_000_000 + b"Ns"),
+        "tuples in a set, a million deep": lambda: h.v2(b"cbuiltins\nset\n](" + b")" + b"\x85" * 1_000_000 + b"e\x85R"),
+        "sizes as a key, 100,000 deep": lambda: h.v2(b"}ctorch\nSize\nq\0" + b"h\0" * 100_000 + b")" + b"\x85R" * 100_000 + b"Ns"),
+        "marks, a million": lambda: h.v2(b"(" * 1_000_000),
+        "equal hashes as keys": lambda: h.v2(p.mapped({p.number(k * (2**61 - 1)): p.NONE for k in range(1, 3_000)})),
+        "string of 4 GiB": lambda: h.v2(b"X\xff\xff\xff\xff"),
+        "codec of quadratic time": lambda: h.v2(h.called("_codecs.encode", p.text("\u00fc" * 200_000), p.text("punycode"))),
+        "packed, 128 MiB": lambda: h.bomb(1 << 27),
+        "packed pickle": lambda: h.packed_text(1 << 27),
+        "two directories": lambda: h.two_directories(1 << 27),
+        "one record under many names": lambda: h.overlapping(5_000),
+        "record says 3 GiB": lambda: h.claims(h.archive(b"\x80\x02K\7.", {"data/0": b"x" * 99}, packed=True), b"archive/data/0", 3 << 30),
+    }  # fmt: skip
+    good = h.saved(torch.zeros(2, 3))
+    damaged: dict[str, Any] = {
+        "empty": b"", "only the start": b"PK\3\4", "half": good[: len(good) // 2], "trailing": good + b"x",
+        "comment": lambda: good[:-2] + b"\1\0x", "front": b"PK\3\4" + good, "zeros": bytes(100),
+        "two of one name": lambda: h.archive(b"\x80\x02K\7.", {"data.pkl": b"\x80\x02K\x08."}),
+        "two but for case": lambda: h.archive(b"\x80\x02K\7.", {"DATA.pkl": b"\x80\x02K\x08."}),
+        "no data.pkl": lambda: h.archive(b"\x80\x02K\7.").replace(b"data.pkl", b"dato.pkl"),
+        "record names upwards": lambda: h.archive(b"\x80\x02K\7.").replace(b"archive/data.pkl", b"../../../etc/pwd"),
+        "local header gone": lambda: b"PK\3\4" + bytes(26) + good[30:],
+        "encrypted": lambda: h.archive(b"\x80\x02K\7.").replace(b"PK\1\2\x14\3\x14\0\0\0", b"PK\1\2\x14\3\x14\0\1\0"),
+        "empty pickle": lambda: h.archive(b""), "STOP alone": lambda: h.archive(b"\x80\x02."),
+        "memo that was not put": lambda: h.v2(b"h\x07"), "cut off pickle": lambda: h.archive(b"\x80\x02K"),
+    }  # fmt: skip
+    for what, wrap in (("our value", h.our_value), ("our tensor blob", h.our_blob),
+                       ("foreign value", h.foreign_value), ("foreign tensor", h.foreign_tensor)):  # fmt: skip
+        add_all(f"{what} runs code", wrap, runs, h.REFUSED)
+        add_all(f"{what} takes memory", wrap, takes, h.REFUSED)
+        add_all(f"{what} is damaged", wrap, damaged, h.REFUSED)
+    add("our value is odd", "directory of 2**32 - 1, as the zip64 one counts",
+        lambda: h.our_value(good[:-10] + b"\xff" * 8 + b"\0\0"), h.HARMLESS)  # fmt: skip
+    deep = b"]" * 200_000 + b"a" * 199_999
+    add("our value is odd", "lists, 200,000 deep", lambda: h.our_value(h.v2(deep)), h.HARMLESS)
+    add("our value is odd", "a list that is in itself",
+        lambda: h.our_value(h.v2(b"]q\0h\0a")), h.HARMLESS)  # fmt: skip
+    add("our tensor blob is odd", "a value where a tensor should be",
+        lambda: h.our_blob(h.saved(7)), h.CORRUPT)  # fmt: skip
+    add("our tensor blob is odd", "another shape",
+        lambda: h.our_blob(h.saved(torch.zeros(3, 2))), h.CORRUPT)  # fmt: skip
+    add("foreign tensor is odd", "another shape",
+        lambda: h.foreign_tensor(h.saved(torch.zeros(1))), h.CORRUPT)  # fmt: skip
+
+
+def add_zstd() -> None:
+    good = h.saved(torch.zeros(2, 3))
+    add_all("zstd", h.zstd, {
+        "bomb": lambda: h.frame(bytes(1 << 25)),
+        "bomb in many frames": lambda: h.frame(bytes(1 << 22), repeat=500),
+        "window of 1 GiB": lambda: h.frame(bytes(1 << 20), window_log=30),
+        "content size of 2**62": b"\x28\xb5\x2f\xfd\xe0" + HUGE8 + b"\1\0\0",
+        "window descriptor of 2 TiB": b"\x28\xb5\x2f\xfd\x00\xff" + b"\1\0\0",
+        "block of 2 MiB of one byte": b"\x28\xb5\x2f\xfd\x00\x58" + b"\xfb\xff\xff\0",
+        "skippable of 4 GiB": b"\x50\x2a\x4d\x18\xff\xff\xff\xff",
+        "dictionary": b"\x28\xb5\x2f\xfd\x03\x58\xff\xff\xff\xff\1\0\0",
+        "cut off": lambda: h.frame(good)[:-20],
+        "no frame": good,
+        "empty": b"",
+        "packed archive inside": lambda: h.frame(h.bomb(1 << 27)),
+        "bytearray inside": lambda: h.frame(h.v2(h.called("builtins.bytearray", h.long_number(1 << 33)))),
+    }, h.REFUSED)  # fmt: skip
+    names = {"unknown": "stream.evil/1", "other version": "stream.zstd/9", "path": "../../x", "code": "os.system",
+             "empty": "", "long": "x" * 10_000}  # fmt: skip
+    add_all("zstd by another name", lambda name: h.foreign_tensor(
+        good, transform_descriptors=p.listed(p.text(name))), names, h.REFUSED)  # fmt: skip
+    many = p.listed(*[p.text("stream.zstd/1")] * 1_000)
+    add("zstd by another name", "a thousand times",
+        lambda: h.foreign_tensor(good, transform_descriptors=many), h.REFUSED)  # fmt: skip
+
+
+add_metadata()
+add_index()
+add_marker()
+add_values()
+add_zstd()
+
+# Valid ones, by which a worker makes what is made once in a process.
+add("valid", "foreign value", lambda: h.foreign_value(h.saved(7)), h.HARMLESS)
+add("valid", "zstd", lambda: h.zstd(h.frame(h.saved(torch.zeros(2, 3)))), h.HARMLESS)
+add("valid", "tensor blob", lambda: h.our_blob(h.saved(torch.zeros(2, 3))), h.HARMLESS)
+add("valid", "ours", h.ours, h.HARMLESS)
+add("valid", "foreign", lambda: h.foreign_tensor(h.saved(torch.zeros(2, 3))), h.HARMLESS)
