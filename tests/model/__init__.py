@@ -1,9 +1,13 @@
 """An explicit-state model of the commit rules, and what explores all that can happen in it.
 
-Read in this order: `world` (the store and the network), `writers`, `removers` and `readers` (the
-actors, whose steps carry the numbers of the rules at the top of `checkpoint/commit.py`),
-`invariants` (what must never be), `checker` (the search) and `configs` (what is searched, and the
-mutants: protocols with one rule weakened). `epoch` is a second, separate model.
+Read in this order: `world` (the store and the network), `actors` (requests, rules 5 and 6),
+`writers`, `removers`, `sweepers` and `readers` (whose steps carry the numbers of the rules at the
+top of `checkpoint/commit.py`), `invariants` (what must never be), `checker` (the search) and
+`configs` (what is searched, and the mutants: protocols with one rule weakened). `stage` and `paths`
+hold the code against the model. `epoch` is a second, separate model.
+
+What is left out: uploads of parts, pins, digests, unfenced stores (rule 11), and a log that is too
+short (it holds 16 commits: who is away longer than that is told `lost` of a commit that took effect).
 
     python -m tests.model                    every configuration: states, seconds, verdict
     python -m tests.model --quick            the smaller ones that the tests run

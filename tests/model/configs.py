@@ -147,6 +147,39 @@ CONFIGS = [
         quick=False,
     ),
     Config(
+        "overwrite with faults, deleter, sweeper, reader",
+        COMMITTED,
+        lambda weak: [
+            *_writers(weak, 1),
+            Deleter(tries=0, weak=weak),
+            Sweeper(tries=0, weak=weak),
+            Reader("reader"),
+        ],
+        quick=False,
+    ),
+    Config(
+        "overwrite, deleter with faults, sweeper, reader",
+        COMMITTED,
+        lambda weak: [
+            *_writers(weak, 0),
+            Deleter(faults=1, weak=weak),
+            Sweeper(weak=weak),
+            Reader("reader"),
+        ],
+        quick=False,
+    ),
+    Config(
+        "overwrite, deleter, sweeper with faults, reader",
+        COMMITTED,
+        lambda weak: [
+            *_writers(weak, 0),
+            Deleter(weak=weak),
+            Sweeper(faults=1, weak=weak),
+            Reader("reader"),
+        ],
+        quick=False,
+    ),
+    Config(
         "two overwrite, sweeper, reader",
         COMMITTED,
         lambda weak: [*_writers(weak, 1, 0), Sweeper(weak=weak), Reader("reader")],

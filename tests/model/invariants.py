@@ -22,7 +22,12 @@ def what_is_wrong(store: Store) -> str | None:
 
 
 def what_is_wrong_at_rest(store: Store) -> str | None:
-    """The same where every actor has come to its end and nothing more happens."""
+    """The same where every actor has come to its end, and none has given up.
+
+    A process that dies after its commit leaves `.metadata` as it was, and so does one whose PUT of
+    `.metadata` is held up by the network until a deletion has removed what it was conditioned on
+    (`absent` comes back; `arrivals` counts that as giving up). The next sweep mends both.
+    """
     marker = store.marker
     current = marker.commit if marker is not None and marker.is_committed else None
     if store.dot not in (None, current):
