@@ -84,7 +84,8 @@ def other_opcodes(body: bytes, chance: random.Random) -> bytes:
     """Opcodes of a pickle left out, doubled, swapped, or others put in."""
     ends = [place for _, _, place in pickletools.genops(body) if place is not None]
     pieces = [body[a:b] for a, b in zip(ends, [*ends[1:], len(body)], strict=True)]
-    extra = [b"b", b"R", b"\x81", b"0", b"2", b"(", b"t", b"\x85", b"}", b"]", b"u", b"s", b"N", b"Q",
+    extra = [b"b", b"R", b"\x81", b"0", b"2", b"(", b"t", b"\x85", b"}", b"]", b"u", b"s", b"N",
+             b"Q",
              b"h\0", b"h\7", b"q\0", b"\x93", b"cos\nsystem\n", b"ccollections\nOrderedDict\n",
              b"ctorch\nSize\n", p.number(2**62), p.number(-1), p.text("../x"), b"\x8f"]  # fmt: skip
     for _ in range(chance.randint(1, 4)):

@@ -13,7 +13,7 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.credentials import find_gcs_credentials, find_s3_credentials
 from dcp_objstore.stores.direct import SIGNED_FOR_SECONDS, DirectLane
-from dcp_objstore.stores.options import S3Settings, s3_settings
+from dcp_objstore.stores.options import S3Settings, check_endpoint, s3_settings
 
 if TYPE_CHECKING:
     from obstore.store import GCSStore, MemoryStore, S3Store
@@ -246,7 +246,8 @@ def _gcs(
 def _endpoint(text: str, *, use_ssl: bool) -> str:
     base = text if "://" in text else f"{'https' if use_ssl else 'http'}://{text}"
     scheme, _, host = base.rstrip("/").partition("://")
-    if scheme not in ("http", "https") or not host or "@" in host:
+    check_endpoint(host)  # those of the environment and of profiles, too
+    if scheme not in ("http", "https") or not host:
         raise ConfigError("an endpoint must read http(s)://host[:port], without credentials")
     return f"{scheme}://{host}"
 

@@ -195,15 +195,20 @@ def _from_boto3(profile: str | None, source: str) -> Credentials:
     if importlib.util.find_spec("boto3") is None:
         raise CredentialsError(f"{source} is read by boto3, which is not installed: {_INSTALL_S3}")
     import boto3
-    from botocore.exceptions import BotoCoreError
+    from botocore.exceptions import BotoCoreError, ProfileNotFound
     from obstore.auth.boto3 import Boto3CredentialProvider
 
+    wrong = None
     try:
         session = boto3.Session(profile_name=profile)
         found = session.get_credentials()
         scoped = session._session.get_scoped_config()
-    except (BotoCoreError, configparser.Error) as error:
+    except ProfileNotFound as error:
         raise CredentialsError(f"{source}: {error}") from error
+    except (BotoCoreError, configparser.Error) as error:
+        wrong = f"{source}: the AWS settings cannot be read: {_without_text(error)}"
+    if wrong is not None:
+        raise CredentialsError(wrong)
     if found is None:
         raise CredentialsError(f"{source} holds no credentials")
     services = scoped.get("services")
@@ -227,17 +232,28 @@ def _default_profile_has_credentials() -> bool:
     ):
         parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
         path = Path(os.environ.get(variable) or default).expanduser()
+        wrong = None
         try:
             parser.read(path, encoding="utf-8")
-        except configparser.Error as error:
-            raise CredentialsError(
-                f"the AWS settings in {path.name} cannot be read: {error}"
-            ) from error
+        except (configparser.Error, UnicodeDecodeError) as error:
+            wrong = f"the AWS settings in {path.name} cannot be read: {_without_text(error)}"
+        if wrong is not None:
+            raise CredentialsError(wrong)
         if parser.has_section("default") and any(
             parser.has_option("default", name) for name in _PROFILE_CREDENTIALS
         ):
             return True
     return False
+
+
+def _without_text(error: Exception) -> str:
+    """Of an error whose text may quote a line with a secret in it: its class, and where.
+
+    What is raised with it is raised outside of the handler: the error must not be its context.
+    """
+    lines = [str(number) for number, _ in getattr(error, "errors", ())]
+    lines += [str(error.lineno)] if getattr(error, "lineno", None) else []  # type: ignore[attr-defined]
+    return type(error).__name__ + (f", line {', '.join(lines)}" if lines else "")
 
 
 def _metadata_answers(base: str, method: str, path: str, headers: dict[str, str]) -> bool:
@@ -266,13 +282,11 @@ def _from_gcs_token(token: object) -> Credentials:
     if isinstance(token, str):
         if token.lstrip().startswith("{"):
             return Credentials("storage_options", config={"service_account_key": token})
-        if token.endswith(".json") or Path(token).expanduser().is_file():
-            path = Path(token).expanduser()
-            if not path.is_file():
-                raise CredentialsError(
-                    "the credentials named by storage_options['token'] are missing"
-                )
+        path = _existing(token)
+        if path is not None:
             return Credentials("storage_options", config={"application_credentials": str(path)})
+        if token.endswith(".json"):
+            raise CredentialsError("the credentials named by storage_options['token'] are missing")
         # Through a provider, so that a service account in the environment does not win.
         return Credentials("storage_options", lambda: {"token": token, "expires_at": None})
     if hasattr(token, "refresh"):
@@ -281,6 +295,15 @@ def _from_gcs_token(token: object) -> Credentials:
         "'token' must be 'anon', 'google_default', an access token, a path to or the content of a"
         f" key in JSON, or google-auth credentials; got {type(token).__name__}"
     )
+
+
+def _existing(token: str) -> Path | None:
+    """The key that a token names, if it does; a token may be too long for a name, for one."""
+    try:
+        path = Path(token).expanduser()
+        return path if path.is_file() else None
+    except (OSError, ValueError, RuntimeError):
+        return None
 
 
 def _from_google_auth(credentials: object | None, source: str) -> Credentials:
@@ -314,12 +337,13 @@ def _adc_kind() -> str | None:
         if named:
             raise CredentialsError("GOOGLE_APPLICATION_CREDENTIALS names a file that is not there")
         return None
+    wrong = None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CredentialsError(
-            f"application default credentials cannot be read: {error}"
-        ) from error
+        wrong = f"application default credentials cannot be read: {_without_text(error)}"
+    if wrong is not None:  # a JSONDecodeError carries the whole document
+        raise CredentialsError(wrong)
     kind = content.get("type") if isinstance(content, dict) else None
     if not isinstance(kind, str):
         raise CredentialsError("application default credentials have no 'type'")

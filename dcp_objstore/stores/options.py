@@ -7,6 +7,7 @@ tune fsspec itself (`default_block_size`, `listings_expiry_time`, …) are error
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -104,9 +105,23 @@ def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str
     if options is None:
         return {}
     given = _checked(options, _KNOWN[scheme], f"storage_options for {scheme}://")
+    endpoints = [given.get("endpoint_url"), given.get("base_url")]
     if scheme == "s3":
-        s3_settings(given)
+        endpoints.append(s3_settings(given).endpoint_url)
+    for endpoint in endpoints:
+        if endpoint is not None:
+            check_endpoint(endpoint)
     return given
+
+
+def check_endpoint(text: str) -> None:
+    """Refuse an endpoint that may hold a secret; it is shown by `repr` and in messages.
+
+    Raises:
+        ConfigError: it has a user, a query or a fragment. It is not repeated.
+    """
+    if any(character in text for character in "@?#"):
+        raise ConfigError("an endpoint must read http(s)://host[:port], without credentials")
 
 
 def s3_settings(options: Mapping[str, Any]) -> S3Settings:
@@ -192,8 +207,15 @@ def _checked(options: object, known: Mapping[str, tuple[type, ...]], where: str)
         if not isinstance(value, known[name]):
             kinds = " or ".join(kind.__name__ for kind in known[name])
             raise ConfigError(f"{name!r} in {where} must be {kinds}, got {type(value).__name__}")
+        if name in _SECRETS and isinstance(value, str) and _cannot_be_sent(value):
+            raise ConfigError(f"{name!r} in {where} holds a line break or control character")
         result[name] = dict(value) if isinstance(value, Mapping) else value
     return result
+
+
+def _cannot_be_sent(secret: str) -> bool:
+    """Whether it cannot be in a header, where the transport would panic; a key in JSON is none."""
+    return not secret.lstrip().startswith("{") and re.search(r"[\x00-\x1f\x7f]", secret) is not None
 
 
 def _unknown(name: object, known: Mapping[str, object], where: str) -> str:

@@ -34,6 +34,20 @@ _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
 _ANSWER = re.compile(
     r"(?:<\?xml[^>]*>\s*)?<Error>.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*?</Error>", re.S
 )
+# What stores tell back of a request that they refuse: who signed it, and how. AWS does so in
+# elements of SignatureDoesNotMatch, others and proxies in whatever form they like.
+_TOLD_ELEMENT = re.compile(
+    r"<(AWSAccessKeyId|StringToSign\w*|CanonicalRequest\w*|SignatureProvided|Token-\d+)>.*?</\1>",
+    re.S,
+)
+_TOLD_FIELDS = [
+    re.compile(rf"((?:{names})\b[\\\"']*\s*[:=]\s*[\\\"']*{scheme})[^\s,;&<>\\\"']+", re.I)
+    for names, scheme in (
+        ("x-amz-security-token|x-amz-credential|x-amz-signature|credential|signature", ""),
+        ("awsaccesskeyid|sig", ""),
+        ("authorization", r"(?:Bearer\s+|Basic\s+)?"),
+    )
+]
 # Where AWS SDKs ask for an instance's credentials when none were given. An error from there says
 # nothing of the bucket.
 _INSTANCE_METADATA = "http://169.254.169.254/"
@@ -193,12 +207,23 @@ def translate_obstore(error: Exception) -> DcpObjstoreError:
 
     The text keeps the store's answer and drops obstore's debug dump. Errors without a status come
     from the transport when they are `GenericError`s of a request: the text then says why there was
-    no answer. Anything else that we do not know becomes a plain `DcpObjstoreError`.
+    no answer. Anything else that we do not know becomes a plain `DcpObjstoreError`. Credentials and
+    signatures that a store tells back are left out, in the text and in `error` itself.
     """
     if isinstance(error, DcpObjstoreError):
         return error
+    # In place, because it stays as the cause of ours and is shown with it.
+    error.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in error.args)
     found = _no_answer(error) or _answer(error)
     return _failed_abort(error, found) if abort_failed(error) else found
+
+
+def redacted(text: str) -> str:
+    """The text without what a store tells back of credentials and signatures."""
+    text = _TOLD_ELEMENT.sub(r"<\1/>", text)
+    for field in _TOLD_FIELDS:
+        text = field.sub(r"\1***", text)
+    return text
 
 
 def abort_failed(error: BaseException | None) -> bool:

@@ -65,7 +65,7 @@ def parse_url(url: object) -> StoreUrl:
     if not isinstance(url, str):
         raise InvalidUrlError(_not_a_string(url))
     head, found, rest = url.partition("://")
-    if not found or "/" in head:
+    if not found or "/" in head or "@" in head:
         raise InvalidUrlError(_no_scheme(url))
     scheme = _ALIASES.get(head.lower())
     if scheme is None:
@@ -82,13 +82,15 @@ def parse_url(url: object) -> StoreUrl:
     if not bucket:
         what = "store name" if scheme == "memory" else "bucket"
         raise InvalidUrlError(
-            f"{url!r} names no {what}; write {scheme}://{what.rsplit(maxsplit=1)[-1]}/prefix"
+            f"{_shown(url)} names no {what}; write {scheme}://{what.rsplit(maxsplit=1)[-1]}/prefix"
         )
     if not _BUCKET.match(bucket):
         raise InvalidUrlError(
-            f"{bucket!r} in {url!r} is no bucket name: letters, digits, '.', '-' and '_' only"
+            f"{_shown(url)} has no bucket name: letters, digits, '.', '-' and '_' only"
         )
-    return StoreUrl(scheme, bucket, _check_segments(prefix.removesuffix("/"), url, empty_ok=True))
+    return StoreUrl(
+        scheme, bucket, _check_segments(prefix.removesuffix("/"), _shown(url), empty_ok=True)
+    )
 
 
 def is_supported_url(url: object) -> bool:
@@ -108,7 +110,7 @@ def check_key(key: str) -> str:
     """
     if not isinstance(key, str) or not key:
         raise InvalidUrlError(f"an object key must be a non-empty str, got {key!r}")
-    return _check_segments(key, key)
+    return _check_segments(key, repr(key))
 
 
 def check_prefix(prefix: str) -> str:
@@ -120,27 +122,38 @@ def check_prefix(prefix: str) -> str:
     return check_key(prefix[:-1])
 
 
-def _check_segments(text: str, url: str, *, empty_ok: bool = False) -> str:
+def _shown(url: str) -> str:
+    """A refused URL for a message, without what may be a secret: a user's name, or a query."""
+    head, found, rest = url.rpartition("://")
+    rest, query, _ = rest.partition("?")
+    if "@" in url:
+        return repr(f"***{url[url.rindex('@') :].partition('?')[0]}")
+    return repr(f"{head}{found}{rest}{'?***' if query else ''}")
+
+
+def _check_segments(text: str, shown: str, *, empty_ok: bool = False) -> str:
     if empty_ok and not text:
         return text
     if any(segment in ("", ".", "..") for segment in text.split("/")):
-        raise InvalidUrlError(f"{url!r} has an empty, '.' or '..' segment; remove it")
+        raise InvalidUrlError(f"{shown} has an empty, '.' or '..' segment; remove it")
     if _CONTROL.search(text):
-        raise InvalidUrlError(f"{url!r} contains a control character")
+        raise InvalidUrlError(f"{shown} contains a control character")
     return text
 
 
 def _file_url(url: str, rest: str) -> StoreUrl:
+    if "@" in rest.partition("/")[0]:
+        raise InvalidUrlError(f"{_shown(url)} names a user; a folder's URL reads file:///path")
     path = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
     if not path.startswith("/"):
         raise InvalidUrlError(
-            f"{url!r} is not absolute: write file:///path (three slashes), for example"
+            f"{_shown(url)} is not absolute: write file:///path (three slashes), for example"
             f" file://{os.path.abspath(path or '.')}"  # noqa: PTH100  text for a message only
         )
     trimmed = path.strip("/")
     if not trimmed:
         raise InvalidUrlError(f"{url!r} is the root of the file system; name a folder in it")
-    return StoreUrl("file", "", "/" + _check_segments(trimmed, url))
+    return StoreUrl("file", "", "/" + _check_segments(trimmed, _shown(url)))
 
 
 def _not_a_string(url: object) -> str:
@@ -156,9 +169,10 @@ def _not_a_string(url: object) -> str:
 def _no_scheme(url: str) -> str:
     broken = re.match(r"([A-Za-z0-9]+):/(?!/)(.*)", url)
     if broken and broken[1].lower() in _ALIASES:
-        return f"{url!r} has lost a slash (pathlib does that): write '{broken[1]}://{broken[2]}'"
+        whole = f"{broken[1]}://{broken[2]}"
+        return f"{_shown(url)} has lost a slash (pathlib does that): write {_shown(whole)}"
     known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-    return f"{url!r} has no scheme; use one of {known} (for a local folder: file:///path)"
+    return f"{_shown(url)} has no scheme; use one of {known} (for a local folder: file:///path)"
 
 
 def _unknown_scheme(head: str) -> str:

@@ -385,3 +385,21 @@ class Reducer:
 
 def pickled(value: object, protocol: int = 2) -> bytes:
     return pickle.dumps(value, protocol)
+
+
+# --- checkpoints that name another place ---------------------------------------------------------
+
+
+def tensor_index_elsewhere(url: str) -> Objects:
+    return with_index(storage=ix.StorageInfo(checkpoint_id=f"{url}/other", save_id=url))
+
+
+def foreign_path(path: str) -> Objects:
+    return foreign(p.metadata(storage=p.mapped({p.index(): p.info(p.text(path))})))
+
+
+def foreign_id(checkpoint_id: str) -> Objects:
+    body = saved(torch.zeros(2, 3))
+    storage = p.mapped({p.index(): p.info(length=p.number(len(body)))})
+    meta = p.made(p.METADATA, "StorageMeta", checkpoint_id=p.text(checkpoint_id))
+    return foreign(p.metadata(storage=storage, meta=meta), body)

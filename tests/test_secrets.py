@@ -1,0 +1,386 @@
+"""Credentials appear nowhere but in requests, and requests go nowhere but to the user's store."""
+# ruff: noqa: E501 - one case a line
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import dcp_objstore as dos
+from dcp_objstore.stores import StoreSpec, open_store
+from tests.support import hostile
+from tests.support.servers import Bucket
+from tests.support.tampering import TamperingProxy
+
+KEY, SECRET, TOKEN = "AKIAPLANTED0KEY", "planted/0secret+XYZ", "planted-0-session-token"
+USER, PASSWORD = "planted0user", "planted0password"
+PLANTED = (KEY, SECRET, TOKEN, USER, PASSWORD, "planted0signature")
+QUICK = dos.TransferConfig(max_retries=0, connect_timeout_seconds=2, request_timeout_seconds=5)
+
+
+def hidden(*texts: object) -> None:
+    """No planted credential is in any of these."""
+    for text in texts:
+        body = text if isinstance(text, bytes) else str(text).encode("utf-8", "replace")
+        for secret in PLANTED:
+            assert secret.encode() not in body, f"{secret} in {body[:2000]!r}"
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    seen: list[BaseException | None] = []
+    todo: list[BaseException | None] = [error]
+    while todo:
+        one = todo.pop()
+        if one is None or one in seen:
+            continue
+        seen.append(one)
+        yield one
+        todo += [one.__cause__, one.__context__]
+        if isinstance(one, CheckpointException):
+            todo += [failure[0] for failure in one.failures.values()]
+
+
+def hidden_in_error(error: BaseException) -> None:
+    """Neither in it nor in anything it came from, however it is shown or sent."""
+    hidden("".join(traceback.format_exception(error)))
+    for one in chain(error):
+        hidden(one, repr(one), one.args, vars(one))
+        if isinstance(one, dos.DcpObjstoreError):
+            hidden(pickle.dumps(one))
+
+
+@pytest.fixture
+def logs(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Everything that is logged or warned of, at the level of DEBUG; looked through afterwards."""
+    caplog.set_level(logging.DEBUG)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        yield caplog
+    # botocore and urllib3 log what they send, if asked to; we cannot change what they do.
+    ours = [r for r in caplog.records if not r.name.startswith(("botocore", "boto3", "urllib3"))]
+    hidden(*(record.getMessage() for record in ours), *(w.message for w in warned))
+    hidden(*("".join(traceback.format_exception(*r.exc_info)) for r in ours if r.exc_info))
+
+
+@pytest.fixture
+def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    for name in os.environ:
+        if name.startswith(("AWS_", "GOOGLE_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    return tmp_path
+
+
+# --- a server that tells what it was told --------------------------------------------------------
+
+
+class Telltale(ThreadingHTTPServer):
+    """Answers every request with `status` and all the headers that came with it."""
+
+    daemon_threads = True
+
+    def __init__(self, status: int, code: str, form: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.status, self.code, self.form = status, code, form
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.asked: list[str] = []
+
+    def body(self, headers: str) -> bytes:
+        code, message = f"<Code>{self.code}</Code>", "<Message>no</Message>"
+        told = (
+            f"<AWSAccessKeyId>{KEY}</AWSAccessKeyId><StringToSign>{headers}</StringToSign>"
+            f"<SignatureProvided>planted0signature</SignatureProvided><Token-0>{TOKEN}</Token-0>"
+        )
+        forms = {
+            "as AWS": f"<?xml version='1.0'?><Error>{code}{message}{told}</Error>",
+            "told first": f"<Error>{told}{message}{code}</Error>",
+            "no message": f"<Error>{told}{code}</Error>",
+            "told in the message": f"<Error>{code}<Message>Authorization: {headers}</Message></Error>",
+            "no XML": f"denied: {headers} X-Amz-Signature=planted0signature&X-Amz-Credential={KEY}",
+        }
+        return forms[self.form].encode()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Telltale
+
+    def _do(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.asked.append(f"{self.command} {self.path}")
+        body = self.server.body(str(self.headers).replace("\n", " "))
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _do  # noqa: N815 - http.server's names
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def telltale(request: pytest.FixtureRequest) -> Iterator[Telltale]:
+    with Telltale(*getattr(request, "param", (403, "AccessDenied", "as AWS"))) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def options(endpoint_url: str) -> dict[str, object]:
+    return {"key": KEY, "secret": SECRET, "token": TOKEN, "endpoint_url": endpoint_url}
+
+
+ACTS: dict[str, Callable[[str, dict[str, object]], object]] = {
+    "open": lambda url, options: dos.open(url, storage_options=options, config=QUICK),
+    "save": lambda url, options: dos.save(
+        {"w": torch.ones(2)}, url, storage_options=options, config=QUICK, progress=False
+    ),
+    "dcp.load": lambda url, options: dcp.load(
+        {"w": torch.ones(2)},
+        storage_reader=dos.ObjectStoreReader(url, storage_options=options, config=QUICK),
+        no_dist=True,
+    ),
+    "list": lambda url, options: list(open_store(url, options, QUICK).list()),
+    "head": lambda url, options: open_store(url, options, QUICK).head("k"),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize(
+    "telltale",
+    [
+        (status, code, form)
+        for status, code in ((403, "SignatureDoesNotMatch"), (400, "ExpiredToken"), (500, "InternalError"))
+        for form in ("as AWS", "told first", "no message", "told in the message", "no XML")
+    ]
+    + [(403, "AccessDenied", "no XML"), (404, "NoSuchBucket", "told first"), (301, "Moved", "no XML")],
+    indirect=True,
+    ids=str,
+)  # fmt: skip
+def test_what_a_server_tells_back_is_not_repeated(
+    telltale: Telltale, act: str, logs: pytest.LogCaptureFixture, no_environment: Path
+) -> None:
+    with pytest.raises((dos.DcpObjstoreError, CheckpointException)) as caught:
+        ACTS[act]("s3://bucket/run", options(telltale.url))
+    assert telltale.asked
+    hidden_in_error(caught.value)
+
+
+@pytest.mark.parametrize("act", ["open", "save", "dcp.load"])
+@pytest.mark.parametrize(
+    "endpoint_url",
+    ["http://127.0.0.1:1", "http://no-such-host.invalid", "https://127.0.0.1:1",
+     f"http://{USER}:{PASSWORD}@127.0.0.1:1", f"http://127.0.0.1:1/?sig={PASSWORD}"],
+)  # fmt: skip
+def test_a_server_that_is_not_reached_hears_and_shows_nothing(
+    endpoint_url: str, act: str, logs: pytest.LogCaptureFixture, no_environment: Path
+) -> None:
+    with pytest.raises((dos.DcpObjstoreError, CheckpointException)) as caught:
+        ACTS[act]("s3://bucket/run", options(endpoint_url))
+    hidden_in_error(caught.value)
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url",
+    [f"s3://{KEY}:{SECRET}@bucket/x", f"{KEY}:{SECRET}@bucket/x", f"s3:/{KEY}:{SECRET}@bucket/x",
+     f"http://{USER}:{PASSWORD}@host/x", f"file://{USER}:{PASSWORD}@host/x", f"gs://{USER}@b/x",
+     f"s3://{USER}:{PASSWORD}@/x", f"s3a://{USER}:{PASSWORD}@bucket/x",
+     f"s3://bucket//x?X-Amz-Signature=planted0signature&X-Amz-Security-Token={TOKEN}",
+     f"az://account/x/../y?sv=1&sig={PASSWORD}"],
+)  # fmt: skip
+def test_a_url_with_credentials_is_refused_and_not_repeated(url: str) -> None:
+    for make in (StoreSpec, dos.ObjectStoreWriter, dos.ObjectStoreReader, dos.open):
+        with pytest.raises(dos.DcpObjstoreError) as caught:
+            make(url)  # type: ignore[operator]
+        hidden_in_error(caught.value)
+
+
+@pytest.mark.parametrize("name", ["endpoint_url", "client_kwargs"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [f"http://{USER}:{PASSWORD}@host:1", f"{USER}:{PASSWORD}@host", f"https://host/?sig={PASSWORD}"],
+)  # fmt: skip
+def test_an_endpoint_with_credentials_is_refused_at_once(name: str, endpoint: str) -> None:
+    given = {name: endpoint if name == "endpoint_url" else {"endpoint_url": endpoint}}
+    for scheme in ("s3", "gs") if name == "endpoint_url" else ("s3",):
+        with pytest.raises(dos.ConfigError) as caught:
+            StoreSpec(f"{scheme}://bucket/x", given)
+        hidden_in_error(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"key": KEY, "secret": SECRET, "sekret": SECRET},
+        {"key": KEY},
+        {"key": KEY, "secret": 7, "token": TOKEN},
+        {"key": KEY, "secret": SECRET, "anon": True},
+        {"client_kwargs": {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET, "x": 1}},
+        {"client_kwargs": [KEY, SECRET]},
+        {"key": KEY, "secret": f"{SECRET}\n"},
+        {"client_kwargs": {"endpoint_url": 7, "aws_session_token": TOKEN}},
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named_without_their_values(options: dict[str, object]) -> None:
+    with pytest.raises(dos.ConfigError) as caught:
+        StoreSpec("s3://bucket/x", options)
+    hidden_in_error(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [f"aws_secret_access_key = {SECRET}\n", f"[default]\naws_secret_access_key {SECRET}\n",
+     f"[default]\n[{SECRET}\n", f"[default]\naws_access_key_id={KEY}\naws_session_token={TOKEN}\n",
+     f"[default]\n= {SECRET}\n"],
+)  # fmt: skip
+@pytest.mark.parametrize("profile", [None, "default"])
+def test_a_broken_credentials_file_is_not_quoted(
+    no_environment: Path, content: str, profile: str | None, logs: pytest.LogCaptureFixture
+) -> None:
+    (no_environment / "credentials").write_text(content)
+    given = None if profile is None else {"profile": profile}
+    with pytest.raises(dos.CredentialsError) as caught:
+        dos.open("s3://bucket/x", storage_options=given)
+    hidden_in_error(caught.value)
+
+
+@pytest.mark.parametrize(
+    "token", [PASSWORD * 40, f"{PASSWORD}\0", f'{{"private_key": "{PASSWORD}"', f"~{USER}/{PASSWORD}"]
+)  # fmt: skip
+def test_a_google_token_is_not_quoted(no_environment: Path, token: str) -> None:
+    given = {"token": token, "endpoint_url": "http://127.0.0.1:1"}
+    with pytest.raises(dos.DcpObjstoreError) as caught:
+        spec = StoreSpec("gs://bucket/x", given, QUICK)
+        hidden(repr(spec), pickle.dumps(spec))
+        spec.open().head("k")
+    hidden_in_error(caught.value)
+
+
+# --- a save and a load that go well --------------------------------------------------------------
+
+
+def forked(value: object) -> bytes:
+    buffer = io.BytesIO()
+    ForkingPickler(buffer, 5).dump(value)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("how", ["options", "environment", "profile"])
+def test_nothing_shows_stores_or_pickles_the_credentials(
+    bucket: Bucket, how: str, logs: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    no_environment: Path,
+) -> None:  # fmt: skip
+    key, secret = str(bucket.storage_options["key"]), str(bucket.storage_options["secret"])
+    endpoint = bucket.storage_options["endpoint_url"]
+    if bucket.kind == "moto":  # takes any
+        key, secret = KEY, SECRET
+    monkeypatch.setattr(f"{__name__}.PLANTED", (key, secret, *PLANTED))
+    given: dict[str, object] = {"endpoint_url": endpoint}
+    if how == "options":
+        given |= {"key": key, "secret": secret}
+    elif how == "environment":
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    else:
+        (no_environment / "credentials").write_text(
+            f"[train]\naws_access_key_id={key}\naws_secret_access_key={secret}\n"
+        )
+        given["profile"] = "train"
+    url = bucket.at("run")
+    state = {"w": torch.arange(300_000.0), "step": 3}
+    writer = dos.ObjectStoreWriter(url, storage_options=given)
+    dcp.save(dict(state), storage_writer=writer, no_dist=True)
+    reader = dos.ObjectStoreReader(url, storage_options=given)
+    loaded = {"w": torch.zeros(300_000), "step": 0}
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    assert torch.equal(loaded["w"], state["w"])  # type: ignore[arg-type]
+    opened = dos.open(url, storage_options=given)
+    opened.read(progress=False)
+    handle = dos.async_save(dict(state), bucket.at("later"), storage_options=given, progress=False)
+    shown = [writer, reader, opened, writer.last_save, reader.last_load, opened.last_read, handle,
+             handle.result(), opened["w"], opened["step"], opened.verify(progress=False), QUICK,
+             StoreSpec(url, given), open_store(url, given), writer._target, reader._target]  # fmt: skip
+    hidden(*map(repr, shown), *map(str, shown))
+    for value in (writer, reader, opened, StoreSpec(url, given)):
+        hidden(pickle.dumps(value))
+        if how == "options":
+            assert secret.encode() in forked(value), "a child of ours needs them"
+    for name in bucket.keys():  # noqa: SIM118 - no dict
+        hidden(name, bucket.get(name))
+    assert len(bucket.keys()) == 8
+
+
+# --- endpoints and buckets come from the user alone ----------------------------------------------
+
+
+def elsewhere(url: str) -> dict[str, hostile.Objects]:
+    """Hostile checkpoints that name another place."""
+    host = url.removeprefix("http:")
+    named = hostile.tensor_index_elsewhere(url)
+    return {
+        "index key": hostile.with_key(f"{url}/other/x"),
+        "index key of a bucket": hostile.with_key("s3://other/x"),
+        "index key of a host": hostile.with_key(f"{host}/other/x"),
+        "index key upwards": hostile.with_key("../../other/x"),
+        "marker's index": hostile.with_field(
+            "index", {"key": f"{url}/index", "size_bytes": 1, "sha256": "ab" * 32}
+        ),
+        "unknown fields of the marker": hostile.with_field("endpoint_url", url),
+        "checkpoint_id": named,
+        ".metadata key": hostile.foreign_path(f"{url}/other/x"),
+        ".metadata key of a host": hostile.foreign_path(f"{host}/other/x"),
+        ".metadata checkpoint_id": hostile.foreign_id(f"{url}/other"),
+        ".metadata checkpoint_id of a bucket": hostile.foreign_id("s3://other/run"),
+    }
+
+
+@pytest.mark.backends("moto")
+@pytest.mark.parametrize("what", elsewhere("http://127.0.0.1:1"))
+def test_what_a_checkpoint_says_leads_to_no_other_server_bucket_or_prefix(
+    bucket: Bucket, telltale: Telltale, what: str
+) -> None:
+    for key, body in elsewhere(telltale.url)[what].items():
+        bucket.put(f"run/{key}", body)
+    with TamperingProxy(bucket.storage_options) as proxy:
+        given = proxy.storage_options
+        for act in (
+            lambda: dos.open(bucket.at("run"), storage_options=given).read(progress=False),
+            lambda: dos.load(
+                {"w": torch.zeros(2, 3)}, bucket.at("run"), storage_options=given, strict=False
+            ),
+        ):
+            try:
+                act()
+            except dos.DcpObjstoreError as error:
+                assert not isinstance(error, dos.RankFailedError)
+        inside = f"/{bucket.name}/{bucket.prefix}run/"
+        listing = f"/{bucket.name}"
+        assert proxy.asked
+        assert all(
+            one.key.startswith(inside) or one.key.rstrip("/") == listing for one in proxy.asked
+        ), [one.key for one in proxy.asked]
+    assert telltale.asked == []
