@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 
-from tests.model import configs, epoch
+from tests.model import configs, epoch, epoch_configs
 from tests.model.checker import Result
 
 SKETCH = "the first sketch of the epoch"
@@ -43,17 +43,17 @@ def searches(*, quick: bool) -> Iterator[tuple[str, Callable[[], Result]]]:
     for config in configs.CONFIGS:
         if config.quick or not quick:
             yield config.name, config.search
-    for name, jobs, is_quick in epoch.CONFIGS:
+    for name, jobs, is_quick in epoch_configs.CONFIGS:
         if is_quick or not quick:
-            yield name, lambda jobs=jobs: epoch.search(jobs(frozenset()))
+            yield name, lambda jobs=jobs: epoch_configs.search(jobs(frozenset()))
 
 
 def mutants() -> dict[str, Callable[[], tuple[str, Result] | None]]:
     """What catches each mutant of both models."""
     found = {name: lambda name=name: configs.catch(name) for name in configs.MUTANTS} | {
-        name: lambda name=name: epoch.catch(frozenset({name})) for name in epoch.MUTANTS
+        name: lambda name=name: epoch_configs.catch(frozenset({name})) for name in epoch.MUTANTS
     }
-    return found | {SKETCH: lambda: epoch.catch(epoch.SKETCH)}
+    return found | {SKETCH: lambda: epoch_configs.catch(epoch.SKETCH)}
 
 
 def show(mutant: str) -> int:

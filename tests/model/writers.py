@@ -11,6 +11,7 @@ from tests.model.world import (
     DATA,
     EVERYTHING,
     INDEX,
+    NO_ANSWER,
     NOBODY,
     Marker,
     Me,
@@ -75,8 +76,13 @@ class Writer(Actor):
 
     def check(self, me: Me, store: Store) -> Iterator[Move]:
         whole = bool(store.data & self.bit)
-        after = me._replace(at="index") if whole else self.end(me, "failed")
-        yield self.event("list", EVERYTHING), after, store
+        yield self.event("list", EVERYTHING), me._replace(at="index" if whole else "missing"), store
+
+    def missing(self, was: Me, store: Store) -> Iterator[Move]:
+        """Who has removed it has changed the marker before."""
+        for event, found, me in self.get_marker(was, store):
+            same = found == NO_ANSWER or found == me.token
+            yield event, self.end(me, "failed" if same else "lost"), store
 
     def index(self, was: Me, before: Store) -> Iterator[Move]:
         log = 0
