@@ -65,7 +65,7 @@ def saver(save: int, stage: Stage, *, overwrite: bool) -> Callable[[StagedStore]
             return "lost"
         except CommitUnknownError:
             return "unknown"
-        except CheckpointCorruptError:
+        except (CheckpointCorruptError, StoreUnavailableError):
             return "failed"
         body = upkeep.DESCRIBED.derive(ix.encode(index))
         # As in `dcp.writer`: it is committed all the same.

@@ -187,7 +187,8 @@ def commit(
 
     Raises:
         CheckpointCorruptError: an object is missing or of another size; nothing was committed.
-        CommitLostError: another writer changed the marker since `begin`; nothing was committed.
+        CommitLostError: another writer, or a sweep, changed the marker since `begin`; nothing was
+            committed.
         CommitUnknownError: no clear answer until the deadline; it may still take effect.
         InputError: the store refused the first PUT for good (rights, credentials), the begin
             token is of another checkpoint, or `user_metadata` is not JSON; nothing was committed.
@@ -206,7 +207,14 @@ def commit(
         created_at=datetime.now(UTC),
     )
     encode_marker(marker)  # refused, if it is, before any request
-    check_objects(store, objects)
+    try:
+        check_objects(store, objects)
+    except CheckpointCorruptError:
+        # Whoever removes what a save has uploaded, as a sweep does, has changed the marker before.
+        found = read_marker(store)
+        if (found[1] if found is not None else None) != begin.version:
+            raise _lost(store, found[0] if found is not None else None) from None
+        raise
     store.put(index_key(nonce), index)
     outcome = put_marker(
         store,
@@ -223,10 +231,14 @@ def commit(
             seen.commit_id != marker.commit_id or not seen.is_committed
         )
         return Committed(marker.commit_id, superseded, marker)
+    raise _lost(store, seen)
+
+
+def _lost(store: ObjectStore, seen: Marker | None) -> CommitLostError:
     winner = f"commit {seen.commit_id}" if seen is not None else "the marker was removed"
-    raise CommitLostError(
-        f"another writer changed this checkpoint since the save began ({winner}); this save was"
-        " not committed, and what the other one wrote is whole",
+    return CommitLostError(
+        f"another writer, or a sweep, changed this checkpoint since the save began ({winner}); this"
+        " save was not committed, and what the other one wrote is whole",
         url=store.url,
     )
 

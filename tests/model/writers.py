@@ -81,7 +81,7 @@ class Writer(Actor):
     def missing(self, was: Me, store: Store) -> Iterator[Move]:
         """Who has removed it has changed the marker before."""
         for event, found, me in self.get_marker(was, store):
-            same = found == NO_ANSWER or found == me.token
+            same = found in (NO_ANSWER, me.token)
             yield event, self.end(me, "failed" if same else "lost"), store
 
     def index(self, was: Me, before: Store) -> Iterator[Move]:

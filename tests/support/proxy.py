@@ -156,6 +156,16 @@ class NetworkProxy:
         self.plan = plan
         return hold
 
+    def hang_up(self) -> None:
+        """Cut every connection that is open, and hold nothing any more."""
+        self.plan = lambda asked: None
+
+        async def cut() -> None:
+            for task in self._tasks:
+                task.cancel()
+
+        self._run(cut())
+
     def __enter__(self) -> NetworkProxy:
         self._thread.start()
         self._run(self._serve())

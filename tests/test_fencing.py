@@ -1,0 +1,245 @@
+"""A job that was paused and wakes up too late does no damage, and is told the truth.
+
+Real processes, stopped by SIGSTOP at a request of theirs that the proxy holds back. What is said
+here of pauses holds for a job on a machine that lost its network, too: the request arrives late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+import dcp_objstore as dos
+from dcp_objstore.errors import CheckpointNotFoundError, CommitLostError, LostRaceError
+from dcp_objstore.stores import ObjectStore, StoreSpec
+from tests.support.checkpoints import edition, edition_in, save_edition_here
+from tests.support.killing import Crew, Job
+from tests.support.proxy import Asked, Meant, NetworkProxy
+from tests.support.ranks import Outcome, run_ranks
+from tests.support.servers import Bucket
+from tests.support.upkeep import AgedStore, Ages, loose, named, tear
+
+Options = Mapping[str, object]
+
+pytestmark = pytest.mark.backends("seaweed")
+
+
+def save(
+    rank: int, world_size: int, name: str, url: str, options: Options, overwrite: bool
+) -> None:
+    state = dict(edition(name, "shard0"))
+    dos.save(state, url, storage_options=options, overwrite=overwrite, progress=False)
+
+
+def sweep(rank: int, world_size: int, url: str, direct: Options, options: Options) -> Any:
+    """In a world where everything that is there when it begins is two days old."""
+    ages: Ages = {}
+    really_open = StoreSpec.open
+
+    def open_aged(spec: StoreSpec) -> ObjectStore:
+        return AgedStore(really_open(spec), ages)
+
+    AgedStore(StoreSpec(url, direct).open(), ages).age()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StoreSpec, "open", open_aged)
+        (done,) = dos.sweep(url, storage_options=options).checkpoints
+    return done
+
+
+def delete(rank: int, world_size: int, url: str, options: Options, now: bool) -> Any:
+    return dos.delete(url, storage_options=options, even_newest=True, now=now)
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with Crew() as crew:
+        yield crew
+
+
+@pytest.fixture
+def proxy(bucket: Bucket) -> Iterator[NetworkProxy]:
+    with NetworkProxy(bucket.storage_options) as proxy:
+        yield proxy
+
+
+def asks(method: str, name: str) -> Meant:
+    return lambda asked: asked.method == method and asked.name == name
+
+
+def lists(asked: Asked) -> bool:
+    """What a commit begins with, when all data is there."""
+    return asked.is_listing
+
+
+def pause(
+    proxy: NetworkProxy, meant: Meant, begin: Callable[[], Job]
+) -> Callable[[], list[Outcome]]:
+    """Start a job, and stop its processes at the first request that is meant.
+
+    Returns what wakes it up and waits for its end.
+    """
+    held = proxy.hold(meant)
+    job = begin()
+    held.wait()
+    job.pause()
+
+    def wake() -> list[Outcome]:
+        held.release()
+        job.resume()
+        return job.end()
+
+    return wake
+
+
+def assert_lost(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        assert isinstance(outcome.error, CommitLostError), str(outcome)
+
+
+def assert_whole(bucket: Bucket, name: str, wanted: str, others: list[str]) -> None:
+    """It loads whole, every object that it names is there, and stock readers see the same."""
+    url, options = bucket.at(name), bucket.storage_options
+    assert edition_in(url, options, [wanted, *others]) == wanted
+    named(StoreSpec(url, options).open())
+    assert dos.repair(url, storage_options=options, dry_run=True).dot_metadata is None
+
+
+MOMENTS: dict[str, Meant] = {
+    "begun": lambda asked: asked.method == "PUT" and asked.name.endswith(".distcp"),
+    "uploaded": lists,
+    "at-its-commit": asks("PUT", "_COMMIT"),
+}
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "overwrite"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_zombie_cannot_commit_over_its_successor(
+    bucket: Bucket, proxy: NetworkProxy, crew: Crew, moment: str, there: bool
+) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    if there:
+        save_edition_here("first", url, options)
+    wake = pause(
+        proxy,
+        MOMENTS[moment],
+        lambda: crew.start(2, save, "zombie", url, proxy.storage_options, there),
+    )
+    run_ranks(3, save, "successor", url, options, there)
+    before = bucket.keys("step-1")
+    assert_lost(wake())
+    assert_whole(bucket, "step-1", "successor", ["zombie", "first"])
+    assert set(before) <= set(bucket.keys("step-1")), "the loser removed nothing"
+    assert bucket.uploads() == []
+
+
+@pytest.mark.parametrize("name", ["_COMMIT", ".metadata"])
+def test_a_job_that_is_superseded_right_after_its_commit_leaves_the_successor_alone(
+    bucket: Bucket, proxy: NetworkProxy, crew: Crew, name: str
+) -> None:
+    """Its answer is lost, or its `.metadata` is late; it has committed, and is told so."""
+    url, options = bucket.at("step-1"), bucket.storage_options
+    held = proxy.hold(asks("PUT", name), "answer" if name == "_COMMIT" else "request")
+    job = crew.start(2, save, "first", url, proxy.storage_options, False)
+    held.wait()
+    job.pause()
+    run_ranks(3, save, "successor", url, options, True)
+    held.release()
+    job.resume()
+    for outcome in job.end():
+        assert outcome.value is None, str(outcome)
+        assert not outcome.failed, str(outcome)
+    assert_whole(bucket, "step-1", "successor", ["first"])
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "overwrite"])
+@pytest.mark.parametrize("moment", ["uploaded", "at-its-commit"])
+def test_a_writer_that_wakes_up_after_a_sweep_cannot_commit_onto_swept_data(
+    bucket: Bucket, proxy: NetworkProxy, crew: Crew, moment: str, there: bool
+) -> None:
+    url, options = bucket.at("run/step-1"), bucket.storage_options
+    if there:
+        save_edition_here("first", url, options)
+    wake = pause(
+        proxy,
+        MOMENTS[moment],
+        lambda: crew.start(2, save, "zombie", url, proxy.storage_options, there),
+    )
+    (swept,) = run_ranks(1, sweep, url, options, options)
+    assert swept.outcome == "swept"
+    assert swept.fenced
+    assert swept.deleted == (2 if moment == "uploaded" else 3)  # with its index
+    assert_lost(wake())
+    if there:
+        assert_whole(bucket, "run/step-1", "first", ["zombie"])
+    else:
+        with pytest.raises(CheckpointNotFoundError):
+            dos.open(url, storage_options=options)
+        assert ".metadata" not in bucket.keys("run/step-1")
+
+
+SWEEPER_MOMENTS: dict[str, tuple[Meant, str]] = {
+    "at-its-fence": (asks("PUT", "_COMMIT"), "lost"),
+    "at-its-first-removal": (
+        lambda asked: asked.method == "DELETE" and asked.name.endswith(".distcp"),
+        "swept",
+    ),
+}
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["torn", "overwritten"])
+@pytest.mark.parametrize("moment", SWEEPER_MOMENTS)
+def test_a_sweeper_that_wakes_up_after_a_new_save_removes_nothing_of_it(
+    bucket: Bucket, proxy: NetworkProxy, crew: Crew, moment: str, there: bool
+) -> None:
+    url, options = bucket.at("run/step-1"), bucket.storage_options
+    store = StoreSpec(url, options).open()
+    if there:
+        save_edition_here("first", url, options)
+        save_edition_here("second", url, options, overwrite=True)
+    else:
+        tear(store)
+    garbage = loose(store)
+    meant, outcome = SWEEPER_MOMENTS[moment]
+    wake = pause(proxy, meant, lambda: crew.start(1, sweep, url, options, proxy.storage_options))
+    run_ranks(2, save, "successor", url, options, there)
+    (woken,) = wake()
+    assert not woken.failed, str(woken)
+    assert woken.value.outcome == outcome
+    assert_whole(bucket, "run/step-1", "successor", ["first", "second"])
+    assert (garbage <= set(bucket.keys("run/step-1"))) == (outcome == "lost")
+
+
+@pytest.mark.parametrize("now", [False, True], ids=["later", "now"])
+@pytest.mark.parametrize("moment", ["deleting", "removing", "deleted"])
+def test_a_deleter_that_wakes_up_after_a_new_save_does_it_no_damage(
+    bucket: Bucket, proxy: NetworkProxy, crew: Crew, moment: str, now: bool
+) -> None:
+    """It stands still before the marker says so; before it removes `.metadata`; before the end."""
+    url, options = bucket.at("run/step-1"), bucket.storage_options
+    save_edition_here("first", url, options)
+    count = 0
+
+    def second_marker(asked: Asked) -> bool:
+        nonlocal count
+        count += asked.method == "PUT" and asked.name == "_COMMIT"
+        return count == 2
+
+    meant = {
+        "deleting": asks("PUT", "_COMMIT"),
+        "removing": asks("DELETE", ".metadata"),
+        "deleted": second_marker,
+    }[moment]
+    wake = pause(proxy, meant, lambda: crew.start(1, delete, url, proxy.storage_options, now))
+    if moment != "deleting":
+        # Nobody saves where a deletion is under way; somebody else finishes it.
+        dos.delete(url, storage_options=options, even_newest=True)
+    run_ranks(2, save, "successor", url, options, True)
+    (woken,) = wake()
+    if moment == "deleting":
+        assert isinstance(woken.error, LostRaceError), str(woken)
+    else:
+        assert not woken.failed, str(woken)
+        assert woken.value.superseded
+    assert_whole(bucket, "run/step-1", "successor", ["first"])
