@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import sweep as rule
-from dcp_objstore.checkpoint.names import MARKER_KEY, is_ours, parse_data_key
+from dcp_objstore.checkpoint.names import MARKER_KEY, is_ours, is_probe_key, parse_data_key
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, check_grace
 from dcp_objstore.dcp.derived import StockDotMetadata
@@ -119,9 +119,7 @@ def sweep(
         listed += [one.key for one in uploads.list() if parse_data_key(_name(one.key)) is not None]
     except (InputError, RetryableError) as error:
         uploads, unseen = None, error.message
-    names = {
-        key.rpartition("/")[0] for key in listed if _name(key) == MARKER_KEY or is_ours(_name(key))
-    }
+    names = {key.rpartition("/")[0] for key in listed if _is_known(_name(key))}
     if names and not dry_run:
         require_rewrites(store, "nothing can be swept")
     swept = tuple(
@@ -167,6 +165,13 @@ def _sweep_one(
 
 def _name(key: str) -> str:
     return key.rpartition("/")[2]
+
+
+def _is_known(name: str) -> bool:
+    """Whether a prefix with an object of this name is one to sweep: a save may have died at any
+    point there, also while it tried the store out.
+    """
+    return name == MARKER_KEY or is_ours(name) or is_probe_key(name)
 
 
 def _lifecycle(

@@ -1,0 +1,363 @@
+"""A bucket in memory as an S3 server has it, and processes that can be killed at any request to it.
+
+A multipart upload is several requests (begin, each part, complete, abort), so it can be cut between
+them. A process that was killed reaches the bucket no more, whatever its clean-up code tries.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import xxhash
+
+from dcp_objstore.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError
+from dcp_objstore.stores.protocol import (
+    Capabilities,
+    IfAbsent,
+    IfVersion,
+    ObjectMeta,
+    Precondition,
+    Version,
+)
+from dcp_objstore.stores.uploads import Upload
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+T = TypeVar("T")
+When = Literal["before", "after"]
+
+
+class KilledError(BaseException):
+    """What code of a killed process sees until its thread ends. Nothing hears of it."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a process dies: before or after the effect of its n-th request, counted from 1."""
+
+    number: int
+    when: When
+
+
+class Turns:
+    """One rank uploads before the others: which is first would else be drawn by the system."""
+
+    def __init__(self, requests: int) -> None:
+        self._left = requests  # of the first rank's upload
+        self._over = threading.Event()
+
+    def count(self) -> None:
+        """A request of the first rank's upload has ended."""
+        self._left -= 1
+        if self._left <= 0:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """The first rank has uploaded, or has died."""
+        self._over.set()
+
+    def wait(self) -> None:
+        """Another rank is about to upload."""
+        assert self._over.wait(60), "the first rank hangs"
+
+
+class Process:
+    """Counts the requests of one process, and dies at one of them.
+
+    Args:
+        cut: where it dies.
+        on_death: called then.
+        turns: shared by the ranks of a job; None: they upload at once.
+        first: it is the one that uploads first.
+
+    Attributes:
+        requests: verb and full key of each that it began.
+        killed: it is dead: no request has an effect any more.
+    """
+
+    def __init__(
+        self,
+        cut: Cut | None = None,
+        on_death: Callable[[], None] = lambda: None,
+        turns: Turns | None = None,
+        *,
+        first: bool = False,
+    ) -> None:
+        self.cut = cut
+        self.on_death = on_death
+        self.turns, self.first = turns, first
+        self.requests: list[tuple[str, str]] = []
+        self.killed = False
+        self._lock = threading.RLock()
+
+    def kill(self) -> None:
+        """From now on it reaches nothing. A request that is under way ends first."""
+        with self._lock:
+            self.killed = True
+
+    def request(self, verb: str, key: str, effect: Callable[[], T]) -> T:
+        """One request; the cut falls before or after its effect."""
+        turns = self.turns if uploads(key) else None
+        if turns is not None and not self.first:
+            turns.wait()
+        answer = self._send(verb, key, effect)
+        if turns is not None and self.first:
+            turns.count()
+        return answer
+
+    def _send(self, verb: str, key: str, effect: Callable[[], T]) -> T:
+        with self._lock:
+            if self.killed:
+                raise KilledError
+            self.requests.append((verb, key))
+            now = self.cut is not None and len(self.requests) == self.cut.number
+            if now and self.cut is not None and self.cut.when == "before":
+                self._die()
+            try:
+                return effect()
+            finally:
+                if now:
+                    self._die()
+
+    def _die(self) -> None:
+        self.killed = True
+        self.on_death()
+        raise KilledError
+
+
+def uploads(key: str) -> bool:
+    """Whether a request is part of a rank's upload."""
+    return key.endswith(".distcp")
+
+
+@dataclass
+class _Pending:
+    key: str
+    initiated: datetime
+    parts: dict[int, bytes] = field(default_factory=dict)
+
+
+class Bucket:
+    """Objects and uploads by full key. Equal content has an equal ETag, as on S3."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, tuple[bytes, ObjectMeta]] = {}
+        self.uploads: dict[str, _Pending] = {}
+        self._numbers = 0
+        self._lock = threading.RLock()
+
+    def copy(self) -> Bucket:
+        """As it is now."""
+        twin = Bucket()
+        twin.objects = dict(self.objects)
+        twin.uploads = {
+            name: replace(pending, parts=dict(pending.parts))
+            for name, pending in self.uploads.items()
+        }
+        twin._numbers = self._numbers
+        return twin
+
+    def age(self, **units: float) -> None:
+        """Let time pass: all that is here becomes so much older (see `timedelta`)."""
+        by = timedelta(**units)
+        for key, (body, meta) in self.objects.items():
+            self.objects[key] = body, replace(meta, last_modified=meta.last_modified - by)
+        for pending in self.uploads.values():
+            pending.initiated -= by
+
+    def keys(self, root: str) -> list[str]:
+        """Keys below a prefix, relative to it."""
+        return sorted(key.removeprefix(root) for key in self.objects if key.startswith(root))
+
+    def put(self, key: str, body: bytes, precondition: Precondition | None = None) -> Version:
+        """One PUT, or the completion of an upload."""
+        with self._lock:
+            current = self.objects.get(key)
+            absent = isinstance(precondition, IfAbsent) and current is not None
+            changed = isinstance(precondition, IfVersion) and (
+                current is None or current[1].version != precondition.version
+            )
+            if absent or changed:
+                raise PreconditionFailedError("412", object_key=key)
+            version = Version(f'"{xxhash.xxh3_128_hexdigest(body)}"')
+            meta = ObjectMeta(key, len(body), version, datetime.now(UTC))
+            self.objects[key] = body, meta
+            return version
+
+    def get(self, key: str) -> tuple[bytes, ObjectMeta]:
+        """Body and metadata."""
+        with self._lock:
+            found = self.objects.get(key)
+        if found is None:
+            raise ObjectNotFoundError("404", object_key=key)
+        return found
+
+    def list(self, prefix: str) -> list[ObjectMeta]:
+        """In the order of the keys."""
+        with self._lock:
+            return [self.objects[key][1] for key in sorted(self.objects) if key.startswith(prefix)]
+
+    def delete(self, key: str) -> None:
+        """Absent or not."""
+        with self._lock:
+            self.objects.pop(key, None)
+
+    def begin(self, key: str) -> str:
+        """A multipart upload; its id."""
+        with self._lock:
+            self._numbers += 1
+            name = f"upload-{self._numbers}"
+            self.uploads[name] = _Pending(key, datetime.now(UTC))
+            return name
+
+    def part(self, name: str, number: int, body: bytes) -> None:
+        """One part of it."""
+        with self._lock:
+            self.uploads[name].parts[number] = body
+
+    def complete(self, name: str) -> Version:
+        """The object comes to be."""
+        with self._lock:
+            pending = self.uploads.pop(name)
+            return self.put(
+                pending.key, b"".join(body for _, body in sorted(pending.parts.items()))
+            )
+
+    def abort(self, name: str) -> None:
+        """Gone or not."""
+        with self._lock:
+            self.uploads.pop(name, None)
+
+
+class Connection:
+    """An `ObjectStore` rooted in a bucket, as one process has it."""
+
+    def __init__(self, bucket: Bucket, process: Process, url: str) -> None:
+        self.bucket, self.process, self.url = bucket, process, url
+        self.capabilities = Capabilities()
+        self.endpoint_url: str | None = None
+        self.root = url.partition("://")[2].partition("/")[2] + "/"
+
+    def _request(self, verb: str, key: str, effect: Callable[[], T]) -> T:
+        return self.process.request(verb, key, effect)
+
+    def put(
+        self,
+        key: str,
+        data: Buffer | Sequence[Buffer],
+        *,
+        precondition: Precondition | None = None,
+        retry: bool = True,
+    ) -> Version:
+        body = b"".join(map(bytes, data)) if isinstance(data, (list, tuple)) else bytes(data)
+        full = self.root + key
+        return self._request("put", full, lambda: self.bucket.put(full, body, precondition))
+
+    def put_stream(
+        self, key: str, buffers: Iterator[Buffer], *, part_size_bytes: int, max_concurrency: int
+    ) -> Version:
+        """Parts one after the other, so that a cut always falls in the same place."""
+        full = self.root + key
+        name = self._request("begin", full, lambda: self.bucket.begin(full))
+        try:
+            number, pending = 0, bytearray()
+            for buffer in buffers:
+                pending += memoryview(buffer)
+                while len(pending) >= part_size_bytes:
+                    number += 1
+                    self._part(name, full, number, bytes(pending[:part_size_bytes]))
+                    del pending[:part_size_bytes]
+            if pending:
+                self._part(name, full, number + 1, bytes(pending))
+        except BaseException:
+            self._request("abort", full, lambda: self.bucket.abort(name))
+            raise
+        return self._request("complete", full, lambda: self.bucket.complete(name))
+
+    def _part(self, name: str, full: str, number: int, body: bytes) -> None:
+        self._request("part", full, lambda: self.bucket.part(name, number, body))
+
+    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        full = self.root + key
+        body, meta = self._request("get", full, lambda: self.bucket.get(full))
+        if len(body) > max_size_bytes:
+            raise CorruptDataError("too large", object_key=key)
+        return body, replace(meta, key=key)
+
+    def get_range(
+        self, key: str, start: int, end: int, *, into: memoryview | None = None
+    ) -> Buffer:
+        full = self.root + key
+        body, _ = self._request("get", full, lambda: self.bucket.get(full))
+        if end > len(body):
+            raise CorruptDataError("too short", object_key=key)
+        return memoryview(body)[start:end]
+
+    def head(self, key: str) -> ObjectMeta:
+        full = self.root + key
+        _, meta = self._request("head", full, lambda: self.bucket.get(full))
+        return replace(meta, key=key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        full = self.root + prefix
+        found = self._request("list", full, lambda: self.bucket.list(full))
+        return iter([replace(meta, key=meta.key.removeprefix(self.root)) for meta in found])
+
+    def delete(self, key: str) -> None:
+        full = self.root + key
+        self._request("delete", full, lambda: self.bucket.delete(full))
+
+    def uploads(self) -> ConnectionUploads:
+        """Its multipart uploads."""
+        return ConnectionUploads(self, self.root)
+
+
+class ConnectionUploads:
+    """As `stores.uploads.S3Uploads`."""
+
+    def __init__(self, connection: Connection, root: str) -> None:
+        self.connection, self.prefix = connection, root
+
+    def below(self, prefix: str) -> ConnectionUploads:
+        root = f"{self.prefix}{prefix}/" if prefix else self.prefix
+        return ConnectionUploads(self.connection, root)
+
+    def list(self) -> list[Upload]:
+        def effect() -> list[Upload]:
+            return [
+                Upload(
+                    pending.key.removeprefix(self.prefix),
+                    name,
+                    pending.initiated,
+                    sum(map(len, pending.parts.values())),
+                )
+                for name, pending in self.connection.bucket.uploads.items()
+                if pending.key.startswith(self.prefix)
+            ]
+
+        return self.connection.process.request("list uploads", self.prefix, effect)
+
+    def abort(self, upload: Upload) -> None:
+        self.connection.process.request(
+            "abort",
+            self.prefix + upload.key,
+            lambda: self.connection.bucket.abort(upload.upload_id),
+        )
+
+    def lifecycle_rules(self) -> Sequence[Any]:
+        return ()
+
+
+class Here(threading.local):
+    """Which bucket this thread works on, and as which process."""
+
+    bucket: Bucket
+    process: Process
+
+
+here = Here()

@@ -1,0 +1,82 @@
+"""A process may die at any request: nothing is torn, nothing false, nothing is left for ever.
+
+Each operation is cut off before and after the effect of each of its requests. What is left is
+listed, loaded (by stock torch, too), swept, saved again and swept again. `python -m tests.crash`
+prints the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.crash import scenes
+from tests.crash.bucket import Bucket, Cut, KilledError, Process
+from tests.crash.jobs import in_memory
+from tests.crash.judging import Verdict, cuts, judge, quiet
+from tests.crash.scenes import OLD, OURS, ROOT, STOCK, Scene, Shape
+
+SMALL = [one for one in scenes.scenes() if one.writer == OURS]
+LARGE = [one for one in scenes.large_scenes() if one.writer == OURS]
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[None]:
+    with in_memory(), quiet():
+        yield
+
+
+def harm(scene: Scene) -> dict[str, Verdict]:
+    """The cuts after which anything was wrong."""
+    first = scene.begin()
+    found = {}
+    places = cuts(scene, first.copy())
+    # Both sides of every request, and each rank that makes any.
+    assert len(places) >= 2 * 6
+    for where in places:
+        verdict = judge(scene, where, first.copy())
+        if verdict != Verdict():
+            found[str(where)] = verdict
+    return found
+
+
+@pytest.mark.parametrize("scene", SMALL, ids=lambda one: f"{one.name}-{one.ranks}")
+def test_crash_at_any_request_leaves_the_old_or_the_new_and_no_rest(scene: Scene) -> None:
+    assert harm(scene) == {}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("scene", LARGE, ids=lambda one: f"{one.name}-{one.ranks}")
+def test_crash_at_any_request_of_larger_jobs_leaves_the_old_or_the_new(scene: Scene) -> None:
+    assert harm(scene) == {}
+
+
+def test_saves_are_cut_between_the_parts_of_an_upload() -> None:
+    scene = next(one for one in SMALL if one.shape.large_rank == 0)
+    verbs = [where.verb for where in cuts(scene, scene.begin())]
+    assert verbs.count("part") == 4  # two parts, each cut before and after
+    assert {"begin", "complete"} <= set(verbs)
+
+
+def test_stock_writer_is_torn_in_the_same_harness() -> None:
+    """Or the harness could not see it in ours."""
+    overwriting = [one for one in scenes.scenes() if one.writer == STOCK and one.before == OLD]
+    found = [verdict for scene in overwriting for verdict in harm(scene).values()]
+    assert [verdict for verdict in found if verdict.torn]
+    assert [verdict for verdict in found if verdict.unreadable]
+    assert [verdict for verdict in found if verdict.orphans]
+
+
+def test_killed_process_reaches_nothing_any_more() -> None:
+    bucket = Bucket()
+    shape = Shape(1, large_rank=0)
+    scene = replace(SMALL[0], shape=shape)
+    process = Process(Cut(1, "after"))
+    scene.run(bucket, [process])
+    assert process.killed
+    assert len(process.requests) == 1
+    with pytest.raises(KilledError):
+        process.request("put", "x", lambda: bucket.put("x", b""))
+    assert bucket.keys(ROOT) == []
