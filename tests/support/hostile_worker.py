@@ -112,6 +112,7 @@ def chain(error: BaseException) -> list[BaseException]:
 
 def outcome(act: Callable[[], object]) -> str:
     """`value`, the class of our error, or what is wrong with the one that was raised."""
+    gc.collect()  # an error and the frames that it came through are a cycle, with all they hold
     try:
         act()
     except CheckpointException as error:
