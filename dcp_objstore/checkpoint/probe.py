@@ -145,6 +145,12 @@ def require_rewrites(store: ObjectStore, what: str, *, clock: Clock = SYSTEM_CLO
         )
 
 
+def can_rewrite(store: ObjectStore, *, clock: Clock = SYSTEM_CLOCK) -> bool:
+    """Whether an object can be replaced conditionally; see `require_rewrites`."""
+    found = _capabilities(store, clock)
+    return found.conditional_create and found.conditional_update
+
+
 def _capabilities(store: ObjectStore, clock: Clock) -> Capabilities:
     """As `probe` found them, now or before in this process."""
     bucket = bucket_of(store)

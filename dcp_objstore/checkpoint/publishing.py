@@ -5,6 +5,7 @@ decided here. The rule of `commit` that this module carries out:
 
  6. `.metadata` follows the marker: read its version, check that the marker is still ours, put it
     against that version, and again when that failed. Whoever committed last also writes last.
+    After it the marker is read again: where a deletion came in between, `.metadata` is removed.
     A crash in between is mended by anybody (`align_dot_metadata`): written where a commit stands,
     removed where a tombstone does, unless it is another library's, which has saved here since. The
     marker is read again after that, since stores remove without conditions and a new commit may
@@ -13,6 +14,8 @@ decided here. The rule of `commit` that this module carries out:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Literal, Protocol, TypeAlias
 
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
@@ -91,6 +94,7 @@ def publish_until(
     store: ObjectStore, commit_id: str, body: bytes, *, retries: Retries, fenced: bool = True
 ) -> bool:
     """As `publish_dot_metadata`, within a deadline that is shared with what the caller does."""
+    may_be_there = False
     while True:
         try:
             token = store.head(DOT_METADATA_KEY).version
@@ -99,12 +103,15 @@ def publish_until(
             precondition = IfAbsent()
         found = read_marker(store)
         if found is None or not found[0].is_committed or found[0].commit_id != commit_id:
+            if may_be_there:
+                _take_back(store, found)
             return False
         try:
             store.put(
                 DOT_METADATA_KEY, body, precondition=precondition if fenced else None, retry=False
             )
         except (StoreUnavailableError, LostRaceError, ObjectNotFoundError) as error:
+            may_be_there = True
             if not retries.pause():
                 raise RetryableError(
                     f"'.metadata' could not be written until the deadline (last: {error}); the"
@@ -112,7 +119,15 @@ def publish_until(
                     url=store.url,
                 ) from error
         else:
-            return True
+            return not _take_back(store, read_marker(store))
+
+
+def _take_back(store: ObjectStore, found: Found | None) -> bool:
+    """A deletion that crossed us may have removed `.metadata` before ours came: then it goes."""
+    if found is None or found[0].is_committed:
+        return False
+    store.delete(DOT_METADATA_KEY)
+    return True
 
 
 def needed_change(store: ObjectStore, marker: Marker, dot_metadata: DotMetadata) -> Change | None:
@@ -121,23 +136,47 @@ def needed_change(store: ObjectStore, marker: Marker, dot_metadata: DotMetadata)
     Raises:
         CheckpointCorruptError, CheckpointGoneError, UnsupportedError: the index cannot be read.
     """
-    return _judge(store, marker, dot_metadata)[0]
+    return _judge(store, marker, dot_metadata).change
 
 
-def _judge(
-    store: ObjectStore, marker: Marker, dot_metadata: DotMetadata
-) -> tuple[Change | None, bytes]:
-    """The change, and the body to write."""
+@dataclass(frozen=True)
+class _Judgement:
+    """The change that is needed, the body to write, and when what is there was written."""
+
+    change: Change | None
+    body: bytes = b""
+    written_at: datetime | None = None
+
+
+def _judge(store: ObjectStore, marker: Marker, dot_metadata: DotMetadata) -> _Judgement:
     index = read_index(store, marker) if marker.is_committed else None
     try:
-        body, _ = store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_SIZE_BYTES)
+        body, meta = store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_SIZE_BYTES)
     except (ObjectNotFoundError, CorruptDataError):
         body = None  # missing, or larger than any of ours
     if index is None:
-        return ("removed" if body is not None and dot_metadata.is_ours(body) else None), b""
+        removed = body is not None and dot_metadata.is_ours(body)
+        return _Judgement("removed" if removed else None)
     if body is not None and dot_metadata.describes(body, index):
-        return None, b""
-    return "written", dot_metadata.derive(index)
+        return _Judgement(None, written_at=meta.last_modified)
+    return _Judgement("written", dot_metadata.derive(index))
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """`.metadata` in line with a marker.
+
+    Attributes:
+        found: that marker, which may be a later one.
+        change: the last change that was made; None: none. After one, the caller rewrites the
+            marker: stock readers may still use what the old `.metadata` named, so a sweep has to
+            see that the marker is young.
+        written_at: when the `.metadata` was written, where it was there and in line.
+    """
+
+    found: Found
+    change: Change | None
+    written_at: datetime | None = None
 
 
 def align_dot_metadata(
@@ -146,7 +185,7 @@ def align_dot_metadata(
     dot_metadata: DotMetadata,
     *,
     retries: Retries,
-) -> tuple[Found, Change | None]:
+) -> Aligned:
     """Bring `.metadata` into line with the marker, which must be committed or a tombstone.
 
     Args:
@@ -155,30 +194,27 @@ def align_dot_metadata(
         dot_metadata: derives and judges.
         retries: bounds when a try may start.
 
-    Returns:
-        The marker with which it is in line, which may be a later one, and the last change made.
-
     Raises:
         CheckpointCorruptError, CheckpointGoneError, UnsupportedError: the index cannot be read.
         RetryableError: no success until the deadline, or the checkpoint is being deleted.
     """
     change: Change | None = None
     while found[0].state != "deleting":
-        needed, body = _judge(store, found[0], dot_metadata)
-        if needed is None:
-            return found, change
-        if needed == "removed":
+        needed = _judge(store, found[0], dot_metadata)
+        if needed.change is None:
+            return Aligned(found, change, needed.written_at)
+        if needed.change == "removed":
             store.delete(DOT_METADATA_KEY)
-            change = needed
-        elif publish_until(store, found[0].commit_id, body, retries=retries):
-            change = needed
+            change = needed.change
+        elif publish_until(store, found[0].commit_id, needed.body, retries=retries):
+            change = needed.change
         again = read_marker(store)
         if again is None:
             raise CheckpointCorruptError(
                 "somebody removed the marker without dcp_objstore", url=store.url
             )
         if again[0].commit_id == found[0].commit_id and again[0].state == found[0].state:
-            return again, change
+            return Aligned(again, change)
         found = again
         if not retries.pause():
             raise RetryableError(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
+from dcp_objstore.checkpoint.commit import rewrite_marker
 from dcp_objstore.checkpoint.deleting import finish_deleting
 from dcp_objstore.checkpoint.opening import not_committed, read_marker
+from dcp_objstore.checkpoint.probe import can_rewrite
 from dcp_objstore.checkpoint.publishing import (
     Change,
     DotMetadata,
@@ -88,7 +90,12 @@ def repair(
     if dry_run:
         change = needed_change(store, found[0], dot_metadata)
     else:
-        found, change = align_dot_metadata(store, found, dot_metadata, retries=retries)
+        aligned = align_dot_metadata(store, found, dot_metadata, retries=retries)
+        found, change = aligned.found, aligned.change
+        # So that a sweep lets readers of the old `.metadata` end. Where there are no conditional
+        # writes there are no sweeps, and a save might be lost by this.
+        if change is not None and can_rewrite(store, clock=clock):
+            rewrite_marker(store, found, "the fence", retries)
     return RepairReport(
         url=store.url,
         state=found[0].state,

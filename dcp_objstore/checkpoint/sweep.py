@@ -10,7 +10,9 @@ The rule of `commit` that this module carries out:
     before). **Fence**: change the marker's write_id, or put a tombstone where there is no marker,
     so that no save that began before can commit any more; read it back and go on only if it is
     ours. Bring `.metadata` into line; if that was needed, fence again and stop, because stock
-    readers may be using what it named. Delete exactly the candidates that were listed before the
+    readers may be using what it named (whoever else changes `.metadata` rewrites the marker too).
+    Stop if the marker is not that of the fence any more, and if `.metadata` is younger than the
+    grace period, for the same reason. Delete exactly the candidates that were listed before the
     fence and that are older than the grace period by the store's own time, that of the fence.
 
     Listing before fencing is what makes this safe without trusting any clock: what is listed
@@ -25,7 +27,7 @@ prefix with a `.metadata` and no marker, where another library saved (a tombston
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
@@ -211,9 +213,12 @@ class _Sweep:
             found = find_marker(self.store)
             if found is None or found[0].write_id != marker.write_id:
                 return replace(done, outcome="lost", reason="somebody else changed the marker")
-            _, change = align_dot_metadata(
+            aligned = align_dot_metadata(
                 self.store, _token(found), self.dot_metadata, retries=self.retries
             )
+            change = aligned.change
+            if change is not None:
+                rewrite_marker(self.store, aligned.found, "the fence", self.retries)
         if change is None:
             return done
         outcome: Outcome = "mended" if done.outcome == "clean" else done.outcome
@@ -245,12 +250,27 @@ class _Sweep:
         if not candidates or not marker_is_old:
             reason = "by the store's clock, nothing is older than the grace period"
             return replace(done, outcome="waiting", reason=reason)
-        aligned, change = align_dot_metadata(
+        return self._remove_behind(done, fence, candidates, oldest_kept)
+
+    def _remove_behind(
+        self,
+        done: CheckpointSweep,
+        fence: tuple[Marker, ObjectMeta],
+        candidates: Sequence[ObjectMeta],
+        oldest_kept: datetime,
+    ) -> CheckpointSweep:
+        """With the fence up: `.metadata` into line, or, where it has long been, the candidates."""
+        aligned = align_dot_metadata(
             self.store, _token(fence), self.dot_metadata, retries=self.retries
         )
-        if change is not None:
-            rewrite_marker(self.store, aligned, "the fence", self.retries)
-            return replace(done, outcome="mended", dot_metadata=change)
+        if aligned.change is not None:
+            rewrite_marker(self.store, aligned.found, "the fence", self.retries)
+            return replace(done, outcome="mended", dot_metadata=aligned.change)
+        if aligned.found[0].write_id != fence[0].write_id:
+            return replace(done, outcome="lost", reason="somebody else changed the marker")
+        if aligned.written_at is not None and aligned.written_at >= oldest_kept:
+            reason = "'.metadata' is younger than the grace period: stock readers may use the old"
+            return replace(done, outcome="waiting", reason=reason)
         self._delete(candidates)
         return _with_deleted(done, candidates)
 

@@ -1,0 +1,103 @@
+"""`.metadata` where a publication, a deletion and a sweep cross: found by `tests.model`."""
+
+from __future__ import annotations
+
+import pytest
+
+from dcp_objstore.checkpoint import commit as commits
+from dcp_objstore.checkpoint.deleting import delete
+from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
+from dcp_objstore.checkpoint.repairing import repair
+from dcp_objstore.checkpoint.sweep import sweep
+from dcp_objstore.errors import StoreUnavailableError
+from tests.support import upkeep
+from tests.support.memory_store import MemoryStore, Put
+from tests.support.upkeep import DESCRIBED, AgedStore
+
+
+class Crossed(MemoryStore):
+    """Once, right before a request for `.metadata`, the checkpoint is deleted."""
+
+    def __init__(self, verb: str | None, *, answers: bool = True) -> None:
+        super().__init__()
+        self.verb = verb
+        self.answers = answers
+        self.on_put = self._before_put
+
+    def _before_put(self, put: Put) -> None:
+        if put.key == DOT_METADATA_KEY and self.verb == "put":
+            self._cross()
+            if not self.answers:
+                self.apply(put)
+                raise StoreUnavailableError("no answer")
+
+    def head(self, key: str):
+        if key == DOT_METADATA_KEY and self.verb == "head":
+            self._cross()
+        return super().head(key)
+
+    def _cross(self) -> None:
+        self.verb = None
+        delete(self)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_deletion_that_crosses_a_save_leaves_no_dot_metadata(answers: bool) -> None:
+    store = Crossed("put", answers=answers)
+    with pytest.raises(AssertionError):  # `save` expects that it was published
+        upkeep.save(store)
+    assert upkeep.state(store) == "deleted"
+    assert DOT_METADATA_KEY not in store.objects
+
+
+def test_what_repair_makes_obsolete_is_kept_for_the_grace_period() -> None:
+    """Stock readers may have begun with the old `.metadata` a moment ago."""
+    store = AgedStore(MemoryStore())
+    upkeep.save(store)
+    old = upkeep.named(store)
+    upkeep.save(store, overwrite=True, publish=False)
+    store.age()
+    assert repair(store, dot_metadata=DESCRIBED).dot_metadata == "written"
+    assert sweep(store, dot_metadata=DESCRIBED).outcome == "waiting"
+    assert old <= upkeep.keys(store)
+    store.age()
+    assert sweep(store, dot_metadata=DESCRIBED).outcome == "swept"
+    assert not old & upkeep.keys(store)
+
+
+def test_what_a_late_publication_makes_obsolete_is_kept_for_the_grace_period() -> None:
+    store = AgedStore(MemoryStore())
+    upkeep.save(store)
+    old = upkeep.named(store)
+    done = upkeep.save(store, overwrite=True, publish=False)
+    store.age()
+    body = DESCRIBED.derive(commits.open_committed(store)[1])
+    assert commits.publish_dot_metadata(store, done.commit_id, body)
+    assert sweep(store, dot_metadata=DESCRIBED).outcome == "waiting"
+    assert old <= upkeep.keys(store)
+
+
+def test_what_a_removed_dot_metadata_named_is_kept_for_the_grace_period() -> None:
+    store = AgedStore(MemoryStore())
+    upkeep.save(store)
+    old = upkeep.named(store)
+    stale, _ = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)
+    delete(store)
+    store.put(DOT_METADATA_KEY, stale)
+    store.age()
+    assert repair(store, dot_metadata=DESCRIBED).dot_metadata == "removed"
+    assert sweep(store, dot_metadata=DESCRIBED).outcome == "waiting"
+    assert old <= upkeep.keys(store)
+
+
+def test_a_sweep_removes_nothing_once_a_deletion_has_crossed_it() -> None:
+    inner = Crossed(None)
+    store = AgedStore(inner)
+    upkeep.save(store)
+    old = upkeep.named(store)
+    upkeep.save(store, overwrite=True, publish=False)
+    store.age()
+    inner.verb = "head"
+    assert sweep(store, dot_metadata=DESCRIBED).outcome == "lost"
+    assert inner.verb is None
+    assert old <= upkeep.keys(store)
