@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -168,14 +169,23 @@ def save_two_halves(rank: int, world: int, place: str) -> None:
     dcp.save({"w": tensor, "v": torch.ones(2)}, checkpoint_id=place)
 
 
-def test_a_tensor_of_which_a_chunk_is_missing_is_not_half_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", ["missing", "overlapping"])
+def test_a_tensor_that_its_chunks_do_not_make_up_is_not_half_loaded(
+    tmp_path: Path, wrong: str
+) -> None:
     place = tmp_path / "step-1"
     run_ranks(2, save_two_halves, str(place))
     metadata = pickle.loads((place / ".metadata").read_bytes())
-    metadata.state_dict_metadata["w"].chunks.pop()
+    chunks = metadata.state_dict_metadata["w"].chunks
+    second = chunks.pop()
+    if wrong == "overlapping":
+        chunks.append(ChunkStorageMetadata(offsets=torch.Size((3,)), sizes=second.sizes))
+        # Found under the new offsets.
+        index = MetadataIndex("w", torch.Size((4,)))
+        metadata.storage_data[MetadataIndex("w", torch.Size((3,)))] = metadata.storage_data[index]
     (place / ".metadata").write_bytes(pickle.dumps(metadata))
     state = {"w": torch.full((8,), -1.0)}
-    with pytest.raises(CheckpointCorruptError, match="4 of the tensor's 8 elements") as caught:
+    with pytest.raises(CheckpointCorruptError, match="do not make up") as caught:
         dos.load(state, place.as_uri(), progress=False)
     assert caught.value.key == "w"
     assert state["w"].tolist() == [-1.0] * 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dcp_objstore.checkpoint import commit as commits
+from dcp_objstore.checkpoint import probe
 from dcp_objstore.checkpoint.deleting import delete
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
 from dcp_objstore.checkpoint.repairing import RepairReport, repair
@@ -14,6 +15,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores.protocol import Capabilities
 from dcp_objstore.stores.wrappers import Fault, FaultStore
 from tests.support.memory_store import MemoryStore, Put, TickingClock
 from tests.support.servers import Bucket
@@ -48,6 +50,20 @@ def test_missing_dot_metadata_is_written(real: ObjectStore) -> None:
     assert report.dot_metadata == "written"
     assert in_line(real)
     assert go(real).dot_metadata is None
+
+
+def test_the_marker_is_rewritten_only_where_that_can_lose_no_save(store: MemoryStore) -> None:
+    def written(can_update: bool) -> bool:
+        store.capabilities = Capabilities(conditional_update=can_update)
+        probe.forget()
+        store.delete(DOT_METADATA_KEY)
+        before = commits.read_marker(store)
+        assert go(store).dot_metadata == "written"
+        return commits.read_marker(store) != before
+
+    save(store)
+    assert written(can_update=True)
+    assert not written(can_update=False)
 
 
 def test_dot_metadata_of_the_replaced_commit_is_written_anew(real: ObjectStore) -> None:

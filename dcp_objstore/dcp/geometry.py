@@ -9,7 +9,7 @@ that is wanted gives copies between ordinary strided views, with no element touc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ _ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 # Elements are moved as these, whatever they mean, by their size in bytes.
 _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+_MAX_CELLS = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,3 +229,36 @@ def _within_row(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[
     number = start // row
     for first, box in _boxes(shape[1:], start - number * row, end - number * row):
         yield first + number * row, Box((number, *box.offsets), (1, *box.sizes))
+
+
+def fills(
+    shape: Sequence[int], offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
+) -> bool:
+    """Whether boxes within a shape, taken together, are all of it. They may overlap.
+
+    Boxes that cut it into more than 16 million cells are only counted: no grid of ranks does that.
+    """
+    if sum(math.prod(size) for size in sizes) < math.prod(shape):
+        return False
+    if len(sizes) < 2 or not shape:
+        return True
+    starts = np.array(offsets, dtype=np.int64)
+    ends = starts + np.array(sizes, dtype=np.int64)
+    dims = len(shape)
+    edges = [
+        np.unique(np.concatenate([starts[:, dim], ends[:, dim], [0, shape[dim]]]))
+        for dim in range(dims)
+    ]
+    if math.prod(len(cuts) - 1 for cuts in edges) > _MAX_CELLS:
+        return True
+    cells = np.zeros([len(cuts) - 1 for cuts in edges], dtype=bool)
+    first = [np.searchsorted(cuts, starts[:, dim]) for dim, cuts in enumerate(edges)]
+    after = [np.searchsorted(cuts, ends[:, dim]) for dim, cuts in enumerate(edges)]
+    if all(np.array_equal(f + 1, a) for f, a in zip(first, after, strict=True)):
+        cells[tuple(first)] = True  # a grid, as ranks make it
+    else:
+        for number in range(len(starts)):
+            cells[tuple(slice(f[number], a[number]) for f, a in zip(first, after, strict=True))] = (
+                True
+            )
+    return bool(cells.all())

@@ -9,10 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
 import torch
 
-from dcp_objstore.dcp.geometry import Box
+from dcp_objstore.dcp.geometry import Box, fills
 from dcp_objstore.dcp.planner import nearest
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 Patterns: TypeAlias = str | Iterable[str] | None
 
 _WILDCARDS = re.compile(r"[*?\[]")
-# Cells of the grid in which the chunks of a tensor are compared with what is read of it.
-_MAX_CELLS = 16 * 1024 * 1024
 # Entries of a list that the keys present do not account for (those of a partial read): more than
 # any state has, and few enough to be made up.
 _MAX_LIST_LENGTH = 100_000
@@ -130,35 +127,15 @@ def check_covered(key: str, box: Box, items: Sequence[ReadItem]) -> None:
     Raises:
         CheckpointCorruptError: they do not.
     """
-    wanted = math.prod(box.sizes)
-    given = sum(item.lengths.numel() for item in items)
-    if given >= wanted and (len(items) < 2 or _fills(box, items)):
+    lengths = [item.lengths for item in items]
+    if fills(box.sizes, [item.dest_offsets for item in items], lengths):
         return
     raise CheckpointCorruptError(
-        f"the chunks in the checkpoint do not make up this tensor: they have {given} of the"
-        f" {wanted} elements that are to be read, or overlap and leave some out",
+        "the chunks in the checkpoint do not make up this tensor: they have"
+        f" {sum(size.numel() for size in lengths)} of the {math.prod(box.sizes)} elements that are"
+        " to be read, or overlap and leave some out",
         key=key,
     )
-
-
-def _fills(box: Box, items: Sequence[ReadItem]) -> bool:
-    """Whether the union of the items' boxes is the whole box, in the grid that they cut it into."""
-    cuts = []
-    for dim, size in enumerate(box.sizes):
-        starts = np.array([item.dest_offsets[dim] for item in items], dtype=np.int64)
-        lengths = np.array([item.lengths[dim] for item in items], dtype=np.int64)
-        cuts.append(np.unique(np.concatenate([starts, starts + lengths, [0, size]])))
-    if math.prod(len(edges) - 1 for edges in cuts) > _MAX_CELLS:
-        return True  # no grid of ranks; that there are enough elements has been seen
-    cells = np.zeros([len(edges) - 1 for edges in cuts], dtype=bool)
-    for item in items:
-        cells[
-            tuple(
-                slice(*np.searchsorted(edges, (offset, offset + size)))
-                for edges, offset, size in zip(cuts, item.dest_offsets, item.lengths, strict=True)
-            )
-        ] = True
-    return bool(cells.all())
 
 
 def nested(

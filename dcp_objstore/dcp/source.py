@@ -21,6 +21,7 @@ from dcp_objstore.checkpoint import commit
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
 from dcp_objstore.dcp.foreign import decode_metadata
+from dcp_objstore.dcp.geometry import fills
 from dcp_objstore.dcp.metadata import describe
 from dcp_objstore.dcp.transforms import (
     FRAMING_SIZE_BYTES,
@@ -128,7 +129,7 @@ class Source:
         return found
 
     def check_whole(self, keys: Iterable[str]) -> None:
-        """Refuse tensors with too few elements: what is missing would stay as it was, unnoticed.
+        """Refuse tensors that lack elements: what is missing would stay as it was, unnoticed.
 
         Raises:
             CheckpointCorruptError: the chunks of a tensor do not make it up.
@@ -136,11 +137,12 @@ class Source:
         for key in dict.fromkeys(keys):
             saved = self.metadata.state_dict_metadata.get(key)
             if isinstance(saved, TensorStorageMetadata):
-                given = sum(chunk.sizes.numel() for chunk in saved.chunks)
-                if given < saved.size.numel():
+                sizes = [chunk.sizes for chunk in saved.chunks]
+                if not fills(saved.size, [chunk.offsets for chunk in saved.chunks], sizes):
                     raise CheckpointCorruptError(
-                        f"the chunks in the checkpoint have {given} of the tensor's"
-                        f" {saved.size.numel()} elements",
+                        "the chunks in the checkpoint do not make up this tensor: they have"
+                        f" {sum(size.numel() for size in sizes)} of its {saved.size.numel()}"
+                        " elements, or overlap and leave some out",
                         key=key,
                     )
 
