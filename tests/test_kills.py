@@ -27,7 +27,7 @@ from dcp_objstore.checkpoint.opening import read_marker
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.stores import StoreSpec
 from tests.support.killing import Crew, Job, say
-from tests.support.proxy import Asked, Fault, NetworkProxy
+from tests.support.proxy import Asked, Cut, Fault, NetworkProxy
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 from tests.support.states import own_part, same_bits, tensor_state
@@ -89,7 +89,7 @@ def save_on_and_on(rank: int, world_size: int, run: str, options: Options, seed:
     for step in range(1, MOST_SAVES):
         how = rng.choice(["new", "same", "background"])
         url = f"{run}/latest" if how == "same" else f"{run}/step-{step}"
-        state = state_of(step, LARGE_ROWS if rng.random() < 0.25 else SMALL_ROWS)
+        state = state_of(step, LARGE_ROWS if rng.random() < 1 / 3 else SMALL_ROWS)
         settings: Any = {
             "storage_options": options,
             "config": CONFIG,
@@ -124,19 +124,24 @@ def resume(
 
 @dataclass(frozen=True)
 class Aim:
-    """When to kill: so long after so many requests of a kind; or after the first save began."""
+    """When to kill: so long after so many requests of a kind; or after the first save began.
+
+    Attributes:
+        unsent: the last of these requests has not left the host when the rank is killed.
+    """
 
     ranks: tuple[int, ...]
     kind: str
     count: int
     delay_seconds: float
+    unsent: bool
 
 
 def kind_of(asked: Asked) -> str | None:
     if asked.is_listing:
         return "check"
-    if asked.name.endswith(".distcp") and asked.method in ("PUT", "POST"):
-        return "upload"
+    if asked.name.endswith(".distcp") and asked.method == "PUT":
+        return "part" if "partNumber=" in asked.query else "object"
     if asked.name.startswith("index.") and asked.method == "PUT":
         return "index"
     if asked.name == "_COMMIT":
@@ -147,10 +152,14 @@ def kind_of(asked: Asked) -> str | None:
 
 
 def take_aim(rng: random.Random) -> Aim:
-    kind = rng.choice(["any", "begin", "upload", "check", "index", "commit", "publish"])
+    kind = rng.choice(
+        ["any", "begin", "object", "part", "part", "check", "index", "commit", "publish"]
+    )
     # A request takes a few milliseconds, a save a tenth of a second and more.
-    delay = rng.uniform(0, 1.0 if kind == "any" else 0.01)
-    return Aim(rng.choice([(0,), (1,), (0, 1)]), kind, rng.randint(1, 6), delay)
+    delay = rng.uniform(0, {"any": 2.0, "part": 0.03}.get(kind, 0.01))
+    ranks = rng.choice([(0,), (0,), (1,), (0, 1)])
+    unsent = 0 in ranks and kind in ("check", "index", "commit", "publish") and rng.random() < 0.5
+    return Aim(ranks, kind, rng.randint(1, 5), delay, unsent)
 
 
 def kill_one(crew: Crew, proxy: NetworkProxy, run: str, seed: int, aim: Aim) -> Job:
@@ -161,6 +170,9 @@ def kill_one(crew: Crew, proxy: NetworkProxy, run: str, seed: int, aim: Aim) -> 
         nonlocal count
         if kind_of(asked) == aim.kind:
             count += 1
+            if count == aim.count and aim.unsent:
+                jobs[0].kill(*aim.ranks)
+                return Cut("request", 0, "rst")
             if count == aim.count:
                 proxy.loop.call_later(aim.delay_seconds, lambda: jobs[0].kill(*aim.ranks))
         return None

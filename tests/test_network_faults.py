@@ -2,6 +2,8 @@
 
 A proxy on the way to a real server stalls and cuts connections. How long a call may take is the
 time-out of its job: a rank that is not done by then is killed, and says that it hung.
+
+    pytest tests/test_network_faults.py -m campaign -s     # 29 more seeds, and slower cases
 """
 
 from __future__ import annotations
@@ -171,18 +173,24 @@ def test_one_stalled_connection_only_delays_a_save(bucket: Bucket, proxy: Networ
 
 
 def test_a_slow_network_is_no_stall(bucket: Bucket, proxy: NetworkProxy) -> None:
-    """A part takes longer than the stall time-out's half; all together take longer than it."""
+    """A part takes nearly half of the stall time-out; all of a rank's take longer than that."""
     url = bucket.at("step-1")
     proxy.bytes_per_second = 4 * MIB
     config = dos.TransferConfig(
-        part_size_bytes=PART_SIZE_BYTES, upload_concurrency=1, stall_timeout_seconds=4
+        part_size_bytes=PART_SIZE_BYTES, upload_concurrency=1, stall_timeout_seconds=3
     )
     outcomes = try_ranks(2, save, url, [proxy.storage_options], config, timeout_seconds=60)
     assert not any(outcome.failed for outcome in outcomes), str(outcomes)
     assert_loads(url, bucket.storage_options)
 
 
-@pytest.mark.parametrize("stalled", [0, 1], ids=["coordinator", "other-rank"])
+@pytest.mark.parametrize(
+    "stalled",
+    [
+        pytest.param(0, id="coordinator", marks=pytest.mark.campaign),
+        pytest.param(1, id="other-rank"),
+    ],
+)
 def test_a_stalled_load_fails_soon_and_typed_on_every_rank(
     bucket: Bucket, proxy: NetworkProxy, stalled: int
 ) -> None:
@@ -206,21 +214,29 @@ def crew() -> Iterator[Crew]:
         yield crew
 
 
+@pytest.mark.parametrize(
+    "everywhere",
+    [False, pytest.param(True, marks=pytest.mark.campaign)],
+    ids=["stalled-rank", "every-rank"],
+)
 def test_ctrl_c_ends_a_stalled_save_long_before_any_time_out(
-    bucket: Bucket, proxy: NetworkProxy, crew: Crew
+    bucket: Bucket, proxy: NetworkProxy, crew: Crew, everywhere: bool
 ) -> None:
-    """The time-outs are minutes; a second is what the transport has to send its abort."""
+    """The time-outs are minutes; what it takes are the 5 s that the transport has for its abort."""
     url, options = bucket.at("step-1"), bucket.storage_options
     held = proxy.hold(is_part, after_bytes=MIB)
     config = dos.TransferConfig(part_size_bytes=PART_SIZE_BYTES)
     ways = [options, proxy.storage_options]
     job = crew.start(2, save, url, ways, config, timeout_seconds=SOON_SECONDS)
     held.wait()
-    job.signal(signal.SIGINT, 1)
+    job.signal(signal.SIGINT, *(() if everywhere else (1,)))
     first, second = job.end()
     assert isinstance(second.error, KeyboardInterrupt), str(second)
-    assert isinstance(first.error, RankFailedError), str(first)
-    assert first.error.rank == 1
+    if everywhere:
+        assert isinstance(first.error, KeyboardInterrupt), str(first)
+    else:
+        assert isinstance(first.error, RankFailedError), str(first)
+        assert first.error.rank == 1
     assert_nothing_saved(bucket, "step-1")
     held.release()
 
@@ -313,7 +329,7 @@ def server() -> Iterator[SeaweedServer]:
     "moment",
     [
         pytest.param(is_part, id="upload"),
-        pytest.param(lambda asked: asked.is_listing, id="check"),
+        pytest.param(lambda asked: asked.is_listing, id="check", marks=pytest.mark.campaign),
         pytest.param(lambda asked: asked.method == "PUT" and asked.name == "_COMMIT", id="commit"),
     ],
 )
