@@ -18,6 +18,7 @@
     ├── LostRaceError         somebody else was first; what they wrote is whole
     │   ├── PreconditionFailedError   the object is not in the state the write was conditioned on
     │   ├── CommitLostError           another writer committed this checkpoint
+    │   ├── SupersededError           a newer job took this job's run over: stop this job
     │   └── CheckpointGoneError       the checkpoint was deleted or replaced while it was read
     └── RankFailedError       a rank failed with an error that is not ours; its text is kept
 
@@ -53,6 +54,7 @@ __all__ = [
     "SaveInProgressError",
     "StateMismatchError",
     "StoreUnavailableError",
+    "SupersededError",
     "TransferStalledError",
     "UnsupportedError",
     "UntrustedPickleError",
@@ -220,6 +222,10 @@ class PreconditionFailedError(LostRaceError):
 
 class CommitLostError(LostRaceError):
     """Another writer committed this checkpoint while this save was under way."""
+
+
+class SupersededError(LostRaceError):
+    """A newer job took this job's run over: what this job saves does not count. Stop this job."""
 
 
 class CheckpointGoneError(LostRaceError):

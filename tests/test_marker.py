@@ -92,7 +92,7 @@ def test_unknown_field_of_the_same_format_is_ignored_but_covered_by_the_digest()
 
 def test_newer_format_is_unsupported_not_corrupt() -> None:
     with pytest.raises(UnsupportedError, match="upgrade"):
-        decode_marker(signed(format=2))
+        decode_marker(signed(format=3))
     with pytest.raises(UnsupportedError, match="upgrade"):
         decode_marker(b'{"format":3}')
 

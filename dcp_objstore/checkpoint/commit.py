@@ -31,6 +31,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -38,11 +39,13 @@ import msgspec
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
 from dcp_objstore.checkpoint.listing import check_objects
 from dcp_objstore.checkpoint.marker import (
+    ON_NOTHING,
     Counts,
     IndexRef,
     Marker,
     check_user_metadata,
     encode_marker,
+    format_of,
     new_id,
     next_marker,
 )
@@ -55,17 +58,16 @@ from dcp_objstore.checkpoint.opening import (
     read_marker,
 )
 from dcp_objstore.checkpoint.publishing import publish_dot_metadata
+from dcp_objstore.checkpoint.settling import Outcome, settle_put
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
     CommitLostError,
-    CommitUnknownError,
-    DcpObjstoreError,
     InputError,
     LostRaceError,
     ObjectNotFoundError,
     RetryableError,
-    UnsupportedError,
+    SupersededError,
 )
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Precondition, Version
 
@@ -78,11 +80,13 @@ class BeginToken:
         url: the checkpoint.
         marker: the content; a tombstone or, with overwrite, a committed marker; None: none.
         version: the store's token of that state; None exactly where `marker` is.
+        epoch: of the job that saves; 0: none.
     """
 
     url: str
     marker: Marker | None
     version: Version | None
+    epoch: int = 0
 
     @property
     def precondition(self) -> Precondition:
@@ -105,11 +109,18 @@ class Committed:
     marker: Marker
 
 
-def begin(store: ObjectStore, *, overwrite: bool) -> BeginToken:
+def begin(store: ObjectStore, *, overwrite: bool, epoch: int = 0) -> BeginToken:
     """Take the begin token of a save (rule 2). One GET; and where nothing of ours is, a HEAD for
     what another library may have saved there.
 
+    Args:
+        store: rooted at the checkpoint.
+        overwrite: replace what is committed. What an earlier epoch than ours has committed does
+            not count any more and is replaced in any case (rule E5 of `epoch`).
+        epoch: of the job that saves; 0: none.
+
     Raises:
+        SupersededError: the marker is of a later epoch than ours (rule E5).
         CheckpointExistsError: it is committed and `overwrite` is False, or it is pinned; or,
             without `overwrite`, there is a `.metadata` without a marker.
         RetryableError: somebody is deleting it.
@@ -119,15 +130,16 @@ def begin(store: ObjectStore, *, overwrite: bool) -> BeginToken:
     if found is None:
         if not overwrite:
             _refuse_foreign(store)
-        return BeginToken(store.url, None, None)
+        return BeginToken(store.url, None, None, epoch)
     marker, version = found
+    refuse_later(store, marker, epoch)
     if marker.state == "deleting":
         raise RetryableError(
             "this checkpoint is being deleted; wait until that is done and save again, or save"
             " under another URL",
             url=store.url,
         )
-    if marker.is_committed and not overwrite:
+    if marker.is_committed and not overwrite and marker.epoch == epoch:
         raise CheckpointExistsError(
             f"a checkpoint is committed here already (commit {marker.commit_id}); save under"
             " another URL, or pass overwrite=True to replace it",
@@ -139,7 +151,23 @@ def begin(store: ObjectStore, *, overwrite: bool) -> BeginToken:
             " remove the pin or save under another URL",
             url=store.url,
         )
-    return BeginToken(store.url, marker, version)
+    return BeginToken(store.url, marker, version, epoch)
+
+
+def refuse_later(store: ObjectStore, marker: Marker, epoch: int) -> None:
+    """Rule E5 of `epoch`: nobody replaces or deletes a marker of a later epoch than its own.
+
+    Raises:
+        SupersededError: it is one.
+    """
+    if marker.epoch > epoch:
+        own = f"this job has epoch {epoch}" if epoch else "this job has none"
+        raise SupersededError(
+            f"this step belongs to epoch {marker.epoch} of its run, and {own}: a newer job took the"
+            " run over. Nothing was changed. Stop this job; if it is the newer one, let it call"
+            " dcp_objstore.take_over and pass the epoch",
+            url=store.url,
+        )
 
 
 def _refuse_foreign(store: ObjectStore) -> None:
@@ -188,15 +216,16 @@ def commit(
     Raises:
         CheckpointCorruptError: an object is missing or of another size; nothing was committed.
         CommitLostError: another writer, or a sweep, changed the marker since `begin`; nothing was
-            committed.
+            committed. But what only jobs of earlier epochs have committed since is replaced.
+        SupersededError: a job of a later epoch changed it; nothing was committed.
         CommitUnknownError: no clear answer until the deadline; it may still take effect.
         InputError: the store refused the first PUT for good (rights, credentials), the begin
             token is of another checkpoint, or `user_metadata` is not JSON; nothing was committed.
     """
     if begin.url != store.url:
         raise InputError(f"the begin token is of {begin.url}", url=store.url)
-    marker = next_marker(
-        begin.marker,
+    make = partial(
+        next_marker,
         commit_id=new_id(),
         index=IndexRef(
             key=index_key(nonce), size_bytes=len(index), sha256=hashlib.sha256(index).hexdigest()
@@ -205,7 +234,10 @@ def commit(
         world_size=world_size,
         user_metadata=check_user_metadata(user_metadata),
         created_at=datetime.now(UTC),
+        epoch=begin.epoch,
     )
+    marker = make(begin.marker)
+    ours = marker.commit_id
     encode_marker(marker)  # refused, if it is, before any request
     try:
         check_objects(store, objects)
@@ -213,28 +245,47 @@ def commit(
         # Whoever removes what a save has uploaded, as a sweep does, has changed the marker before.
         found = read_marker(store)
         if (found[1] if found is not None else None) != begin.version:
-            raise _lost(store, found[0] if found is not None else None) from None
+            raise _lost(store, found[0] if found is not None else None, begin.epoch) from None
         raise
     store.put(index_key(nonce), index)
-    outcome = put_marker(
-        store,
-        marker,
-        begin.version,
-        Retries(deadline_seconds, clock),
-        f"commit {marker.commit_id}",
-        landed=lambda seen: seen.knows(marker.commit_id),
-        fenced=fenced,
-    )
-    seen = outcome.seen
-    if outcome.landed:
-        superseded = seen is not None and (
-            seen.commit_id != marker.commit_id or not seen.is_committed
+    token, retries = (begin.marker, begin.version), Retries(deadline_seconds, clock)
+    while True:
+        outcome = put_marker(
+            store,
+            marker,
+            token[1],
+            retries,
+            f"commit {ours}",
+            landed=lambda seen: seen.knows(ours),
+            fenced=fenced,
         )
-        return Committed(marker.commit_id, superseded, marker)
-    raise _lost(store, seen)
+        seen = outcome.seen
+        if outcome.landed:
+            superseded = seen is not None and (seen.commit_id != ours or not seen.is_committed)
+            return Committed(ours, superseded, marker)
+        if outcome.found is None or not _yields(outcome.found[0], token[0], begin.epoch):
+            raise _lost(store, seen, begin.epoch)
+        token = outcome.found
+        marker = make(token[0])
 
 
-def _lost(store: ObjectStore, seen: Marker | None) -> CommitLostError:
+def _yields(seen: Marker, token: Marker | None, epoch: int) -> bool:
+    """Whether what beat our commit does not count (rule E5 of `epoch`), and nothing else came.
+
+    Put directly on the marker that we had seen, and not rewritten since: so there was no sweep in
+    between, which removes what it found without a commit, ours too.
+    """
+    on = ON_NOTHING if token is None else token.write_id
+    return seen.is_committed and seen.epoch < epoch and seen.put_on == on and not seen.pins
+
+
+def _lost(store: ObjectStore, seen: Marker | None, epoch: int) -> LostRaceError:
+    if seen is not None and seen.epoch > epoch:
+        return SupersededError(
+            f"a newer job took this run over while this save was under way (epoch {seen.epoch},"
+            f" this job has {epoch or 'none'}); this save was not committed. Stop this job",
+            url=store.url,
+        )
     winner = f"commit {seen.commit_id}" if seen is not None else "the marker was removed"
     return CommitLostError(
         f"another writer, or a sweep, changed this checkpoint since the save began ({winner}); this"
@@ -263,7 +314,11 @@ def rewrite_marker(
         CommitUnknownError: no clear answer until the deadline; it may still take effect.
         InputError: the store refused for good; nothing was changed.
     """
-    marker = msgspec.structs.replace(found[0], write_id=new_id(), **changes)
+    epoch = changes.get("epoch", found[0].epoch)
+    marker = msgspec.structs.replace(
+        found[0],
+        **{"write_id": new_id(), "put_on": "", "format": format_of(epoch), **changes},
+    )
     return marker if put_marker(store, marker, found[1], retries, what).landed else None
 
 
@@ -288,19 +343,6 @@ def put_tombstone(store: ObjectStore, retries: Retries) -> Marker | None:
     return marker if put_marker(store, marker, None, retries, "a tombstone").landed else None
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What became of a PUT of the marker.
-
-    Attributes:
-        landed: it took effect.
-        seen: the marker that was read to find out; None after a clean answer, or if there is none.
-    """
-
-    landed: bool
-    seen: Marker | None = None
-
-
 def put_marker(
     store: ObjectStore,
     marker: Marker,
@@ -310,67 +352,24 @@ def put_marker(
     *,
     landed: Callable[[Marker], bool] | None = None,
     fenced: bool = True,
-) -> _Outcome:
-    """Rules 4 and 5: send one body until the outcome is known or the deadline has come.
+) -> Outcome[Marker]:
+    """Rules 4 and 5, of the marker: see `settle_put`.
 
     Args:
-        store: rooted at the checkpoint.
         marker: what to put.
         version: of the marker that it replaces; None: there must be none.
-        retries: bounds when a PUT may start.
-        what: is put, in words, for the error.
         landed: tells by a marker read later that ours took effect. Default: by its write_id.
-        fenced: False puts without a condition (rule 11).
-
-    Raises:
-        CommitUnknownError, InputError: see `commit` and `rewrite_marker`.
     """
-    body = encode_marker(marker)
-    condition: Precondition = IfAbsent() if version is None else IfVersion(version)
-    may_still_land = False
-    while True:
-        try:
-            store.put(MARKER_KEY, body, precondition=condition if fenced else None, retry=False)
-            return _Outcome(True)
-        except DcpObjstoreError as error:
-            if _had_no_effect(error) and not may_still_land:
-                error.at(object_key=MARKER_KEY, url=store.url)
-                raise
-            # A refusal of this PUT says nothing of an earlier one that was never answered.
-            refused = isinstance(error, (LostRaceError, InputError))
-            may_still_land = may_still_land or not refused
-            last: DcpObjstoreError = error
-        try:
-            found = read_marker(store)
-        except (CheckpointCorruptError, UnsupportedError) as error:
-            raise _unknown(store, what, error) from error
-        except DcpObjstoreError as error:
-            last = error
-        else:
-            seen = found[0] if found is not None else None
-            if seen is not None and (
-                landed(seen) if landed is not None else seen.write_id == marker.write_id
-            ):
-                return _Outcome(True, seen)
-            if (found[1] if found is not None else None) != version:
-                return _Outcome(False, seen)
-        if not retries.pause():
-            raise _unknown(store, what, last) from last
-
-
-def _had_no_effect(error: DcpObjstoreError) -> bool:
-    """Whether the store, or the client before it, refused the request for good.
-
-    404 is left out: it is AWS's answer to `If-Match` where there is no object any more.
-    """
-    return isinstance(error, InputError) and not isinstance(error, ObjectNotFoundError)
-
-
-def _unknown(store: ObjectStore, what: str, last: DcpObjstoreError) -> CommitUnknownError:
-    return CommitUnknownError(
-        f"the store never said whether {what} took effect, and it still may (last: {last});"
-        " nothing was deleted. Look at the checkpoint before you go on",
-        url=store.url,
+    return settle_put(
+        store,
+        MARKER_KEY,
+        encode_marker(marker),
+        version,
+        retries,
+        what,
+        read=read_marker,
+        landed=landed or (lambda seen: seen.write_id == marker.write_id),
+        fenced=fenced,
     )
 
 
@@ -387,5 +386,6 @@ __all__ = [
     "put_marker",
     "put_tombstone",
     "read_marker",
+    "refuse_later",
     "rewrite_marker",
 ]

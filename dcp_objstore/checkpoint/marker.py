@@ -1,19 +1,17 @@
 """The marker: what `_COMMIT` holds, as typed data, JSON with a digest of itself, and its evolution.
 
-On the store a marker is one flat JSON object whose last field is `digest`: the SHA-256, in
-hexadecimal, of the bytes of the same object without that field. So the digest covers the bytes as
-they lie, unknown fields included, and no re-encoding has to agree with anybody's.
+On the store a marker is one flat JSON object that ends with its digest: see `sealed`.
 
 `format` rises when an older version would misread a marker, or would lose something that matters
 by rewriting it (a sweep rewrites). Fields that may be lost are added without raising it, and
-unknown ones are ignored. This module makes no request; `commit` is the only one that puts markers.
+unknown ones are ignored. Each marker has the lowest format that says all that it holds: 1, or 2
+where it has an epoch, without which its step would no longer count. This module makes no request;
+`commit` is the only one that puts markers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 import secrets
 from collections.abc import Mapping
 from datetime import datetime
@@ -23,14 +21,18 @@ import msgspec
 from msgspec import Meta
 
 from dcp_objstore.checkpoint.names import check_object_key
-from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
+from dcp_objstore.checkpoint.sealed import check_sealed, damaged, seal
+from dcp_objstore.errors import ConfigError
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 MAX_MARKER_SIZE_BYTES: Final = 64 * 1024
 MAX_USER_METADATA_SIZE_BYTES: Final = 32 * 1024
 LOG_LENGTH: Final = 16
 MAX_PINS: Final = 64
 MAX_PIN_LENGTH: Final = 200
+# Larger numbers of an epoch would be damage; a run is taken over some thousand times at most.
+MAX_EPOCH: Final = 2**53
+ON_NOTHING: Final = "nothing"
 
 # An index of 2 GiB would describe petabytes; a marker that claims more is damaged.
 _MAX_INDEX_SIZE_BYTES = 2 * 1024**3
@@ -38,9 +40,8 @@ _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Id = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 _Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _Pin = Annotated[str, Meta(min_length=1, max_length=MAX_PIN_LENGTH)]
-_TAIL = re.compile(rb',"digest":"([0-9a-f]{64})"\}\Z')
-_TAIL_SIZE_BYTES = len(',"digest":""}') + 64
 _MAX_DEPTH = 32
+_WHAT = "the marker"
 
 
 class IndexRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,9 +91,12 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
         created_at: the committing host's clock, timezone-aware. To inform; no rule relies on it.
         user_metadata: the user's own JSON values.
         pins: names under which the commit is protected from deletion and overwriting.
+        epoch: of the job that wrote it, or that adopted it; 0: no epoch. See `epoch`.
+        put_on: the write_id of the marker that the commit was put against, or `nothing`; empty
+            after any rewrite, so that who finds it knows that nothing came in between.
     """
 
-    format: Annotated[int, Meta(ge=1)] = FORMAT
+    format: Annotated[int, Meta(ge=1)] = 1
     state: Literal["committed", "deleting", "deleted"]
     commit_id: _Id
     write_id: _Id
@@ -104,6 +108,8 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     created_at: Annotated[datetime, Meta(tz=True)]
     user_metadata: dict[str, Any] = {}
     pins: Annotated[tuple[_Pin, ...], Meta(max_length=MAX_PINS)] = ()
+    epoch: Annotated[int, Meta(ge=0, le=MAX_EPOCH)] = 0
+    put_on: Annotated[str, Meta(pattern=r"^([0-9a-f]{32}|nothing)?\Z")] = ""
 
     @property
     def is_committed(self) -> bool:
@@ -115,18 +121,18 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
         return commit_id == self.commit_id or commit_id in self.log
 
 
-class _Format(msgspec.Struct):
-    format: int
-
-
 _encoder = msgspec.json.Encoder(order="deterministic")
 _decoder = msgspec.json.Decoder(Marker)
-_format_decoder = msgspec.json.Decoder(_Format)
 
 
 def new_id() -> str:
     """128 random bits as 32 hexadecimal digits, for commit_id and write_id."""
     return secrets.token_hex(16)
+
+
+def format_of(epoch: int) -> int:
+    """The lowest format of a marker of this epoch; see the module."""
+    return 2 if epoch else 1
 
 
 def encode_marker(marker: Marker) -> bytes:
@@ -140,7 +146,7 @@ def encode_marker(marker: Marker) -> bytes:
         body = _encoder.encode(marker)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"the marker cannot be written as JSON: {error}") from error
-    encoded = body[:-1] + b',"digest":"%s"}' % hashlib.sha256(body).hexdigest().encode()
+    encoded = seal(body)
     if len(encoded) > MAX_MARKER_SIZE_BYTES:
         raise ConfigError(
             f"the marker would have {len(encoded)} bytes, at most {MAX_MARKER_SIZE_BYTES} are"
@@ -156,31 +162,15 @@ def decode_marker(body: bytes) -> Marker:
         CheckpointCorruptError: too large, not JSON, digest or a field wrong.
         UnsupportedError: written by a newer version in a format that this one does not know.
     """
-    if len(body) > MAX_MARKER_SIZE_BYTES:
-        raise _damaged(f"it has {len(body)} bytes, at most {MAX_MARKER_SIZE_BYTES} are allowed")
-    try:
-        found = _format_decoder.decode(body).format
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise _damaged(f"{error}") from error
-    # Before the digest, whose rule a newer format may have changed.
-    if found > FORMAT:
-        raise UnsupportedError(
-            f"the marker has format {found}, this version of dcp_objstore knows up to {FORMAT};"
-            " upgrade dcp_objstore"
-        )
-    tail = _TAIL.search(body, max(0, len(body) - _TAIL_SIZE_BYTES))
-    if tail is None:
-        raise _damaged("it does not end with its digest")
-    if hashlib.sha256(body[: tail.start()] + b"}").hexdigest().encode() != tail[1]:
-        raise _damaged("it differs from its own digest")
+    check_sealed(body, what=_WHAT, newest_format=FORMAT, max_size_bytes=MAX_MARKER_SIZE_BYTES)
     try:
         marker = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise _damaged(f"{error}") from error
+        raise damaged(_WHAT, f"{error}") from error
     if marker.index is not None:
         check_object_key(marker.index.key)
     elif marker.state != "deleted":
-        raise _damaged("it names no index")
+        raise damaged(_WHAT, "it names no index")
     return marker
 
 
@@ -219,6 +209,7 @@ def next_marker(
     world_size: int,
     user_metadata: Mapping[str, Any],
     created_at: datetime,
+    epoch: int = 0,
 ) -> Marker:
     """The marker of a new commit on top of what the begin token saw (None: no marker).
 
@@ -226,6 +217,7 @@ def next_marker(
     Pins belong to the commit that they protect and are not carried over. The write_id is fresh.
     """
     return Marker(
+        format=format_of(epoch),
         state="committed",
         commit_id=commit_id,
         write_id=new_id(),
@@ -236,6 +228,8 @@ def next_marker(
         world_size=world_size,
         created_at=created_at,
         user_metadata=dict(user_metadata),
+        epoch=epoch,
+        put_on=old.write_id if old else ON_NOTHING,
     )
 
 
@@ -272,7 +266,3 @@ def _check_text(text: object, where: str) -> str:
     except UnicodeEncodeError as error:
         raise ConfigError(f"{where} holds {json.dumps(text)}, which is not Unicode") from error
     return str(text)
-
-
-def _damaged(reason: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"the marker is damaged: {reason}")

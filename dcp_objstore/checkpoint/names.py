@@ -5,6 +5,7 @@
     <checkpoint>/_COMMIT                       the marker
     <checkpoint>/.metadata                     for stock torch readers
     <checkpoint>/.probe-{nonce}                only while `probe` tries the store out; or -race
+    <run>/_EPOCH                               where jobs take the run over: see `epoch`
 
 A nonce is random and new for every rank and save, so no two writers ever share a key.
 """
@@ -20,6 +21,7 @@ from dcp_objstore.errors import CheckpointCorruptError, InputError
 
 MARKER_KEY: Final = "_COMMIT"
 DOT_METADATA_KEY: Final = ".metadata"
+EPOCH_KEY: Final = "_EPOCH"
 
 # S3 and GCS allow 1024 bytes of UTF-8 for a whole key ("Object key naming guidelines").
 MAX_KEY_SIZE_BYTES: Final = 1024
@@ -96,6 +98,21 @@ def is_ours(key: str) -> bool:
 def is_probe_key(key: str) -> bool:
     """Whether a key is one that `probe` uses for a moment."""
     return _PROBE.match(key) is not None
+
+
+def step_of(key: str) -> str | None:
+    """The name of the step whose marker has this key, relative to the run; None for other keys."""
+    name, _, last = key.partition("/")
+    return name if name and last == MARKER_KEY else None
+
+
+def natural_order(text: str) -> list[tuple[int, int, str]]:
+    """A sort key under which step-9 comes before step-10."""
+    return [
+        (0, int(part), "") if part.isdecimal() and part.isascii() else (1, 0, part)
+        for part in re.split(r"([0-9]+)", text)
+        if part
+    ]
 
 
 def check_object_key(key: str) -> str:

@@ -12,6 +12,7 @@ from typing import Final, Literal, TypeAlias
 
 from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
+    EPOCH_KEY,
     MARKER_KEY,
     is_ours,
     is_probe_key,
@@ -82,7 +83,7 @@ def plan_sweep(
     young = tuple(meta for meta in (*loose, *probes) if meta.last_modified >= oldest_kept)
     ours = [upload for upload in uploads if parse_data_key(upload.key) is not None]
     uploads_young = tuple(upload for upload in ours if upload.initiated >= oldest_kept)
-    kept = {MARKER_KEY, DOT_METADATA_KEY, *named}
+    kept = {MARKER_KEY, DOT_METADATA_KEY, EPOCH_KEY, *named}
     outcome: Outcome = "waiting"
     reason = None
     if marker_written_at is None and any(meta.key == DOT_METADATA_KEY for meta in here):

@@ -296,7 +296,7 @@ def add_marker() -> None:
         "huge exponent as format": b'{"format":1e999999999}',
         "huge number as format": b'{"format":' + b"9" * 5_000 + b"}",
         "no UTF-8": b'{"format":1,"state":"\xff\xfe"}',
-        "newer format": b'{"format":2}', "format 2**62": b'{"format":4611686018427387904}',
+        "newer format": b'{"format":3}', "format 2**62": b'{"format":4611686018427387904}',
     }, (*h.CORRUPT, *h.UNSUPPORTED))  # fmt: skip
     ref = {"key": h.INDEX_KEY, "size_bytes": 10, "sha256": "ab" * 32}
     fields: dict[str, tuple[str, object]] = {
