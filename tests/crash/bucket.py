@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import xxhash
 
-from dcp_objstore.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError
+from dcp_objstore.errors import (
+    CorruptDataError,
+    InputError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+)
 from dcp_objstore.stores.protocol import (
     Capabilities,
     IfAbsent,
@@ -145,6 +150,8 @@ class _Pending:
 class Bucket:
     """Objects and uploads by full key. Equal content has an equal ETag, as on S3."""
 
+    now: Callable[[], datetime] = staticmethod(lambda: datetime.now(UTC))
+
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, ObjectMeta]] = {}
         self.uploads: dict[str, _Pending] = {}
@@ -185,7 +192,7 @@ class Bucket:
             if absent or changed:
                 raise PreconditionFailedError("412", object_key=key)
             version = Version(f'"{xxhash.xxh3_128_hexdigest(body)}"')
-            meta = ObjectMeta(key, len(body), version, datetime.now(UTC))
+            meta = ObjectMeta(key, len(body), version, self.now())
             self.objects[key] = body, meta
             return version
 
@@ -212,7 +219,7 @@ class Bucket:
         with self._lock:
             self._numbers += 1
             name = f"upload-{self._numbers}"
-            self.uploads[name] = _Pending(key, datetime.now(UTC))
+            self.uploads[name] = _Pending(key, self.now())
             return name
 
     def part(self, name: str, number: int, body: bytes) -> None:
@@ -256,6 +263,8 @@ class Connection:
     ) -> Version:
         body = b"".join(map(bytes, data)) if isinstance(data, (list, tuple)) else bytes(data)
         full = self.root + key
+        if isinstance(precondition, IfVersion) and precondition.version.e_tag is None:
+            raise InputError("a conditional write needs the ETag")  # as our adapter says
         return self._request("put", full, lambda: self.bucket.put(full, body, precondition))
 
     def put_stream(
