@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from functools import cache
+from functools import lru_cache
 from typing import Any
 from unittest import mock
 
@@ -33,7 +33,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.protocol import ObjectMeta, Precondition, Version
 from dcp_objstore.stores.translate import translate_obstore
-from tests.crash.bucket import Bucket, Connection, Process
+from tests.crash.bucket import Bucket, Connection, Cut, Process
 from tests.support.upkeep import DESCRIBED
 
 URL = "s3://schedules/run/step-1"
@@ -100,7 +100,7 @@ class BrokenPromiseError(AssertionError):
     """What is committed is not whole."""
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _marker(body: bytes) -> Marker:
     return decode_marker(body)
 
@@ -159,7 +159,7 @@ class WatchedBucket(Bucket):
                 raise BrokenPromiseError(f"{name} of commit {marker.commit_id} is not there")
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _named(index: bytes) -> tuple[str, ...]:
     return tuple(entry.key for entry in ix.decode(index).objects)
 
@@ -204,6 +204,7 @@ class Actor(Process):
     """One process; its requests wait for their turn and meet the faults that `plan` says.
 
     Attributes:
+        cut: where it dies, as in `Process`.
         plan: of its n-th request (from 1), verb and key: a fault or None.
         faults: those it met: verb, key and fault.
     """
@@ -214,8 +215,9 @@ class Actor(Process):
         name: str,
         plan: Callable[[int, str, str], Fault | None] = lambda *_: None,
         turn: Callable[[], None] = lambda: None,
+        cut: Cut | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(cut)
         self.world, self.name, self.plan, self.turn = world, name, plan, turn
         self.faults: list[tuple[str, str, Fault]] = []
 
@@ -225,11 +227,15 @@ class Actor(Process):
     def request(self, verb: str, key: str, effect: Callable[[], Any]) -> Any:
         self.turn()
         self.world.clock.seconds += 1
+        self.world.bucket.actor = self.name
+        if self.cut is not None:
+            answer = self._send(verb, key, effect)
+            self.world.tell(self.name, verb, key, "ok")
+            return answer
         self.requests.append((verb, key))
         fault = self.plan(len(self.requests), verb, key.removeprefix(ROOT))
         if fault is not None and not fault.fits(verb):
             fault = None
-        self.world.bucket.actor = self.name
         said = "" if fault is None else f", {fault.kind}, {'' if fault.effect else 'no '}effect"
         try:
             if fault is None:
