@@ -19,6 +19,7 @@ from dcp_objstore.errors import *  # noqa: F403 - the whole error tree is public
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.deleting import DeleteReport
+    from dcp_objstore.checkpoint.epoch import RunEpoch
     from dcp_objstore.checkpoint.repairing import RepairReport
     from dcp_objstore.checkpoint.sweep import CheckpointSweep
     from dcp_objstore.dcp.api import load, save
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     )
     from dcp_objstore.dcp.reader import ObjectStoreReader
     from dcp_objstore.dcp.report import LoadReport, SaveReport
+    from dcp_objstore.dcp.runs import RunStep, steps, take_over
     from dcp_objstore.dcp.sweeping import SweepReport, sweep
     from dcp_objstore.dcp.upkeep import delete, pin, repair, unpin
     from dcp_objstore.dcp.verify import Damage, VerifyReport
@@ -54,6 +56,10 @@ _HOMES = {
     "async_save": "dcp_objstore.dcp.async_api",
     "DeleteReport": "dcp_objstore.checkpoint.deleting",
     "RepairReport": "dcp_objstore.checkpoint.repairing",
+    "RunEpoch": "dcp_objstore.checkpoint.epoch",
+    "RunStep": "dcp_objstore.dcp.runs",
+    "steps": "dcp_objstore.dcp.runs",
+    "take_over": "dcp_objstore.dcp.runs",
     "CheckpointSweep": "dcp_objstore.checkpoint.sweep",
     "SweepReport": "dcp_objstore.dcp.sweeping",
     "sweep": "dcp_objstore.dcp.sweeping",
@@ -75,6 +81,8 @@ __all__ = [  # noqa: PLE0604 - errors.__all__ holds strings
     "ObjectStoreReader",
     "ObjectStoreWriter",
     "RepairReport",
+    "RunEpoch",
+    "RunStep",
     "SaveReport",
     "SweepReport",
     "TensorEntry",
@@ -89,7 +97,9 @@ __all__ = [  # noqa: PLE0604 - errors.__all__ holds strings
     "pin",
     "repair",
     "save",
+    "steps",
     "sweep",
+    "take_over",
     "unpin",
     *errors.__all__,
 ]

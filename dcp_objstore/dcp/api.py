@@ -21,6 +21,7 @@ from dcp_objstore.dcp.writer import ObjectStoreWriter
 from dcp_objstore.errors import DcpObjstoreError
 
 if TYPE_CHECKING:
+    from dcp_objstore.checkpoint.epoch import RunEpoch
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.dcp.report import LoadReport, SaveReport
 
@@ -42,6 +43,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     user_metadata: Mapping[str, object] | None = None,
     allow_unfenced: bool = False,
+    epoch: RunEpoch | None = None,
 ) -> SaveReport:
     """Save a sharded state as one checkpoint. Called by every rank, without `if rank == 0`.
 
@@ -54,7 +56,7 @@ def save(
             of its parameters.
         url: the checkpoint, the same on every rank.
         process_group: the ranks that save together. Default: all.
-        overwrite, storage_options, config, progress, user_metadata, allow_unfenced: see
+        overwrite, storage_options, config, progress, user_metadata, allow_unfenced, epoch: see
             `ObjectStoreWriter`.
 
     Returns:
@@ -76,6 +78,7 @@ def save(
             progress=progress,
             allow_unfenced=allow_unfenced,
             user_metadata=user_metadata,
+            epoch=epoch,
         )
     )
     # Also on a rank whose arguments were refused: some modules make their state in collectives.

@@ -32,6 +32,7 @@ from dcp_objstore.errors import (
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from dcp_objstore.checkpoint.epoch import RunEpoch
     from dcp_objstore.config import TransferConfig
 
 _lock = threading.Lock()
@@ -144,6 +145,7 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     user_metadata: Mapping[str, object] | None = None,
     allow_unfenced: bool = False,
+    epoch: RunEpoch | None = None,
     on_busy: Literal["wait", "refuse"] = "wait",
 ) -> AsyncSaveHandle:
     """Copy the state to host memory, return, and save the copy in the background.
@@ -159,7 +161,7 @@ def async_save(
             "refuse" with SaveInProgressError.
         progress: show a bar; it would be drawn over the training's output. Default False.
         state, url, process_group, overwrite, storage_options, config, user_metadata,
-        allow_unfenced: see `dcp_objstore.save`.
+        allow_unfenced, epoch: see `dcp_objstore.save`.
 
     Raises:
         SaveInProgressError: see `on_busy`.
@@ -179,6 +181,7 @@ def async_save(
             progress=progress,
             allow_unfenced=allow_unfenced,
             user_metadata=user_metadata,
+            epoch=epoch,
         )
 
     writer, refused = attempt(make_writer)

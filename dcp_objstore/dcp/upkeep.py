@@ -9,16 +9,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import deleting, pins, repairing
-from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.checkpoint.epoch import counts, read_epoch
+from dcp_objstore.checkpoint.names import EPOCH_KEY, step_of
 from dcp_objstore.checkpoint.opening import read_marker
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.dcp.derived import StockDotMetadata
 from dcp_objstore.dcp.prompt import PromptStore
+from dcp_objstore.dcp.runs import above, check_epoch
 from dcp_objstore.dcp.target import Target
 from dcp_objstore.errors import InputError
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.deleting import DeleteReport
+    from dcp_objstore.checkpoint.epoch import RunEpoch
     from dcp_objstore.checkpoint.marker import Marker
     from dcp_objstore.checkpoint.repairing import RepairReport
     from dcp_objstore.config import TransferConfig
@@ -33,6 +36,7 @@ def delete(
     now: bool = False,
     even_newest: bool = False,
     dry_run: bool = False,
+    epoch: RunEpoch | None = None,
     storage_options: Options | None = None,
     config: TransferConfig | None = None,
 ) -> DeleteReport:
@@ -48,27 +52,31 @@ def delete(
             gets a CheckpointGoneError; who reads with stock torch, whatever that says.
         even_newest: delete it even if nothing newer is committed beside it (under the same parent
             URL), where a job would resume from. Two deletions at once may each see the other's.
+            In a run that was taken over, only steps that count are looked at.
         dry_run: only look; refuse what would be refused. Default False.
+        epoch: of the job that deletes, from `take_over`: what belongs to a later one is refused.
         storage_options: as for `save`.
         config: time-outs and retries.
 
     Raises:
         CheckpointNotFoundError: nothing is committed here.
         CheckpointPinnedError: it is pinned; names the pins.
-        InputError: it is the newest of its run.
+        InputError: it is the newest of its run, or not a step of the epoch's run.
+        SupersededError: a newer job has taken the run over, and the step belongs to that.
         LostRaceError: another save replaced it meanwhile; nothing was deleted.
         CommitUnknownError: the store never answered; the same call goes on from there.
         UnsupportedError: the store has no conditional writes.
         DcpObjstoreError: as the store says.
     """
     spec = Target(url, storage_options, config).spec
+    number = check_epoch(epoch, spec)
     store = PromptStore(spec.open())
     found = read_marker(store)
     if found is not None and found[0].is_committed and not found[0].pins and not even_newest:
         _refuse_newest(spec, found[0])
     if found is not None and not dry_run:
         require_rewrites(store, "no checkpoint can be deleted")
-    report = deleting.delete(store, now=now, dry_run=dry_run)
+    report = deleting.delete(store, now=now, dry_run=dry_run, epoch=number)
     if report.superseded:
         # Our removal of the old `.metadata` may have met that of the save that came next.
         repairing.repair(store, dot_metadata=StockDotMetadata())
@@ -80,17 +88,23 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
 
     By the clocks of the hosts that committed; a guard against mistakes, on which no rule relies.
     """
-    run, name = _parent(spec)
+    run, name = above(spec)
     if run is not None:
-        beside = [
-            meta
-            for meta in PromptStore(run.open()).list()
-            if meta.key.count("/") == 1 and meta.key.endswith(f"/{MARKER_KEY}")
+        store = PromptStore(run.open())
+        listed = [
+            (meta, step_of(meta.key))
+            for meta in store.list()
+            if meta.key == EPOCH_KEY or step_of(meta.key)
         ]
+        base = 0
+        if any(other is None for _, other in listed):
+            epoch = read_epoch(store)
+            base = epoch[0].base if epoch is not None else 0
+        if not counts(marker, base):
+            return  # no job resumes from it
         # The last written first: the first one that is read decides, mostly.
-        for meta in sorted(beside, key=lambda meta: meta.last_modified, reverse=True):
-            other = meta.key.removesuffix(f"/{MARKER_KEY}")
-            if other != name and _is_newer(run.at(f"{run.url}/{other}"), marker):
+        for _, other in sorted(listed, key=lambda pair: pair[0].last_modified, reverse=True):
+            if other and other != name and _is_newer(run.at(f"{run.url}/{other}"), marker, base):
                 return
     raise InputError(
         "this is the newest committed checkpoint of its run, from which a job would resume; pass"
@@ -99,17 +113,9 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
     )
 
 
-def _is_newer(spec: StoreSpec, marker: Marker) -> bool:
+def _is_newer(spec: StoreSpec, marker: Marker, base: int) -> bool:
     found = read_marker(PromptStore(spec.open()))
-    return found is not None and found[0].is_committed and found[0].created_at > marker.created_at
-
-
-def _parent(spec: StoreSpec) -> tuple[StoreSpec | None, str]:
-    """The run that a checkpoint is in, and its name there; None: it is at the root of a store."""
-    above, _, name = spec.url.rpartition("/")
-    if not name or not spec.parsed.prefix.strip("/") or above in ("file:/", "file://"):
-        return None, ""
-    return spec.at(above), name
+    return found is not None and counts(found[0], base) and found[0].created_at > marker.created_at
 
 
 def repair(

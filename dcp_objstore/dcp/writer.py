@@ -30,6 +30,7 @@ from dcp_objstore.dcp.layout import Layout, item_bytes
 from dcp_objstore.dcp.metadata import StoredItem, StoredObject, build_index, stock_metadata
 from dcp_objstore.dcp.plugin import plugin_errors
 from dcp_objstore.dcp.report import SaveReport, log_save, logger, progress_bar
+from dcp_objstore.dcp.runs import check_epoch, confirm
 from dcp_objstore.dcp.target import Target
 from dcp_objstore.dcp.values import warn_unsafe_value
 from dcp_objstore.errors import SaveInProgressError, UnsupportedError
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+    from dcp_objstore.checkpoint.epoch import RunEpoch
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores import ObjectStore
 
@@ -88,6 +90,8 @@ class ObjectStoreWriter(StorageWriter):
         allow_unfenced: save even to a store without conditional writes, where two writers of one
             checkpoint are not kept apart. Default False: refuse.
         user_metadata: small JSON values stored in the commit marker (metrics, step, config).
+        epoch: from `take_over` of the run that the checkpoint lies directly below: once another
+            job has taken the run over, no save of this one counts any more, and each says so.
 
     Attributes:
         last_save: a `SaveReport` of the last finished save, or None. On rank 0 it covers all
@@ -97,6 +101,7 @@ class ObjectStoreWriter(StorageWriter):
         CheckpointExistsError: committed already, and `overwrite` was not given.
         CommitLostError: another writer committed this checkpoint meanwhile; it is whole.
         CommitUnknownError: the store never answered the commit; it may have happened.
+        SupersededError: a newer job took the run over; what this job saves does not count.
         SaveInProgressError: another thread is saving with this writer.
         StoreUnavailableError, TransferStalledError, PermissionDeniedError, CredentialsError,
         BucketNotFoundError, ConfigError, UnsupportedError: as they say. No checkpoint became
@@ -116,6 +121,7 @@ class ObjectStoreWriter(StorageWriter):
         progress: bool = True,
         allow_unfenced: bool = False,
         user_metadata: Mapping[str, object] | None = None,
+        epoch: RunEpoch | None = None,
     ) -> None:
         super().__init__()
         self._target = Target(url, storage_options, config)
@@ -124,6 +130,9 @@ class ObjectStoreWriter(StorageWriter):
         self._allow_unfenced = allow_unfenced
         # Checked here and not only when it is stored, after all the data was uploaded.
         self._user_metadata = check_user_metadata(user_metadata)
+        self._epoch = epoch
+        if self._target.url is not None:
+            check_epoch(epoch, self._target.spec)
         self._lock = threading.Lock()
         self._save: _Save | None = None
         self._warned_keys: set[str] = set()
@@ -131,7 +140,7 @@ class ObjectStoreWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings only, without secrets, locks or the save under way."""
-        kept = ("_target", "_overwrite", "_progress", "_allow_unfenced", "_user_metadata")
+        kept = ("_target", "_overwrite", "_progress", "_allow_unfenced", "_user_metadata", "_epoch")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -177,15 +186,19 @@ class ObjectStoreWriter(StorageWriter):
                     "use_collectives=False makes every rank write a checkpoint of its own;"
                     " a commit needs all ranks together, so leave it at True"
                 )
+            number = check_epoch(self._epoch, self._target.spec)
             save = self._begin_save(rank or 0, is_coordinator)
             store = save.open()
             if is_coordinator:
-                save.begin = wait_for(commit.begin, store, overwrite=self._overwrite)
+                save.begin = wait_for(
+                    commit.begin, store, overwrite=self._overwrite, epoch=number or 0
+                )
                 save.fenced = wait_for(
                     probe.require_fencing,
                     store,
                     overwrite=self._overwrite,
-                    allow_unfenced=self._allow_unfenced,
+                    # An epoch is nothing without conditional writes.
+                    allow_unfenced=self._allow_unfenced and number is None,
                     begin=save.begin,
                 ).conditional_create
 
@@ -326,11 +339,16 @@ class ObjectStoreWriter(StorageWriter):
             nonce=save.nonce,
             fenced=save.fenced,
         )
-        # Now, because what follows may be interrupted, and the checkpoint is committed.
-        self.last_save = _report(save, objects, committed.commit_id)
+        report = _report(save, objects, committed.commit_id)
+        if self._epoch is None:
+            # Now, because what follows may be interrupted, and the checkpoint is committed.
+            self.last_save = report
         metadata.storage_data, metadata.version = stock.storage_data, stock.version
         _publish_for_stock_readers(store, committed.commit_id, stock, fenced=save.fenced)
-        log_save(self.last_save)
+        if self._epoch is not None:
+            wait_for(confirm, self._epoch, save.spec)
+            self.last_save = report
+        log_save(report)
 
 
 def _stored_object(key: str, uploaded: Uploaded, layout: Layout) -> StoredObject:

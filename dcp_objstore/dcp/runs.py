@@ -1,0 +1,196 @@
+"""`take_over` and `steps`: a run of checkpoints, and the one job that may add to it.
+
+The rules are those of `checkpoint.epoch`; here they get URLs and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from dcp_objstore.checkpoint import epoch as rule
+from dcp_objstore.checkpoint.epoch import RunEpoch
+from dcp_objstore.checkpoint.probe import require_rewrites
+from dcp_objstore.dcp.failures import agree, attempt, typed_failures
+from dcp_objstore.dcp.groups import current_rank, sync_group
+from dcp_objstore.dcp.target import Target
+from dcp_objstore.errors import ConfigError, InputError
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.transfer.workers import wait_for
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.stores import ObjectStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStep:
+    """A committed step of a run.
+
+    Attributes:
+        url: the checkpoint.
+        name: below the run, as `step-1000`.
+        commit_id: of its commit.
+        created_at: by the clock of the host that committed; timezone-aware.
+        total_bytes: the sizes of its data objects.
+        world_size: ranks that saved it.
+        epoch: of the job that saved it, or adopted it; 0: none.
+        pins: names under which it is protected.
+        user_metadata: as given to `save`.
+    """
+
+    url: str
+    name: str
+    commit_id: str
+    created_at: datetime
+    total_bytes: int
+    world_size: int
+    epoch: int = 0
+    pins: tuple[str, ...] = ()
+    user_metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def take_over(
+    run_url: str,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> RunEpoch:
+    """Make this job the only one whose saves count in a run. Called by every rank, before training.
+
+    From here on a job that had the run before (preempted and still alive, paused, cut off) adds,
+    replaces and deletes no step that counts, whenever it wakes up: its saves raise SupersededError.
+    That is so for jobs that pass their epoch to `save`; a save without one does not count in a run
+    that was taken over. All steps that count stay: two requests for each, so it takes longer in a
+    run of thousands. After a crash, take over again.
+
+    Args:
+        run_url: the run; its steps are the checkpoints directly below.
+        storage_options: as for `save`.
+        config: time-outs and retries.
+        process_group: the ranks of the job. Default: all. The first of them makes the requests.
+
+    Returns:
+        The epoch, for `save`, `async_save`, `delete` and `ObjectStoreWriter`; the same on each
+        rank.
+
+    Raises:
+        SupersededError: another job took the run over at the same time, and goes on with it.
+        CommitUnknownError, RetryableError: no clear answers; take over again, it is safe.
+        CheckpointCorruptError: the run's `_EPOCH` is damaged.
+        UnsupportedError: the store has no conditional writes; or a newer version wrote the run.
+        DcpObjstoreError: as the store says, on every rank.
+    """
+    group = sync_group(process_group, config)
+
+    def make() -> RunEpoch:
+        spec = Target(run_url, storage_options, config).spec
+        run = spec.open()
+        wait_for(require_rewrites, run, "no run can be taken over")
+        return RunEpoch(spec.url, wait_for(rule.take_over, run, opener(spec)))
+
+    first = current_rank() is None or dist.get_rank(group) == 0
+    made, failed = attempt(make) if first else (None, None)
+    url = run_url if isinstance(run_url, str) else None
+    agree(failed, url, group)
+    held = [made]
+    if current_rank() is not None:
+        with typed_failures(url, group):
+            dist.broadcast_object_list(held, group=group, group_src=0)
+    assert held[0] is not None  # else `agree` has raised
+    return held[0]
+
+
+def steps(
+    run_url: str,
+    *,
+    newest: int | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+) -> tuple[RunStep, ...]:
+    """The committed steps of a run that count, the newest last. Called by any process, alone.
+
+    They are in the order of their names, with numbers in them taken as numbers: `step-9` comes
+    before `step-10`. In a run that was never taken over all committed steps count. A step with a
+    damaged marker is left out, and a warning logged.
+
+    Requests: two for the run's `_EPOCH`, one listing of the run (a page for each 1,000 objects),
+    and one for each step; again if a job takes the run over meanwhile.
+
+    Args:
+        run_url: the run; its steps are the checkpoints directly below.
+        newest: only so many, the last ones; markers are read from the last on, until they are
+            found. Default: all.
+        storage_options: as for `save`.
+        config: time-outs and retries.
+
+    Raises:
+        CheckpointCorruptError: the run's `_EPOCH` is damaged.
+        UnsupportedError: a newer version wrote the run.
+        RetryableError: other jobs kept taking the run over.
+        DcpObjstoreError: as the store says.
+    """
+    if newest is not None and (not isinstance(newest, int) or newest < 1):
+        raise ConfigError(f"newest must be a number of steps, at least 1, got {newest!r}")
+    spec = Target(run_url, storage_options, config).spec
+    found = wait_for(rule.list_steps, spec.open(), opener(spec), newest=newest)
+    return tuple(
+        RunStep(
+            url=step.store.url,
+            name=step.name,
+            commit_id=step.marker.commit_id,
+            created_at=step.marker.created_at,
+            total_bytes=step.marker.counts.total_bytes,
+            world_size=step.marker.world_size,
+            epoch=step.marker.epoch,
+            pins=step.marker.pins,
+            user_metadata=step.marker.user_metadata,
+        )
+        for step in found
+    )
+
+
+def opener(run: StoreSpec) -> Callable[[str], ObjectStore]:
+    """How the store of a step of a run is opened, by its name."""
+    return lambda name: run.at(f"{run.url}/{name}").open()
+
+
+def above(spec: StoreSpec) -> tuple[StoreSpec | None, str]:
+    """The run that a checkpoint is in, and its name there; None: it is at the root of a store."""
+    run_url, _, name = spec.url.rpartition("/")
+    if not name or not spec.parsed.prefix.strip("/") or run_url in ("file:/", "file://"):
+        return None, ""
+    return spec.at(run_url), name
+
+
+def check_epoch(epoch: RunEpoch | None, step: StoreSpec) -> int | None:
+    """The number of an epoch that is used for a step; None: there is none.
+
+    Raises:
+        ConfigError: it is no epoch.
+        InputError: the step does not lie directly below the epoch's run.
+    """
+    if epoch is None:
+        return None
+    if not isinstance(epoch, RunEpoch):
+        raise ConfigError(
+            f"epoch must be what dcp_objstore.take_over returned, got {type(epoch).__name__}"
+        )
+    run, _ = above(step)
+    if run is None or run.url != step.at(epoch.run_url).url:
+        raise InputError(
+            f"the epoch is of the run {epoch.run_url}, and this is no step directly below it",
+            url=step.url,
+        )
+    return epoch.number
+
+
+def confirm(epoch: RunEpoch, step: StoreSpec) -> None:
+    """Rule E4, after a commit; see `checkpoint.epoch.confirm`."""
+    rule.confirm(step.at(epoch.run_url).open(), epoch.number)
