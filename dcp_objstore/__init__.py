@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     )
     from dcp_objstore.dcp.reader import ObjectStoreReader
     from dcp_objstore.dcp.report import LoadReport, SaveReport
-    from dcp_objstore.dcp.runs import RunStep, steps, take_over
+    from dcp_objstore.dcp.runs import RunStep, steps
     from dcp_objstore.dcp.sweeping import SweepReport, sweep
+    from dcp_objstore.dcp.taking_over import take_over
     from dcp_objstore.dcp.upkeep import delete, pin, repair, unpin
     from dcp_objstore.dcp.verify import Damage, VerifyReport
     from dcp_objstore.dcp.writer import ObjectStoreWriter
@@ -59,7 +60,7 @@ _HOMES = {
     "RunEpoch": "dcp_objstore.checkpoint.epoch",
     "RunStep": "dcp_objstore.dcp.runs",
     "steps": "dcp_objstore.dcp.runs",
-    "take_over": "dcp_objstore.dcp.runs",
+    "take_over": "dcp_objstore.dcp.taking_over",
     "CheckpointSweep": "dcp_objstore.checkpoint.sweep",
     "SweepReport": "dcp_objstore.dcp.sweeping",
     "sweep": "dcp_objstore.dcp.sweeping",

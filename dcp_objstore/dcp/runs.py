@@ -1,6 +1,6 @@
-"""`take_over` and `steps`: a run of checkpoints, and the one job that may add to it.
+"""`steps`: the checkpoints of a run, and what ties a checkpoint to its run. Without torch.
 
-The rules are those of `checkpoint.epoch`; here they get URLs and ranks.
+The rules are those of `checkpoint.epoch`; here they get URLs.
 """
 
 from __future__ import annotations
@@ -9,13 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from dcp_objstore.checkpoint import epoch as rule
 from dcp_objstore.checkpoint.epoch import RunEpoch
-from dcp_objstore.checkpoint.probe import require_rewrites
-from dcp_objstore.dcp.failures import agree, attempt, typed_failures
-from dcp_objstore.dcp.groups import current_rank, sync_group
 from dcp_objstore.dcp.target import Target
 from dcp_objstore.errors import ConfigError, InputError
 from dcp_objstore.stores import StoreSpec
@@ -53,58 +48,6 @@ class RunStep:
     epoch: int = 0
     pins: tuple[str, ...] = ()
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
-
-
-def take_over(
-    run_url: str,
-    *,
-    storage_options: Mapping[str, object] | None = None,
-    config: TransferConfig | None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> RunEpoch:
-    """Make this job the only one whose saves count in a run. Called by every rank, before training.
-
-    From here on a job that had the run before (preempted and still alive, paused, cut off) adds,
-    replaces and deletes no step that counts, whenever it wakes up: its saves raise SupersededError.
-    That is so for jobs that pass their epoch to `save`; a save without one does not count in a run
-    that was taken over. All steps that count stay: two requests for each, so it takes longer in a
-    run of thousands. After a crash, take over again.
-
-    Args:
-        run_url: the run; its steps are the checkpoints directly below.
-        storage_options: as for `save`.
-        config: time-outs and retries.
-        process_group: the ranks of the job. Default: all. The first of them makes the requests.
-
-    Returns:
-        The epoch, for `save`, `async_save`, `delete` and `ObjectStoreWriter`; the same on each
-        rank.
-
-    Raises:
-        SupersededError: another job took the run over at the same time, and goes on with it.
-        CommitUnknownError, RetryableError: no clear answers; take over again, it is safe.
-        CheckpointCorruptError: the run's `_EPOCH` is damaged.
-        UnsupportedError: the store has no conditional writes; or a newer version wrote the run.
-        DcpObjstoreError: as the store says, on every rank.
-    """
-    group = sync_group(process_group, config)
-
-    def make() -> RunEpoch:
-        spec = Target(run_url, storage_options, config).spec
-        run = spec.open()
-        wait_for(require_rewrites, run, "no run can be taken over")
-        return RunEpoch(spec.url, wait_for(rule.take_over, run, opener(spec)))
-
-    first = current_rank() is None or dist.get_rank(group) == 0
-    made, failed = attempt(make) if first else (None, None)
-    url = run_url if isinstance(run_url, str) else None
-    agree(failed, url, group)
-    held = [made]
-    if current_rank() is not None:
-        with typed_failures(url, group):
-            dist.broadcast_object_list(held, group=group, group_src=0)
-    assert held[0] is not None  # else `agree` has raised
-    return held[0]
 
 
 def steps(
