@@ -1,0 +1,630 @@
+"""A run's epoch (rules E1 to E5): a job that was superseded adds, replaces and deletes nothing.
+
+On a store in memory, where every request can be the last one of a job, get no answer, or meet what
+another job did first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from dcp_objstore.checkpoint import commit as commits
+from dcp_objstore.checkpoint import epoch as rule
+from dcp_objstore.checkpoint.commit import Committed
+from dcp_objstore.checkpoint.deleting import delete
+from dcp_objstore.checkpoint.epoch import EpochRecord, RunEpoch, decode_epoch, encode_epoch
+from dcp_objstore.checkpoint.marker import new_id
+from dcp_objstore.checkpoint.names import EPOCH_KEY, MARKER_KEY
+from dcp_objstore.checkpoint.pins import pin
+from dcp_objstore.checkpoint.sweep import sweep
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CommitLostError,
+    CommitUnknownError,
+    ConfigError,
+    CorruptDataError,
+    LostRaceError,
+    StoreUnavailableError,
+    SupersededError,
+    UnsupportedError,
+)
+from dcp_objstore.stores.protocol import Capabilities, ObjectMeta, Precondition, Version
+from tests.support.memory_store import (
+    DELAYED,
+    LOST,
+    UNANSWERED,
+    Fate,
+    MemoryStore,
+    Put,
+    TickingClock,
+)
+from tests.support.upkeep import DESCRIBED, AgedStore, loose, named, upload
+from tests.support.upkeep import finish as finish_upload
+
+
+class Dead(BaseException):
+    """The process is gone; whatever it would still ask never arrives."""
+
+
+class Process:
+    """A store as one process sees it: at a prefix of the run; dead after some requests.
+
+    Args:
+        run: holds everything.
+        last: the number of the request (from 1) at which the process dies.
+        after: whether that request still takes effect.
+    """
+
+    def __init__(self, run: MemoryStore, *, last: int = 10**9, after: bool = False) -> None:
+        self.run, self.last, self.after, self.asked = run, last, after, 0
+
+    def at(self, name: str) -> Below:
+        return Below(self, f"{name}/" if name else "")
+
+    def ask(self, do: Callable[[], Any]) -> Any:
+        self.asked += 1
+        if self.asked > self.last or (self.asked == self.last and not self.after):
+            raise Dead
+        answer = do()
+        if self.asked == self.last:
+            raise Dead
+        return answer
+
+
+class Below:
+    def __init__(self, process: Process, prefix: str) -> None:
+        self._process, self._prefix = process, prefix
+        self.url = f"{process.run.url}/{prefix}".rstrip("/")
+        self.capabilities = Capabilities()
+
+    def _ask(self, verb: str, key: str, *args: Any, **settings: Any) -> Any:
+        do = getattr(self._process.run, verb)
+        return self._process.ask(lambda: do(self._prefix + key, *args, **settings))
+
+    def put(
+        self, key: str, data: Any, *, precondition: Precondition | None = None, retry: bool = True
+    ) -> Version:
+        return self._ask("put", key, data, precondition=precondition, retry=retry)
+
+    def put_stream(self, key: str, buffers: Any, **settings: Any) -> Version:
+        return self._ask("put_stream", key, buffers, **settings)
+
+    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        body, meta = self._ask("get", key, max_size_bytes=max_size_bytes)
+        return body, replace(meta, key=key)
+
+    def get_range(self, key: str, start: int, end: int, *, into: Any = None) -> Any:
+        return self._ask("get_range", key, start, end, into=into)
+
+    def head(self, key: str) -> ObjectMeta:
+        return replace(self._ask("head", key), key=key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        metas = list(self._ask("list", prefix))
+        return iter([replace(meta, key=meta.key.removeprefix(self._prefix)) for meta in metas])
+
+    def delete(self, key: str) -> None:
+        self._ask("delete", key)
+
+
+class Job:
+    """A job of the run, with the epoch that it took, or was given."""
+
+    def __init__(self, run: MemoryStore, number: int | None = None, **process: Any) -> None:
+        self.process = Process(run, **process)
+        self.number = self.take() if number is None else number
+
+    def take(self) -> int:
+        return rule.take_over(self.process.at(""), self.process.at, clock=TickingClock())
+
+    def begin(self, name: str, *, overwrite: bool = False) -> Callable[[], Committed]:
+        """All of a save but its end, which is returned."""
+        store = self.process.at(name)
+        token = commits.begin(store, overwrite=overwrite, epoch=self.number)
+        uploaded = upload(store)
+
+        def end() -> Committed:
+            done = finish_upload(store, token, uploaded, clock=TickingClock())
+            if self.number:
+                rule.confirm(self.process.at(""), self.number, clock=TickingClock())
+            return done
+
+        return end
+
+    def save(self, name: str, *, overwrite: bool = False) -> str:
+        return self.begin(name, overwrite=overwrite)().commit_id
+
+    def delete(self, name: str) -> None:
+        delete(self.process.at(name), epoch=self.number, clock=TickingClock())
+
+
+@pytest.fixture
+def run() -> MemoryStore:
+    return MemoryStore("memory://test/run")
+
+
+def listed(run: MemoryStore, **settings: Any) -> dict[str, str]:
+    """Name and commit of every step that counts, as a resuming job finds them; each is whole."""
+    process = Process(run)
+    found = rule.list_steps(process.at(""), process.at, clock=TickingClock(), **settings)
+    for step in found:
+        named(process.at(step.name))
+    return {step.name: step.marker.commit_id for step in found}
+
+
+def on(key: str, *fates: Fate | BaseException | Callable[[], None] | None) -> Any:
+    """Meet the PUTs of a key with these, in turn; a function acts first, and lets it pass."""
+    left = list(fates)
+
+    def decide(put: Put) -> Fate | BaseException | None:
+        if put.key != key or not left:
+            return None
+        fate = left.pop(0)
+        if callable(fate):
+            fate()
+            return None
+        return fate
+
+    return decide
+
+
+# --- a superseded job
+
+
+def test_a_superseded_job_cannot_add_a_step(run: MemoryStore) -> None:
+    zombie = Job(run)
+    first = zombie.save("step-1")
+    late = zombie.begin("step-2")
+    successor = Job(run)
+    with pytest.raises(SupersededError, match="Stop this job"):
+        late()
+    with pytest.raises(SupersededError):
+        zombie.save("step-3")
+    assert listed(run) == {"step-1": first}
+    second = successor.save("step-2")
+    assert listed(run) == {"step-1": first, "step-2": second}
+
+
+def test_a_superseded_job_cannot_replace_a_step(run: MemoryStore) -> None:
+    zombie = Job(run)
+    before = {"step-1": zombie.save("step-1")}
+    late = zombie.begin("step-1", overwrite=True)
+    successor = Job(run)
+    before["step-2"] = successor.save("step-2")
+    for name in before:
+        with pytest.raises(SupersededError, match="epoch 2"):
+            zombie.save(name, overwrite=True)
+    with pytest.raises(SupersededError):
+        late()
+    with pytest.raises(SupersededError, match="take_over"):
+        Job(run, 0).save("step-2", overwrite=True)  # one without an epoch
+    assert listed(run) == before
+
+
+def test_a_superseded_job_cannot_delete_a_step(run: MemoryStore) -> None:
+    zombie = Job(run)
+    before = {"step-1": zombie.save("step-1")}
+    successor = Job(run)
+    before["step-2"] = successor.save("step-2")
+    for name in before:
+        with pytest.raises(SupersededError):
+            zombie.delete(name)
+    assert listed(run) == before
+    delete(Process(run).at("step-1"), clock=TickingClock())  # somebody who belongs to no job may
+    assert listed(run) == {"step-2": before["step-2"]}
+
+
+def test_a_deletion_that_meets_the_take_over_deletes_nothing(run: MemoryStore) -> None:
+    zombie = Job(run)
+    first = zombie.save("step-1")
+    run.on_put = on(f"step-1/{MARKER_KEY}", lambda: [setattr(run, "on_put", None), Job(run)])
+    with pytest.raises(SupersededError):
+        zombie.delete("step-1")
+    assert listed(run) == {"step-1": first}
+
+
+def test_a_save_without_an_epoch_makes_the_requests_of_a_run_without_epochs(
+    run: MemoryStore,
+) -> None:
+    Job(run)
+    before = len(run.requests)
+    Job(run, 0).save("step-1")
+    assert not any(key == EPOCH_KEY for _, key in run.requests[before:])
+    assert listed(run) == {}
+    assert decode_marker_of(run, "step-1").format == 1
+
+
+def test_older_versions_do_not_rewrite_a_marker_with_an_epoch(run: MemoryStore) -> None:
+    """They would lose the epoch, and with it the step."""
+    Job(run).save("step-1")
+    assert decode_marker_of(run, "step-1").format == 2
+    Job(run, 0).save("other/step-1")
+    pin(Process(run).at("step-1"), "paper", clock=TickingClock())
+    marker = decode_marker_of(run, "step-1")
+    assert (marker.format, marker.epoch) == (2, 1)
+
+
+def decode_marker_of(run: MemoryStore, name: str) -> Any:
+    found = commits.read_marker(Process(run).at(name))
+    assert found is not None
+    return found[0]
+
+
+# --- what a zombie left
+
+
+def test_what_a_superseded_job_left_does_not_stop_the_one_that_trains(run: MemoryStore) -> None:
+    zombie = Job(run)
+    late = zombie.begin("step-1")
+    successor = Job(run)
+    with pytest.raises(SupersededError):
+        late()
+    commit_id = successor.save("step-1")
+    assert listed(run) == {"step-1": commit_id}
+    with pytest.raises(CheckpointExistsError):
+        successor.save("step-1")
+
+
+def test_zombies_that_beat_a_commit_are_replaced(run: MemoryStore) -> None:
+    """Each comes right before a PUT of ours, the second even on top of the first."""
+    ends = [Job(run).begin("step-1")]
+    second = Job(run)
+    successor = Job(run)
+    late = successor.begin("step-1")
+    key = f"step-1/{MARKER_KEY}"
+
+    def beat() -> None:
+        run.on_put = None
+        with pytest.raises(SupersededError):
+            ends.pop()() if ends else second.save("step-1")
+        run.on_put = on(key, beat) if not again else on(key, UNANSWERED)
+        again.append(True)
+
+    again: list[bool] = []
+    run.on_put = on(key, beat)
+    done = late()
+    assert listed(run) == {"step-1": done.commit_id}
+    assert len(done.marker.log) == 2
+
+
+def test_a_pinned_step_of_a_superseded_job_is_left_alone(run: MemoryStore) -> None:
+    zombie = Job(run)
+    end = zombie.begin("step-1")
+    successor = Job(run)
+    late = successor.begin("step-1")
+    with pytest.raises(SupersededError):
+        end()
+    pin(Process(run).at("step-1"), "paper", clock=TickingClock())
+    with pytest.raises(CheckpointExistsError, match="pinned"):
+        successor.save("step-1")
+    with pytest.raises(CommitLostError):
+        late()
+    assert decode_marker_of(run, "step-1").epoch == 1
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "replaces"])
+@pytest.mark.parametrize("order", ["fence first", "fence last"])
+def test_a_commit_that_a_sweep_fenced_off_is_not_put_over_a_zombies(
+    run: MemoryStore, there: bool, order: str
+) -> None:
+    """The sweep removes what our save had uploaded: only a commit in between is passed over."""
+    zombie = Job(run)
+    stray = zombie.begin("step-1")
+    successor = Job(run)
+    if there:
+        with pytest.raises(SupersededError):
+            stray()
+    late = successor.begin("step-1")
+    aged = AgedStore(Process(run).at("step-1"))
+
+    def fence() -> None:
+        while loose(aged):
+            aged.age()
+            sweep(aged, dot_metadata=DESCRIBED, clock=TickingClock())
+
+    def commit() -> None:
+        with pytest.raises(SupersededError):
+            zombie.save("step-1", overwrite=True)
+
+    def fence_and_commit() -> None:
+        run.on_put = None
+        for do in (fence, commit) if order == "fence first" else (commit, fence):
+            do()
+
+    run.on_put = on(f"step-1/{MARKER_KEY}", fence_and_commit)
+    with pytest.raises(CommitLostError):
+        late()
+    assert listed(run) == {}
+    named(Process(run).at("step-1"))  # the zombie's is whole
+
+
+# --- success
+
+
+def test_what_was_acknowledged_is_in_the_successors_list_wherever_the_take_over_came(
+    run: MemoryStore,
+) -> None:
+    """The take-over comes before each request of the save, in turn."""
+    moments = 0
+    while True:
+        world = MemoryStore("memory://test/run")
+        old = Job(world)
+        acknowledged = {"step-1": old.save("step-1")}
+        asked = old.process.asked
+        moment, process = moments, old.process
+        really_ask = process.ask
+
+        def ask(do: Callable[[], Any]) -> Any:
+            if process.asked - asked == moment:  # noqa: B023 - called in this round only
+                Job(world)  # noqa: B023
+            return really_ask(do)  # noqa: B023
+
+        process.ask = ask  # type: ignore[method-assign]
+        with contextlib.suppress(LostRaceError):
+            acknowledged["step-2"] = old.save("step-2")
+        assert acknowledged.items() <= listed(world).items(), moment
+        if process.asked - asked <= moment:
+            break
+        moments += 1
+    assert moments >= 7
+    assert "step-2" in acknowledged
+
+
+def test_a_save_that_cannot_see_the_epoch_is_no_success(run: MemoryStore) -> None:
+    job = Job(run)
+    end = job.begin("step-1")
+
+    def refuse(key: str) -> None:
+        if key == EPOCH_KEY:
+            raise StoreUnavailableError("503")
+
+    run.on_get = refuse
+    with pytest.raises(CommitUnknownError, match="_EPOCH could not be read"):
+        end()
+
+
+def test_an_epoch_that_somebody_removed_is_damage(run: MemoryStore) -> None:
+    job = Job(run)
+    end = job.begin("step-1")
+    run.delete(EPOCH_KEY)
+    with pytest.raises(CheckpointCorruptError, match="removed"):
+        end()
+
+
+# --- taking over
+
+
+def test_all_steps_that_count_are_adopted_and_others_are_not(run: MemoryStore) -> None:
+    plain = {f"step-{n}": Job(run, 0).save(f"step-{n}") for n in (9, 10)}
+    pin(Process(run).at("step-9"), "paper", clock=TickingClock())
+    first = Job(run)
+    stray = first.begin("step-11")
+    second = Job(run)
+    with pytest.raises(SupersededError):
+        stray()
+    third = Job(run)
+    assert (first.number, second.number, third.number) == (1, 2, 3)
+    assert list(listed(run).items()) == list(plain.items())
+    assert decode_marker_of(run, "step-9").epoch == 3
+    assert decode_marker_of(run, "step-9").pins == ("paper",)
+    assert decode_marker_of(run, "step-11").epoch == 1
+
+
+def test_of_two_that_take_over_at_once_exactly_one_trains(run: MemoryStore) -> None:
+    """The other comes before each request of the first, in turn."""
+    moment = 0
+    while True:
+        world = MemoryStore("memory://test/run")
+        old = {"step-1": Job(world).save("step-1")}
+        process = Process(world)
+        really_ask, others = process.ask, []
+
+        def ask(do: Callable[[], Any]) -> Any:
+            if process.asked == moment and not others:  # noqa: B023
+                others.append(Job(world))  # noqa: B023
+            return really_ask(do)  # noqa: B023
+
+        process.ask = ask  # type: ignore[method-assign]
+        trains = []
+        try:
+            number = rule.take_over(process.at(""), process.at, clock=TickingClock())
+        except SupersededError:
+            trains = others
+        else:
+            trains = [Job(world, number)]
+            for other in others:
+                with pytest.raises(SupersededError):
+                    other.save("step-2")
+        if not others:
+            break
+        [winner] = trains
+        assert listed(world) == old
+        old["step-2"] = winner.save("step-2")
+        assert listed(world) == old
+        moment += 1
+    assert moment >= 7
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("owned", [False, True], ids=["first", "again"])
+def test_after_a_crash_at_any_request_another_take_over_loses_nothing(
+    after: bool, owned: bool
+) -> None:
+    last = 0
+    while True:
+        last += 1
+        world = MemoryStore("memory://test/run")
+        old = Job(world) if owned else Job(world, 0)
+        before = {f"step-{n}": old.save(f"step-{n}") for n in (1, 2, 3)}
+        try:
+            Job(world, last=last, after=after)
+            died = False
+        except Dead:
+            died = True
+        if owned:  # until somebody has it, a job that is told success keeps what it saves
+            with contextlib.suppress(SupersededError):
+                before["step-4"] = old.save("step-4")
+        assert before.items() <= listed(world).items()
+        Job(world)
+        assert before.items() <= listed(world).items()
+        if owned:
+            with pytest.raises(SupersededError):
+                old.save("step-5")
+        if not died:
+            break
+    assert last >= 10
+
+
+@pytest.mark.parametrize("key", [EPOCH_KEY, f"step-1/{MARKER_KEY}"])
+@pytest.mark.parametrize("fate", [LOST, UNANSWERED, DELAYED])
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_take_over_whose_answers_are_lost_comes_true(
+    run: MemoryStore, key: str, fate: Fate, which: int
+) -> None:
+    before = {"step-1": Job(run).save("step-1")}
+    run.on_put = on(key, *[None] * (which - 1), fate)
+    successor = Job(run)
+    run.deliver()
+    before["step-2"] = successor.save("step-2")
+    assert listed(run) == before
+    assert successor.number == 2
+
+
+def test_a_take_over_without_answers_is_unknown_and_the_next_one_works(run: MemoryStore) -> None:
+    before = {"step-1": Job(run).save("step-1")}
+    for key in (EPOCH_KEY, f"step-1/{MARKER_KEY}"):
+        run.on_put = on(key, *[UNANSWERED] + [LOST] * 1000)
+
+        def refuse(asked: str, key: str = key) -> None:
+            if asked == key and run.puts[-1].key == key:
+                raise StoreUnavailableError("503")
+
+        run.on_get = refuse
+        with pytest.raises(CommitUnknownError):
+            Job(run)
+        run.on_put = run.on_get = None
+        assert listed(run) == before
+        Job(run)
+        assert listed(run) == before
+
+
+def test_steps_that_were_copied_from_another_run_count(run: MemoryStore) -> None:
+    """With a later epoch than this run has, before it was ever taken over or afterwards."""
+    other = MemoryStore("memory://test/other")
+    for _ in range(4):
+        job = Job(other)
+    wanted = {"step-1": job.save("step-1"), "step-2": job.save("step-2")}
+
+    def copy(name: str) -> None:
+        for meta in list(other.list(f"{name}/")):
+            run.put(meta.key, other.body(meta.key))
+
+    copy("step-1")
+    assert Job(run).number == 5
+    copy("step-2")
+    run.put(EPOCH_KEY, encode_epoch(EpochRecord(number=1, base=1, write_id=new_id())))
+    last = Job(run)
+    assert last.number > 4
+    assert listed(run) == wanted
+
+
+def test_a_step_with_a_damaged_marker_is_left_out_and_one_of_a_newer_format_is_not(
+    run: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = {"step-1": Job(run, 0).save("step-1")}
+    run.put(f"step-2/{MARKER_KEY}", b"{}")
+    Job(run)
+    assert listed(run) == good
+    assert "step-2" in caplog.text
+    run.put(f"step-2/{MARKER_KEY}", b'{"format":99}')
+    with pytest.raises(UnsupportedError):
+        Job(run)
+    with pytest.raises(UnsupportedError):
+        listed(run)
+
+
+# --- listing
+
+
+def test_a_list_that_a_take_over_ran_through_is_made_again(run: MemoryStore) -> None:
+    zombie = Job(run)
+    first = zombie.save("step-1")
+    late = zombie.begin("step-2")
+    state: list[str] = []
+
+    def take_over_and_add(key: str) -> None:
+        # The lister has read `_EPOCH`, and now reads its first marker.
+        if key == f"step-1/{MARKER_KEY}" and not state:
+            state.append("once")
+            successor = Job(run)
+            successor.delete("step-1")
+            successor.save("step-3")
+            with pytest.raises(SupersededError):
+                late()
+
+    run.on_get = take_over_and_add
+    found = listed(run)
+    assert first not in found.values()
+    assert set(found) == {"step-3"}
+
+
+def test_requests_of_a_list_are_bounded(run: MemoryStore) -> None:
+    job = Job(run)
+    for n in range(40):
+        job.save(f"step-{n}")
+    for settings, markers in (({}, 40), ({"newest": 1}, 1), ({"newest": 3}, 3)):
+        before = len(run.requests)
+        found = list(listed_names(run, **settings))
+        asked = run.requests[before:]
+        assert len(asked) == 2 + 1 + markers
+        assert found == [f"step-{n}" for n in range(40 - markers, 40)]
+
+
+def listed_names(run: MemoryStore, **settings: Any) -> list[str]:
+    process = Process(run)
+    steps = rule.list_steps(process.at(""), process.at, clock=TickingClock(), **settings)
+    return [step.name for step in steps]
+
+
+# --- `_EPOCH` itself
+
+
+def test_epoch_record_comes_back_equal_and_every_damaged_byte_is_seen() -> None:
+    record = EpochRecord(number=3, base=2, write_id=new_id())
+    body = encode_epoch(record)
+    assert decode_epoch(body) == record
+    for at in range(len(body)):
+        flipped = bytearray(body)
+        flipped[at] ^= 1
+        with pytest.raises((CheckpointCorruptError, UnsupportedError)):
+            decode_epoch(bytes(flipped))
+    for wrong in ({"base": 4}, {"number": 0}, {"number": 2**60}, {"write_id": "x"}, {"base": -1}):
+        with pytest.raises(CheckpointCorruptError):
+            decode_epoch(encode_epoch(msgspec.structs.replace(record, **wrong)))
+    with pytest.raises(UnsupportedError, match="upgrade"):
+        decode_epoch(encode_epoch(msgspec.structs.replace(record, format=2)))
+    with pytest.raises(CheckpointCorruptError):
+        decode_epoch(b"x" * 5000)
+
+
+def test_a_run_whose_epoch_is_damaged_is_neither_taken_over_nor_listed(run: MemoryStore) -> None:
+    run.put(EPOCH_KEY, b"{}")
+    for call in (lambda: Job(run), lambda: listed(run), lambda: rule.confirm(run, 1)):
+        with pytest.raises(CorruptDataError):
+            call()
+
+
+def test_a_run_epoch_travels_between_ranks() -> None:
+    epoch = RunEpoch("s3://bucket/run", 3)
+    assert pickle.loads(pickle.dumps(epoch)) == epoch
+    for wrong in (("s3://b/r", 0), ("s3://b/r", True), (None, 1), ("s3://b/r", "1")):
+        with pytest.raises(ConfigError):
+            RunEpoch(*wrong)
