@@ -17,8 +17,10 @@ import pytest
 
 from dcp_objstore import errors
 from dcp_objstore.checkpoint.commit import begin, commit
+from dcp_objstore.checkpoint.epoch import take_over
 from dcp_objstore.checkpoint.marker import Counts
-from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
+from dcp_objstore.checkpoint.names import EPOCH_KEY, MARKER_KEY, data_key, new_nonce
+from dcp_objstore.checkpoint.pins import pin
 from dcp_objstore.cli.exits import exits, status_of
 from dcp_objstore.cli.listing import print_checkpoints
 from dcp_objstore.stores import open_store
@@ -263,3 +265,60 @@ def test_ls_of_what_is_not_there_or_damaged_says_so(tmp_path: Path) -> None:
     for done in (nothing, damaged):
         assert len(done.stderr.splitlines()) == 1
         assert done.stdout == ""
+
+
+def test_ls_goes_on_after_a_damaged_step_and_says_so(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    save_step(f"{url}/step-1")
+    open_store(f"{url}/step-2").put(MARKER_KEY, b"{}")
+    open_store(f"{url}/step-3").put(MARKER_KEY, b'{"format":99}')
+    save_step(f"{url}/step-4")
+    done = run("ls", url)
+    assert done.returncode == 4
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == [
+        "committed",
+        "damaged",
+        "unsupported",
+        "committed",
+    ]
+    assert len(done.stderr.splitlines()) == 1
+    assert "step-2" in done.stderr
+    entries = [json.loads(line) for line in run("ls", url, "--json").stdout.splitlines()]
+    assert [entry["state"] for entry in entries][1:3] == ["damaged", "unsupported"]
+    assert "marker is damaged" in entries[1]["error"]
+
+
+def test_ls_shows_pins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"file://{tmp_path}/run"
+    save_step(f"{url}/step-1", step=1)
+    pin(open_store(f"{url}/step-1"), "paper")
+    print_checkpoints(url, as_json=False)
+    line = capsys.readouterr().out.splitlines()[2]
+    assert line.startswith("committed, pinned ")
+    assert line.endswith('pinned: paper {"step": 1}')
+    print_checkpoints(url, as_json=True)
+    assert json.loads(capsys.readouterr().out)["pins"] == ["paper"]
+
+
+def test_ls_shows_which_steps_do_not_count_any_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"file://{tmp_path}/runs/a"
+    store = open_store(url)
+
+    def states(where: str) -> dict[str, str]:
+        print_checkpoints(where, as_json=True)
+        lines = capsys.readouterr().out.splitlines()
+        entries = [json.loads(line) for line in lines]
+        return {entry["url"].rpartition("/")[2]: entry["state"] for entry in entries}
+
+    save_step(f"{url}/step-1")
+    take_over(store, lambda name: open_store(f"{url}/{name}"))
+    save_step(f"{url}/step-2")
+    for where in (url, f"file://{tmp_path}"):
+        assert states(where) == {"step-1": "committed", "step-2": "superseded"}
+    assert states(f"{url}/step-2") == {"step-2": "superseded"}
+    store.put(EPOCH_KEY, b"{}")
+    with pytest.raises(SystemExit) as caught:
+        print_checkpoints(url, as_json=True)
+    assert caught.value.code == 4
