@@ -1,0 +1,230 @@
+"""A run's epoch through the public door, on real servers, and with a real zombie."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import dcp_objstore as dos
+from dcp_objstore.checkpoint.names import new_nonce
+from dcp_objstore.errors import (
+    CheckpointExistsError,
+    CommitLostError,
+    ConfigError,
+    InputError,
+    SupersededError,
+)
+from dcp_objstore.stores import StoreSpec
+from tests.support.checkpoints import cause, edition, edition_in
+from tests.support.killing import Crew
+from tests.support.proxy import Asked, NetworkProxy
+from tests.support.ranks import run_ranks, try_ranks
+from tests.support.servers import Bucket
+
+Options = Mapping[str, object]
+
+
+def state(value: int = 0) -> dict[str, Any]:
+    return {"weight": torch.full((8,), float(value))}
+
+
+def names(run: str, options: Options) -> list[str]:
+    return [step.name for step in dos.steps(run, storage_options=options)]
+
+
+def saver(epoch: dos.RunEpoch | None, options: Options) -> Callable[..., Any]:
+    def save(step: int, **settings: Any) -> Any:
+        url = f"{epoch.run_url if epoch else settings.pop('run')}/step-{step}"
+        return dos.save(
+            state(step), url, epoch=epoch, storage_options=options, progress=False, **settings
+        )
+
+    return save
+
+
+def test_a_superseded_job_adds_replaces_and_deletes_nothing(bucket: Bucket) -> None:
+    run, options = bucket.at("run"), bucket.storage_options
+    saver(None, options)(9, run=run)
+    old = dos.take_over(run, storage_options=options)
+    save_old = saver(old, options)
+    save_old(10)
+    new = dos.take_over(run + "/", storage_options=options)
+    assert (old.number, new.number, new.run_url) == (1, 2, run)
+    assert names(run, options) == ["step-9", "step-10"]
+    with pytest.raises(SupersededError, match="Stop this job"):
+        save_old(11)
+    with pytest.raises(SupersededError):
+        save_old(10, overwrite=True)
+    with pytest.raises(SupersededError):
+        dos.delete(f"{run}/step-9", epoch=old, storage_options=options)
+    handle = dos.async_save(state(), f"{run}/step-12", epoch=old, storage_options=options)
+    with pytest.raises(SupersededError):
+        handle.result()
+    writer = dos.ObjectStoreWriter(epoch=old, storage_options=options, progress=False)
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.save(state(), storage_writer=writer, checkpoint_id=f"{run}/step-13", no_dist=True)
+    assert isinstance(cause(caught.value), SupersededError)
+    assert writer.last_save is None, "no success"
+    assert names(run, options) == ["step-9", "step-10"]
+
+    report = saver(new, options)(11)
+    found = dos.steps(run, storage_options=options)
+    assert [step.name for step in found] == ["step-9", "step-10", "step-11"]
+    assert found[-1].commit_id == report.commit_id
+    assert (found[-1].epoch, found[-1].url) == (2, f"{run}/step-11")
+    assert dos.steps(run, newest=1, storage_options=options) == found[-1:]
+    target = state()
+    dos.load(target, found[-1].url, storage_options=options, progress=False)
+    assert torch.equal(target["weight"], state(11)["weight"])
+    dos.delete(f"{run}/step-9", epoch=new, storage_options=options)
+    assert names(run, options) == ["step-10", "step-11"]
+    for step in (10, 11):
+        url = f"{run}/step-{step}"
+        assert dos.repair(url, storage_options=options, dry_run=True).dot_metadata is None
+        assert dos.open(url, storage_options=options).verify().ok
+
+
+def test_what_does_not_count_can_be_removed_and_the_newest_that_counts_cannot(
+    bucket: Bucket,
+) -> None:
+    run, options = bucket.at("run"), bucket.storage_options
+    old = dos.take_over(run, storage_options=options)
+    saver(old, options)(1)
+    new = dos.take_over(run, storage_options=options)
+    with pytest.raises(SupersededError):
+        saver(old, options)(2)
+    with pytest.raises(InputError, match="newest"):
+        dos.delete(f"{run}/step-1", epoch=new, storage_options=options)
+    assert dos.delete(f"{run}/step-2", storage_options=options).objects == 1
+    assert names(run, options) == ["step-1"]
+    StoreSpec(run, options).open().put(f".probe-{new_nonce()}", b"a probe that died")
+    swept = dos.sweep(run, storage_options=options).checkpoints
+    assert swept[0].url == run
+    assert swept[0].unknown == (), "_EPOCH is known"
+    assert names(run, options) == ["step-1"]
+
+
+def test_wrong_uses_of_an_epoch_are_refused_before_anything_is_sent(bucket: Bucket) -> None:
+    run, options = bucket.at("run"), bucket.storage_options
+    epoch = dos.take_over(run, storage_options=options)
+    assert pickle.loads(pickle.dumps(epoch)) == epoch
+    before = bucket.keys("run")
+    for url in (f"{run}/a/step-1", bucket.at("other/step-1"), run):
+        with pytest.raises(InputError, match="directly below"):
+            dos.save(state(), url, epoch=epoch, storage_options=options)
+        with pytest.raises(InputError, match="directly below"):
+            dos.delete(url, epoch=epoch, storage_options=options)
+    with pytest.raises(ConfigError, match="take_over"):
+        dos.save(state(), f"{run}/step-1", epoch=1, storage_options=options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="newest"):
+        dos.steps(run, newest=0, storage_options=options)
+    assert bucket.keys("run") == before
+    copied = pickle.loads(pickle.dumps(dos.ObjectStoreWriter(f"{run}/step-1", epoch=epoch)))
+    assert copied._epoch == epoch
+
+
+def take_and_save(rank: int, world_size: int, run: str, options: Options) -> tuple[int, str]:
+    epoch = dos.take_over(run, storage_options=options)
+    saved = dos.save(
+        dict(edition(f"epoch {epoch.number}", "shard0")),
+        f"{run}/step-{epoch.number}",
+        epoch=epoch,
+        storage_options=options,
+        progress=False,
+    )
+    assert saved.commit_id is not None
+    return epoch.number, saved.commit_id
+
+
+def take_with_one_wrong_rank(rank: int, world_size: int, run: str, options: Options) -> int:
+    return dos.take_over("s4://nothing" if rank == 0 else run, storage_options=options).number
+
+
+@pytest.mark.backends("seaweed")
+def test_all_ranks_have_the_same_epoch_or_the_same_error(bucket: Bucket) -> None:
+    run, options = bucket.at("run"), bucket.storage_options
+    for number in (1, 2):
+        outcomes = run_ranks(2, take_and_save, run, options)
+        assert outcomes[0] == outcomes[1]
+        assert outcomes[0][0] == number
+    assert names(run, options) == ["step-1", "step-2"]
+    for outcome in try_ranks(2, take_with_one_wrong_rank, run, options):
+        assert isinstance(outcome.error, dos.InvalidUrlError), str(outcome)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.backends("seaweed")
+@pytest.mark.parametrize("beaten", [False, True], ids=["alone", "same step"])
+def test_a_zombie_that_wakes_before_its_commit_adds_no_step(bucket: Bucket, beaten: bool) -> None:
+    """Stopped by SIGSTOP as it asks for its commit; meanwhile a successor takes the run over."""
+    run, options = bucket.at("run"), bucket.storage_options
+    commits = 0
+
+    def second_commit(asked: Asked) -> bool:
+        nonlocal commits
+        commits += asked.method == "PUT" and asked.name == "_COMMIT"
+        return commits == 2
+
+    with Crew() as crew, NetworkProxy(options) as proxy:
+        held = proxy.hold(second_commit)
+        job = crew.start(2, save_two, run, proxy.storage_options)
+        held.wait()
+        job.pause()
+        successor = dos.take_over(run, storage_options=options)
+        assert names(run, options) == ["step-1"]
+        wanted = ["step-1"]
+        if beaten:
+            saver(successor, options)(2)
+            wanted.append("step-2")
+        held.release()
+        job.resume()
+        for outcome in job.end():
+            assert isinstance(outcome.error, (SupersededError, CommitLostError)), str(outcome)
+    assert names(run, options) == wanted
+    assert edition_in(f"{run}/step-1", options, ["1", "2"]) == "1"
+    if not beaten:
+        marker_keys = [key for key in bucket.keys("run") if key.endswith("step-2/_COMMIT")]
+        assert len(marker_keys) == 1, "it did commit, and that does not count"
+        saver(successor, options)(2)
+        assert names(run, options) == ["step-1", "step-2"]
+        with pytest.raises(CheckpointExistsError):
+            saver(successor, options)(2)
+
+
+def save_two(rank: int, world_size: int, run: str, options: Options) -> None:
+    epoch = dos.take_over(run, storage_options=options)
+    for step in (1, 2):
+        dos.save(
+            dict(edition(str(step), "shard0")),
+            f"{run}/step-{step}",
+            epoch=epoch,
+            storage_options=options,
+            progress=False,
+        )
+
+
+def test_a_save_without_an_epoch_never_looks_at_it(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dcp_objstore.stores.wrappers import RecordingStore
+
+    run, options = bucket.at("run"), bucket.storage_options
+    opened: list[RecordingStore] = []
+    really_open = StoreSpec.open
+
+    def recording(spec: StoreSpec) -> RecordingStore:
+        opened.append(RecordingStore(really_open(spec)))
+        return opened[-1]
+
+    dos.take_over(run, storage_options=options)
+    monkeypatch.setattr(StoreSpec, "open", recording)
+    saver(None, options)(1, run=run)
+    keys = [request.key for store in opened for request in store.requests]
+    assert "_COMMIT" in keys
+    assert "_EPOCH" not in keys
