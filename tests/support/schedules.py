@@ -365,12 +365,16 @@ class Stage:
     def run(self) -> dict[str, Any]:
         """Until all have ended; their answers. Late requests arrive now and then."""
         rng = self.world.rng
+        # How long one goes on while the others wait: many crossings need a pause at one place.
+        burst = rng.choice([0.0, 0.7, 0.9])
+        player = self._players[0]
         while playing := [player for player in self._players if not player.ended]:
             if rng.random() < self.jumps:
                 self.world.clock.seconds += 30 * HOUR_SECONDS
             if self.world.late and rng.random() < 0.2:
                 self.world.arrive()
-            player = rng.choice(playing)
+            if player.ended or rng.random() >= burst:
+                player = rng.choice(playing)
             player.turn.release()
             assert self._back.acquire(timeout=60), "an actor hangs"
             if player.error is not None:
