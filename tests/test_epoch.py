@@ -453,6 +453,20 @@ def test_of_two_that_take_over_at_once_exactly_one_trains(run: MemoryStore) -> N
     assert moment >= 7
 
 
+def test_a_step_that_somebody_rewrites_during_the_take_over_is_not_lost(run: MemoryStore) -> None:
+    """A pin, which belongs to no job, comes right before the step is adopted."""
+    before = {"step-1": Job(run).save("step-1")}
+
+    def pins() -> None:
+        run.on_put = None
+        pin(Process(run).at("step-1"), "paper", clock=TickingClock())
+
+    run.on_put = on(f"step-1/{MARKER_KEY}", pins)
+    Job(run)
+    assert listed(run) == before
+    assert decode_marker_of(run, "step-1").pins == ("paper",)
+
+
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("owned", [False, True], ids=["first", "again"])
 def test_after_a_crash_at_any_request_another_take_over_loses_nothing(

@@ -272,11 +272,11 @@ def commit(
 def _yields(seen: Marker, token: Marker | None, epoch: int) -> bool:
     """Whether what beat our commit does not count (rule E5 of `epoch`), and nothing else came.
 
-    Put directly on the marker that we had seen, and not rewritten since: so there was no sweep in
-    between, which removes what it found without a commit, ours too.
+    Put directly on the marker that we had seen, and not rewritten since: so it has no pins, and
+    there was no sweep in between, which removes what it found without a commit, ours too.
     """
     on = ON_NOTHING if token is None else token.write_id
-    return seen.is_committed and seen.epoch < epoch and seen.put_on == on and not seen.pins
+    return seen.is_committed and seen.epoch < epoch and seen.put_on == on
 
 
 def _lost(store: ObjectStore, seen: Marker | None, epoch: int) -> LostRaceError:
