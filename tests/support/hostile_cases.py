@@ -329,7 +329,7 @@ def add_marker() -> None:
     add_all("marker is ambiguous", h.with_marker_json, {
         "state twice": lambda: lambda body: body[:-1] + b',"state":"maybe"}',
         "index twice": lambda: lambda body: body[:-1] + b',"index":{"key":"../x","size_bytes":1,"sha256":"' + b"ab" * 32 + b'"}}',
-        "format twice": lambda: lambda body: body[:-1] + b',"format":2}',
+        "format twice": lambda: lambda body: body[:-1] + b',"format":3}',
         "NaN": lambda: lambda body: body[:-1] + b',"world_size":NaN}',
         "Infinity": lambda: lambda body: body[:-1] + b',"world_size":Infinity}',
         "world size 1e1000000": lambda: lambda body: body[:-1] + b',"world_size":1e1000000}',
