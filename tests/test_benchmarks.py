@@ -222,6 +222,7 @@ def test_the_resume_benchmark_counts_what_all_ranks_fetched_together() -> None:
         assert figures["requests"] > 4
 
 
+@pytest.mark.campaign  # half a minute: a dozen processes import torch
 def test_the_resume_benchmark_loads_a_model_and_its_optimizer_under_fully_shard() -> None:
     ranks = ["--saved-by", "3", "--loaded-by", "2", "--layout", "fsdp2"]
     done = _resume(*ranks, "--peers", "dcp_objstore")
@@ -230,8 +231,9 @@ def test_the_resume_benchmark_loads_a_model_and_its_optimizer_under_fully_shard(
     # 12 blocks of 12 parameters and the last norm's 2: each with two moments and a step count.
     assert result["tensors"] == 4 * (12 * 12 + 2)
     assert result["total_bytes"] == pytest.approx(MIB * 32, rel=0.1)
-    # Values, and what lies between the shards that uneven ranks have.
-    assert 1 <= result["peers"]["dcp_objstore"]["fetched_to_saved"] < 1.1
+    # A block of these small tensors is less than a gap that is read over to save a request: ranks
+    # that need some of a third rank's object read most of it. (Of 1 GiB it is 1.02.)
+    assert 1 <= result["peers"]["dcp_objstore"]["fetched_to_saved"] < 1.4
 
 
 def test_the_resume_benchmark_finds_a_tensor_that_differs_in_one_bit() -> None:

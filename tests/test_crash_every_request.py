@@ -60,6 +60,7 @@ def test_saves_are_cut_between_the_parts_of_an_upload() -> None:
     assert {"begin", "complete"} <= set(verbs)
 
 
+@pytest.mark.campaign
 def test_stock_writer_is_torn_in_the_same_harness() -> None:
     """Or the harness could not see it in ours."""
     overwriting = [one for one in scenes.scenes() if one.writer == STOCK and one.before == OLD]

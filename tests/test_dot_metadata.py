@@ -81,8 +81,9 @@ def test_every_memory_format_dtype_and_layout_survives() -> None:
         {"layout": torch.sparse_coo},
         {"pin_memory": True},
     ):
-        item = TensorStorageMetadata(TensorProperties(**changed), torch.Size([]), [])
-        given = sample(state_dict_metadata={"w": item})
+        stored = sample().state_dict_metadata["w"]
+        item = TensorStorageMetadata(TensorProperties(**changed), stored.size, stored.chunks)
+        given = sample(state_dict_metadata={**sample().state_dict_metadata, "w": item})
         body = encode_metadata(given)
         assert pickle.loads(body) == given
         assert decode_metadata(body) == given

@@ -38,7 +38,7 @@ def test_every_snippet_runs_one_after_the_other() -> None:
 
 
 def test_the_two_commands_are_those_that_install_and_run_everything() -> None:
-    (commands,) = blocks("sh")
+    commands = blocks("sh")[0]
     lines = [line.partition("#")[0].strip() for line in commands.splitlines()]
     assert lines == [
         "pip install -e '.[demo]' && dcp-objstore demo",
