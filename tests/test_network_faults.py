@@ -328,7 +328,7 @@ def server() -> Iterator[SeaweedServer]:
 @pytest.mark.parametrize(
     "moment",
     [
-        pytest.param(is_part, id="upload"),
+        pytest.param(is_part, id="upload", marks=pytest.mark.campaign),
         pytest.param(lambda asked: asked.is_listing, id="check", marks=pytest.mark.campaign),
         pytest.param(lambda asked: asked.method == "PUT" and asked.name == "_COMMIT", id="commit"),
     ],
