@@ -1,0 +1,135 @@
+"""Retention policies are pure, and none of them gives up what a job may still need."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_objstore.checkpoint.retention import (
+    KeepAll,
+    KeepAny,
+    KeepBest,
+    KeepEvery,
+    KeepLatest,
+    RetentionPolicy,
+    StepFacts,
+    as_policy,
+    plan_deletions,
+)
+from dcp_objstore.errors import ConfigError
+
+VALUES = st.one_of(st.floats(), st.integers(), st.booleans(), st.none(), st.text(max_size=3))
+FACTS = st.builds(
+    StepFacts,
+    step=st.integers(0, 10**6),
+    metrics=st.dictionaries(st.sampled_from(["loss", "accuracy"]), VALUES),
+    pinned=st.booleans(),
+)
+RUNS = st.lists(FACTS, max_size=30, unique_by=lambda facts: facts.step)
+COUNTS = st.integers(1, 12)
+SIMPLE = st.one_of(
+    st.builds(KeepLatest, COUNTS),
+    st.builds(KeepEvery, COUNTS),
+    st.builds(KeepBest, st.just("loss"), COUNTS, st.sampled_from(["min", "max"])),
+)
+POLICIES = st.recursive(
+    SIMPLE,
+    lambda inner: st.lists(inner, min_size=1, max_size=3).flatmap(
+        lambda some: st.sampled_from([KeepAny(*some), KeepAll(*some)])
+    ),
+    max_leaves=6,
+)
+
+
+@given(RUNS, POLICIES, st.sets(st.integers(0, 10**6), max_size=3), st.randoms())
+def test_what_a_job_needs_is_never_deleted_whatever_the_policy(
+    run: list[StepFacts], policy: RetentionPolicy, in_use: set[int], random: object
+) -> None:
+    in_use |= {run[len(run) // 2].step} if run else set()
+    deleted = plan_deletions(run, policy, in_use=in_use)
+    assert list(deleted) == sorted(set(deleted))
+    numbers = {facts.step for facts in run}
+    assert set(deleted) <= numbers
+    assert not set(deleted) & in_use
+    assert not set(deleted) & {facts.step for facts in run if facts.pinned}
+    assert not set(deleted) & policy.keeps(run)
+    assert not run or max(numbers) not in deleted
+    shuffled = list(run)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert plan_deletions(shuffled, policy, in_use=in_use) == deleted
+
+
+@given(RUNS, POLICIES)
+def test_applied_again_after_deleting_nothing_more_goes(
+    run: list[StepFacts], policy: RetentionPolicy
+) -> None:
+    deleted = set(plan_deletions(run, policy))
+    left = [facts for facts in run if facts.step not in deleted]
+    # All of them are monotone: with fewer steps, none that was kept is given up.
+    assert plan_deletions(left, policy) == ()
+
+
+@given(RUNS, st.lists(POLICIES, min_size=1, max_size=4))
+def test_any_is_the_union_and_all_the_intersection(
+    run: list[StepFacts], policies: list[RetentionPolicy]
+) -> None:
+    kept = [policy.keeps(run) for policy in policies]
+    assert KeepAny(*policies).keeps(run) == frozenset().union(*kept)
+    assert KeepAll(*policies).keeps(run) == frozenset.intersection(*kept)
+    assert as_policy(policies).keeps(run) == frozenset().union(*kept)  # type: ignore[union-attr]
+
+
+@given(RUNS, COUNTS)
+def test_latest_and_every_by_number(run: list[StepFacts], n: int) -> None:
+    numbers = sorted(facts.step for facts in run)
+    assert KeepLatest(n).keeps(run) == set(numbers[-n:])
+    assert KeepEvery(n).keeps(run) == {number for number in numbers if number % n == 0}
+
+
+@given(RUNS, COUNTS, st.sampled_from(["min", "max"]))
+def test_best_are_better_than_the_rest_and_always_numbers(
+    run: list[StepFacts], n: int, mode: str
+) -> None:
+    kept = KeepBest("loss", n, mode).keeps(run)  # type: ignore[arg-type]
+    usable = {facts.step: facts.metric("loss") for facts in run if facts.metric("loss") is not None}
+    assert kept <= set(usable)
+    assert len(kept) == min(n, len(usable))
+    best = [usable[step] for step in kept]
+    rest = [value for step, value in usable.items() if step not in kept]
+    assert all(math.isfinite(value) for value in best)
+    if best and rest:
+        assert max(best) <= min(rest) if mode == "min" else min(best) >= max(rest)
+
+
+def test_nothing_is_deleted_without_a_policy() -> None:
+    assert plan_deletions([StepFacts(step=n) for n in range(9)], as_policy(None)) == ()
+
+
+def test_example_of_the_readme() -> None:
+    losses = {100: 0.9, 200: 0.2, 300: 0.8, 400: 0.7, 500: 0.6, 600: float("nan")}
+    run = [StepFacts(step=step, metrics={"loss": loss}) for step, loss in losses.items()]
+    policy = as_policy([KeepLatest(2), KeepEvery(300), KeepBest("loss")])
+    assert plan_deletions(run, policy, in_use=[100]) == (400,)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: KeepLatest(0),
+        lambda: KeepEvery(-1),
+        lambda: KeepLatest(True),
+        lambda: KeepBest("loss", 1, "least"),  # type: ignore[arg-type]
+        lambda: KeepBest(""),
+        KeepAny,
+        KeepAll,
+        lambda: KeepAll(3),  # type: ignore[arg-type]
+        lambda: as_policy([]),
+        lambda: as_policy(3),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(make: object) -> None:
+    with pytest.raises(ConfigError):
+        make()  # type: ignore[operator]
