@@ -13,12 +13,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal
 
 from dcp_objstore.errors import ConfigError
-
-_NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +29,7 @@ class StepFacts:
     """
 
     step: int
-    metrics: Mapping[str, object] = field(default=_NO_METRICS)
+    metrics: Mapping[str, object] = field(default_factory=dict)
     pinned: bool = False
 
     def metric(self, name: str) -> float | None:
