@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from dcp_objstore.checkpoint.deleting import DeleteReport
     from dcp_objstore.checkpoint.epoch import RunEpoch
     from dcp_objstore.checkpoint.repairing import RepairReport
+    from dcp_objstore.checkpoint.retention import (
+        KeepAll,
+        KeepAny,
+        KeepBest,
+        KeepEvery,
+        KeepLatest,
+        RetentionPolicy,
+        StepFacts,
+    )
     from dcp_objstore.checkpoint.sweep import CheckpointSweep
     from dcp_objstore.dcp.api import load, save
     from dcp_objstore.dcp.async_api import AsyncSaveHandle, async_save
@@ -38,8 +47,19 @@ if TYPE_CHECKING:
     from dcp_objstore.dcp.upkeep import delete, pin, repair, unpin
     from dcp_objstore.dcp.verify import Damage, VerifyReport
     from dcp_objstore.dcp.writer import ObjectStoreWriter
+    from dcp_objstore.manager import CheckpointManager, ResumeReport, SkippedStep
 
 _HOMES = {
+    "CheckpointManager": "dcp_objstore.manager",
+    "ResumeReport": "dcp_objstore.manager",
+    "SkippedStep": "dcp_objstore.manager",
+    "KeepAll": "dcp_objstore.checkpoint.retention",
+    "KeepAny": "dcp_objstore.checkpoint.retention",
+    "KeepBest": "dcp_objstore.checkpoint.retention",
+    "KeepEvery": "dcp_objstore.checkpoint.retention",
+    "KeepLatest": "dcp_objstore.checkpoint.retention",
+    "RetentionPolicy": "dcp_objstore.checkpoint.retention",
+    "StepFacts": "dcp_objstore.checkpoint.retention",
     "ObjectStoreReader": "dcp_objstore.dcp.reader",
     "ObjectStoreWriter": "dcp_objstore.dcp.writer",
     "LoadReport": "dcp_objstore.dcp.report",
@@ -75,16 +95,26 @@ __version__ = "0.1.0.dev0"
 __all__ = [  # noqa: PLE0604 - errors.__all__ holds strings
     "AsyncSaveHandle",
     "Checkpoint",
+    "CheckpointManager",
     "CheckpointSweep",
     "Damage",
     "DeleteReport",
+    "KeepAll",
+    "KeepAny",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLatest",
     "LoadReport",
     "ObjectStoreReader",
     "ObjectStoreWriter",
     "RepairReport",
+    "ResumeReport",
+    "RetentionPolicy",
     "RunEpoch",
     "RunStep",
     "SaveReport",
+    "SkippedStep",
+    "StepFacts",
     "SweepReport",
     "TensorEntry",
     "TransferConfig",

@@ -1,0 +1,137 @@
+"""Retention at work: after each commit, the steps of a run that no policy wants are deleted.
+
+By one rank, in the background. The run belongs to this job, so its steps are listed once; from
+then on what this job commits and deletes is known.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dcp_objstore.checkpoint.retention import RetentionPolicy, StepFacts, plan_deletions
+from dcp_objstore.dcp.report import logger
+from dcp_objstore.dcp.runs import steps
+from dcp_objstore.dcp.upkeep import delete
+from dcp_objstore.errors import CheckpointNotFoundError, CheckpointPinnedError, DcpObjstoreError
+
+if TYPE_CHECKING:
+    from dcp_objstore.checkpoint.epoch import RunEpoch
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.dcp.runs import RunStep
+
+# One commit is not followed by hours of deletions; the next one goes on with them.
+_AT_A_TIME = 64
+_STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})\Z")
+
+
+def step_name(step: int) -> str:
+    """The name of a step below its run."""
+    return f"step-{step}"
+
+
+def step_number(name: str) -> int | None:
+    """The number of a step, or None for another name."""
+    found = _STEP_NAME.match(name)
+    return int(found[1]) if found else None
+
+
+def facts_of(one: RunStep) -> StepFacts | None:
+    """What policies know of a step of a run; None: its name is not that of a numbered step."""
+    number = step_number(one.name)
+    if number is None:
+        return None
+    metrics = one.user_metadata.get("metrics")
+    return StepFacts(
+        step=number,
+        metrics=metrics if isinstance(metrics, Mapping) else {},
+        pinned=bool(one.pins),
+    )
+
+
+class Retainer:
+    """Deletes what a policy does not keep.
+
+    Args:
+        run_url: the run.
+        policy: what to keep; None: everything, and no request is made.
+        now: remove the objects of a deleted step at once, not after a sweep's grace period.
+        storage_options, config: as for `save`.
+    """
+
+    def __init__(
+        self,
+        run_url: str,
+        policy: RetentionPolicy | None,
+        *,
+        now: bool,
+        storage_options: Mapping[str, object] | None,
+        config: TransferConfig | None,
+    ) -> None:
+        self._run_url = run_url
+        self._policy = policy
+        self._now = now
+        self._storage_options = storage_options
+        self._config = config
+        self._lock = threading.Lock()
+        self._known: dict[int, StepFacts] | None = None
+        # What is said of single steps before they are listed.
+        self._pinned: dict[int, bool] = {}
+        self.resumed: int | None = None
+        self.epoch: RunEpoch | None = None
+
+    def set_pinned(self, step: int, *, pinned: bool) -> None:
+        """This job has pinned a step, or removed its last pin."""
+        self._pinned[step] = pinned
+
+    def committed(self, step: int, metrics: Mapping[str, object]) -> None:
+        """A newer step is durable: delete what is not kept any more. Raises nothing of ours."""
+        if self._policy is None:
+            return
+        with self._lock:
+            try:
+                self._apply(StepFacts(step=step, metrics=metrics))
+            except DcpObjstoreError as error:
+                logger.warning(
+                    "old steps of %s were not deleted, and will be tried again after the next"
+                    " save: %s",
+                    self._run_url,
+                    error,
+                )
+
+    def _apply(self, newest: StepFacts) -> None:
+        if self._known is None:
+            found = steps(self._run_url, storage_options=self._storage_options, config=self._config)
+            facts = [facts_of(one) for one in found]
+            self._known = {one.step: one for one in facts if one is not None}
+        self._known[newest.step] = newest
+        for step, pinned in list(self._pinned.items()):
+            if step in self._known:
+                old = self._known[step]
+                self._known[step] = StepFacts(step=step, metrics=old.metrics, pinned=pinned)
+        in_use = {newest.step} | ({self.resumed} if self.resumed is not None else set())
+        for step in plan_deletions(self._known.values(), self._policy, in_use=in_use)[:_AT_A_TIME]:
+            self._delete(step)
+
+    def _delete(self, step: int) -> None:
+        assert self._known is not None
+        url = f"{self._run_url.rstrip('/')}/{step_name(step)}"
+        try:
+            # Not the newest: that was planned with a list of the whole run.
+            delete(
+                url,
+                now=self._now,
+                even_newest=True,
+                epoch=self.epoch,
+                storage_options=self._storage_options,
+                config=self._config,
+            )
+        except CheckpointNotFoundError:
+            pass  # somebody else has
+        except CheckpointPinnedError:
+            self._pinned[step] = True
+            return
+        del self._known[step]
+        logger.info("deleted %s, which no retention policy keeps", url)
