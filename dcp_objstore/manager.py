@@ -39,6 +39,7 @@ from dcp_objstore.errors import (
     RankFailedError,
     SaveInProgressError,
 )
+from dcp_objstore.transfer.workers import spawn
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -85,11 +86,10 @@ class ResumeReport:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A save in the background, and on rank 0 the thread that deletes old steps after it."""
+    """A save in the background."""
 
     step: int
     handle: async_api.AsyncSaveHandle
-    follower: threading.Thread | None
 
 
 class CheckpointManager:
@@ -177,6 +177,7 @@ class CheckpointManager:
         self._save_on_preemption = save_on_preemption
         self._signals = CaughtSignals(preemption_signals)
         self._check = preemption_check
+        self._check_failed = False  # warned of it
         self._takes_over = take_over
         self._group_given = process_group
         self._config = config
@@ -188,6 +189,7 @@ class CheckpointManager:
         self._boundaries: Boundaries | None = None
         self._team: Team
         self._pending: _Pending | None = None
+        self._retention: threading.Thread | None = None
         self._closed = False
         self._loaded = False  # `load` was called, so later steps are this job's to replace
         self._resumed: int | None = None
@@ -236,11 +238,10 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
-        follower = self._pending.follower if self._pending is not None else None
         try:
             self._settle()
-            if follower is not None:
-                follower.join()
+            if self._retention is not None:
+                self._retention.join()
         finally:
             self._stop_watching()
 
@@ -384,8 +385,7 @@ class CheckpointManager:
         self._last_save_at = time.monotonic()
         report = api.save(state, url, **keywords)
         self._saved.add(step)
-        if self._team.is_first:
-            self._retainer.committed(step, keywords["user_metadata"].get("metrics", {}))
+        self._retain(step, keywords, None)
         return report
 
     def async_save(
@@ -417,24 +417,28 @@ class CheckpointManager:
         self._last_save_at = time.monotonic()
         handle = async_api.async_save(state, url, **keywords)
         self._saved.add(step)
-        follower = None
-        if self._team.is_first:
-            stored = keywords["user_metadata"].get("metrics", {})
-            follower = threading.Thread(
-                target=self._follow, args=(handle, step, stored), name="dcp_objstore-retention"
-            )
-            follower.daemon = True  # a deletion that is not begun does no harm
-        self._pending = _Pending(step, handle, follower)
-        if follower is not None:
-            follower.start()
+        self._pending = _Pending(step, handle)
+        self._retain(step, keywords, handle)
         return handle
 
-    def _follow(
-        self, handle: async_api.AsyncSaveHandle, step: int, metrics: Mapping[str, object]
+    def _retain(
+        self, step: int, saved: Mapping[str, Any], handle: async_api.AsyncSaveHandle | None
     ) -> None:
-        # Only looks: the error is raised by the next call that saves.
-        if handle.exception() is None:
-            self._retainer.committed(step, metrics)
+        """On rank 0, in a thread: once the step is committed, delete what is not kept."""
+        if not self._team.is_first:
+            return
+        metrics = saved["user_metadata"].get("metrics", {})
+        before = self._retention
+
+        def follow() -> None:
+            if before is not None:
+                before.join()
+            # Only looks at the outcome: an error is raised by the next call that saves.
+            if handle is None or handle.exception() is None:
+                self._retainer.committed(step, metrics)
+
+        # A daemon thread: a deletion that is not begun, or ended, does no harm.
+        self._retention = spawn(follow, "retention")
 
     def _prepare(
         self,
@@ -535,7 +539,9 @@ class CheckpointManager:
         try:
             return bool(self._check())
         except Exception as error:  # noqa: BLE001 - the user's own; training goes on
-            logger.warning("%s: the preemption_check failed: %r", self._url, error)
+            if not self._check_failed:
+                logger.warning("%s: the preemption_check failed: %r", self._url, error)
+            self._check_failed = True
             return False
 
     # --- loading

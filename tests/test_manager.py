@@ -1,0 +1,400 @@
+"""A run of checkpoints in one process: when it saves, what it keeps, where it resumes."""
+
+from __future__ import annotations
+
+import io
+import json
+import secrets
+import signal
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.cli.listing import print_checkpoints
+from dcp_objstore.dcp import async_api
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.wrappers import RecordingStore
+from tests.support.servers import Bucket
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{secrets.token_hex(6)}/run"
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"weight": torch.full((4,), float(step)), "step": step}
+
+
+def loaded(run_or_url: Any, step: int | None = None) -> tuple[int | None, dict[str, Any]]:
+    found = {"weight": torch.zeros(4), "step": -1}
+    return run_or_url.load(found, step), found
+
+
+def train(run: dos.CheckpointManager, steps: range, **values: Any) -> None:
+    for step in steps:
+        run.step(step, state(step), **values)
+
+
+def damage(url: str, options: Any = None) -> None:
+    """Change a byte of a checkpoint's data, in place."""
+    store = StoreSpec(url, options).open()
+    key = next(meta.key for meta in store.list() if meta.key.endswith(".distcp"))
+    body, _ = store.get(key, max_size_bytes=2**20)
+    # Of the tensor, whose payload is the only place with a run of this float.
+    at = body.index(torch.full((4,), 1.0).mul(_step_of(url)).numpy().tobytes())
+    changed = bytearray(body)
+    changed[at] ^= 0xFF
+    store.put(key, bytes(changed))
+
+
+def _step_of(url: str) -> float:
+    return float(url.rpartition("-")[2])
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Background saves wait until the test sets this."""
+    go = threading.Event()
+    really = async_api.run_save
+
+    def later(*args: Any) -> Any:
+        assert go.wait(60)
+        return really(*args)
+
+    monkeypatch.setattr(async_api, "run_save", later)
+    yield go
+    go.set()
+
+
+def test_saves_every_n_steps_and_the_next_job_goes_on(bucket: Bucket) -> None:
+    options = bucket.storage_options
+    with dos.CheckpointManager(bucket.url, save_every=3, storage_options=options) as run:
+        assert loaded(run)[0] is None
+        train(run, range(1, 8))
+    with dos.CheckpointManager(bucket.url, save_every=3, storage_options=options) as run:
+        assert run.steps() == (3, 6)
+        assert run.latest() == 6
+
+        start, found = loaded(run)
+        assert (start, found["step"]) == (6, 6)
+        assert torch.equal(found["weight"], state(6)["weight"])
+        train(run, range(7, 11))
+    assert [step.name for step in dos.steps(bucket.url, storage_options=options)] == [
+        "step-3",
+        "step-6",
+        "step-9",
+    ]
+
+
+def test_steps_that_are_not_called_one_by_one_are_saved_when_a_multiple_was_passed(
+    url: str,
+) -> None:
+    with dos.CheckpointManager(url, save_every=25) as run:
+        saved = [step for step in range(0, 120, 10) if run.step(step, state(step))]
+    assert saved == [30, 50, 80, 100]
+    assert run.url == url
+    with dos.CheckpointManager(url) as run:
+        assert run.steps() == (30, 50, 80, 100)
+
+
+def test_saves_when_the_time_has_come_and_not_before(url: str) -> None:
+    with dos.CheckpointManager(url, save_every=timedelta(hours=1)) as run:
+        train(run, range(1, 50))
+        assert run.latest() is None
+    with dos.CheckpointManager(url, save_every_seconds=1e-3) as run:
+        step = 50
+        while not run.step(step, state(step)):
+            step += 1
+    with dos.CheckpointManager(url) as run:
+        assert run.latest() == step
+
+
+def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = bucket.storage_options
+    with dos.CheckpointManager(bucket.url, save_every=1, storage_options=options) as run:
+        train(run, range(1, 8))
+    for step in range(2, 8):  # more than are looked at first
+        damage(bucket.at(f"step-{step}"), options)
+    with dos.CheckpointManager(bucket.url, storage_options=options) as run:
+        start, found = loaded(run)
+        assert (start, found["step"]) == (1, 1)
+        assert torch.equal(found["weight"], state(1)["weight"])
+        assert run.last_resume is not None
+        skipped = run.last_resume.skipped
+        assert [one.step for one in skipped] == [7, 6, 5, 4, 3, 2]
+        assert all(isinstance(one.error, dos.CheckpointCorruptError) for one in skipped)
+        assert "step 7 cannot be loaded" in caplog.text
+        # What is done again may be saved again.
+        assert run.step(2, state(20)) is False
+        run.save(2, state(20))
+        found = {"weight": torch.zeros(4), "step": -1}
+        assert run.load(found, 2) == 2
+        assert found["step"] == 20
+    with pytest.raises(dos.CheckpointCorruptError):
+        dos.load(
+            {"weight": torch.zeros(4)}, bucket.at("step-7"), storage_options=options, progress=False
+        )
+
+
+def test_where_all_are_damaged_load_raises_and_does_not_begin_anew(url: str) -> None:
+    with dos.CheckpointManager(url, save_every=1) as run:
+        train(run, range(1, 3))
+    for step in (1, 2):
+        damage(f"{url}/step-{step}")
+    with dos.CheckpointManager(url) as run:
+        with pytest.raises(dos.CheckpointCorruptError) as caught:
+            loaded(run)
+        assert str(caught.value.url).endswith("step-2")
+        with pytest.raises(dos.CheckpointNotFoundError):
+            loaded(run, 17)
+
+
+def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
+    url: str, held: threading.Event
+) -> None:
+    with dos.CheckpointManager(url) as run:
+        for step in (1, 2, 3, 4):
+            run.save(step, state(step))
+        run.pin(2, "paper")
+    with dos.CheckpointManager(url, keep=dos.KeepLatest(1), save_every=5) as run:
+        assert loaded(run, 3)[0] == 3
+        run.async_save(5, state(5))
+        assert run.steps() == (1, 2, 3, 4)
+        held.set()
+    with dos.CheckpointManager(url) as run:
+        assert run.steps() == (2, 3, 5)
+        run.unpin(2, "paper")
+    with dos.CheckpointManager(url, keep=[dos.KeepLatest(1)], delete_now=True) as run:
+        run.save(6, state(6))
+    assert [step.name for step in dos.steps(url)] == ["step-6"]
+    store = StoreSpec(url).open()
+    assert [meta.key for meta in store.list("step-5/")] == ["step-5/_COMMIT"]
+
+
+def test_best_steps_by_the_metrics_in_the_marker_survive(url: str) -> None:
+    losses = {1: 0.5, 2: torch.tensor(0.1), 3: float("nan"), 4: 0.3, 5: 0.4}
+    keep = [dos.KeepLatest(1), dos.KeepBest("loss")]
+    with dos.CheckpointManager(url, keep=keep) as run:
+        for step, loss in losses.items():
+            run.save(step, state(step), metrics={"loss": loss})
+    with dos.CheckpointManager(url, keep=keep) as run:
+        assert run.steps() == (2, 5)
+        run.save(6, state(6), metrics={"loss": 0.2})
+    assert [step.name for step in dos.steps(url)] == ["step-2", "step-6"]
+
+
+def test_metrics_and_config_stand_in_the_marker_and_in_ls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = (tmp_path / "run").as_uri()
+    with dos.CheckpointManager(url, metadata={"model": "tiny"}) as run:
+        run.save(7, state(7), metrics={"loss": 0.5, "odd": float("inf")}, metadata={"lr": 1e-3})
+    wanted = {"step": 7, "model": "tiny", "lr": 1e-3, "metrics": {"loss": 0.5, "odd": "inf"}}
+    assert dos.steps(url)[0].user_metadata == wanted
+    print_checkpoints(url, as_json=True)
+    shown = [json.loads(line) for line in io.StringIO(capsys.readouterr().out)]
+    assert [one["user_metadata"] for one in shown] == [wanted]
+
+
+@pytest.mark.parametrize("busy", ["wait", "skip", "raise"])
+def test_a_second_save_while_one_is_under_way(url: str, held: threading.Event, busy: Any) -> None:
+    with dos.CheckpointManager(url, save_every=1, busy=busy) as run:
+        assert run.step(1, state(1))
+        if busy == "raise":
+            with pytest.raises(dos.SaveInProgressError, match="step 1"):
+                run.step(2, state(2))
+        elif busy == "skip":
+            assert run.step(2, state(2)) is False
+        else:
+            threading.Timer(0.1, held.set).start()
+            assert run.step(2, state(2))
+        held.set()
+    with dos.CheckpointManager(url) as run:
+        assert run.steps() == ((1, 2) if busy == "wait" else (1,))
+
+
+def test_an_error_in_the_body_commits_the_pending_save_and_is_raised(
+    url: str, held: threading.Event
+) -> None:
+    for step, error in ((1, ZeroDivisionError("mine")), (2, KeyboardInterrupt())):
+        held.clear()
+        with (
+            pytest.raises(type(error)) as caught,
+            dos.CheckpointManager(url, save_every=1) as run,
+        ):
+            run.step(step, state(step))
+            threading.Timer(0.1, held.set).start()
+            raise error
+        assert caught.value is error
+    with dos.CheckpointManager(url) as run:
+        assert run.steps() == (1, 2)
+
+
+def test_a_failed_last_save_is_raised_at_the_end_but_not_over_the_error_of_the_body(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = dos.StoreUnavailableError("the store is down")
+
+    def fail(*args: Any) -> Any:
+        raise failure
+
+    monkeypatch.setattr(async_api, "run_save", fail)
+    with pytest.raises(dos.StoreUnavailableError, match="down"):  # noqa: SIM117
+        with dos.CheckpointManager(url, save_every=1) as run:
+            run.step(1, state(1))
+    with pytest.raises(ZeroDivisionError) as caught:  # noqa: SIM117
+        with dos.CheckpointManager(url, save_every=1) as run:
+            run.step(1, state(1))
+            raise ZeroDivisionError
+    assert "the store is down" in "".join(caught.value.__notes__)
+    with pytest.raises(dos.StoreUnavailableError, match="down"):  # noqa: SIM117
+        with dos.CheckpointManager(url, save_every=1) as run:
+            run.step(1, state(1))
+            run.step(2, state(2))
+    monkeypatch.undo()
+    with dos.CheckpointManager(url, save_every=1) as run:
+        assert run.steps() == ()
+
+
+def test_a_step_is_not_saved_twice_and_an_old_run_not_overwritten_by_one_that_never_loaded(
+    url: str,
+) -> None:
+    with dos.CheckpointManager(url, save_every=1) as run:
+        assert run.step(1, state(1))
+        assert run.step(1, state(1)) is False
+        with pytest.raises(dos.CheckpointExistsError, match="this job"):
+            run.save(1, state(1))
+    with pytest.raises(dos.CheckpointExistsError), dos.CheckpointManager(url) as run:
+        run.save(1, state(9))
+    with dos.CheckpointManager(url) as run:
+        assert loaded(run)[1]["step"] == 1
+        with pytest.raises(dos.CheckpointExistsError):
+            run.save(1, state(9))
+
+
+def test_a_superseded_job_cannot_add_steps(url: str) -> None:
+    with pytest.raises(dos.SupersededError), dos.CheckpointManager(url) as zombie:
+        zombie.save(1, state(1))
+        with dos.CheckpointManager(url) as run:
+            assert loaded(run)[0] == 1
+            run.save(2, state(2))
+        zombie.save(3, state(3))
+    with dos.CheckpointManager(url) as run:
+        assert run.steps() == (1, 2)
+
+
+def test_looking_at_a_run_changes_nothing(url: str) -> None:
+    with dos.CheckpointManager(url) as run:
+        run.save(1, state(1))
+        with dos.CheckpointManager(url, take_over=False) as looker:
+            assert looker.latest() == 1
+            assert loaded(looker)[0] == 1
+        run.save(2, state(2))
+    with dos.CheckpointManager(url, take_over=False) as looker:
+        assert looker.steps() == (1, 2)
+
+
+def test_other_names_below_the_run_do_not_count(url: str) -> None:
+    with dos.CheckpointManager(url) as run:
+        run.save(10, state(10))
+        dos.save(state(99), f"{url}/zz-best", progress=False)
+        dos.save(state(99), f"{url}/step-010", progress=False)
+    with dos.CheckpointManager(url) as run:
+        assert run.latest() == 10
+        assert run.steps() == (10,)
+
+
+def test_signal_is_taken_at_the_next_step_and_the_handler_given_back(url: str) -> None:
+    came = []
+    before = signal.signal(signal.SIGUSR2, lambda number, _: came.append(number))
+    try:
+        with dos.CheckpointManager(url, preemption_signals=[signal.SIGUSR2]) as run:
+            train(run, range(1, 4))
+            assert not run.preempted()
+            signal.raise_signal(signal.SIGUSR2)
+            step = 4
+            while not run.preempted():
+                run.step(step, state(step))
+                step += 1
+            assert run.latest() == step - 1
+            assert loaded(run)[1]["step"] == step - 1
+        assert came == [signal.SIGUSR2]
+        signal.raise_signal(signal.SIGUSR2)
+        assert came == [signal.SIGUSR2] * 2
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_check_of_ones_own_ends_the_job_without_a_save_where_none_is_wanted(url: str) -> None:
+    with dos.CheckpointManager(
+        url, preemption_check=lambda: True, preemption_signals=(), save_on_preemption=False
+    ) as run:
+        step = 1
+        while not run.preempted():
+            run.step(step, state(step))
+            step += 1
+        assert run.latest() is None
+
+
+def test_a_check_that_fails_does_not_end_training(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = threading.Semaphore(0)
+
+    def check() -> bool:
+        asked.release()
+        raise OSError("no metadata server")
+
+    with dos.CheckpointManager(url, preemption_check=check) as run:
+        assert asked.acquire(timeout=30)
+        assert asked.acquire(timeout=30)  # so the first failure is behind us
+        train(run, range(1, 3))
+        assert not run.preempted()
+    assert "no metadata server" in caplog.text
+
+
+def test_requests_of_latest_and_steps(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with dos.CheckpointManager(url) as run:
+        for step in range(1, 6):
+            run.save(step, state(step))
+    really = StoreSpec.open
+    stores: list[RecordingStore] = []
+
+    def recorded(spec: StoreSpec) -> Any:
+        stores.append(RecordingStore(really(spec)))
+        return stores[-1]
+
+    monkeypatch.setattr(StoreSpec, "open", recorded)
+    with dos.CheckpointManager(url) as run:
+        counts = []
+        for look in (run.latest, run.steps):
+            stores.clear()
+            look()
+            counts.append(sum(len(store.requests) for store in stores))
+    assert counts == [2 + 1 + 1, 2 + 1 + 5]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"save_every": 0},
+        {"save_every": 1.5},
+        {"save_every_seconds": -1},
+        {"save_every": timedelta(0)},
+        {"busy": "perhaps"},
+        {"keep": 3},
+        {"metadata": {"a": object()}},
+    ],
+)
+def test_wrong_arguments_are_refused_when_it_is_made(url: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(dos.ConfigError):
+        dos.CheckpointManager(url, **wrong)

@@ -1,0 +1,231 @@
+"""A run on several ranks: they save, skip, resume and end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dcp_objstore as dos
+from dcp_objstore.dcp.boundaries import Boundaries
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.servers import Bucket
+
+LAST_STEP = 100_000
+
+
+def sharded(step: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    own = torch.full((2, 3), float(step + dist.get_rank()))
+    return {"weight": DTensor.from_local(own, mesh, [Shard(0)]), "step": step}
+
+
+def run_job(
+    rank: int, world_size: int, url: str, options: Any, last: int, values: dict[str, Any]
+) -> Any:
+    with dos.CheckpointManager(url, storage_options=options, save_every=2, **values) as run:
+        state = sharded(0)
+        start = run.load(state)
+        own = state["weight"].to_local()
+        for step in range((start or 0) + 1, last + 1):
+            run.step(step, sharded(step), metrics={"loss": 1 / step + rank})
+        return start, own[0, 0].item(), run.latest(), run.steps()
+
+
+def test_all_ranks_resume_from_the_same_step_and_list_the_same(bucket: Bucket) -> None:
+    jobs = (bucket.url, bucket.storage_options)
+    keep = {"keep": [dos.KeepLatest(2), dos.KeepBest("loss", mode="max")]}
+    first = run_ranks(2, run_job, *jobs, 5, keep)
+    assert [one[0] for one in first] == [None, None]
+    again = run_ranks(2, run_job, *jobs, 9, keep)
+    assert [one[:2] for one in again] == [(4, 4.0), (4, 5.0)]
+    assert again[0][2:] == again[1][2:]
+    # 2 has the best metric, 4 is where the second job came from.
+    assert dos.CheckpointManager(jobs[0], storage_options=jobs[1]).steps() == (2, 4, 6, 8)
+
+
+def save_with_wrong_metrics_on_one(rank: int, world_size: int, url: str) -> str:
+    with dos.CheckpointManager(url) as run:
+        try:
+            run.save(1, sharded(1), metrics={"loss": object() if rank == 1 else 0.5})
+        except dos.ConfigError as error:
+            return f"rank {error.rank}"
+    return "saved"
+
+
+def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+    url = (tmp_path / "run").as_uri()
+    assert run_ranks(2, save_with_wrong_metrics_on_one, url) == ["rank 1", "rank 1"]
+    assert dos.steps(url) == ()
+
+
+def work(rank: int, world_size: int, url: str, seed: int, fifo: str, values: Any) -> Any:
+    """Steps of a few milliseconds with an all-reduce each, until the job is to end."""
+    chance = random.Random(seed + rank)
+    with dos.CheckpointManager(url, **values) as run:
+        step = 0
+        for step in range(1, LAST_STEP):
+            dist.all_reduce(torch.ones(1))
+            torch.rand(chance.randrange(1, 20_000)).sort()
+            run.step(step, sharded(step))
+            if step == 3:
+                Path(f"{fifo}-{rank}").write_text(json.dumps(os.getpid()))
+            if run.preempted():
+                break
+        return step, run.latest()
+
+
+def preempt_at_random(url: str, tmp_path: Path, seed: int, values: dict[str, Any]) -> None:
+    """SIGTERM to a random rank at a random moment, or to both, one shortly after the other."""
+    chance = random.Random(seed)
+    name = str(tmp_path / f"pids-{seed}")
+    chosen = chance.choice([(0,), (1,), (0, 1), (1, 0)])
+
+    def send() -> None:
+        waiting = threading.Event()
+        places = [Path(f"{name}-{rank}") for rank in (0, 1)]
+        while not all(place.exists() and place.read_text() for place in places):
+            waiting.wait(0.01)
+        for rank in chosen:
+            waiting.wait(chance.uniform(0, 0.6))
+            os.kill(json.loads(places[rank].read_text()), signal.SIGTERM)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    values = {"preemption_signals": (signal.SIGTERM,), **values}
+    outcomes = run_ranks(2, work, url, seed, name, values, timeout_seconds=120)
+    sender.join()
+    (step, latest), other = outcomes
+    assert (step, latest) == other
+    assert 3 <= step == latest < LAST_STEP - 1
+    found = {"weight": torch.zeros(4, 3), "step": -1}
+    dos.load(found, f"{url}/step-{step}", progress=False)
+    assert found["step"] == step
+    assert found["weight"][:, 0].tolist() == [step, step, step + 1, step + 1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_ranks_save_the_same_step_after_a_signal_at_any_moment(
+    seed: int, tmp_path: Path
+) -> None:
+    values = {"save_every": 7} if seed % 2 else {}
+    preempt_at_random((tmp_path / "run").as_uri(), tmp_path, seed, values)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_twenty_of_twenty_preemptions_are_saved(seed: int, tmp_path: Path) -> None:
+    values: dict[str, Any] = [{}, {"save_every": 7}, {"save_every_seconds": 0.3}][seed % 3]
+    preempt_at_random((tmp_path / "run").as_uri(), tmp_path, seed, values)
+
+
+def save_by_time(rank: int, world_size: int, url: str) -> Any:
+    saved = []
+    with dos.CheckpointManager(url, save_every_seconds=0.05) as run:
+        for step in range(1, LAST_STEP):
+            dist.all_reduce(torch.ones(1))
+            if run.step(step, sharded(step)):
+                saved.append(step)
+            if len(saved) == 3:
+                break
+    return saved
+
+
+def test_a_timer_makes_all_ranks_save_the_same_steps(tmp_path: Path) -> None:
+    url = (tmp_path / "run").as_uri()
+    one, other = run_ranks(2, save_by_time, url)
+    assert one == other
+    assert [step.name for step in dos.steps(url)] == [f"step-{step}" for step in one]
+
+
+def uneven_ends(rank: int, world_size: int, url: str) -> tuple[int, bool]:
+    """Rank 0 has left the block when the signal comes to rank 1, which must not wait for it."""
+    run = dos.CheckpointManager(url, preemption_signals=(), preemption_check=lambda: rank == 1)
+    with run:
+        if rank == 0:
+            run._boundaries.close()  # type: ignore[union-attr]
+        dist.barrier()
+        for step in range(1, 400):
+            run._boundaries.reached()  # type: ignore[union-attr]
+            if run._boundaries._over:  # type: ignore[union-attr]
+                return step, run.preempted()
+            torch.rand(100_000).sort()
+    return 400, run.preempted()
+
+
+def test_a_signal_that_comes_as_ranks_leave_stops_none_of_them(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, uneven_ends, (tmp_path / "run").as_uri())
+    assert [preempted for _, preempted in outcomes] == [False, False]
+
+
+def one_save_fails(rank: int, world_size: int, url: str) -> str:
+    with dos.CheckpointManager(url, save_every=1) as run:
+        run.step(1, sharded(1))
+        state = {"bad": object.__reduce_ex__} if rank == 1 else sharded(2)
+        run.step(2, state)
+    return "saved"
+
+
+def test_a_background_save_that_fails_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    url = (tmp_path / "run").as_uri()
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(2, one_save_fails, url)
+    assert all(isinstance(one.error, dos.DcpObjstoreError) for one in caught.value.outcomes)
+    assert [step.name for step in dos.steps(url)] == ["step-1"]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_ranks_agree_on_a_boundary_that_none_has_passed(seed: int) -> None:
+    """Threads as ranks, in random lockstep, with requests at random moments."""
+    world_size, chance = 4, random.Random(seed)
+    store = dist.HashStore()
+    asked_at = {rank: chance.randrange(1, 60) for rank in chance.sample(range(4), 2)}
+    counts = [0] * world_size
+    acted: list[list[tuple[int, frozenset[str]]]] = [[] for _ in range(world_size)]
+    barrier = threading.Barrier(world_size)
+
+    def ask(rank: int) -> frozenset[str]:
+        done = any("end" in reasons for _, reasons in acted[rank])
+        return frozenset({"end"} if counts[rank] >= asked_at.get(rank, 10**9) and not done else ())
+
+    def job(rank: int) -> None:
+        own = random.Random(1000 * seed + rank)
+        boundaries = Boundaries(
+            lambda: ask(rank),
+            store=dist.PrefixStore("x", store.clone()),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=world_size,
+            peer_timeout_seconds=60,
+            look_every_seconds=own.uniform(0.001, 0.02),
+        )
+        boundaries.start()
+        for _ in range(400):
+            barrier.wait(60)  # the collective of a step
+            time.sleep(own.uniform(0, 0.002))
+            counts[rank] += 1
+            reasons = boundaries.reached()
+            if reasons:
+                acted[rank].append((counts[rank], reasons))
+        boundaries.close()
+
+    threads = [
+        threading.Thread(target=job, args=(rank,), daemon=True) for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert acted[0] == acted[1] == acted[2] == acted[3]
+    assert 1 <= len(acted[0]) <= 2
