@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         load_state_dict,
         open,  # noqa: A004 - `dos.open`, as gzip.open
     )
+    from dcp_objstore.dcp.per_rank import PerRank
     from dcp_objstore.dcp.reader import ObjectStoreReader
     from dcp_objstore.dcp.report import LoadReport, SaveReport
     from dcp_objstore.dcp.runs import RunStep, steps
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from dcp_objstore.manager import CheckpointManager, ResumeReport, SkippedStep
 
 _HOMES = {
+    "PerRank": "dcp_objstore.dcp.per_rank",
     "CheckpointManager": "dcp_objstore.manager",
     "ResumeReport": "dcp_objstore.manager",
     "SkippedStep": "dcp_objstore.manager",
@@ -107,6 +109,7 @@ __all__ = [  # noqa: PLE0604 - errors.__all__ holds strings
     "LoadReport",
     "ObjectStoreReader",
     "ObjectStoreWriter",
+    "PerRank",
     "RepairReport",
     "ResumeReport",
     "RetentionPolicy",

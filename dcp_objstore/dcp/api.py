@@ -196,7 +196,7 @@ def _run_load(
 ) -> LoadReport:
     """`dcp.load` and the way back into the user's state, with one typed error for all ranks."""
     url = str(reader.checkpoint_id)
-    planner = AgreeingLoadPlanner(url, converted.optimizers, strict=strict)
+    planner = AgreeingLoadPlanner(url, converted.optimizers, converted.per_rank, strict=strict)
     try:
         with typed_failures(url, group), single_process_is_fine():
             state_dict_loader.load(

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from dcp_objstore.dcp.groups import current_rank
+from dcp_objstore.dcp.per_rank import own_name
 from dcp_objstore.dcp.plugin import plugin_errors
 from dcp_objstore.dcp.report import logger
 from dcp_objstore.dcp.state import Place
@@ -79,6 +80,7 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
     Args:
         url: the checkpoint.
         optimizers: for the place of each optimizer in the state, that of its module.
+        per_rank: for the place of each `PerRank`, whether the values of all ranks are wanted.
         strict: refuse a state that asks for what the checkpoint does not have; otherwise that
             stays as it is. Shapes must fit in any case.
 
@@ -94,6 +96,7 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         self,
         url: str,
         optimizers: Mapping[Place, Place] | None = None,
+        per_rank: Mapping[Place, bool] | None = None,
         *,
         strict: bool = True,
     ) -> None:
@@ -103,6 +106,7 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         self.missing: tuple[str, ...] = ()
         self.unexpected: tuple[str, ...] = ()
         self._optimizers = optimizers or {}
+        self._per_rank = per_rank or {}
         self.without_state: set[tuple[Place, str]] = set()
         self.reading = False
 
@@ -128,6 +132,7 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
 
     def _fitting_plan(self) -> LoadPlan:
         assert self.metadata is not None
+        others = self._choose_per_rank(self.metadata)
         problems = _mismatches(self.state_dict, self.metadata)
         if problems:
             raise _listed("the checkpoint does not fit the state", problems)
@@ -149,7 +154,7 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         saved = self.metadata.state_dict_metadata
         keys = asked if before is self.state_dict else self.state_dict
         self.missing = tuple(key for key in keys if key not in saved)
-        self.unexpected = tuple(key for key in saved if key not in keys)
+        self.unexpected = tuple(key for key in saved if key not in keys and key not in others)
         return plan
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -182,6 +187,33 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         with plugin_errors(current_rank(), self._url):
             self.reading = True
             return super().finish_plan(new_plan)
+
+    def _choose_per_rank(self, metadata: Metadata) -> set[str]:
+        """Ask for the values of the ranks that are wanted; return the keys of all others.
+
+        A rank that was not there when it was saved asks for nothing, unless nobody saved any.
+        """
+        others: set[str] = set()
+        places = {tuple(map(str, path)): path for path in self.mappings.values()}
+        for place, wants_all in self._per_rank.items():
+            prefix = ".".join(place) + "."
+            saved = {
+                key: name
+                for key in metadata.state_dict_metadata
+                if (name := key.removeprefix(prefix)) != key and name.isdecimal()
+            }
+            own = f"{prefix}{own_name()}"
+            if not saved:
+                continue  # the missing key is treated like any other
+            path = places[(*place, own_name())][:-1]
+            del self.state_dict[own]
+            for key, name in saved.items():
+                if wants_all or key == own:
+                    self.state_dict[key] = ()
+                    self.mappings[key] = (*path, name)
+                else:
+                    others.add(key)
+        return others
 
     def _leave_out_absent_state(self, metadata: Metadata) -> None:
         """Ask for no optimizer state of parameters that were saved without any."""

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from dcp_objstore.dcp.per_rank import PerRank
 from dcp_objstore.errors import StateMismatchError
 
 # Keys of dicts as the user has them, and numbers in lists.
@@ -71,6 +72,7 @@ class ConvertedState:
     Attributes:
         state_dict: nested dicts with str keys, and lists, of tensors and plain values.
         optimizers: for the place of each optimizer, that of its module.
+        per_rank: for the place of each `PerRank`, whether the values of all ranks are wanted.
 
     Raises:
         StateMismatchError: the state cannot be converted; says what to pass instead.
@@ -98,6 +100,8 @@ class ConvertedState:
         for optimizer, _ in self._set_aside:
             optimizer.state.clear()
         self.optimizers: dict[Place, Place] = {}
+        self.per_rank: dict[Place, bool] = {}
+        self._loading = loading
         self._parts: list[_Part] = []
         self.state_dict: dict[str, Any] = {}
         try:
@@ -119,6 +123,8 @@ class ConvertedState:
             self.optimizers[_place(path)] = _place(place)
             given = _optimizer_state(value, modules[place], path)
             return _Part(path, value, given, modules[place])
+        if isinstance(value, PerRank):
+            return _Part(path, value, self._convert_per_rank(path, value))
         if isinstance(value, Stateful):
             return _Part(path, value, value.state_dict())
         if isinstance(value, tuple) and _has_parts(value):
@@ -128,6 +134,19 @@ class ConvertedState:
                 key=_name(path),
             )
         return _Part(path, value, value)
+
+    def _convert_per_rank(self, path: Path, value: PerRank) -> dict[str, Any]:
+        self.per_rank[_place(path)] = value.choice == "list"
+        if self._loading:
+            return value.to_fill()
+        entry = value.to_save()
+        if any(_has_parts(item) for item in entry.values()):
+            raise StateMismatchError(
+                "a PerRank is stored as one pickled value for each rank; modules, optimizers,"
+                " Stateful objects and sharded tensors inside one cannot be",
+                key=_name(path),
+            )
+        return entry
 
     def undo(self) -> None:
         """Optimizers have the state again that they had before."""
@@ -153,7 +172,10 @@ class ConvertedState:
             for part, found in loaded:
                 first = isinstance(part.value, torch.nn.Module | torch.optim.Optimizer)
                 if isinstance(part.value, kinds) if kinds else not first:
-                    self._restore_one(part, _alike(part.given, found), without_state)
+                    if isinstance(part.value, PerRank):
+                        part.value.fill(found)
+                    else:
+                        self._restore_one(part, _alike(part.given, found), without_state)
 
     def _restore_one(
         self, part: _Part, loaded: Any, without_state: Collection[tuple[Place, str]]
@@ -267,7 +289,8 @@ def _has_parts(value: Any) -> bool:
         return any(_has_parts(item) for item in value)
     if isinstance(value, Mapping):
         return any(_has_parts(item) for item in value.values())
-    return isinstance(value, torch.nn.Module | torch.optim.Optimizer | DTensor | Stateful)
+    kinds = torch.nn.Module | torch.optim.Optimizer | DTensor | Stateful | PerRank
+    return isinstance(value, kinds)
 
 
 def _is_whole(value: list[Any]) -> bool:

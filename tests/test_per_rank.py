@@ -1,0 +1,161 @@
+"""`PerRank`: each rank has its own value back, also in another number of ranks."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dcp_objstore as dos
+from tests.support.ranks import run_ranks
+
+
+class Loader:
+    """What a data loader is to a checkpoint."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "buffer": torch.full((3,), self.position)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["buffer"].tolist() == [state["position"]] * 3
+        self.position = state["position"]
+
+
+def make(rank: int, choice: Any = "own") -> dict[str, Any]:
+    return {
+        "model": nn.Linear(2, 2),
+        "rng": dos.PerRank(torch.get_rng_state(), choice=choice),
+        "nested": [{"data": dos.PerRank(Loader(100 + rank), choice=choice)}],
+        "python": dos.PerRank(random.getstate(), choice=choice),
+        "step": rank,
+    }
+
+
+def save(rank: int, world_size: int, url: str, how: str) -> list[float]:
+    torch.manual_seed(rank)
+    random.seed(rank)
+    state = make(rank)
+    if how == "async":
+        handle = dos.async_save(state, url)
+        state["rng"].value.zero_()
+        state["nested"][0]["data"].value.position = -1
+        handle.result(60)
+    else:
+        dos.save(state, url, progress=False)
+    torch.manual_seed(rank)
+    torch.set_rng_state(make(rank)["rng"].value)
+    random.seed(rank)
+    return [torch.rand(()).item(), random.random()]
+
+
+def load(rank: int, world_size: int, url: str, choice: str) -> Any:
+    torch.manual_seed(1000)
+    random.seed(1000)
+    state = make(50, choice)
+    report = dos.load(state, url, progress=False)
+    rng, data, python = state["rng"], state["nested"][0]["data"], state["python"]
+    assert rng.restored == data.restored == python.restored
+    found = (rng.restored, data.value.position, report.missing, report.unexpected)
+    if choice == "list":
+        drawn = []
+        for one, other in zip(rng.values, python.values, strict=True):
+            torch.set_rng_state(one)
+            random.setstate(other)
+            drawn.append([torch.rand(()).item(), random.random()])
+        return *found, [one["position"] for one in data.values], drawn
+    torch.set_rng_state(rng.value)
+    random.setstate(python.value)
+    return *found, [torch.rand(()).item(), random.random()]
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_each_rank_has_its_own_back_and_new_ones_keep_theirs(tmp_path: Path, how: str) -> None:
+    url = (tmp_path / "step-1").as_uri()
+    drawn = run_ranks(3, save, url, how)
+    assert len({tuple(one) for one in drawn}) == 3
+    for world_size in (2, 3, 4):
+        found = run_ranks(world_size, load, url, "own")
+        for rank in range(min(world_size, 3)):
+            assert found[rank] == (True, 100 + rank, (), (), drawn[rank])
+        for rank in range(3, world_size):
+            restored, position, missing, unexpected, own = found[rank]
+            assert (restored, position, missing, unexpected) == (False, 150, (), ())
+            assert own not in drawn
+
+
+def test_all_values_are_handed_to_who_wants_to_choose(tmp_path: Path) -> None:
+    url = (tmp_path / "step-1").as_uri()
+    drawn = run_ranks(3, save, url, "sync")
+    for world_size in (1, 2, 4):
+        for restored, position, _, _, positions, all_drawn in run_ranks(
+            world_size, load, url, "list"
+        ):
+            assert (restored, position, positions) == (True, 150, [100, 101, 102])
+            assert all_drawn == drawn
+
+
+def test_without_a_process_group_there_is_rank_0(tmp_path: Path) -> None:
+    url = (tmp_path / "step-1").as_uri()
+    dos.save({"seed": dos.PerRank(7)}, url, progress=False)
+    state = {"seed": dos.PerRank(0)}
+    dos.load(state, url, progress=False)
+    assert state["seed"].value == 7
+    assert list(dos.open(url).keys()) == ["seed.0"]
+
+
+def test_a_checkpoint_without_the_values_is_told_of(tmp_path: Path) -> None:
+    url = (tmp_path / "step-1").as_uri()
+    dos.save({"a": 1}, url, progress=False)
+    state = {"a": 0, "seed": dos.PerRank(5)}
+    with pytest.raises(dos.StateMismatchError, match=r"seed\.0"):
+        dos.load(state, url, progress=False)
+    report = dos.load(state, url, progress=False, strict=False)
+    assert report.missing == ("seed.0",)
+    assert (state["a"], state["seed"].value, state["seed"].restored) == (1, 5, False)
+
+
+def test_what_is_restored_in_place_is_refused_inside(tmp_path: Path) -> None:
+    url = (tmp_path / "step-1").as_uri()
+    with pytest.raises(dos.StateMismatchError, match="PerRank"):
+        dos.save({"a": dos.PerRank([nn.Linear(2, 2)])}, url, progress=False)
+    with pytest.raises(dos.ConfigError):
+        dos.PerRank(1, choice="any")  # type: ignore[arg-type]
+
+
+def test_a_cuda_generator_goes_on_where_it_was(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    url = (tmp_path / "step-1").as_uri()
+    torch.cuda.manual_seed(3)
+    state = {"rng": dos.PerRank(torch.cuda.get_rng_state())}
+    dos.save(state, url, progress=False)
+    wanted = torch.rand(4, device="cuda")
+    dos.load(state, url, progress=False)
+    torch.cuda.set_rng_state(state["rng"].value)
+    assert torch.equal(torch.rand(4, device="cuda"), wanted)
+
+
+def test_a_stateful_data_loader_goes_on_with_the_next_batch(tmp_path: Path) -> None:
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    url = (tmp_path / "step-1").as_uri()
+
+    def loader() -> Any:
+        return loaders.StatefulDataLoader(list(range(100)), batch_size=4, shuffle=False)
+
+    first = loader()
+    batches = iter(first)
+    seen = [next(batches) for _ in range(3)][-1]
+    dos.save({"data": dos.PerRank(first)}, url, progress=False)
+    wanted = next(batches)
+    second = loader()
+    dos.load({"data": dos.PerRank(second)}, url, progress=False)
+    found = next(iter(second))
+    assert torch.equal(found, wanted)
+    assert not torch.equal(found, seen)
