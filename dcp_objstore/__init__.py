@@ -42,19 +42,20 @@ if TYPE_CHECKING:
     from dcp_objstore.dcp.per_rank import PerRank
     from dcp_objstore.dcp.reader import ObjectStoreReader
     from dcp_objstore.dcp.report import LoadReport, SaveReport
+    from dcp_objstore.dcp.resuming import ResumeReport, SkippedStep
     from dcp_objstore.dcp.runs import RunStep, steps
     from dcp_objstore.dcp.sweeping import SweepReport, sweep
     from dcp_objstore.dcp.taking_over import take_over
     from dcp_objstore.dcp.upkeep import delete, pin, repair, unpin
     from dcp_objstore.dcp.verify import Damage, VerifyReport
     from dcp_objstore.dcp.writer import ObjectStoreWriter
-    from dcp_objstore.manager import CheckpointManager, ResumeReport, SkippedStep
+    from dcp_objstore.manager import CheckpointManager
 
 _HOMES = {
     "PerRank": "dcp_objstore.dcp.per_rank",
     "CheckpointManager": "dcp_objstore.manager",
-    "ResumeReport": "dcp_objstore.manager",
-    "SkippedStep": "dcp_objstore.manager",
+    "ResumeReport": "dcp_objstore.dcp.resuming",
+    "SkippedStep": "dcp_objstore.dcp.resuming",
     "KeepAll": "dcp_objstore.checkpoint.retention",
     "KeepAny": "dcp_objstore.checkpoint.retention",
     "KeepBest": "dcp_objstore.checkpoint.retention",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import secrets
 import signal
 import threading
@@ -263,6 +264,39 @@ def test_a_failed_last_save_is_raised_at_the_end_but_not_over_the_error_of_the_b
     monkeypatch.undo()
     with dos.CheckpointManager(url, save_every=1) as run:
         assert run.steps() == ()
+
+
+def test_a_save_whose_commit_was_never_answered_is_made_again(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = async_api.run_save
+
+    def lose_the_answer(*args: Any) -> Any:
+        really(*args)
+        raise dos.CommitUnknownError("no answer")
+
+    monkeypatch.setattr(async_api, "run_save", lose_the_answer)
+    with dos.CheckpointManager(url) as run:
+        run.async_save(1, state(1))
+        with pytest.raises(dos.CommitUnknownError):
+            run.save(2, state(2))
+        run.save(1, state(10))
+        assert loaded(run)[1]["step"] == 10
+
+
+def test_a_signal_while_the_last_save_drains_does_not_cut_it_short(
+    url: str, held: threading.Event
+) -> None:
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # would end this process
+        threading.Timer(0.1, held.set).start()
+
+    with pytest.raises(ZeroDivisionError), dos.CheckpointManager(url, save_every=1) as run:
+        run.step(1, state(1))
+        threading.Timer(0.1, interrupt).start()
+        raise ZeroDivisionError
+    assert [step.name for step in dos.steps(url)] == ["step-1"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_step_is_not_saved_twice_and_an_old_run_not_overwritten_by_one_that_never_loaded(

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dcp_objstore as dos
 from dcp_objstore.dcp.boundaries import Boundaries
-from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.ranks import RanksFailedError, run_ranks, try_ranks
 from tests.support.servers import Bucket
 
 LAST_STEP = 100_000
@@ -147,6 +147,21 @@ def test_a_timer_makes_all_ranks_save_the_same_steps(tmp_path: Path) -> None:
     one, other = run_ranks(2, save_by_time, url)
     assert one == other
     assert [step.name for step in dos.steps(url)] == [f"step-{step}" for step in one]
+
+
+def die_after_the_block(rank: int, world_size: int, url: str) -> None:
+    with dos.CheckpointManager(url, save_every=1) as run:
+        run.step(1, sharded(1))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_killed_right_after_the_block_nothing_is_lost(tmp_path: Path) -> None:
+    url = (tmp_path / "run").as_uri()
+    outcomes = try_ranks(2, die_after_the_block, url)
+    assert [one.exit_signal for one in outcomes] == [signal.SIGKILL] * 2
+    found = {"weight": torch.zeros(4, 3)}
+    dos.load(found, f"{url}/step-1", progress=False)
+    assert found["weight"][:, 0].tolist() == [1, 1, 2, 2]
 
 
 def uneven_ends(rank: int, world_size: int, url: str) -> tuple[int, bool]:

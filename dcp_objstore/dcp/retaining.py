@@ -32,6 +32,11 @@ def step_name(step: int) -> str:
     return f"step-{step}"
 
 
+def step_url(run_url: str, step: int) -> str:
+    """The checkpoint of a step."""
+    return f"{run_url.rstrip('/')}/{step_name(step)}"
+
+
 def step_number(name: str) -> int | None:
     """The number of a step, or None for another name."""
     found = _STEP_NAME.match(name)
@@ -117,7 +122,7 @@ class Retainer:
 
     def _delete(self, step: int) -> None:
         assert self._known is not None
-        url = f"{self._run_url.rstrip('/')}/{step_name(step)}"
+        url = step_url(self._run_url, step)
         try:
             # Not the newest: that was planned with a list of the whole run.
             delete(
