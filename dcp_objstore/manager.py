@@ -400,8 +400,8 @@ class CheckpointManager:
     def latest(self) -> int | None:
         """The newest committed step, or None. A collective; rank 0 makes the requests.
 
-        Three requests, and one more for each 1,000 objects of the run; and one for each deleted or
-        unfinished step that is newer.
+        Two requests, one for each 1,000 objects of the run, and one for the step. (Also one for
+        each newer step that was deleted, until a sweep has removed its objects.)
         """
         self._begin()
         found = self._team.on_first(lambda: self._list(1))
@@ -410,7 +410,8 @@ class CheckpointManager:
     def steps(self) -> tuple[int, ...]:
         """The committed steps, the newest last. A collective; rank 0 makes the requests.
 
-        Two requests, one for each 1,000 objects of the run, and one for each step.
+        Two requests, one for each 1,000 objects of the run, and one for each step. (Also one for
+        each that was deleted, until a sweep has removed its objects.)
         """
         self._begin()
         return self._team.on_first(lambda: self._list(None))

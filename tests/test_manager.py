@@ -181,6 +181,25 @@ def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
     assert [meta.key for meta in store.list("step-5/")] == ["step-5/_COMMIT"]
 
 
+def test_nothing_is_deleted_after_a_save_that_failed(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dos.CheckpointManager(url) as run:
+        for step in (1, 2, 3):
+            run.save(step, state(step))
+
+    def fail(*args: Any) -> Any:
+        raise dos.StoreUnavailableError("down")
+
+    monkeypatch.setattr(async_api, "run_save", fail)
+    with (
+        pytest.raises(dos.StoreUnavailableError),
+        dos.CheckpointManager(url, keep=dos.KeepLatest(1)) as run,
+    ):
+        run.async_save(4, state(4))
+    assert [step.name for step in dos.steps(url)] == ["step-1", "step-2", "step-3"]
+
+
 def test_best_steps_by_the_metrics_in_the_marker_survive(url: str) -> None:
     losses = {1: 0.5, 2: torch.tensor(0.1), 3: float("nan"), 4: 0.3, 5: 0.4}
     keep = [dos.KeepLatest(1), dos.KeepBest("loss")]
@@ -415,6 +434,33 @@ def test_requests_of_latest_and_steps(url: str, monkeypatch: pytest.MonkeyPatch)
             look()
             counts.append(sum(len(store.requests) for store in stores))
     assert counts == [2 + 1 + 1, 2 + 1 + 5]
+
+
+def test_steps_that_were_deleted_cost_no_requests(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2,000 steps of which 3 are left: their tombstones are listed, and not read."""
+    with dos.CheckpointManager(url, keep=dos.KeepLatest(3), delete_now=True) as run:
+        for step in range(1, 6):
+            run.save(step, state(step))
+    store = StoreSpec(url).open()
+    tombstone, _ = store.get("step-1/_COMMIT", max_size_bytes=2**16)
+    for step in range(1000, 3000):
+        store.put(f"step-{step}/_COMMIT", tombstone)
+    really = StoreSpec.open
+    stores: list[RecordingStore] = []
+
+    def recorded(spec: StoreSpec) -> Any:
+        stores.append(RecordingStore(really(spec)))
+        return stores[-1]
+
+    monkeypatch.setattr(StoreSpec, "open", recorded)
+    with dos.CheckpointManager(url) as run:
+        assert run.steps() == (3, 4, 5)
+        assert sum(len(store.requests) for store in stores) == 2 + 1 + 3
+        stores.clear()
+        assert run.latest() == 5
+        assert sum(len(store.requests) for store in stores) == 2 + 1 + 1
 
 
 @pytest.mark.parametrize(

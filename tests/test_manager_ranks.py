@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_objstore as dos
+from dcp_objstore.dcp import async_api
 from dcp_objstore.dcp.boundaries import Boundaries
 from tests.support.ranks import RanksFailedError, run_ranks, try_ranks
 from tests.support.servers import Bucket
@@ -184,6 +184,39 @@ def test_a_signal_that_comes_as_ranks_leave_stops_none_of_them(tmp_path: Path) -
     assert [preempted for _, preempted in outcomes] == [False, False]
 
 
+def skip_where_one_is_slow(rank: int, world_size: int, url: str) -> list[bool]:
+    """Rank 1 sees the end of the first save late; rank 0 has seen it when it comes to the next."""
+    go, really = threading.Event(), async_api.run_save
+
+    def late(*args: Any) -> Any:
+        report = really(*args)
+        assert go.wait(30)
+        return report
+
+    if rank == 1:
+        async_api.run_save = late  # type: ignore[assignment]
+    try:
+        with dos.CheckpointManager(url, save_every=1, busy="skip") as run:
+            first = run.async_save(1, sharded(1))
+            assert first is not None
+            if rank == 0:
+                first.result(30)
+            dist.barrier()
+            saved = [run.step(2, sharded(2))]
+            go.set()
+            first.result(30)
+            dist.barrier()
+            return [*saved, run.step(3, sharded(3))]
+    finally:
+        async_api.run_save = really
+
+
+def test_a_save_is_skipped_on_all_ranks_when_it_is_busy_on_one(tmp_path: Path) -> None:
+    url = (tmp_path / "run").as_uri()
+    assert run_ranks(2, skip_where_one_is_slow, url) == [[False, True]] * 2
+    assert [step.name for step in dos.steps(url)] == ["step-1", "step-3"]
+
+
 def one_save_fails(rank: int, world_size: int, url: str) -> str:
     with dos.CheckpointManager(url, save_every=1) as run:
         run.step(1, sharded(1))
@@ -200,7 +233,21 @@ def test_a_background_save_that_fails_on_one_rank_is_raised_on_all(tmp_path: Pat
     assert [step.name for step in dos.steps(url)] == ["step-1"]
 
 
-@pytest.mark.parametrize("seed", range(30))
+class SlowStore:
+    """A store that hands out what all have announced late."""
+
+    def __init__(self, store: Any, seconds: float) -> None:
+        self.store, self.seconds = store, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        threading.Event().wait(self.seconds)
+        return self.store.multi_get(keys)
+
+
+@pytest.mark.parametrize("seed", range(12))
 def test_ranks_agree_on_a_boundary_that_none_has_passed(seed: int) -> None:
     """Threads as ranks, in random lockstep, with requests at random moments."""
     world_size, chance = 4, random.Random(seed)
@@ -218,16 +265,16 @@ def test_ranks_agree_on_a_boundary_that_none_has_passed(seed: int) -> None:
         own = random.Random(1000 * seed + rank)
         boundaries = Boundaries(
             lambda: ask(rank),
-            store=dist.PrefixStore("x", store.clone()),  # type: ignore[attr-defined]
+            store=SlowStore(store, 0.1) if rank == seed % 5 else store,  # type: ignore[arg-type]
             rank=rank,
             world_size=world_size,
             peer_timeout_seconds=60,
             look_every_seconds=own.uniform(0.001, 0.02),
         )
         boundaries.start()
-        for _ in range(400):
+        for _ in range(200):
             barrier.wait(60)  # the collective of a step
-            time.sleep(own.uniform(0, 0.002))
+            threading.Event().wait(own.uniform(0, 0.002))
             counts[rank] += 1
             reasons = boundaries.reached()
             if reasons:

@@ -34,7 +34,7 @@ from msgspec import Meta
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
 from dcp_objstore.checkpoint.commit import rewrite_marker
 from dcp_objstore.checkpoint.marker import MAX_EPOCH, Marker, new_id
-from dcp_objstore.checkpoint.names import EPOCH_KEY, natural_order, step_of
+from dcp_objstore.checkpoint.names import EPOCH_KEY, natural_order, parse_index_key, step_of
 from dcp_objstore.checkpoint.opening import Found, read_marker
 from dcp_objstore.checkpoint.sealed import check_sealed, damaged, seal
 from dcp_objstore.checkpoint.settling import settle_put
@@ -281,6 +281,8 @@ def list_steps(
     """The steps that count, in natural order of their names, the last one newest (rule E3).
 
     Two GETs of `_EPOCH`, one listing, and a GET for each marker, with `newest` from the last on.
+    None for a marker that is alone: of a deleted step only that is left in the end, for ever, and a
+    committed one has its index, which was put before. So what was deleted costs no requests.
 
     Args:
         run: rooted at the run.
@@ -299,7 +301,7 @@ def list_steps(
         before = read_epoch(run)
         base = before[0].base if before else 0
         found: list[Step] = []
-        for step in _steps_backwards(run, open_step, newest):
+        for step in _steps_backwards(run, open_step, newest, but_bare=True):
             if counts(step.marker, base):
                 found.append(step)
             if len(found) == newest:
@@ -314,9 +316,12 @@ def list_steps(
 
 
 def _steps_backwards(
-    run: ObjectStore, open_step: OpenStep, newest: int | None = None
+    run: ObjectStore, open_step: OpenStep, newest: int | None = None, *, but_bare: bool = False
 ) -> Iterator[Step]:
-    """All steps with a marker, the last name first; with `newest`, read a few at a time."""
+    """All steps with a marker, the last name first; with `newest`, read a few at a time.
+
+    With `but_bare` those are left out that have no index.
+    """
 
     def read(name: str) -> Step | None:
         store = open_step(name)
@@ -327,7 +332,15 @@ def _steps_backwards(
             return None
         return None if found is None else Step(name, store, found)
 
-    names = {step_of(meta.key) for meta in run.list()} - {None}
+    names: set[str | None] = set()
+    indexed: set[str | None] = set()
+    for meta in run.list():
+        names.add(step_of(meta.key))
+        above, _, last = meta.key.rpartition("/")
+        if parse_index_key(last) is not None:
+            indexed.add(above)
+    if but_bare:
+        names &= indexed
     ordered = sorted((name for name in names if name), key=natural_order, reverse=True)
     wave = _WAVE if newest is None else max(1, min(newest, _WAVE))
     return (step for step in _in_waves(read, ordered, wave) if step is not None)

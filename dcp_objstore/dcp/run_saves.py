@@ -199,9 +199,11 @@ class RunSaves:
 
     def end(self) -> None:
         """As `settle`; and wait for deletions."""
-        self.settle()
-        if self._retention is not None:
-            self._retention.join()
+        try:
+            self.settle()
+        finally:
+            if self._retention is not None:
+                self._retention.join()
 
     def abandon(self, error: BaseException) -> None:
         """Wait for the save under way, without the other ranks, which may be anywhere. Local.
