@@ -559,6 +559,7 @@ def test_a_step_with_a_damaged_marker_is_left_out_and_one_of_a_newer_format_is_n
     assert listed(run) == good
     assert "step-2" in caplog.text
     run.put(f"step-2/{MARKER_KEY}", b'{"format":99}')
+    run.put("step-2/index.of.another.form", b"")  # a marker alone would be a tombstone
     with pytest.raises(UnsupportedError):
         Job(run)
     with pytest.raises(UnsupportedError):

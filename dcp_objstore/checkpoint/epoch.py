@@ -34,7 +34,7 @@ from msgspec import Meta
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
 from dcp_objstore.checkpoint.commit import rewrite_marker
 from dcp_objstore.checkpoint.marker import MAX_EPOCH, Marker, new_id
-from dcp_objstore.checkpoint.names import EPOCH_KEY, natural_order, parse_index_key, step_of
+from dcp_objstore.checkpoint.names import EPOCH_KEY, natural_order, step_of
 from dcp_objstore.checkpoint.opening import Found, read_marker
 from dcp_objstore.checkpoint.sealed import check_sealed, damaged, seal
 from dcp_objstore.checkpoint.settling import settle_put
@@ -320,7 +320,7 @@ def _steps_backwards(
 ) -> Iterator[Step]:
     """All steps with a marker, the last name first; with `newest`, read a few at a time.
 
-    With `but_bare` those are left out that have no index.
+    With `but_bare` those are left out that have nothing but a marker.
     """
 
     def read(name: str) -> Step | None:
@@ -333,14 +333,15 @@ def _steps_backwards(
         return None if found is None else Step(name, store, found)
 
     names: set[str | None] = set()
-    indexed: set[str | None] = set()
+    holding: set[str | None] = set()
     for meta in run.list():
-        names.add(step_of(meta.key))
-        above, _, last = meta.key.rpartition("/")
-        if parse_index_key(last) is not None:
-            indexed.add(above)
+        name = step_of(meta.key)
+        if name is not None:
+            names.add(name)
+        else:
+            holding.add(meta.key.partition("/")[0])
     if but_bare:
-        names &= indexed
+        names &= holding
     ordered = sorted((name for name in names if name), key=natural_order, reverse=True)
     wave = _WAVE if newest is None else max(1, min(newest, _WAVE))
     return (step for step in _in_waves(read, ordered, wave) if step is not None)
