@@ -1,25 +1,26 @@
 """`async_save`: the state is copied at once, uploaded and committed in the background.
 
-One save at a time in a process: the staging buffers are kept and used again, and belong to the
+One save at a time in a process: the memory of the copy is kept and used again, and belongs to the
 save that is under way until it has ended. The upload runs in a thread of this process; the
 transport holds no GIL while bytes move.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.tensor import DTensor
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from dcp_objstore.dcp.api import aim, run_save
-from dcp_objstore.dcp.failures import agree, attempt, typed_failures
+from dcp_objstore.dcp.failures import agree, attempt, forget_locals, typed_failures
 from dcp_objstore.dcp.groups import current_rank, own_group
 from dcp_objstore.dcp.report import SaveReport, logger
+from dcp_objstore.dcp.staging import Staging, staging_memory
 from dcp_objstore.dcp.state import ConvertedState
 from dcp_objstore.dcp.writer import ObjectStoreWriter
 from dcp_objstore.errors import (
@@ -35,37 +36,64 @@ if TYPE_CHECKING:
     from dcp_objstore.checkpoint.epoch import RunEpoch
     from dcp_objstore.config import TransferConfig
 
+T = TypeVar("T")
+
 _lock = threading.Lock()
 _latest: AsyncSaveHandle | None = None
-_stager: DefaultStager | None = None
-# What a forked child has of its parent's stager. Never given back there: for pinned memory that
-# would take a call of CUDA, which does not work in a forked child.
-_inherited: list[DefaultStager | None] = []
 
 
 def _forget_parent() -> None:
     """In a forked child: the parent's save goes on in the parent, in a thread that is not here."""
-    global _lock, _latest, _stager
-    _inherited.append(_stager)
-    _lock, _latest, _stager = threading.Lock(), None, None
+    global _lock, _latest
+    _lock, _latest = threading.Lock(), None
 
 
 os.register_at_fork(after_in_child=_forget_parent)
 
 
+class _Outcome(Future[T]):
+    """A future that notes when its error was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+        self.set_running_or_notify_cancel()  # a save cannot be cancelled
+
+    def result(self, timeout: float | None = None) -> T:
+        """See `Future`."""
+        self._see(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See `Future`."""
+        return self._see(timeout)
+
+    def _see(self, timeout: float | None) -> BaseException | None:
+        error = super().exception(timeout)
+        self.seen = True
+        return error
+
+
 class AsyncSaveHandle:
     """A save under way.
 
-    When the program ends while it is, the interpreter waits for it.
+    When the program ends while it is, the interpreter waits for it. If it fails and nobody asks
+    for its outcome, the next `async_save` raises its error, or it is shown as the program ends.
+
+    Attributes:
+        url: the checkpoint.
+        staging_completion, upload_completion: what `staged` and `result` wait for, as futures,
+            under the names that `torch.distributed.checkpoint.async_save` has for them.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self.staging_completion: Future[None] = _Outcome()
+        self.upload_completion: Future[SaveReport] = _Outcome()
         self._running = False
         self._ended = threading.Event()
-        self._report: SaveReport | None = None
         self._error: BaseException | None = None
-        self._error_seen = False
+        self._told = False
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._error else "done"
@@ -74,9 +102,18 @@ class AsyncSaveHandle:
     def staged(self, timeout_seconds: float | None = None) -> None:
         """Wait until the state was copied, after which training may change it.
 
-        Returns at once: `async_save` copies before it returns.
+        Returns at once, unless `async_save` was told not to wait for it.
+
+        Raises:
+            TimeoutError: Python's own: it was not copied within `timeout_seconds`.
+            Whatever made the copy fail; `result` raises it on every rank.
         """
-        del timeout_seconds
+        try:
+            self.staging_completion.result(timeout_seconds)
+        except FutureTimeoutError:
+            if self.staging_completion.done():  # what failed was a time-out of its own
+                raise
+            raise TimeoutError(f"the state for {self.url} is still being copied") from None
 
     def done(self) -> bool:
         """Whether the save has ended, one way or the other."""
@@ -93,8 +130,7 @@ class AsyncSaveHandle:
         """
         if not self._ended.wait(timeout_seconds):
             raise TimeoutError(f"the save of {self.url} is still under way")
-        self._error_seen = True
-        return self._error
+        return self.upload_completion.exception()
 
     def result(self, timeout_seconds: float | None = None) -> SaveReport:
         """Wait for the commit and return the report, the same on every rank.
@@ -110,28 +146,44 @@ class AsyncSaveHandle:
         error = self.exception(timeout_seconds)
         if error is not None:
             raise error
-        assert self._report is not None
-        return self._report
+        return self.upload_completion.result()
+
+    @property
+    def _error_seen(self) -> bool:
+        return self._told or cast(_Outcome[SaveReport], self.upload_completion).seen
+
+    def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
+        self._error = error
+        for future in (self.staging_completion, self.upload_completion):
+            if not future.done():
+                if error is not None:
+                    future.set_exception(error)
+                else:
+                    cast(Future[Any], future).set_result(report)
+        self._ended.set()
 
     def _fail(self, error: BaseException) -> None:
         """End it, unless its thread runs: then that ends it."""
         with _lock:
             if not self._running:
-                self._error = error
-                self._ended.set()
+                self._end(None, error)
 
-    def _run(self, save: Any) -> None:
+    def _run(self, save: _Save) -> None:
         with _lock:
             if self.done():
                 return  # Ctrl-C came as the thread was started
             self._running = True
+        report, failed = None, None
         try:
-            self._report = save()
+            report = save.run()
         except BaseException as error:  # noqa: BLE001 - raised by `result` and the next async_save
-            self._error = error
+            failed = error
             logger.error("saving %s in the background failed: %s", self.url, error)
-        finally:
-            self._ended.set()
+            # Frames of the failed save hold its copy of the state, which the next one is to use.
+            forget_locals(error)
+        # Also before it is said to have ended, so that the memory is there for the next save.
+        save.forget_state()
+        self._end(report, failed)
 
 
 def async_save(
@@ -147,6 +199,7 @@ def async_save(
     allow_unfenced: bool = False,
     epoch: RunEpoch | None = None,
     on_busy: Literal["wait", "refuse"] = "wait",
+    wait_for_staging: bool = True,
 ) -> AsyncSaveHandle:
     """Copy the state to host memory, return, and save the copy in the background.
 
@@ -159,6 +212,9 @@ def async_save(
     Args:
         on_busy: what to do while an earlier save is under way: "wait" for it (default), or
             "refuse" with SaveInProgressError.
+        wait_for_staging: return when the state was copied, so that it may be changed at once.
+            With False the copy is made meanwhile, and nothing that is saved may be changed before
+            `handle.staged()` has returned: call it just before the optimizer's next step.
         progress: show a bar; it would be drawn over the training's output. Default False.
         state, url, process_group, overwrite, storage_options, config, user_metadata,
         allow_unfenced, epoch: see `dcp_objstore.save`.
@@ -191,28 +247,67 @@ def async_save(
         saves = own_group("async_save saves", process_group, config)
     agree(refused, aim(writer), calls)
     assert writer is not None
-    return _begin(writer, state, on_busy, calls, saves)
+    return _begin(
+        _Save(writer, saves), state, on_busy, calls, wait_for_staging=bool(wait_for_staging)
+    )
+
+
+class _Save:
+    """What one save needs, until it has ended."""
+
+    def __init__(self, writer: ObjectStoreWriter, group: dist.ProcessGroup | None) -> None:
+        self.handle = AsyncSaveHandle(str(writer.checkpoint_id))
+        self._writer = writer
+        self._group = group
+        self._staging: Staging | None = None
+        self._failed: DcpObjstoreError | None = None
+
+    def begin_staging(self, state: Mapping[str, Any]) -> None:
+        """Allocate, and begin what copies by itself. What fails is raised by the save."""
+
+        def begin() -> Staging:
+            return Staging(ConvertedState(state, loading=False).state_dict, staging_memory())
+
+        self._staging, self._failed = attempt(begin)
+
+    def finish_staging(self) -> None:
+        """Copy what is left; a second call does nothing."""
+        if self._staging is not None and not self.handle.staging_completion.done():
+            _, failed = attempt(self._staging.finish)
+            self._failed = self._failed or failed
+        if not self.handle.staging_completion.done():
+            if self._failed is None:
+                self.handle.staging_completion.set_result(None)
+            else:
+                self.handle.staging_completion.set_exception(self._failed)
+
+    def run(self) -> SaveReport:
+        """Save the copy. The other ranks are told if it could not be made."""
+        self.finish_staging()
+        agree(self._failed, self.handle.url, self._group)
+        assert self._staging is not None
+        return run_save(self._writer, self._staging.state, self._group)
+
+    def forget_state(self) -> None:
+        """Nothing here holds the copy any more."""
+        self._staging = None
 
 
 def _begin(
-    writer: ObjectStoreWriter,
+    save: _Save,
     state: Mapping[str, Any],
     on_busy: Literal["wait", "refuse"],
     calls: dist.ProcessGroup | None,
-    saves: dist.ProcessGroup | None,
+    *,
+    wait_for_staging: bool,
 ) -> AsyncSaveHandle:
     """Wait for the turn, copy the state and start the thread that saves it."""
-    handle = AsyncSaveHandle(str(writer.checkpoint_id))
-
-    def save() -> SaveReport:
-        agree(failed, handle.url, saves)
-        assert staged is not None
-        return run_save(writer, staged, saves)
-
+    handle = save.handle
     try:
         _take_turn(handle, on_busy, calls)
-        # What fails here is raised by the save, where the other ranks are told of it.
-        staged, failed = attempt(lambda: _stage(ConvertedState(state, loading=False).state_dict))
+        save.begin_staging(state)
+        if wait_for_staging:
+            save.finish_staging()
         # No daemon: the interpreter waits for it at its end, so that the last save is not lost.
         threading.Thread(target=handle._run, args=(save,), name="dcp_objstore-async-save").start()
     except BaseException as error:  # Ctrl-C, or no thread can be started
@@ -241,7 +336,7 @@ def _take_turn(
             raise
         except DcpObjstoreError:
             if earlier is not None:
-                earlier._error_seen = True
+                earlier._told = True
             raise
         with _lock:
             if _latest is earlier:
@@ -264,39 +359,17 @@ def _objection(earlier: AsyncSaveHandle | None, url: str) -> DcpObjstoreError | 
     )
 
 
-def _stage(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A copy in host memory."""
-    global _stager  # noqa: PLW0603 - its buffers are kept from save to save
-    if _stager is None:
-        on_gpu = torch.cuda.is_available()
-        _stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=on_gpu,
-            )
+def _show_unseen_error() -> None:
+    """At exit: the error of the last save, if nobody has asked for it. Runs after it has ended."""
+    latest = _latest
+    if latest is not None and latest._error is not None and not latest._error_seen:
+        error = latest._error
+        print(
+            f"dcp_objstore: {latest.url} was NOT saved: the background save failed, and the"
+            " program ends without having asked for its result:",
+            file=sys.stderr,
         )
-    return _stager.stage(_with_locals_at_start(state_dict))  # type: ignore[return-value]  # no future
+        sys.excepthook(type(error), error, error.__traceback__)
 
 
-def _with_locals_at_start(value: Any) -> Any:
-    """With a copy of each DTensor whose local tensor does not begin where its storage does.
-
-    torch (2.13) takes such a DTensor for one with memory of its own, beside its local tensor's, and
-    fails to stage it. The copy is on the same device, for as long as the staging takes.
-    """
-    if type(value) is dict:
-        return {key: _with_locals_at_start(item) for key, item in value.items()}
-    if type(value) is list:
-        return [_with_locals_at_start(item) for item in value]
-    if isinstance(value, DTensor) and value._local_tensor.storage_offset():
-        return DTensor.from_local(
-            value._local_tensor.detach().clone(),
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
-    return value
+atexit.register(_show_unseen_error)

@@ -108,11 +108,12 @@ def pinned_memory(size_bytes: int) -> torch.Tensor:
         # The device is named, as the program may have set another default.
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:  # torch.AcceleratorError and OutOfMemoryError are such
-        _warn_of_pageable_memory(size_bytes, str(error).partition("\n")[0])
+        warn_of_pageable_memory(size_bytes, str(error).partition("\n")[0])
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
 
-def _warn_of_pageable_memory(size_bytes: int, reason: str) -> None:
+def warn_of_pageable_memory(size_bytes: int, reason: str) -> None:
+    """Say once in a process that copies will be slower."""
     if not _warned.is_set():
         _warned.set()
         logger.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
@@ -128,3 +129,21 @@ def extended(error: DcpObjstoreError, suffix: str, rank: int | None = None) -> D
     longer.args = (longer.message,)
     longer.rank = error.rank if rank is None else rank
     return longer
+
+
+def forget_locals(error: BaseException) -> None:
+    """Clear the local variables of the frames that an error, or what led to it, came through.
+
+    An error that is kept would keep them alive: a whole state.
+    """
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        found = waiting.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        traceback.clear_frames(found.__traceback__)
+        waiting += [found.__cause__, found.__context__]
+        if isinstance(found, CheckpointException):
+            waiting += [pair[0] for pair in found.failures.values()]

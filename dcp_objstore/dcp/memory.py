@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -42,6 +44,29 @@ def byte_memory(tensor: torch.Tensor) -> ByteArray | None:
     ):
         return None
     return np.asarray(_Exposed(tensor))
+
+
+class _Lent:
+    """An array's memory, as NumPy asks for it; dies with the last array made of it."""
+
+    def __init__(self, array: ByteArray) -> None:
+        self._array = array
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (array.ctypes.data, False),
+            "shape": array.shape,
+            "typestr": "|u1",
+        }
+
+
+def lend(array: ByteArray, give_back: Callable[[], object]) -> ByteArray:
+    """The same memory, as an array of which the last view's end calls `give_back`.
+
+    That may be in any thread, in the midst of whatever it does.
+    """
+    lent = _Lent(array)
+    weakref.finalize(lent, give_back).atexit = False
+    return cast("ByteArray", np.asarray(cast("Any", lent)))
 
 
 def device_bytes(tensor: torch.Tensor) -> torch.Tensor | None:

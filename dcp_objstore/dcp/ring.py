@@ -8,16 +8,15 @@ drops a buffer, makes no difference here.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
-import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 
-from dcp_objstore.dcp.memory import byte_memory
+from dcp_objstore.dcp.memory import byte_memory, lend
 
 if TYPE_CHECKING:
     from dcp_objstore.transfer.upload import ByteArray
@@ -93,19 +92,6 @@ class Slot:
         return int(part.ctypes.data - self.array.ctypes.data)
 
 
-class _Lent:
-    """A slot's memory, as NumPy asks for it; dies with the last array made of it."""
-
-    def __init__(self, slot: Slot) -> None:
-        self._array = slot.array
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (slot.array.ctypes.data, False),
-            "shape": slot.array.shape,
-            "typestr": "|u1",
-        }
-
-
 class Ring:
     """`count` slots of `slot_bytes` each, allocated as they are first needed.
 
@@ -171,9 +157,7 @@ class Ring:
 
     def lend(self, slot: Slot) -> ByteArray:
         """The bytes of a slot, which comes back when no view of them is left."""
-        lent = _Lent(slot)
-        weakref.finalize(lent, self._idle.put, slot).atexit = False
-        return cast("ByteArray", np.asarray(cast("Any", lent)))
+        return lend(slot.array, functools.partial(self._idle.put, slot))
 
     def _make(self) -> Slot | None:
         with self._lock:

@@ -31,6 +31,7 @@ from dcp_objstore.dcp.metadata import StoredItem, StoredObject, build_index, sto
 from dcp_objstore.dcp.plugin import plugin_errors
 from dcp_objstore.dcp.report import SaveReport, log_save, logger, progress_bar
 from dcp_objstore.dcp.runs import check_epoch, confirm
+from dcp_objstore.dcp.stager import KeptStager, OnBusy, note_children
 from dcp_objstore.dcp.target import Target
 from dcp_objstore.dcp.values import warn_unsafe_value
 from dcp_objstore.errors import SaveInProgressError, UnsupportedError
@@ -71,11 +72,12 @@ class _Save:
         return self.spec.open()
 
 
-class ObjectStoreWriter(StorageWriter):
+class ObjectStoreWriter(KeptStager, StorageWriter):
     """Saves with `dcp.save` and `dcp.async_save` to an object store.
 
     Every rank makes one with the same arguments. Tensors are sent from their own memory; it must
-    not change until the save returns (`async_save` stages a copy first). The checkpoint exists
+    not change until the save returns. For `dcp.async_save` it stages a copy first, in memory that is
+    kept for the next save of any writer in this process, and leased while a save uses it. The checkpoint exists
     for readers once rank 0 has committed it, whole, and not before.
 
     Args:
@@ -92,6 +94,9 @@ class ObjectStoreWriter(StorageWriter):
         user_metadata: small JSON values stored in the commit marker (metrics, step, config).
         epoch: from `take_over` of the run that the checkpoint lies directly below: once another
             job has taken the run over, no save of this one counts any more, and each says so.
+        on_busy: what `dcp.async_save` with this writer does while the writer's earlier save is
+            under way: "wait" for it before the state is copied (default), or "refuse" with
+            SaveInProgressError.
 
     Attributes:
         last_save: a `SaveReport` of the last finished save, or None. On rank 0 it covers all
@@ -122,8 +127,9 @@ class ObjectStoreWriter(StorageWriter):
         allow_unfenced: bool = False,
         user_metadata: Mapping[str, object] | None = None,
         epoch: RunEpoch | None = None,
+        on_busy: OnBusy = "wait",
     ) -> None:
-        super().__init__()
+        KeptStager.__init__(self, on_busy)
         self._target = Target(url, storage_options, config)
         self._overwrite = overwrite
         self._progress = progress
@@ -141,11 +147,13 @@ class ObjectStoreWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         """Settings only, without secrets, locks or the save under way."""
         kept = ("_target", "_overwrite", "_progress", "_allow_unfenced", "_user_metadata", "_epoch")
+        kept += ("_on_busy",)
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """A writer with these settings that has not saved yet."""
         self.__dict__.update(state)
+        self._background = None
         self._lock = threading.Lock()
         self._save = None
         self._warned_keys = set()
@@ -173,14 +181,15 @@ class ObjectStoreWriter(StorageWriter):
             self._target.aim(checkpoint_id)  # type: ignore[arg-type]  # StoreSpec checks it
 
     def storage_meta(self) -> StorageMeta:
-        """Stored with the checkpoint, for observability."""
+        """Stored with the checkpoint, for observability. The first call of a save in its thread."""
+        self._runs_here()
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     # The parameter must be called `kwargs`: DCP looks for that name before it passes them.
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **kwargs: Any) -> None:
         """Begin a save: on the coordinator, read the begin token and refuse what cannot be."""
         rank = kwargs.get("rank")
-        with plugin_errors(rank, self.checkpoint_id):
+        with self._logged(), plugin_errors(rank, self.checkpoint_id):
             if not kwargs.get("use_collectives", True):
                 raise UnsupportedError(
                     "use_collectives=False makes every rank write a checkpoint of its own;"
@@ -255,7 +264,7 @@ class ObjectStoreWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload this rank's items; returns when all of them are on the store."""
-        with self._errors():
+        with self._logged(), self._errors():
             save = self._current_save()
             save.busy = True
             try:
@@ -306,7 +315,7 @@ class ObjectStoreWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, after all ranks have reported: commit."""
-        with self._errors():
+        with self._logged(), self._errors():
             save = self._current_save()
             save.busy = True
             try:
@@ -349,6 +358,9 @@ class ObjectStoreWriter(StorageWriter):
             wait_for(confirm, self._epoch, save.spec)
             self.last_save = report
         log_save(report)
+
+
+note_children(ObjectStoreWriter)
 
 
 def _stored_object(key: str, uploaded: Uploaded, layout: Layout) -> StoredObject:
