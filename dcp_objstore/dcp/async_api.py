@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from dcp_objstore.dcp.api import aim, run_save
-from dcp_objstore.dcp.failures import agree, attempt, forget_locals, typed_failures
+from dcp_objstore.dcp.failures import agree, attempt, typed_failures, without_frames
 from dcp_objstore.dcp.groups import current_rank, own_group
 from dcp_objstore.dcp.report import SaveReport, logger
 from dcp_objstore.dcp.staging import Staging, staging_memory
@@ -179,8 +179,8 @@ class AsyncSaveHandle:
         except BaseException as error:  # noqa: BLE001 - raised by `result` and the next async_save
             failed = error
             logger.error("saving %s in the background failed: %s", self.url, error)
-            # Frames of the failed save hold its copy of the state, which the next one is to use.
-            forget_locals(error)
+            # They hold the copy of the state, and the next save is to use that memory.
+            without_frames(error)
         # Also before it is said to have ended, so that the memory is there for the next save.
         save.forget_state()
         self._end(report, failed)

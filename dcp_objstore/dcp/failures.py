@@ -131,11 +131,13 @@ def extended(error: DcpObjstoreError, suffix: str, rank: int | None = None) -> D
     return longer
 
 
-def forget_locals(error: BaseException) -> None:
-    """Clear the local variables of the frames that an error, or what led to it, came through.
+def without_frames(error: BaseException) -> None:
+    """Take the frames out of an error, and of what led to it: they hold a whole state.
 
-    An error that is kept would keep them alive: a whole state.
+    Where the error may be a bug, what they would have shown becomes a note of it.
     """
+    if not isinstance(error, DcpObjstoreError) or isinstance(error, RankFailedError):
+        error.add_note("".join(traceback.format_exception(error)))
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
@@ -143,7 +145,7 @@ def forget_locals(error: BaseException) -> None:
         if found is None or id(found) in seen:
             continue
         seen.add(id(found))
-        traceback.clear_frames(found.__traceback__)
+        found.__traceback__ = None
         waiting += [found.__cause__, found.__context__]
         if isinstance(found, CheckpointException):
             waiting += [pair[0] for pair in found.failures.values()]

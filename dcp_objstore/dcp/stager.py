@@ -23,6 +23,8 @@ from dcp_objstore.errors import ConfigError, SaveInProgressError
 _POLL_SECONDS = 0.05
 # A save whose result was returned may still be about to end its thread.
 _GRACE_SECONDS = 0.5
+# It is told that a copy goes just before its tensors do; a thread of DCP's ends then, too.
+_LAST_SECONDS = 0.02
 
 OnBusy = Literal["wait", "refuse"]
 
@@ -35,8 +37,7 @@ class _BackgroundSave:
     the child.)
     """
 
-    def __init__(self, state: StagedState, url: str | None) -> None:
-        self.url = url
+    def __init__(self, state: StagedState) -> None:
         self.thread: threading.Thread | None = None
         self._staged_in = threading.current_thread()
         self._in_child = False
@@ -68,6 +69,8 @@ class _BackgroundSave:
             else:
                 self._dropped.wait(_POLL_SECONDS)
             waited_seconds += _POLL_SECONDS
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join(_LAST_SECONDS)
         return True
 
 
@@ -111,12 +114,12 @@ class KeptStager:
             if earlier is not None:
                 if not earlier.wait(_GRACE_SECONDS if self._on_busy == "refuse" else None):
                     raise SaveInProgressError(
-                        f"this writer is saving {earlier.url} in the background; wait for its"
-                        " future, or use a second writer"
+                        "an earlier save with this writer is under way in the background; wait for"
+                        " its future, or use a second writer"
                     )
                 self._background = None
             staged = stage(state_dict)
-            self._background = _BackgroundSave(staged, url)
+            self._background = _BackgroundSave(staged)
         return staged
 
     def synchronize_staging(self) -> None:
@@ -138,7 +141,8 @@ class KeptStager:
             yield
         except BaseException as error:
             if background is not None and background.thread is threading.current_thread():
-                logger.error("saving %s in the background failed: %s", background.url, error)
+                url = getattr(self, "checkpoint_id", None)
+                logger.error("saving %s in the background failed: %s", url, error)
             raise
 
 

@@ -124,7 +124,9 @@ class Staging:
         with torch.no_grad():
             self._begin(regions, memory)
             for key, tensor in tensors.items():
-                copies[key] = _copy_of(tensor, *places[key]) if key in places else _no_copy(tensor)
+                copies[key] = (
+                    _copy_of(tensor, *places[key]) if key in places else _no_region(tensor)
+                )
             self.state = StagedState(
                 (name, _rebuilt(value, copies)) for name, value in state_dict.items()
             )
@@ -192,13 +194,13 @@ def _local(value: DTensor) -> torch.Tensor:
 def _plain_tensor(leaf: Any) -> torch.Tensor | None:
     """The tensor whose memory is to be copied; None for a leaf that is deep-copied."""
     tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
-    if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.is_quantized:
+    if type(tensor) not in _PLAIN or tensor.is_quantized:
         return None
-    return tensor  # type: ignore[no-any-return]
+    return tensor
 
 
 def _deep_copies(values: list[Any]) -> list[Any]:
-    """As DCP's own stager makes them: sparse and quantized tensors, subclasses, any other object.
+    """As DCP's own stager makes them: of quantized tensors, subclasses and any other object.
 
     Their memory is not kept for the next save.
     """
@@ -209,10 +211,11 @@ def _deep_copies(values: list[Any]) -> list[Any]:
             value._local_tensor.wait()
     stager = DefaultStager(StagingOptions(False, False, False, False))
     try:
-        copied = stager.stage({"values": values})
+        copied: Any = stager.stage({"values": values})  # not async: no future
     finally:
         stager.close()
-    return copied["values"]  # type: ignore[index]  # not async: no future
+    copies: list[Any] = copied["values"]
+    return copies
 
 
 def _view(tensor: torch.Tensor) -> _View:
@@ -229,7 +232,9 @@ def _plan_regions(tensors: list[torch.Tensor]) -> dict[int, tuple[_Region, int]]
     views: dict[tuple[torch.device, int], list[_View]] = {}
     places: dict[int, tuple[_Region, int]] = {}
     for tensor in tensors:
-        if tensor.is_meta or not tensor.numel() or not tensor.untyped_storage().data_ptr():
+        if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+            continue
+        if not tensor.untyped_storage().data_ptr():
             continue
         if tensor.is_conj() or tensor.is_neg():  # its memory is not its value
             places[id(tensor)] = _packed(tensor), 0
@@ -301,8 +306,10 @@ def _copy_of(tensor: torch.Tensor, region: _Region, offset_bytes: int) -> torch.
     return whole.as_strided(tensor.shape, tensor.stride(), offset_bytes // tensor.itemsize)
 
 
-def _no_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Of one without memory. Where it should have some, the writer refuses it, by name."""
+def _no_region(tensor: torch.Tensor) -> torch.Tensor:
+    """Of one that is sparse, or has no memory; where it should have some, the writer refuses it."""
+    if tensor.layout != torch.strided:
+        return tensor.detach().clone()  # DCP's own stager fails
     return tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 

@@ -76,9 +76,9 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     """Saves with `dcp.save` and `dcp.async_save` to an object store.
 
     Every rank makes one with the same arguments. Tensors are sent from their own memory; it must
-    not change until the save returns. For `dcp.async_save` it stages a copy first, in memory that is
-    kept for the next save of any writer in this process, and leased while a save uses it. The checkpoint exists
-    for readers once rank 0 has committed it, whole, and not before.
+    not change until the save returns. For `dcp.async_save` the writer makes a copy first, in memory
+    that is kept for the next save of any writer of this process. The checkpoint exists for readers
+    once rank 0 has committed it, whole, and not before.
 
     Args:
         url: the checkpoint, as `s3://bucket/run/step-1000` (also `gs://`, `file://`,
@@ -146,9 +146,9 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings only, without secrets, locks or the save under way."""
-        kept = ("_target", "_overwrite", "_progress", "_allow_unfenced", "_user_metadata", "_epoch")
-        kept += ("_on_busy",)
-        return {name: getattr(self, name) for name in kept}
+        kept = ("_target", "_overwrite", "_progress", "_allow_unfenced", "_user_metadata")
+        of_saves = ("_epoch", "_on_busy")
+        return {name: getattr(self, name) for name in kept + of_saves}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """A writer with these settings that has not saved yet."""

@@ -1,0 +1,407 @@
+"""Staging: what is saved in the background is the state of the moment, in memory that is kept."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import AsyncStager
+
+import dcp_objstore as dos
+from dcp_objstore.dcp import async_api, staging
+from dcp_objstore.dcp.staging import StagedState, Staging, stage
+from dcp_objstore.dcp.staging_memory import StagingMemory
+from tests.support.checkpoints import HookPlanner
+from tests.support.lanes import LateLane, use_lane
+
+MIB = 1 << 20
+
+
+def memory_url() -> str:
+    return f"memory://staging/{secrets.token_hex(4)}"
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> StagingMemory:
+    """That of the process, for this test alone."""
+    fresh = StagingMemory()
+    monkeypatch.setattr(staging, "_memory", fresh)
+    return fresh
+
+
+def addresses(state: StagedState) -> list[int]:
+    return [value.data_ptr() for value in state.values()]
+
+
+def large_and_small() -> dict[str, torch.Tensor]:
+    sizes = [5 * MIB, 1, 17, 300_000, 4 * MIB + 1]  # floats: two have a slab of their own
+    return {f"t{n}": torch.full((size,), float(n)) for n, size in enumerate(sizes)}
+
+
+# The copy ---------------------------------------------------------------------------------------
+
+
+def awkward() -> dict[str, torch.Tensor]:
+    matrix = torch.arange(120.0).view(10, 12)
+    with torch.inference_mode():
+        inference = torch.ones(3)
+    return {
+        "view": torch.arange(1000, dtype=torch.int16)[333:340],
+        "matrix": matrix,
+        "transposed": matrix.t(),
+        "column": torch.arange(4000.0).view(20, 200)[:, 7],
+        "conjugate": torch.randn(4, dtype=torch.complex64).conj(),
+        "negative": torch.randn(4, dtype=torch.complex64).conj().imag,
+        "expanded": torch.ones(1).expand(5),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(3),
+        "inference": inference,
+        "bfloat16": torch.ones(3, dtype=torch.bfloat16)[1:],
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "bool": torch.tensor([True, False, True])[::2],
+    }
+
+
+def test_every_kind_of_tensor_is_copied_as_it_is() -> None:
+    state = awkward()
+    expected = {key: value.detach().clone() for key, value in state.items()}
+    staged = stage(state)
+    with torch.no_grad():
+        for key, value in state.items():
+            if key not in ("empty", "expanded", "inference"):
+                value.zero_()
+    for key, value in expected.items():
+        assert torch.equal(staged[key], value), key
+        assert staged[key].dtype == value.dtype
+
+
+def test_only_what_a_view_reaches_is_copied() -> None:
+    base = torch.arange(1_000_000.0)
+    square = base.view(1000, 1000)
+    staged = stage({"a": base[1001:1005], "b": square[:, 3], "c": base[5000:5004]})
+    assert [value.untyped_storage().nbytes() for value in staged.values()] == [16, 4000, 16]
+    assert staged["a"].tolist() == [1001.0, 1002.0, 1003.0, 1004.0]
+    assert staged["b"].tolist() == base[3::1000].tolist()
+
+
+def test_what_shares_memory_shares_it_in_the_copy_and_is_copied_once(
+    memory: StagingMemory,
+) -> None:
+    weight = torch.rand(1000, 1000)
+    staged = stage({"in": {"w": weight}, "out": [weight, weight.t()], "row": weight[7]})
+    tied, turned = staged["out"]
+    assert staged["in"]["w"].data_ptr() == tied.data_ptr() == turned.data_ptr()
+    tied[7] = 5.0
+    assert staged["row"].tolist() == [5.0] * 1000
+    assert memory.allocated_bytes < 2 * weight.nbytes
+
+
+class Anything:
+    def __init__(self) -> None:
+        self.tensor, self.names = torch.ones(3), ["a"]
+
+
+def test_values_that_are_no_tensors_are_copied_deeply() -> None:
+    given = Anything()
+    state: dict[str, Any] = {
+        "any": given,
+        "set": {1, 2},
+        "array": np.ones(2),
+        "tuple": (torch.ones(2), [1]),
+        "ordered": OrderedDict(b=[torch.ones(1)], a=torch.arange(20).to_sparse()),
+    }
+    staged = stage(state)
+    given.tensor.zero_()
+    given.names.append("b")
+    for changed in (state["array"], state["tuple"][0], state["ordered"]["b"][0]):
+        changed[:] = 0
+    state["set"].clear()
+    state["tuple"][1].clear()
+    assert staged["any"].tensor.tolist() == [1.0] * 3
+    assert staged["any"].names == ["a"]
+    assert staged["set"] == {1, 2}
+    assert staged["array"].tolist() == [1.0, 1.0]
+    assert staged["tuple"][0].tolist() == [1.0, 1.0]
+    assert staged["tuple"][1] == [1]
+    assert type(staged["ordered"]) is OrderedDict
+    assert staged["ordered"]["b"][0].tolist() == [1.0]
+    assert staged["ordered"]["a"].is_sparse
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_tensors_are_copied_by_any_number_of_threads(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        value = torch.arange(20 * MIB, dtype=torch.int32)
+        assert torch.equal(stage({"t": value[3:]})["t"], value[3:])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_copies_of_a_device_are_complete_when_staging_has_finished(
+    memory: StagingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = LateLane()
+    use_lane(monkeypatch, lambda: lane)
+    state = {"a": torch.arange(5.0), "b": torch.arange(8.0).view(2, 4)[:, 1]}
+    begun = Staging(state, memory)
+    assert lane.queued
+    begun.finish()
+    assert not lane.queued
+    assert begun.state["a"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert begun.state["b"].tolist() == [1.0, 5.0]
+
+
+# Memory -----------------------------------------------------------------------------------------
+
+
+def test_memory_that_somebody_holds_is_not_used_again_and_then_is(memory: StagingMemory) -> None:
+    state = large_and_small()
+    first = stage(state)
+    first_at = addresses(first)
+    held = np.from_dlpack(first["t0"])[:3]  # as the transport holds a slice
+    for value in state.values():
+        value.fill_(-1.0)
+    second = stage(state)
+    assert not set(addresses(second)) & set(first_at)
+    del first
+    third = stage(state)
+    assert third["t0"].data_ptr() != first_at[0]
+    assert held.tolist() == [0.0, 0.0, 0.0]
+    del second, third, held
+    made = memory.allocations
+    fourth, fifth = stage(state), stage(state)
+    assert memory.allocations == made
+    assert len(set(addresses(fourth)) | set(addresses(fifth))) == 2 * len(state)
+
+
+def test_memory_does_not_grow_when_the_state_changes(memory: StagingMemory) -> None:
+    for size in range(1, 40):
+        stage({"t": torch.ones(5 * MIB + size * 10_000)})
+    assert memory.allocated_bytes <= 3 * 24 * MIB
+
+
+def test_two_states_saved_in_turn_both_have_their_memory(memory: StagingMemory) -> None:
+    states = [{"t": torch.ones(5 * MIB)}, {"t": torch.ones(6 * MIB)}]
+    for turn in range(6):
+        stage(states[turn % 2])
+    assert memory.allocations == 2
+
+
+def resident_kib() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+def test_fifty_saves_take_the_memory_of_one(
+    memory: StagingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_LARGE_BYTES", 1 << 16)
+    monkeypatch.setattr(staging, "_SLAB_BYTES", 1 << 18)
+    state: dict[str, Any] = {f"t{n}": torch.ones(5000 * n + 1) for n in range(10)}
+    resident, made = [], []
+    for number in range(50):
+        state["t0"][0] = number
+        url = memory_url()
+        assert dos.async_save(state, url).result(30).url == url
+        state["step"] = number
+        resident.append(resident_kib())
+        made.append(memory.allocations)
+    print("resident KiB", resident[::7])
+    assert made == made[:1] * 50
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_saves_by_dcp_share_the_memory_and_keep_the_state_of_the_call(
+    memory: StagingMemory, fresh: bool
+) -> None:
+    state = large_and_small()
+    writer = dos.ObjectStoreWriter(progress=False)
+    urls, made = [memory_url() for _ in range(4)], []
+    for number, url in enumerate(urls):
+        state["t1"].fill_(float(number))
+        with_it = dos.ObjectStoreWriter(progress=False) if fresh else writer
+        assert isinstance(with_it, AsyncStager)
+        future: Any = dcp.async_save(state, storage_writer=with_it, checkpoint_id=url, no_dist=True)
+        state["t1"].fill_(-1.0)
+        future.result(30)
+        while with_it._background is not None and not with_it._background.wait(5):
+            pass
+        made.append(memory.allocations)
+    assert made == made[:1] * 4
+    for number, url in enumerate(urls):
+        loaded = {"t1": torch.zeros(1)}
+        dos.load(loaded, url)
+        assert loaded["t1"].item() == number
+
+
+def test_a_save_that_failed_gives_its_memory_back_though_its_error_is_kept(
+    memory: StagingMemory,
+) -> None:
+    state, url = large_and_small(), memory_url()
+    dos.async_save(state, url).result(30)
+    made = memory.allocations
+    failed = dos.async_save(state, url)
+    assert isinstance(failed.exception(30), dos.CheckpointExistsError)
+    dos.async_save(state, memory_url()).result(30)
+    assert memory.allocations == made
+
+
+# One save at a time -----------------------------------------------------------------------------
+
+
+class Held:
+    """A planner that stops its save while it uploads."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.planner = HookPlanner(lambda item: self.stop())
+
+    def stop(self) -> None:
+        self.reached.set()
+        assert self.go_on.wait(30)
+
+
+def begin_held(writer: dos.ObjectStoreWriter, url: str, held: Held) -> Any:
+    future = dcp.async_save(
+        {"t": torch.ones(1000)},
+        storage_writer=writer,
+        checkpoint_id=url,
+        planner=held.planner,
+        no_dist=True,
+    )
+    assert held.reached.wait(30)
+    return future
+
+
+def test_a_second_save_with_a_writer_is_refused_as_asked() -> None:
+    writer, held = dos.ObjectStoreWriter(progress=False, on_busy="refuse"), Held()
+    urls = memory_url(), memory_url()
+    first = begin_held(writer, urls[0], held)
+    state = {"t": torch.zeros(1000)}
+    with pytest.raises(dos.SaveInProgressError, match="under way"):
+        dcp.async_save(state, storage_writer=writer, checkpoint_id=urls[1], no_dist=True)
+    held.go_on.set()
+    first.result(30)
+    again: Any = dcp.async_save(state, storage_writer=writer, checkpoint_id=urls[1], no_dist=True)
+    again.result(30)
+    for url, value in zip(urls, (1.0, 0.0), strict=True):
+        loaded = {"t": torch.full((1000,), 7.0)}
+        dos.load(loaded, url)
+        assert loaded["t"].unique().tolist() == [value]
+
+
+def test_a_second_save_with_a_writer_waits_before_it_copies() -> None:
+    writer, held = dos.ObjectStoreWriter(progress=False), Held()
+    first = begin_held(writer, memory_url(), held)
+    state, url, staged = {"t": torch.zeros(1000)}, memory_url(), threading.Event()
+
+    def second() -> None:
+        future: Any = dcp.async_save(state, storage_writer=writer, checkpoint_id=url, no_dist=True)
+        staged.set()
+        future.result(30)
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    assert not staged.wait(0.3)
+    state["t"].fill_(2.0)
+    held.go_on.set()
+    first.result(30)
+    thread.join(30)
+    loaded = {"t": torch.zeros(1000)}
+    dos.load(loaded, url)
+    assert loaded["t"].unique().tolist() == [2.0]
+
+
+def test_a_failed_save_with_a_writer_is_logged_and_does_not_block_the_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    writer, url = dos.ObjectStoreWriter(progress=False), memory_url()
+    state = {"t": torch.ones(3)}
+    dos.save(state, url)
+    failed = dcp.async_save(state, storage_writer=writer, checkpoint_id=url, no_dist=True)
+    other = memory_url()
+    future: Any = dcp.async_save(state, storage_writer=writer, checkpoint_id=other, no_dist=True)
+    future.result(30)
+    assert f"saving {url} in the background failed" in caplog.text
+    del failed
+
+
+# The handle of dos.async_save ---------------------------------------------------------------------
+
+
+def test_a_copy_that_is_not_waited_for_is_whole_when_staged_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finish, begun, go_on = Staging.finish, threading.Event(), threading.Event()
+
+    def held(self: Staging) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        finish(self)
+
+    monkeypatch.setattr(Staging, "finish", held)
+    state, url = {"t": torch.ones(1000)}, memory_url()
+    handle = dos.async_save(state, url, wait_for_staging=False)
+    assert begun.wait(30)
+    with pytest.raises(TimeoutError, match="still being copied"):
+        handle.staged(0.0)
+    assert not handle.staging_completion.done()
+    go_on.set()
+    handle.staged(30)
+    state["t"].zero_()
+    assert handle.upload_completion.result(30).url == url
+    loaded = {"t": torch.zeros(1000)}
+    dos.load(loaded, url)
+    assert loaded["t"].unique().tolist() == [1.0]
+
+
+def test_a_copy_that_fails_is_told_by_staged_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Staging) -> None:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Staging, "finish", broken)
+        handle = dos.async_save({"t": torch.ones(3)}, memory_url(), wait_for_staging=False)
+        for ask in (handle.staged, handle.result):
+            with pytest.raises(dos.RankFailedError, match="no memory"):
+                ask(30)
+    dos.async_save({"t": torch.ones(3)}, memory_url()).result(30)
+
+
+def test_an_error_read_from_the_future_is_not_raised_again_by_the_next_save() -> None:
+    url = memory_url()
+    dos.save({"t": torch.ones(1)}, url)
+    handle = dos.async_save({"t": torch.ones(1)}, url)
+    assert isinstance(handle.upload_completion.exception(30), dos.CheckpointExistsError)
+    dos.async_save({"t": torch.ones(1)}, memory_url()).result(30)
+    assert async_api._latest is not None
+    assert not async_api._latest.upload_completion.cancel()
+
+
+_UNSEEN = """
+import torch, dcp_objstore as dos
+state = {"t": torch.ones(1)}
+dos.save(state, "memory://x/1", progress=False)
+handle = dos.async_save(state, "memory://x/1")
+"""
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_an_error_that_nobody_asked_for_is_shown_as_the_program_ends(seen: bool) -> None:
+    program = _UNSEEN + ("handle.exception()\n" if seen else "")
+    ended = subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True
+    )
+    assert ("was NOT saved" in ended.stderr) is not seen
+    assert ("CheckpointExistsError" in ended.stderr) is not seen
