@@ -90,6 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in _COMPARED.items():
         _add_compared(commands.add_parser(name, help=text), list(PEERS))
+    commands.choices["async-loop"].add_argument(
+        "--throttle-gib-per-second",
+        type=float,
+        default=0.3,
+        help="what the sink takes; 0: all it can (default 0.3)",
+    )
     command = commands.add_parser("resume", help="a load by several ranks, in another layout")
     _add_compared(command, list(RESUME_PEERS))
     command.add_argument("--saved-by", type=_positive, default=8, help="ranks")
@@ -148,7 +154,8 @@ def _run_with(settings: Settings, options: argparse.Namespace) -> tuple[Table, R
     if options.command == "async-loop":
         from benchmarks.async_loop import async_loop
 
-        return async_loop(options.peers, settings, options.target, options.rounds)
+        throttle = options.throttle_gib_per_second if options.target == "sink" else None
+        return async_loop(options.peers, settings, options.target, options.rounds, throttle or None)
     if options.command == "resume":
         from benchmarks.resume import resume
 

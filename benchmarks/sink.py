@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.sink_objects import Objects
-from benchmarks.sink_server import Connection
+from benchmarks.sink_server import Connection, Throttle
 
 _HOST = "127.0.0.1"
 
@@ -36,16 +36,22 @@ class Sink:
     Args:
         keep: keep large bodies too (in memory), so that they can be read back. Default False:
             bodies of 1 MiB and more are discarded, only their sizes are remembered.
+        throttle_gib_per_second: take discarded bodies at this rate, all connections together.
+            Default None: as fast as they come.
 
     Attributes:
         endpoint_url: `http://127.0.0.1:PORT`.
         storage_options: what `storage_options=` takes to reach it.
     """
 
-    def __init__(self, *, keep: bool = False) -> None:
+    def __init__(self, *, keep: bool = False, throttle_gib_per_second: float | None = None) -> None:
         command = [sys.executable, "-m", "benchmarks.sink", "--until-stdin-closes"]
+        if keep:
+            command.append("--keep")
+        if throttle_gib_per_second is not None:
+            command.append(f"--throttle-gib-per-second={throttle_gib_per_second}")
         self._process = subprocess.Popen(
-            [*command, "--keep"] if keep else command,
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -93,17 +99,19 @@ def fetch_stats(endpoint_url: str, *, reset: bool = False) -> dict[str, Any]:
     return stats
 
 
-def serve(port: int, *, keep: bool) -> None:
+def serve(port: int, *, keep: bool, throttle_gib_per_second: float | None = None) -> None:
     """Listen on a loopback port (0: any free one), print the endpoint, and serve for ever."""
     # Every kept part is a file descriptor.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     objects = Objects()
+    rate = throttle_gib_per_second
+    throttle = None if rate is None else Throttle(rate * 1024**3)
     with socket.create_server((_HOST, port), backlog=256) as server:
         print(f"http://{_HOST}:{server.getsockname()[1]}", flush=True)
         while True:
             accepted, _ = server.accept()
-            connection = Connection(accepted, objects, keep=keep)
+            connection = Connection(accepted, objects, keep=keep, throttle=throttle)
             threading.Thread(target=connection.serve, daemon=True).start()
 
 
@@ -117,12 +125,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sink", description=__doc__)
     parser.add_argument("--port", type=int, default=0, help="default: any free one")
     parser.add_argument("--keep", action="store_true", help="keep large bodies, in memory")
+    parser.add_argument("--throttle-gib-per-second", type=float, help="of discarded bodies")
     parser.add_argument("--until-stdin-closes", action="store_true", help="end with the parent")
     options = parser.parse_args(arguments)
     if options.until_stdin_closes:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
-        serve(options.port, keep=options.keep)
+        serve(
+            options.port,
+            keep=options.keep,
+            throttle_gib_per_second=options.throttle_gib_per_second,
+        )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ import json
 import mmap
 import re
 import socket
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qs, unquote
@@ -29,6 +31,7 @@ from benchmarks.sink_objects import Body, Objects, RefusedError, Segment, Stored
 KEEP_BELOW_BYTES = 1 << 20
 _SCRATCH_BYTES = 64 << 20
 _HEAD_BYTES = 1 << 16
+_THROTTLED_BYTES = 1 << 20
 _DISCARD = socket.MSG_TRUNC | socket.MSG_WAITALL  # Linux: tcp(7)
 _DATE = "Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n"
 _LIST_DATE = "2026-01-01T00:00:00.000Z"
@@ -56,13 +59,42 @@ class _Request:
         return {name: self.headers.get(name.replace("_", "-")) for name in names}
 
 
+class Throttle:
+    """Takes bytes at a given rate, all connections together.
+
+    Args:
+        bytes_per_second: the rate.
+    """
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = time.monotonic()
+
+    def take(self, size_bytes: int) -> None:
+        """Wait until the bytes before these have been taken."""
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(now, self._free_at) + size_bytes / self._bytes_per_second
+            wait_seconds = self._free_at - now
+        time.sleep(wait_seconds)
+
+
 class Connection:
     """Serves one client until it closes; one thread each."""
 
-    def __init__(self, connection: socket.socket, objects: Objects, *, keep: bool) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        objects: Objects,
+        *,
+        keep: bool,
+        throttle: Throttle | None = None,
+    ) -> None:
         self._socket = connection
         self._objects = objects
         self._keep = keep
+        self._throttle = throttle
         self._ahead = b""  # received, but not yet looked at
         self._scratch = mmap.mmap(-1, _SCRATCH_BYTES)  # never touched
 
@@ -124,10 +156,13 @@ class Connection:
         self._ahead = self._ahead[count:]
         length -= count
         while length:
-            got = self._socket.recv_into(self._scratch, min(length, _SCRATCH_BYTES), _DISCARD)
+            most = _SCRATCH_BYTES if self._throttle is None else _THROTTLED_BYTES
+            got = self._socket.recv_into(self._scratch, min(length, most), _DISCARD)
             if not got:
                 raise ConnectionError("the client closed in the middle of a body")
             length -= got
+            if self._throttle is not None:
+                self._throttle.take(got)
 
     def _reply(self, status: str, text: str = "", headers: str = "") -> None:
         body = text.encode()

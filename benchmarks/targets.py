@@ -58,19 +58,22 @@ class Place:
 
 
 @contextlib.contextmanager
-def open_target(name: str, *, keep: bool) -> Iterator[Place]:
+def open_target(
+    name: str, *, keep: bool, throttle_gib_per_second: float | None = None
+) -> Iterator[Place]:
     """A fresh prefix on `sink`, `seaweedfs` or `s3://bucket[/prefix]`, emptied in the end.
 
     Args:
         name: which of them.
         keep: what is saved must be readable (the sink else discards large bodies).
+        throttle_gib_per_second: of the sink; see there.
 
     Raises:
         ValueError: it is none of them.
     """
     run = f"benchmarks-{secrets.token_hex(4)}"
     if name == "sink":
-        with Sink(keep=keep) as sink:
+        with Sink(keep=keep, throttle_gib_per_second=throttle_gib_per_second) as sink:
             options: dict[str, Any] = sink.storage_options
             yield Place(
                 bucket="bench",
