@@ -8,6 +8,7 @@
     python -m benchmarks resume --layout shard1     a job of ranks loads in another layout
     python -m benchmarks resume --layout fsdp2      model and AdamW under fully_shard
     python -m benchmarks async-loop                 a Python loop's pace while async_save uploads
+    python -m benchmarks stage                      how long async_save holds training up
     python -m benchmarks gpu --gib 20               CUDA tensors, beside pinned copies
     python -m benchmarks small                      cost of each of 20,000 tensors of 1 KiB
     python -m benchmarks startup                    seconds of the import and of --help
@@ -110,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--rounds", type=_positive, default=5)
     command.add_argument("--memory-budget-mib", type=_positive, default=128)
     _add_settings(command)
+    command = commands.add_parser("stage", help="copies of a state by several stagers")
+    command.add_argument("--rounds", type=_positive, default=3)
+    _add_settings(command)
     command = commands.add_parser("small", help="cost of each small tensor inside write_data")
     command.add_argument("--tensors", type=_positive, default=20_000)
     command.add_argument("--tensor-bytes", type=_positive, default=1024)
@@ -151,6 +155,10 @@ def _run_with(settings: Settings, options: argparse.Namespace) -> tuple[Table, R
 
         budget_bytes = options.memory_budget_mib * MIB
         return gpu(settings, options.target, options.rounds, budget_bytes)
+    if options.command == "stage":
+        from benchmarks.stage import stage
+
+        return stage(settings, options.rounds)
     if options.command == "async-loop":
         from benchmarks.async_loop import async_loop
 

@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -49,26 +50,40 @@ class Pace:
         steps: how many.
         seconds: in which time.
         longest_ms: the longest single step.
+        asleep_seconds: of these, the thread neither ran nor waited for a processor: it waited for
+            the GIL. Unlike the steps, that does not depend on what else the machine does. (Linux)
     """
 
     steps: int = 0
     seconds: float = 0.0
     longest_ms: float = 0.0
+    asleep_seconds: float = 0.0
 
     def run(self, done: Callable[[], bool]) -> None:
         """Make steps until `done`."""
-        began = time.perf_counter()
+        began, awake = time.perf_counter(), _awake_seconds()
         while not done():
             start = time.perf_counter()
             _step()
             self.longest_ms = max(self.longest_ms, (time.perf_counter() - start) * 1e3)
             self.steps += 1
-        self.seconds += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self.seconds += seconds
+        self.asleep_seconds += max(0.0, seconds - (_awake_seconds() - awake))
 
     @property
     def per_second(self) -> float:
         """Steps per second."""
         return self.steps / self.seconds if self.seconds else 0.0
+
+
+def _awake_seconds() -> float:
+    """How long this thread has run or waited for a processor (proc(5), sched/schedstat)."""
+    schedstat = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+    if not schedstat.exists():
+        return time.perf_counter()
+    ran, waited, _ = schedstat.read_text().split()
+    return (int(ran) + int(waited)) / 1e9
 
 
 def async_loop(
@@ -102,7 +117,7 @@ def async_loop(
             number(row["alone_per_second"], ".0f"),
             number(row["during_per_second"], ".0f"),
             number(row["ratio"]),
-            number(row["alone_longest_ms"], ".0f"),
+            number(row["gil_wait_percent"], ".1f"),
             number(row["during_longest_ms"], ".0f"),
             number(row["upload_seconds"]),
             number(row["blocked_ms"], ".0f"),
@@ -119,8 +134,8 @@ def async_loop(
             "steps/s alone",
             "during",
             "ratio",
-            "longest ms alone",
-            "during",
+            "GIL wait %",
+            "longest ms",
             "upload s",
             "call ms",
             "/ plain copy",
@@ -155,6 +170,7 @@ def measure(job: Job) -> dict[str, float]:
         "alone_per_second": alone.per_second,
         "during_per_second": during.per_second,
         "ratio": during.per_second / alone.per_second,
+        "gil_wait_percent": 100 * during.asleep_seconds / during.seconds,
         "alone_longest_ms": alone.longest_ms,
         "during_longest_ms": during.longest_ms,
         "upload_seconds": during.seconds / _SAVES,
