@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint import probe
+from dcp_objstore.dcp.staging import staging_memory
 from dcp_objstore.errors import CheckpointExistsError, RetryableError, SaveInProgressError
 from tests.support.checkpoints import (
     HookPlanner,
@@ -126,6 +127,43 @@ def test_async_saves_one_after_another_share_a_writer(bucket: Bucket) -> None:
     names = ["step-0", "step-1"]
     for name in names:
         assert edition_in(bucket.at(name), bucket.storage_options, names) == name
+
+
+def save_async_in_a_row(
+    rank: int, world_size: int, kind: str, root: str, options: Options
+) -> list[int]:
+    """Begin each save at once; how often staging memory had been allocated after each call."""
+    writer = dos.ObjectStoreWriter(storage_options=options)
+    futures, made = [], []
+    for number in range(3):
+        state = dict(edition(f"step-{number}", "shard0"))
+        response = dcp.async_save(
+            state,
+            storage_writer=writer,
+            checkpoint_id=f"{root}/step-{number}",
+            async_checkpointer_type=AsyncCheckpointerType(kind),
+        )
+        for value in state.values():
+            value.zero_()
+        made.append(staging_memory().allocations)
+        futures.append(getattr(response, "upload_completion", response))
+    for future in futures:
+        future.result(timeout=50)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.backends("seaweed")
+def test_async_saves_begun_in_a_row_wait_for_one_another_in_the_memory_of_one(
+    bucket: Bucket, kind: str
+) -> None:
+    made = run_ranks(
+        2, save_async_in_a_row, kind, bucket.url, bucket.storage_options, timeout_seconds=120
+    )
+    names = ["step-0", "step-1", "step-2"]
+    for name in names:
+        assert edition_in(bucket.at(name), bucket.storage_options, names) == name
+    assert made == [made[0][:1] * 3] * 2
 
 
 def refuse_async(rank: int, world_size: int, url: str, options: Options) -> None:
