@@ -80,8 +80,11 @@ class CheckpointManager:
             see `dcp_objstore.take_over`. Default True; pass False to look at a run that another
             job is writing, or where the store has no conditional writes (`allow_unfenced`).
         delete_now: remove the objects of steps that are not kept at once. Default False: they do
-            not count any more, and `sweep` removes them after its grace period, so that readers
-            are not disturbed.
+            not count any more, and a sweep removes them a day later, so that readers are not
+            disturbed.
+        sweep: after the first commit of this job, and once an hour from then on, remove what no
+            commit names and what is older than a day: objects of deleted steps, of saves that
+            died, and orphaned uploads; see `dcp_objstore.sweep`. Default True.
         storage_options, config, allow_unfenced, process_group: see `dcp_objstore.save`.
         verify, trust_pickle: see `dcp_objstore.load`.
 
@@ -106,6 +109,7 @@ class CheckpointManager:
         preemption_check: Callable[[], bool] | None = None,
         take_over: bool = True,
         delete_now: bool = False,
+        sweep: bool = True,
         storage_options: Mapping[str, object] | None = None,
         config: TransferConfig | None = None,
         allow_unfenced: bool = False,
@@ -126,7 +130,9 @@ class CheckpointManager:
         self._access: dict[str, Any] = {"storage_options": storage_options, "config": config}
         self._saving = {**self._access, "allow_unfenced": allow_unfenced}
         self._loading = {**self._access, "verify": verify, "trust_pickle": trust_pickle}
-        self._retainer = Retainer(self._url, as_policy(keep), now=delete_now, **self._access)
+        self._retainer = Retainer(
+            self._url, as_policy(keep), now=delete_now, sweeps=sweep, **self._access
+        )
         self._saves: RunSaves | None = None
         self._boundaries: Boundaries | None = None
         self._team: Team

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.listing import print_checkpoints
 from dcp_objstore.dcp import async_api
 from dcp_objstore.stores import StoreSpec
@@ -146,6 +148,19 @@ def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
         )
 
 
+def test_step_whose_marker_is_damaged_is_done_and_saved_again(bucket: Bucket) -> None:
+    options = bucket.storage_options
+    with dos.CheckpointManager(bucket.url, save_every=1, storage_options=options) as run:
+        train(run, range(1, 4))
+    StoreSpec(bucket.at("step-3"), options).open().put("_COMMIT", b"damaged")
+    with dos.CheckpointManager(bucket.url, save_every=1, storage_options=options) as run:
+        assert loaded(run)[0] == 2
+        assert run.step(3, state(30))
+    with dos.CheckpointManager(bucket.url, storage_options=options) as run:
+        start, found = loaded(run)
+        assert (start, found["step"]) == (3, 30)
+
+
 def test_where_all_are_damaged_load_raises_and_does_not_begin_anew(url: str) -> None:
     with dos.CheckpointManager(url, save_every=1) as run:
         train(run, range(1, 3))
@@ -179,6 +194,26 @@ def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
     assert [step.name for step in dos.steps(url)] == ["step-6"]
     store = StoreSpec(url).open()
     assert [meta.key for meta in store.list("step-5/")] == ["step-5/_COMMIT"]
+
+
+@pytest.mark.parametrize("sweep", [True, False])
+def test_what_died_a_day_ago_is_swept_up_and_what_is_young_stays(
+    tmp_path: Path, sweep: bool
+) -> None:
+    old, young = (
+        tmp_path / "step-1" / data_key(0, 0, new_nonce()),
+        tmp_path / "step-2" / data_key(0, 0, new_nonce()),
+    )
+    for left in (old, young):
+        left.parent.mkdir()
+        left.write_bytes(b"a save that died")
+    two_days_ago = time.time() - 2 * 86400
+    os.utime(old, (two_days_ago, two_days_ago))
+    with dos.CheckpointManager(f"file://{tmp_path}", sweep=sweep) as run:
+        run.save(3, state(3))
+    assert old.exists() is not sweep
+    assert young.exists()
+    assert [step.name for step in dos.steps(f"file://{tmp_path}")] == ["step-3"]
 
 
 def test_nothing_is_deleted_after_a_save_that_failed(
