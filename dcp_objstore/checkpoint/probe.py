@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, Retries
 from dcp_objstore.checkpoint.commit import BeginToken
@@ -205,7 +206,7 @@ def _probe_once(store: ObjectStore) -> Capabilities:
     finally:
         for key in used:
             _remove(store, key)
-    return Capabilities(create, create and update, claims.multipart)
+    return replace(claims, conditional_create=create, conditional_update=create and update)
 
 
 def _creates_once(store: ObjectStore, key: str) -> bool:

@@ -102,8 +102,12 @@ class ObstoreStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Everything (memory: no parts); `checkpoint.probe` finds out if the server keeps it."""
-        return Capabilities(multipart=self._url.scheme != "memory")
+        """Everything; `checkpoint.probe` finds out if the server keeps it.
+
+        But memory has no parts, and GCS lists no generations.
+        """
+        scheme = self._url.scheme
+        return Capabilities(multipart=scheme != "memory", listed_versions=scheme != "gs")
 
     def put(
         self,
