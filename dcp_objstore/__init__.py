@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         open,  # noqa: A004 - `dos.open`, as gzip.open
     )
     from dcp_objstore.dcp.per_rank import PerRank
+    from dcp_objstore.dcp.random_state import RandomState
     from dcp_objstore.dcp.reader import ObjectStoreReader
     from dcp_objstore.dcp.report import LoadReport, SaveReport
     from dcp_objstore.dcp.resuming import ResumeReport, SkippedStep
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "PerRank": "dcp_objstore.dcp.per_rank",
+    "RandomState": "dcp_objstore.dcp.random_state",
     "CheckpointManager": "dcp_objstore.manager",
     "ResumeReport": "dcp_objstore.dcp.resuming",
     "SkippedStep": "dcp_objstore.dcp.resuming",
@@ -111,6 +113,7 @@ __all__ = [  # noqa: PLE0604 - errors.__all__ holds strings
     "ObjectStoreReader",
     "ObjectStoreWriter",
     "PerRank",
+    "RandomState",
     "RepairReport",
     "ResumeReport",
     "RetentionPolicy",

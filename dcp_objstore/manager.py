@@ -73,7 +73,9 @@ class CheckpointManager:
         save_on_preemption: `step` saves, and waits for the commit, where the ranks agree that the
             job is to end. Default True.
         preemption_signals: which ask for that. Caught from entering the block until leaving it,
-            or `close`, if this is the main thread. Default: SIGTERM.
+            or `close`, if this is the main thread. A handler of yours that was there before is
+            called as well; what it raises (`sys.exit`, say) is raised by `step`, after the state
+            was saved, or on leaving the block. Default: SIGTERM.
         preemption_check: called in a thread of its own a few times a second, and returns whether
             the job is to end; for machines that announce it otherwise.
         take_over: with the first `load` or save, make this job the only one that adds to the run;
@@ -187,6 +189,7 @@ class CheckpointManager:
             if self._boundaries is not None:
                 self._boundaries.close()
             self._notice.restore()
+        self._notice.raise_held()
 
     def _abandon(self, error: BaseException) -> None:
         """Wait for the save under way, without the other ranks, which may be anywhere."""
@@ -260,10 +263,12 @@ class CheckpointManager:
             logger.warning("%s: this job is to end; step %d is the last one", self._url, step)
             if self._save_on_preemption:
                 saves.settle_quietly()
-                if saves.knows(step):
-                    return False
-                self.save(step, state, metrics=metrics, metadata=metadata)
-                return True
+                known = saves.knows(step)
+                if not known:
+                    self.save(step, state, metrics=metrics, metadata=metadata)
+                self._notice.raise_held()
+                return not known
+            self._notice.raise_held()
         if saves.knows(step) or not (due or _TIMER in reasons):
             return False
         return self.async_save(step, state, metrics=metrics, metadata=metadata) is not None

@@ -338,6 +338,45 @@ def test_a_save_whose_commit_was_never_answered_is_made_again(
         assert loaded(run)[1]["step"] == 10
 
 
+@pytest.fixture
+def exits_on_sigterm() -> Iterator[None]:
+    """A handler as many scripts have one."""
+
+    def leave(number: int, _frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    yield
+    assert signal.getsignal(signal.SIGTERM) is leave
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_ends_the_program_does_so_after_the_state_was_saved(
+    url: str, exits_on_sigterm: None
+) -> None:
+    with pytest.raises(SystemExit) as caught, dos.CheckpointManager(url) as run:  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGTERM)
+        for step in range(1, 10**9):
+            run.step(step, state(step))
+            assert not run.preempted()
+    assert caught.value.code == 143
+    assert dos.steps(url)[-1].name == f"step-{step}"
+
+
+def test_a_handler_that_ends_the_program_waits_for_the_save_that_drains(
+    url: str, held: threading.Event, exits_on_sigterm: None
+) -> None:
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Timer(0.1, held.set).start()
+
+    with pytest.raises(SystemExit) as caught, dos.CheckpointManager(url) as run:
+        run.async_save(1, state(1))
+        threading.Timer(0.1, interrupt).start()
+    assert caught.value.code == 143
+    assert [step.name for step in dos.steps(url)] == ["step-1"]
+
+
 def test_a_signal_while_the_last_save_drains_does_not_cut_it_short(
     url: str, held: threading.Event
 ) -> None:

@@ -27,6 +27,10 @@ def test_every_snippet_runs_one_after_the_other() -> None:
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
         "step": 7,
+        "steps": 2,
+        "train": lambda state: 0.5,
+        "loader": {"position": 3},
+        "torch": torch,
     }
     found = blocks("python")
     assert len(found) >= 2
