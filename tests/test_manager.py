@@ -354,7 +354,7 @@ def exits_on_sigterm() -> Iterator[None]:
 def test_a_handler_that_ends_the_program_does_so_after_the_state_was_saved(
     url: str, exits_on_sigterm: None
 ) -> None:
-    with pytest.raises(SystemExit) as caught, dos.CheckpointManager(url) as run:  # noqa: PT012
+    with pytest.raises(SystemExit) as caught, dos.CheckpointManager(url) as run:
         os.kill(os.getpid(), signal.SIGTERM)
         for step in range(1, 10**9):
             run.step(step, state(step))
