@@ -510,6 +510,32 @@ def test_requests_of_latest_and_steps(url: str, monkeypatch: pytest.MonkeyPatch)
     assert counts == [2 + 1 + 1, 2 + 1 + 5]
 
 
+def test_two_thousand_steps_are_listed_by_a_request_each_and_the_latest_by_one(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dos.save(state(1), f"{url}/step-1", progress=False)
+    store = StoreSpec(url).open()
+    saved = [(meta.key, store.get(meta.key, max_size_bytes=2**16)[0]) for meta in store.list()]
+    for step in range(2, 2001):
+        for key, body in saved:
+            store.put(key.replace("step-1/", f"step-{step}/"), body)
+    really = StoreSpec.open
+    stores: list[RecordingStore] = []
+
+    def recorded(spec: StoreSpec) -> Any:
+        stores.append(RecordingStore(really(spec)))
+        return stores[-1]
+
+    monkeypatch.setattr(StoreSpec, "open", recorded)
+    with dos.CheckpointManager(url) as run:
+        assert run.latest() == 2000
+        # A LIST is one here; on a server it is one for each 1,000 objects.
+        assert sum(len(store.requests) for store in stores) == 2 + 1 + 1
+        stores.clear()
+        assert run.steps() == tuple(range(1, 2001))
+        assert sum(len(store.requests) for store in stores) == 2 + 1 + 2000
+
+
 def test_steps_that_were_deleted_cost_no_requests(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.transfer.workers import in_waves
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 # How often jobs may take the runs over while we list them.
@@ -121,10 +122,8 @@ def _below_once(
             epochs[prefix] = _epoch_of(spec, prefix, unread)
         elif parse_data_key(name) is not None:
             sizes[prefix] = sizes.get(prefix, 0) + meta.size_bytes
-    entries = []
-    for prefix in sorted(marked | sizes.keys(), key=natural_order):
-        if but_itself and not prefix:
-            continue
+
+    def describe(prefix: str) -> dict[str, Any]:
         url = f"{spec.url}/{prefix}" if prefix else spec.url
         # The last segment is the step's name, and what is before it the run.
         epoch = epochs.get(prefix.rpartition("/")[0]) if prefix else None
@@ -135,7 +134,10 @@ def _below_once(
             except (CheckpointCorruptError, UnsupportedError) as error:
                 unread.append(error)
                 entry = _unreadable(url, sizes.get(prefix, 0), error)
-        entries.append(entry or _uncommitted(url, sizes.get(prefix, 0)))
+        return entry or _uncommitted(url, sizes.get(prefix, 0))
+
+    prefixes = sorted(marked | sizes.keys(), key=natural_order)
+    entries = list(in_waves(describe, [one for one in prefixes if one or not but_itself]))
     return entries, unread, epochs
 
 
