@@ -108,7 +108,7 @@ class PartUploaded(Event):
     Attributes:
         object_key: the object, relative to the checkpoint.
         part: its number within the object, from 0.
-        size_bytes: of the buffers that end in the part; they add up to the object's size.
+        size_bytes: of the part.
         worker: the lowest number that no part under way had. (The transport has no workers of its
             own that could be told apart.)
     """

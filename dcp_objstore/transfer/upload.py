@@ -141,6 +141,7 @@ class _Tracked:
         self._pending: dict[int, weakref.ref[Any]] = {}
         channel = progress.channel
         self._parts = None if channel is None else _Parts(channel, key, part_size_bytes)
+        self._rest: ByteArray | None = None
         self.size_bytes = 0
 
     def __iter__(self) -> Iterator[ByteArray]:
@@ -149,12 +150,7 @@ class _Tracked:
     def __next__(self) -> ByteArray:
         self._progress.check_stopped()
         self._progress.alive()
-        try:
-            buffer = next(self._buffers)
-        except StopIteration:
-            if self._parts is not None:
-                self._parts.close()
-            raise
+        buffer = next(self._buffers) if self._parts is None else self._within_a_part(self._parts)
         if self.size_bytes + buffer.nbytes > self._part_size_bytes * MAX_PARTS:
             # Pickled values have no size before they are written, so no plan allows for them.
             raise UnsupportedError(
@@ -165,6 +161,20 @@ class _Tracked:
         view = buffer[:]
         self.track(view)
         return view
+
+    def _within_a_part(self, parts: _Parts) -> ByteArray:
+        """The next buffer, cut where a part ends: it would be held until both parts are done."""
+        buffer, self._rest = self._rest, None
+        if buffer is None:
+            try:
+                buffer = next(self._buffers)
+            except StopIteration:
+                parts.close()
+                raise
+        room_bytes = self._part_size_bytes - self.size_bytes % self._part_size_bytes
+        if buffer.nbytes > room_bytes:
+            buffer, self._rest = buffer[:room_bytes], buffer[room_bytes:]
+        return buffer
 
     def track(self, view: ByteArray) -> None:
         count_bytes = view.nbytes
