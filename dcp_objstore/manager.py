@@ -18,6 +18,7 @@ from dcp_objstore.checkpoint.retention import RetentionPolicy, as_policy
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.dcp import api, async_api, runs, taking_over, upkeep
 from dcp_objstore.dcp.boundaries import Boundaries
+from dcp_objstore.dcp.hooks import Hooks
 from dcp_objstore.dcp.notice import Notice
 from dcp_objstore.dcp.report import LoadReport, SaveReport, logger
 from dcp_objstore.dcp.resuming import ResumeReport, SkippedStep, load_newest
@@ -29,9 +30,12 @@ from dcp_objstore.dcp.team import Team
 from dcp_objstore.errors import ConfigError
 
 if TYPE_CHECKING:
+    import os
     from types import TracebackType
 
     import torch.distributed as dist
+
+    from dcp_objstore.events import OnEvent
 
 _PREEMPTED = "preempted"
 _TIMER = "timer"
@@ -89,6 +93,8 @@ class CheckpointManager:
             died, and orphaned uploads; see `dcp_objstore.sweep`. Default True.
         storage_options, config, allow_unfenced, process_group: see `dcp_objstore.save`.
         verify, trust_pickle: see `dcp_objstore.load`.
+        on_event, trace: as of `dcp_objstore.save`, for each save and load; `trace` with `{name}`
+            in it keeps the traces of all steps, else that of the last save or load.
 
     Attributes:
         last_resume: a `ResumeReport` of the last `load`, or None.
@@ -118,6 +124,8 @@ class CheckpointManager:
         process_group: dist.ProcessGroup | None = None,
         verify: Literal["strict", "off"] = "strict",
         trust_pickle: bool = False,
+        on_event: OnEvent | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         self._url = Target(url, storage_options, config).spec.url.rstrip("/")
         self._every, self._every_seconds = intervals(save_every, save_every_seconds)
@@ -130,8 +138,10 @@ class CheckpointManager:
         self._group_given = process_group
         self._config = config
         self._access: dict[str, Any] = {"storage_options": storage_options, "config": config}
-        self._saving = {**self._access, "allow_unfenced": allow_unfenced}
-        self._loading = {**self._access, "verify": verify, "trust_pickle": trust_pickle}
+        Hooks(on_event, trace)  # refused now, and not at the first save
+        told: dict[str, Any] = {**self._access, "on_event": on_event, "trace": trace}
+        self._saving = {**told, "allow_unfenced": allow_unfenced}
+        self._loading = {**told, "verify": verify, "trust_pickle": trust_pickle}
         self._retainer = Retainer(
             self._url, as_policy(keep), now=delete_now, sweeps=sweep, **self._access
         )

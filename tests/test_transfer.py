@@ -21,6 +21,7 @@ from dcp_objstore.errors import (
     TransferStalledError,
     UnsupportedError,
 )
+from dcp_objstore.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.wrappers import RecordingStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests, digest_count
@@ -30,6 +31,7 @@ from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, cut, plan_requests
 from dcp_objstore.transfer.upload import run_watched, upload_object
 from dcp_objstore.transfer.workers import spawn
+from tests.support.listening import heard_channel, of
 
 PART = 5 * MIB
 
@@ -134,12 +136,20 @@ def test_an_upload_of_any_size_arrives_whole_and_reports_its_parts(size_bytes, t
     store = RecordingStore(open_store(f"file://{tmp_path}"))
     body = random_bytes(size_bytes)
     pieces = (body[n : n + 2 * MIB] for n in range(0, size_bytes, 2 * MIB))
-    moved: list[int] = []
-    done = upload_object(store, "o", pieces, plan(), config(), Progress(60, moved.append))
+    channel, heard = heard_channel()
+    progress = Progress(60, channel)
+    done = upload_object(store, "o", pieces, plan(), config(), progress)
+    channel.settle()
     assert store.get("o", max_size_bytes=100 * MIB)[0] == body.tobytes()
     assert done.size_bytes == size_bytes
     assert done.parts == part_count(size_bytes, PART)
-    assert sum(moved) == size_bytes
+    assert progress.moved_bytes == size_bytes
+    told = of(PartUploaded, heard)
+    assert [part.part for part in told] == list(range(done.parts if size_bytes else 0))
+    full, rest = divmod(size_bytes, PART)
+    assert [part.size_bytes for part in told] == [PART] * full + [rest] * bool(rest)
+    (whole,) = of(ObjectUploaded, heard)
+    assert (whole.object_key, whole.size_bytes, whole.parts) == ("o", size_bytes, done.parts)
     verbs = [request.verb for request in store.requests if request.verb.startswith("put")]
     assert verbs == (["put"] if size_bytes <= PART else ["put_stream"])
 
@@ -230,18 +240,19 @@ def test_an_uploads_own_time_out_is_passed_on():
 
 
 def test_bytes_reported_in_the_midst_of_a_report_are_counted():
-    seen: list[int] = []
+    calls: list[float] = []
 
-    def on_bytes(count: int) -> None:
-        seen.append(count)
-        if len(seen) == 1:
-            progress.moved(2)  # as when this callback frees the last reference to a buffer
+    def clock() -> float:
+        calls.append(time.monotonic())
+        if len(calls) == 2:
+            progress.moved(2)  # as when a report frees the last reference to a buffer
+        return calls[-1]
 
-    progress = Progress(60, on_bytes)
+    progress = Progress(60, clock=clock)
     thread = spawn(lambda: progress.moved(1), "finalizer")
     thread.join(10)
     assert not thread.is_alive()
-    assert seen == [1, 2]
+    assert len(calls) == 3
     assert progress.moved_bytes == 3
 
 

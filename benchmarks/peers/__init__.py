@@ -97,6 +97,12 @@ PEERS = {
             "dcp_objstore", "benchmarks.peers.ours", (("dcp-objstore", "0.1"),), "dcp_objstore"
         ),
         PeerInfo(
+            "dcp_objstore-told",
+            "benchmarks.peers.ours_told",
+            (("dcp-objstore", "0.1"),),
+            "dcp_objstore, on_event and trace",
+        ),
+        PeerInfo(
             "s3torchconnector",
             "benchmarks.peers.connector",
             (("s3torchconnector", "1.5"),),
@@ -110,6 +116,8 @@ PEERS = {
         ),
     )
 }
+# Measured only where they are asked for.
+OPTIONAL = frozenset({"dcp_objstore-told"})
 # Those that several ranks can load with; ours in two ways.
 RESUME_PEERS = {
     "dcp_objstore": PEERS["dcp_objstore"],

@@ -10,9 +10,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import dcp_objstore as dos
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from benchmarks.peers import State
     from benchmarks.settings import Settings
     from benchmarks.targets import Place
+    from dcp_objstore.events import OnEvent
 
 
 def _config(settings: Settings) -> dos.TransferConfig:
@@ -29,10 +32,19 @@ class Ours:
 
     Args:
         read_once: see `ObjectStoreReader`.
+        on_event, trace: see `ObjectStoreWriter`.
     """
 
-    def __init__(self, *, read_once: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        read_once: bool = True,
+        on_event: OnEvent | None = None,
+        trace: Path | None = None,
+    ) -> None:
         self._read_once = read_once
+        self._on_event = on_event
+        self._trace = trace
 
     def writer(self, place: Place, settings: Settings) -> dos.ObjectStoreWriter:
         """See `DcpPeer`."""
@@ -41,6 +53,8 @@ class Ours:
             storage_options=place.storage_options,
             config=_config(settings),
             progress=False,
+            on_event=self._on_event,
+            trace=self._trace,
         )
 
     def save(self, state: State, place: Place, settings: Settings) -> None:
@@ -54,6 +68,8 @@ class Ours:
             storage_options=place.storage_options,
             config=_config(settings),
             progress=False,
+            on_event=self._on_event,
+            trace=self._trace,
             read_once=self._read_once,
         )
 

@@ -106,11 +106,13 @@ class Committed:
         commit_id: of this commit.
         superseded: somebody has replaced or deleted it since, before we saw our answer.
         marker: as this commit wrote it.
+        attempts: PUTs of the marker that were sent.
     """
 
     commit_id: str
     superseded: bool
     marker: Marker
+    attempts: int = 1
 
 
 def begin(store: ObjectStore, *, overwrite: bool, epoch: int = 0) -> BeginToken:
@@ -223,6 +225,7 @@ def commit(
     deadline_seconds: float = DEADLINE_SECONDS,
     fenced: bool = True,
     clock: Clock = SYSTEM_CLOCK,
+    on_retry: Callable[[int, Exception], None] | None = None,
 ) -> Committed:
     """Make the checkpoint exist (rules 4 and 5). Call once, after all ranks have reported.
 
@@ -239,6 +242,7 @@ def commit(
             that is under way may take the transport's time-out longer.
         fenced: False on a store without conditional writes (rule 11).
         clock: for tests.
+        on_retry: see `Retries`.
 
     Raises:
         CheckpointCorruptError: an object is missing or of another size; nothing was committed.
@@ -277,7 +281,8 @@ def commit(
     store.put(index_key(nonce), index)
     if begin.marker is None and begin.version is not None:
         marker = msgspec.structs.replace(marker, put_on="")  # it is not known on what
-    token, retries = (begin.marker, begin.version), Retries(deadline_seconds, clock)
+    token, retries = (begin.marker, begin.version), Retries(deadline_seconds, clock, on_retry)
+    beaten = 0
     while True:
         outcome = put_marker(
             store,
@@ -291,10 +296,10 @@ def commit(
         seen = outcome.seen
         if outcome.landed:
             superseded = seen is not None and (seen.commit_id != ours or not seen.is_committed)
-            return Committed(ours, superseded, marker)
+            return Committed(ours, superseded, marker, retries.tries + beaten)
         if outcome.found is None or not _yields(outcome.found[0], token[0], begin.epoch):
             raise _lost(store, seen, begin.epoch)
-        token = outcome.found
+        token, beaten = outcome.found, beaten + 1
         marker = make(token[0])
 
 

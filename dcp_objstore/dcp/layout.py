@@ -74,6 +74,7 @@ class Layout:
         resolve: DCP's `planner.resolve_data`.
         on_value: called with each pickled value's key and bytes.
         outbound: the way out of a GPU's memory.
+        digests_of: `block_digests`, or the same with something around it; runs in the hashers.
     """
 
     pending: deque[tuple[WriteItem, int]]
@@ -83,6 +84,7 @@ class Layout:
     on_value: Callable[[str, bytes], None]
     rank: int
     outbound: Outbound
+    digests_of: Callable[[ByteArray], bytes] = block_digests
     placed: list[Placed] = field(default_factory=list)
     _position: int = 0
     _framing: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
@@ -180,7 +182,7 @@ class Layout:
         if pieces is None:
             pieces = blob.payload_slices(payload, self.plan.slice_size_bytes)
         for piece in pieces:
-            digests.append(self.hashers.submit(block_digests, piece))
+            digests.append(self.hashers.submit(self.digests_of, piece))
             yield piece
         self._position += size_bytes
         self._frame(frame.trailer)
@@ -200,7 +202,7 @@ class Layout:
         digests = []
         for start in range(0, size_bytes, self.plan.slice_size_bytes):
             piece = body[start : start + self.plan.slice_size_bytes]
-            digests.append(self.hashers.submit(block_digests, piece))
+            digests.append(self.hashers.submit(self.digests_of, piece))
             yield piece
         self._position += size_bytes
         self.placed.append(Placed(item, offset, size_bytes, offset, size_bytes, pickled, digests))

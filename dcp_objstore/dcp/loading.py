@@ -24,7 +24,7 @@ from dcp_objstore.dcp.reads import (
     stored_of,
     warn_if_lossy,
 )
-from dcp_objstore.dcp.report import LoadReport, progress_bar
+from dcp_objstore.dcp.report import LoadReport
 from dcp_objstore.dcp.values import check_safe
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -32,6 +32,7 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     ObjectNotFoundError,
 )
+from dcp_objstore.events import Loaded, Planned
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from dcp_objstore.dcp.exchange import Exchange
     from dcp_objstore.dcp.source import Source
     from dcp_objstore.stores import ObjectStore
+    from dcp_objstore.telling import Channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,7 @@ def run_load(
     config: TransferConfig,
     *,
     trust_pickle: bool,
-    started_at: float,
-    bar_shown: bool,
+    channel: Channel,
     exchange: Exchange | None = None,
 ) -> LoadReport:
     """Read every item of a plan into what the planner resolves it to. A plan is run once.
@@ -100,8 +101,7 @@ def run_load(
     Args:
         store: rooted at the checkpoint.
         trust_pickle: see `ObjectStoreReader`.
-        started_at: `time.monotonic()` when the load began, for the report.
-        bar_shown: show a progress bar where standard error is a terminal.
+        channel: where this load is told of; it began when that was made.
         exchange: the part of it that the ranks do together.
 
     Raises:
@@ -151,11 +151,18 @@ def run_load(
     def explain(request: RangeRequest[Block], error: DcpObjstoreError) -> DcpObjstoreError:
         return _explained(planned.source, store, request, error)
 
-    with (
-        closing(progress_bar("load", total_bytes, shown=bar_shown)) as bar,
-        nullcontext() if inbound is None else inbound,
-    ):
-        progress = Progress(config.stall_timeout_seconds, bar.update)
+    objects = len({request.object_number for request in requests})
+    channel.tell(
+        Planned,
+        channel.began_at,
+        operation=channel.operation,
+        items=len(planned.items),
+        size_bytes=total_bytes,
+        objects=objects,
+        requests=len(requests),
+    )
+    with nullcontext() if inbound is None else inbound:
+        progress = Progress(config.stall_timeout_seconds, channel)
         arriving = fetch_ranges(
             store,
             planned.source.object_keys,
@@ -177,16 +184,28 @@ def run_load(
             read.finish()
         if not is_value(item):
             planner.commit_tensor(item, destinations[id(item)])
-    return LoadReport(
+    report = LoadReport(
         url=store.url,
         total_bytes=total_bytes,
         needed_bytes=sum(_needed_bytes(read) for read in planned.reads),
         received_bytes=0 if exchange is None else exchange.received_bytes,
-        seconds=time.monotonic() - started_at,
-        objects=len({request.object_number for request in requests}),
+        seconds=time.monotonic() - channel.began_at,
+        objects=objects,
         requests=len(requests),
         commit_id=planned.source.commit_id,
     )
+    channel.tell(
+        Loaded,
+        channel.began_at,
+        seconds=report.seconds,
+        size_bytes=total_bytes,
+        needed_bytes=report.needed_bytes,
+        received_bytes=report.received_bytes,
+        objects=objects,
+        requests=len(requests),
+        commit_id=report.commit_id,
+    )
+    return report
 
 
 def _bind(planned: PlannedLoad, planner: LoadPlanner, backlog: Backlog) -> dict[int, torch.Tensor]:

@@ -92,6 +92,12 @@ def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
     return future.result()
 
 
+def worker_number() -> int:
+    """Of the thread that this is called in, in its `DaemonPool`; 0 elsewhere."""
+    number = threading.current_thread().name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
+
+
 def spawn(function: Callable[[], object], name: str) -> threading.Thread:
     """Start a daemon thread."""
     thread = threading.Thread(target=function, name=f"dcp_objstore-{name}", daemon=True)
