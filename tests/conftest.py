@@ -1,8 +1,8 @@
 """Fixtures: real stores, started once per session and only when a test asks for them.
 
 `bucket` is a fresh prefix on SeaweedFS and on moto (each test runs on both);
-`@pytest.mark.backends("gcs", …)` chooses others. `pytest --bucket-url s3://…` runs the same tests
-once, against a bucket of your own; credentials then come from your environment.
+`@pytest.mark.backends("gcs", "azure", …)` chooses others. `pytest --bucket-url s3://…` runs the
+same tests once, against a bucket of your own; credentials then come from your environment.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer
+from tests.support.azurite import AzureBucket, Azurite
 from tests.support.servers import BUCKET, READ_ONLY_IDENTITY, Bucket, MotoServer
 
 DEFAULT_BACKENDS = ("seaweed", "moto")
@@ -62,6 +63,12 @@ def gcs_server(moto_server: MotoServer) -> MotoServer:
     return moto_server
 
 
+@pytest.fixture(scope="session")
+def azurite() -> Iterator[Azurite]:
+    with Azurite() as server:
+        yield server
+
+
 @pytest.fixture
 def bucket(request: pytest.FixtureRequest) -> Bucket:
     kind: str = request.param
@@ -73,6 +80,10 @@ def bucket(request: pytest.FixtureRequest) -> Bucket:
     if kind == "seaweed":
         options = request.getfixturevalue("seaweed").storage_options
         return Bucket(kind, f"s3://{BUCKET}/{prefix}", options, options)
+    if kind == "azure":
+        azure: Azurite = request.getfixturevalue("azurite")
+        url = f"az://{BUCKET}/{prefix}"
+        return AzureBucket(kind, url, azure.storage_options, server=azure)
     moto: MotoServer = request.getfixturevalue("moto_server")
     if kind == "moto":
         return Bucket(kind, f"s3://{BUCKET}/{prefix}", moto.storage_options, moto.storage_options)

@@ -1,0 +1,273 @@
+"""`gs://` through obstore, on moto's GCS door: the contract, and what is GCS's own way of it."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from google.auth.credentials import Credentials
+
+import dcp_objstore as dos
+from dcp_objstore.errors import ConfigError, CredentialsError, PreconditionFailedError
+from dcp_objstore.stores import IfVersion, ObjectStore, StoreSpec, open_store
+from dcp_objstore.stores.google_credentials import find_gcs_credentials
+from dcp_objstore.stores.wrappers import RecordingStore
+from tests.store_contract import PART, ExpectedError, StoreContract
+from tests.support.servers import Bucket, MotoServer
+from tests.test_stores_errors import ONCE, VERBS, check
+
+gcs = pytest.mark.backends("gcs")
+
+
+@gcs
+class TestGcs(StoreContract):
+    @pytest.fixture
+    def store(self, bucket: Bucket) -> ObjectStore:
+        return open_store(f"{bucket.url}/pre fix #1", bucket.storage_options)
+
+
+@gcs
+def test_versions_are_generations_and_grow_also_with_equal_bytes(bucket: Bucket) -> None:
+    store = open_store(bucket.url, bucket.storage_options)
+    seen = [store.put("k", b"same") for _ in range(3)]
+    seen.append(store.put_stream("k", iter([b"same"]), part_size_bytes=PART, max_concurrency=1))
+    generations = [int(version.version or 0) for version in seen]
+    assert generations == sorted(set(generations))
+    assert store.head("k").version == seen[-1]
+    for old in seen[:-1]:
+        with pytest.raises(PreconditionFailedError):
+            store.put("k", b"late", precondition=IfVersion(old), retry=False)
+    assert bucket.get("k") == b"same"
+
+
+@gcs
+def test_a_listed_object_has_no_generation_and_is_refused_as_a_condition(bucket: Bucket) -> None:
+    store = open_store(bucket.url, bucket.storage_options)
+    store.put("k", b"x")
+    (listed,) = store.list()
+    assert listed.version.version is None
+    with pytest.raises(dos.InputError, match="needs the version"):
+        store.put("k", b"y", precondition=IfVersion(listed.version))
+    assert bucket.get("k") == b"x"
+
+
+@gcs
+def test_an_upload_that_has_only_begun_changes_no_generation(bucket: Bucket) -> None:
+    store = open_store(bucket.url, bucket.storage_options)
+    version = store.put("k", b"old")
+
+    def torn() -> Iterator[bytes]:
+        yield bytes(PART)
+        assert store.head("k").version == version
+        yield bytes(PART)
+        raise ExpectedError
+
+    with pytest.raises(ExpectedError):
+        store.put_stream("k", torn(), part_size_bytes=PART, max_concurrency=1)
+    assert bucket.uploads() == []
+    store.put("k", b"new", precondition=IfVersion(version), retry=False)
+    assert bucket.get("k") == b"new"
+
+
+@gcs
+def test_all_parts_but_the_last_have_the_same_size(bucket: Bucket) -> None:
+    store = open_store(bucket.url, bucket.storage_options)
+    pieces = iter([bytes(size) for size in (1, PART - 7, PART, 3_000_000, 17)])
+    store.put_stream("k", pieces, part_size_bytes=PART, max_concurrency=2)
+    key = f"{bucket.prefix}k"
+    for number, size in ((1, PART), (2, PART), (3, 3_000_011)):
+        part = bucket.client().head_object(Bucket=bucket.name, Key=key, PartNumber=number)
+        assert part["ContentLength"] == size
+
+
+def post(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30) as answer:
+        found: dict[str, Any] = json.load(answer)
+        return found
+
+
+def is_valid(server: MotoServer, token: str) -> bool:
+    headers = {"Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(f"{server.gcs_endpoint_url}/dcp-tests", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30):
+            return True
+    except urllib.error.HTTPError as error:
+        assert error.code == 401
+        return False
+
+
+class ShortLived(Credentials):
+    """Credentials of google-auth whose tokens the server soon refuses."""
+
+    def __init__(self, server: MotoServer, lifetime_seconds: float) -> None:
+        super().__init__()
+        self.server = server
+        self.lifetime_seconds = lifetime_seconds
+        self.handed_out: list[str] = []
+
+    def refresh(self, request: object) -> None:
+        url = f"{self.server.gcs_endpoint_url}/o/token?lifetime={self.lifetime_seconds}"
+        self.token = post(url)["access_token"]
+        self.handed_out.append(self.token)
+        lifetime = timedelta(seconds=self.lifetime_seconds)
+        self.expiry = (datetime.now(UTC) + lifetime).replace(tzinfo=None)
+
+
+@gcs
+def test_a_token_that_expires_in_the_middle_of_an_upload_is_renewed(
+    bucket: Bucket, gcs_server: MotoServer
+) -> None:
+    credentials = ShortLived(gcs_server, lifetime_seconds=0.5)
+    options = {**bucket.storage_options, "token": credentials}
+    store = open_store(bucket.url, options, ONCE)
+
+    def buffers() -> Iterator[np.ndarray]:
+        yield np.full(PART, 0, dtype=np.uint8)
+        yield np.full(PART, 1, dtype=np.uint8)
+        first = credentials.handed_out[0]  # the upload was begun with it
+        while is_valid(gcs_server, first):
+            pass
+        for number in range(2, 6):
+            yield np.full(PART, number, dtype=np.uint8)
+
+    store.put_stream("k", buffers(), part_size_bytes=PART, max_concurrency=2)
+    assert bucket.get("k") == b"".join(bytes([number]) * PART for number in range(6))
+    assert not is_valid(gcs_server, credentials.handed_out[0])
+
+
+class Slow(dict[str, Any]):
+    """A state whose second half is asked for when the token of the first is no longer valid."""
+
+
+@gcs
+def test_a_save_outlives_its_first_token(bucket: Bucket, gcs_server: MotoServer) -> None:
+    credentials = ShortLived(gcs_server, lifetime_seconds=0.5)
+    options = {**bucket.storage_options, "token": credentials}
+
+    class Waits:
+        def state_dict(self) -> dict[str, Any]:
+            open_store(bucket.url, options).put("before", b"x")
+            while is_valid(gcs_server, credentials.handed_out[0]):
+                pass
+            return {"value": 7}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert state == {"value": 7}
+
+    state = {"weight": torch.arange(1000), "late": Waits()}
+    dos.save(state, bucket.at("step-1"), storage_options=options)
+    assert not is_valid(gcs_server, credentials.handed_out[0])
+    back = {"weight": torch.zeros(1000, dtype=torch.int64), "late": Waits()}
+    dos.load(back, bucket.at("step-1"), storage_options=bucket.storage_options)
+    assert torch.equal(back["weight"], torch.arange(1000))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@gcs
+def test_a_token_that_is_no_longer_valid_is_a_credentials_error(
+    bucket: Bucket, gcs_server: MotoServer, verb: str
+) -> None:
+    stale = str(post(f"{gcs_server.gcs_endpoint_url}/o/token?lifetime=-1")["access_token"])
+    store = open_store(bucket.url, {**bucket.storage_options, "token": stale}, ONCE)
+    with pytest.raises(CredentialsError) as caught:
+        VERBS[verb](store)
+    check(caught.value, store, verb)
+    assert stale not in str(caught.value)
+    assert bucket.keys() == []
+
+
+@gcs
+def test_no_write_is_conditioned_on_a_listed_version(bucket: Bucket) -> None:
+    """Save, overwrite, pin, delete and sweep: what GCS's listing does not tell is not needed."""
+    options = bucket.storage_options
+    state = {"weight": torch.arange(100)}
+    run = bucket.at("run")
+    for step in (1, 2):
+        dos.save(state, f"{run}/step-{step}", storage_options=options)
+    dos.save(state, f"{run}/step-1", overwrite=True, storage_options=options)
+    dos.pin(f"{run}/step-2", "keep", storage_options=options)
+    dos.unpin(f"{run}/step-2", "keep", storage_options=options)
+    dos.delete(f"{run}/step-1", now=True, storage_options=options)
+    dos.sweep(run, storage_options=options)
+    assert [one.name for one in dos.list_checkpoints(run, storage_options=options)] == ["step-2"]
+
+
+# What needs no server
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tokn": "x"}, "did you mean 'token'?"),
+        ({"credentials": "x"}, "did you mean 'token'?"),
+        ({"service_account": "x"}, "did you mean 'token'?"),
+        ({"endpoint": "x"}, "did you mean 'endpoint_url'?"),
+        ({"skip_signature": True}, "did you mean 'anon'?"),
+        ({"user_project": "x"}, "did you mean 'requester_pays'?"),
+        ({"requester_pays": True, "token": "t"}, "in 'project'"),
+        ({"token": "browser"}, "gcloud auth application-default login"),
+        ({"token": "cache"}, "gcloud auth application-default login"),
+    ],
+)
+def test_a_bad_option_is_refused_with_the_nearest_name(
+    options: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store("gs://bucket/x", options)
+    assert says in str(caught.value)
+
+
+REFRESHED = {"refresh_token": "SECRET", "client_id": "c", "client_secret": "SECRET"}
+
+
+def test_gcsfs_forms_of_a_token_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    user = find_gcs_credentials({"token": REFRESHED}, None)
+    provider: Any = user.provider
+    assert provider.credentials.refresh_token == "SECRET"
+    assert "SECRET" not in repr(user)
+    as_text = find_gcs_credentials({"token": json.dumps(REFRESHED)}, None)
+    assert as_text.provider is not None
+    path = tmp_path / "key"
+    path.write_text(json.dumps({**REFRESHED, "type": "authorized_user"}))
+    assert find_gcs_credentials({"token": str(path)}, None).config == {
+        "application_credentials": str(path)
+    }
+    # obstore would prefer the service account of the environment to the token that was named.
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/somebody/elses.json")
+    mixed = find_gcs_credentials({"token": str(path)}, None)
+    assert mixed.provider is not None
+    assert mixed.config == {}
+    machine: Any = find_gcs_credentials({"token": "cloud"}, None).provider
+    assert "compute_engine" in type(machine.credentials).__module__
+
+
+@pytest.mark.parametrize("content", ["not json SECRET", "[1]", '{"type": "SECRET"}'])
+def test_a_broken_key_is_refused_and_not_shown(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(content)
+    with pytest.raises(CredentialsError) as caught:
+        find_gcs_credentials({"token": str(path)}, None)
+    assert "SECRET" not in str(caught.value.__cause__ or "")
+    assert "not json" not in str(caught.value)
+
+
+@gcs
+def test_the_project_that_pays_is_named_in_every_request(bucket: Bucket) -> None:
+    # moto takes no notice of it: what is checked is that obstore takes the header.
+    for pays in ({"requester_pays": "payer"}, {"requester_pays": True, "project": "payer"}):
+        store = open_store(bucket.url, {**bucket.storage_options, **pays})
+        store.put("k", b"x")
+    assert bucket.get("k") == b"x"
+    assert isinstance(RecordingStore(store), ObjectStore)
+    assert StoreSpec(bucket.url, {"requester_pays": "payer"}).storage_options
