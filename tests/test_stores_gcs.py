@@ -66,7 +66,6 @@ def test_an_upload_that_has_only_begun_changes_no_generation(bucket: Bucket) -> 
 
     def torn() -> Iterator[bytes]:
         yield bytes(PART)
-        assert store.head("k").version == version
         yield bytes(PART)
         raise ExpectedError
 
@@ -144,10 +143,6 @@ def test_a_token_that_expires_in_the_middle_of_an_upload_is_renewed(
     assert not is_valid(gcs_server, credentials.handed_out[0])
 
 
-class Slow(dict[str, Any]):
-    """A state whose second half is asked for when the token of the first is no longer valid."""
-
-
 @gcs
 def test_a_save_outlives_its_first_token(bucket: Bucket, gcs_server: MotoServer) -> None:
     credentials = ShortLived(gcs_server, lifetime_seconds=0.5)
@@ -193,12 +188,12 @@ def test_no_write_is_conditioned_on_a_listed_version(bucket: Bucket) -> None:
     run = bucket.at("run")
     for step in (1, 2):
         dos.save(state, f"{run}/step-{step}", storage_options=options)
-    dos.save(state, f"{run}/step-1", overwrite=True, storage_options=options)
+    dos.save(state, f"{run}/step-2", overwrite=True, storage_options=options)
     dos.pin(f"{run}/step-2", "keep", storage_options=options)
     dos.unpin(f"{run}/step-2", "keep", storage_options=options)
     dos.delete(f"{run}/step-1", now=True, storage_options=options)
     dos.sweep(run, storage_options=options)
-    assert [one.name for one in dos.list_checkpoints(run, storage_options=options)] == ["step-2"]
+    assert [step.name for step in dos.steps(run, storage_options=options)] == ["step-2"]
 
 
 # What needs no server
@@ -252,14 +247,15 @@ def test_gcsfs_forms_of_a_token_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     assert "compute_engine" in type(machine.credentials).__module__
 
 
-@pytest.mark.parametrize("content", ["not json SECRET", "[1]", '{"type": "SECRET"}'])
+@pytest.mark.parametrize(
+    "content", ["not json SECRET", '["SECRET"]', '{"type": "other", "x": "SECRET"}']
+)
 def test_a_broken_key_is_refused_and_not_shown(tmp_path: Path, content: str) -> None:
     path = tmp_path / "key"
     path.write_text(content)
     with pytest.raises(CredentialsError) as caught:
         find_gcs_credentials({"token": str(path)}, None)
-    assert "SECRET" not in str(caught.value.__cause__ or "")
-    assert "not json" not in str(caught.value)
+    assert "SECRET" not in f"{caught.value} {caught.value.__cause__} {caught.value.__context__}"
 
 
 @gcs

@@ -114,9 +114,17 @@ def _from_gcs_key(key: dict[str, Any]) -> Credentials:
 
     def load(scopes: list[str]) -> Any:
         import google.auth
+        from google.oauth2 import credentials, service_account
 
-        auth: Any = google.auth
-        return auth.load_credentials_from_dict(key, scopes=scopes)[0]
+        # One loader for each kind that has one: Google advises against the general one.
+        by_user: Any = credentials.Credentials
+        by_service: Any = service_account.Credentials
+        general: Any = google.auth
+        if kind == "authorized_user":
+            return by_user.from_authorized_user_info(key, scopes)
+        if kind == "service_account":
+            return by_service.from_service_account_info(key, scopes=scopes)
+        return general.load_credentials_from_dict(key, scopes=scopes)[0]
 
     return _from_google_auth(load, f"the {kind} credentials of storage_options['token']")
 
