@@ -157,6 +157,7 @@ def test_of_two_jobs_racing_for_a_checkpoint_exactly_one_wins_and_is_whole(bucke
     assert bucket.uploads() == []
 
 
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_of_many_writers_of_one_checkpoint_exactly_one_wins(bucket: Bucket) -> None:
     """Plain processes without a group: threads of this one."""
     url, options = bucket.at("step-1"), bucket.storage_options

@@ -24,7 +24,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import IfAbsent, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.azure_credentials import find_azure_credentials
 from tests.store_contract import PART, ExpectedError, StoreContract
-from tests.support.azurite import ACCOUNT, KEY, Azurite
+from tests.support.azurite import ACCOUNT, KEY, AzureBucket, AzureDoor, Azurite
 from tests.support.servers import BUCKET, Bucket
 from tests.test_stores_errors import ONCE, VERBS, check
 
@@ -33,9 +33,23 @@ azure = pytest.mark.backends("azure")
 
 @azure
 class TestAzure(StoreContract):
+    endpoint = "Azurite (`az://`)"
+    lacks = frozenset({"clean_abort"})
+    dialect = "azure"
+    below = "pre fix #1"
+
     @pytest.fixture
     def store(self, bucket: Bucket) -> ObjectStore:
-        return open_store(f"{bucket.url}/pre fix #1", bucket.storage_options)
+        return open_store(f"{bucket.url}/{self.below}", bucket.storage_options)
+
+    @pytest.fixture
+    def side_door(self, bucket: Bucket) -> AzureDoor:
+        assert isinstance(bucket, AzureBucket)
+        return AzureDoor(bucket, self.below)
+
+    def store_at(self, endpoint_url: str) -> ObjectStore:
+        options = {"account_name": "a", "account_key": "a2V5", "endpoint_url": endpoint_url}
+        return open_store("az://bucket/run", options, ONCE)
 
 
 @azure

@@ -1,4 +1,4 @@
-"""`gs://` through obstore, on moto's GCS door: the contract, and what is GCS's own way of it."""
+"""What is GCS's own way of it: generations, tokens, options. (`test_stores` has the contract.)"""
 
 from __future__ import annotations
 
@@ -20,18 +20,11 @@ from dcp_objstore.errors import ConfigError, CredentialsError, PreconditionFaile
 from dcp_objstore.stores import IfVersion, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.google_credentials import find_gcs_credentials
 from dcp_objstore.stores.wrappers import RecordingStore
-from tests.store_contract import PART, ExpectedError, StoreContract
+from tests.store_contract import PART, ExpectedError
 from tests.support.servers import Bucket, MotoServer
 from tests.test_stores_errors import ONCE, VERBS, check
 
 gcs = pytest.mark.backends("gcs")
-
-
-@gcs
-class TestGcs(StoreContract):
-    @pytest.fixture
-    def store(self, bucket: Bucket) -> ObjectStore:
-        return open_store(f"{bucket.url}/pre fix #1", bucket.storage_options)
 
 
 @gcs
@@ -74,17 +67,6 @@ def test_an_upload_that_has_only_begun_changes_no_generation(bucket: Bucket) -> 
     assert bucket.uploads() == []
     store.put("k", b"new", precondition=IfVersion(version), retry=False)
     assert bucket.get("k") == b"new"
-
-
-@gcs
-def test_all_parts_but_the_last_have_the_same_size(bucket: Bucket) -> None:
-    store = open_store(bucket.url, bucket.storage_options)
-    pieces = iter([bytes(size) for size in (1, PART - 7, PART, 3_000_000, 17)])
-    store.put_stream("k", pieces, part_size_bytes=PART, max_concurrency=2)
-    key = f"{bucket.prefix}k"
-    for number, size in ((1, PART), (2, PART), (3, 3_000_011)):
-        part = bucket.client().head_object(Bucket=bucket.name, Key=key, PartNumber=number)
-        assert part["ContentLength"] == size
 
 
 def post(url: str) -> dict[str, Any]:
@@ -247,6 +229,7 @@ def test_gcsfs_forms_of_a_token_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     assert "compute_engine" in type(machine.credentials).__module__
 
 
+@pytest.mark.filterwarnings("ignore:The load_credentials_from_dict method:DeprecationWarning")
 @pytest.mark.parametrize(
     "content", ["not json SECRET", '["SECRET"]', '{"type": "other", "x": "SECRET"}']
 )

@@ -113,6 +113,7 @@ def test_old_orphans_of_a_committed_checkpoint_go_and_nothing_else(real: AgedSto
     named(real)
 
 
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_what_an_overwrite_replaced_goes_after_the_grace_period(real: AgedStore) -> None:
     save(real)
     replaced = named(real)

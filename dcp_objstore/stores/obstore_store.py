@@ -106,10 +106,15 @@ class ObstoreStore:
     def capabilities(self) -> Capabilities:
         """Everything; `checkpoint.probe` finds out if the server keeps it.
 
-        But memory has no parts, and GCS lists no generations.
+        But memory has no parts, GCS lists no generations, and Azure keeps the blocks of an upload
+        that was given up for a week.
         """
         scheme = self._url.scheme
-        return Capabilities(multipart=scheme != "memory", listed_versions=scheme != "gs")
+        return Capabilities(
+            multipart=scheme != "memory",
+            listed_versions=scheme != "gs",
+            clean_abort=scheme != "az",
+        )
 
     def put(
         self,

@@ -64,6 +64,7 @@ _NOT_THE_RANGE = {
     "source: NotPartial": "the store ignores Range: it sends whole objects where a part was asked"
     " for (or something on the way to it does)",
     "source: UnexpectedRange": "the store sent another range than was asked for",
+    "source: ParseContentRange": "the store's answer does not say which range it is",
     "source: InvalidRangeRequest": "the object is shorter than the range that was asked for",
 }
 _REQUEST = re.compile(r"Error performing ([A-Z]+) (\S+) in ([\d.]+\w+)(?:, after (\d+) retries)?")

@@ -113,9 +113,41 @@ class AzureBucket(Bucket):
     def uploads(self) -> list[str]:
         """Keys with blocks that nobody committed. Azure cannot abort: they go after a week."""
         committed = set(self.keys())
-        listed = self.client().list_blobs(
-            name_starts_with=self.prefix, include=["uncommittedblobs"]
-        )
+        client = self.client()
+        listed = client.list_blobs(name_starts_with=self.prefix, include=["uncommittedblobs"])
         return sorted(
             blob.name for blob in listed if blob.name.removeprefix(self.prefix) not in committed
         )
+
+
+class AzureDoor:
+    """Below a root of an `AzureBucket`, by Microsoft's client; for the contract of stores."""
+
+    def __init__(self, bucket: AzureBucket, below: str) -> None:
+        self.root = f"{bucket.prefix}{below}/"
+        self.client = bucket.client()
+
+    def sizes(self) -> dict[str, int]:
+        listed = self.client.list_blobs(name_starts_with=self.root)
+        return {blob.name.removeprefix(self.root): blob.size for blob in listed}
+
+    def read(self, key: str) -> bytes:
+        body: bytes = self.client.download_blob(self.root + key).readall()
+        return body
+
+    def write(self, key: str, data: bytes) -> None:
+        self.client.upload_blob(self.root + key, data, overwrite=True)
+
+    def remove(self, key: str) -> None:
+        self.client.delete_blob(self.root + key)
+
+    def leavings(self) -> list[str]:
+        """Blocks that nobody committed, which `list` does not show."""
+        listed = self.client.list_blobs(name_starts_with=self.root, include=["uncommittedblobs"])
+        committed = self.sizes()
+        names = (blob.name.removeprefix(self.root) for blob in listed)
+        return sorted(name for name in names if name not in committed)
+
+    def part_sizes(self, key: str) -> list[int] | None:
+        committed, _ = self.client.get_blob_client(self.root + key).get_block_list()
+        return [block.size for block in committed]
