@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from google.auth.credentials import Credentials
+from google.auth.exceptions import RefreshError
+from google.oauth2.credentials import Credentials as UserCredentials
 
 import dcp_objstore as dos
 from dcp_objstore.errors import ConfigError, CredentialsError, PreconditionFailedError
@@ -86,6 +88,10 @@ def is_valid(server: MotoServer, token: str) -> bool:
         return False
 
 
+# obstore uses a token for 0.1 s before it asks again; the rest is for a slow machine.
+LIFETIME_SECONDS = 2.0
+
+
 class ShortLived(Credentials):
     """Credentials of google-auth whose tokens the server soon refuses."""
 
@@ -107,7 +113,7 @@ class ShortLived(Credentials):
 def test_a_token_that_expires_in_the_middle_of_an_upload_is_renewed(
     bucket: Bucket, gcs_server: MotoServer
 ) -> None:
-    credentials = ShortLived(gcs_server, lifetime_seconds=0.5)
+    credentials = ShortLived(gcs_server, LIFETIME_SECONDS)
     options = {**bucket.storage_options, "token": credentials}
     store = open_store(bucket.url, options, ONCE)
 
@@ -127,7 +133,7 @@ def test_a_token_that_expires_in_the_middle_of_an_upload_is_renewed(
 
 @gcs
 def test_a_save_outlives_its_first_token(bucket: Bucket, gcs_server: MotoServer) -> None:
-    credentials = ShortLived(gcs_server, lifetime_seconds=0.5)
+    credentials = ShortLived(gcs_server, LIFETIME_SECONDS)
     options = {**bucket.storage_options, "token": credentials}
 
     class Waits:
@@ -227,6 +233,21 @@ def test_gcsfs_forms_of_a_token_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     assert mixed.config == {}
     machine: Any = find_gcs_credentials({"token": "cloud"}, None).provider
     assert "compute_engine" in type(machine.credentials).__module__
+
+
+def test_a_token_of_google_auth_is_renewed_only_when_it_has_to_be() -> None:
+    def answer(credentials: Credentials) -> Any:
+        provider = find_gcs_credentials({"token": credentials}, None).provider
+        assert provider is not None
+        return provider()
+
+    # Nothing to renew it with: gcsfs's users wrap a bare token like this.
+    assert answer(UserCredentials("ya29.bare")) == {"token": "ya29.bare", "expires_at": None}
+    later = datetime.now(UTC) + timedelta(hours=1)
+    still = UserCredentials("ya29.good", expiry=later.replace(tzinfo=None))
+    assert answer(still) == {"token": "ya29.good", "expires_at": later}
+    with pytest.raises(RefreshError):
+        answer(UserCredentials("ya29.old", expiry=datetime(2020, 1, 1)))
 
 
 @pytest.mark.filterwarnings("ignore:The load_credentials_from_dict method:DeprecationWarning")

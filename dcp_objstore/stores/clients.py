@@ -231,7 +231,7 @@ def _gcs(
     endpoint = options.get("base_url") or options.get("endpoint_url")
     endpoint = endpoint or os.environ.get("GOOGLE_BASE_URL")
     found = find_gcs_credentials(options, endpoint, stripped)
-    config: dict[str, Any] = {"bucket": url.bucket, **found.config}
+    config: dict[str, Any] = {"bucket": url.bucket, "skip_signature": False, **found.config}
     client: dict[str, Any] = dict(_tls(options.get("verify", True)))
     if endpoint is not None:
         config["base_url"] = _endpoint(endpoint, use_ssl=True)
@@ -264,6 +264,7 @@ def _azure(
     config: dict[str, Any] = {
         "container_name": url.bucket,
         "account_name": found.account_name,
+        "skip_signature": False,
         **found.config,
     }
     client: dict[str, Any] = dict(_tls(options.get("verify", True)))

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping
+from datetime import UTC
 from pathlib import Path
 from typing import Any
 
@@ -178,16 +179,36 @@ def _from_google_auth(load: Callable[[list[str]], Any], source: str) -> Credenti
             f"{source} are read by google-auth, which is not installed: {_INSTALL}"
         )
     from google.auth.exceptions import GoogleAuthError
-    from obstore.auth.google import GoogleCredentialProvider
 
     wrong = None
     try:
-        return Credentials(source, GoogleCredentialProvider(load([_SCOPE])))
+        return Credentials(source, _Provider(load([_SCOPE])))
     except GoogleAuthError as error:
         raise CredentialsError(f"{source}: {error}") from error
     except (ValueError, KeyError) as error:
         wrong = without_text(error)  # may quote a key
     raise CredentialsError(f"{source} cannot be used: {wrong}")
+
+
+class _Provider:
+    """obstore's provider, asked only for a token that is not valid (for long) any more.
+
+    obstore's own always renews, which credentials made of a bare token cannot.
+    """
+
+    def __init__(self, credentials: Any) -> None:
+        from obstore.auth.google import GoogleCredentialProvider
+
+        self.credentials = credentials
+        self._renew = GoogleCredentialProvider(credentials)
+
+    def __call__(self) -> Any:
+        found = self.credentials
+        if not getattr(found, "valid", False):
+            return self._renew()
+        # google-auth's times are UTC and do not say so.
+        expires_at = found.expiry and found.expiry.replace(tzinfo=UTC)
+        return {"token": found.token, "expires_at": expires_at}
 
 
 def _default_credentials(scopes: list[str]) -> Any:

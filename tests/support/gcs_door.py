@@ -79,13 +79,20 @@ class GcsDoor(OneAtATime):
         self.known: dict[str, tuple[str, int]] = {}
         self.valid_until: dict[str, float] = {}
 
+    def __call__(
+        self, environ: dict[str, Any], start_response: Callable[..., object]
+    ) -> list[bytes]:
+        # When the head has come, and not after a body that may take its time.
+        kind, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+        environ["gcs.stale"] = kind == "Bearer" and self.is_stale(token)
+        return super().__call__(environ, start_response)
+
     def answer(self, environ: dict[str, Any]) -> Answer:
         query = environ.get("QUERY_STRING", "")
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         if path == "/o/token" and method == "POST":
             return self.hand_out(float(parse_qs(query)["lifetime"][0]))
-        kind, _, token = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
-        if kind == "Bearer" and self.is_stale(token):
+        if environ["gcs.stale"]:
             return refusal("401 Unauthorized", "AuthenticationRequired", method)
         environ["HTTP_AUTHORIZATION"] = SOMEBODY
         # obstore's GCS client escapes `-` and `.` too, and moto takes the bucket's name as sent.
