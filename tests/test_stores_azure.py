@@ -19,6 +19,7 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     InvalidUrlError,
     PermissionDeniedError,
+    StoreUnavailableError,
 )
 from dcp_objstore.stores import IfAbsent, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.azure_credentials import find_azure_credentials
@@ -163,6 +164,15 @@ def test_a_signature_that_may_only_read_is_refused_by_type_and_not_shown(
 # What needs no server
 
 
+def test_a_server_that_is_not_there_is_an_outage_and_shows_no_signature() -> None:
+    # obstore leaves out the whole URL where there is a signature in it.
+    options = {"account_name": "a", "sas_token": "sp=r&sig=SECRET"}
+    options["endpoint_url"] = "http://127.0.0.1:1"
+    with pytest.raises(StoreUnavailableError, match="cannot reach the store: connection") as caught:
+        open_store("az://container", options, ONCE).put("k", b"x")
+    assert "SECRET" not in f"{caught.value} {caught.value.__cause__}"
+
+
 @pytest.fixture
 def no_azure(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
@@ -274,6 +284,12 @@ def test_account_and_endpoint_come_from_wherever_they_are_named(
     )  # fmt: skip
     emulator = found(connection_string="UseDevelopmentStorage=true")
     assert emulator == (ACCOUNT, f"http://127.0.0.1:10000/{ACCOUNT}")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"{string};EndpointSuffix=core.x")
+    assert found() == ("a", "https://a.blob.core.x")
+    assert found(account_name="a") == found()
+    assert found(anon=True, account_name="other") == ("other", None)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
+    assert found(account_name="other") == ("other", None), "not with the key of another account"
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "of-the-environment")
     assert found(**key) == ("of-the-environment", None)
 

@@ -88,12 +88,11 @@ def find_azure_credentials(
         ConfigError: no account is named, or options contradict each other.
     """
     given = _from_options(options)
-    parts: Mapping[str, str] = {}
-    text = options.get("connection_string")
-    if text is None and given is None:
-        text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
-    if text is not None and (given is None or "connection_string" in options):
-        parts = _connection_parts(text)
+    parts = (
+        _connection_parts(options["connection_string"]) if "connection_string" in options else {}
+    )
+    if given is None and not parts:
+        parts = _connection_of_environment(options.get("account_name"))
     endpoint = _endpoint(options, parts)
     account = (
         options.get("account_name")
@@ -220,6 +219,13 @@ def _account_key(key: str) -> Callable[[], Any]:
 def _sas_token(token: str) -> Callable[[], Any]:
     answer = {"sas_token": token.removeprefix("?"), "expires_at": None}
     return lambda: dict(answer)
+
+
+def _connection_of_environment(account: str | None) -> dict[str, str]:
+    """AZURE_STORAGE_CONNECTION_STRING, unless it is of another account than the one named."""
+    text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
+    parts = _connection_parts(text) if text else {}
+    return parts if account in (None, parts.get("accountname")) else {}
 
 
 def _connection_parts(text: str) -> dict[str, str]:

@@ -299,11 +299,10 @@ def _no_answer(error: Exception) -> DcpObjstoreError | None:
     reason = next((reason for reason in _NO_ANSWERS if reason.sign in dump), None)
     if reason is None:
         return None
-    method, url, took, retries = request.groups()
+    method, url, took, retries = request.groups()  # "REDACTED" where it would show a signature
     tries = f"{method} {url}, {retries or 0} retries in {took}"
-    return reason.kind(
-        f"cannot reach {urlsplit(url).netloc}: {reason.what}; {reason.advice} ({tries})"
-    )
+    whom = urlsplit(url).netloc or "the store"
+    return reason.kind(f"cannot reach {whom}: {reason.what}; {reason.advice} ({tries})")
 
 
 def _failed_abort(error: Exception, found: DcpObjstoreError) -> DcpObjstoreError:
