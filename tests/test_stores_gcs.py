@@ -18,7 +18,13 @@ from google.auth.exceptions import RefreshError
 from google.oauth2.credentials import Credentials as UserCredentials
 
 import dcp_objstore as dos
-from dcp_objstore.errors import ConfigError, CredentialsError, PreconditionFailedError
+from dcp_objstore.checkpoint.probe import probe
+from dcp_objstore.errors import (
+    ConfigError,
+    CredentialsError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+)
 from dcp_objstore.stores import IfVersion, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.google_credentials import find_gcs_credentials
 from dcp_objstore.stores.wrappers import RecordingStore
@@ -182,6 +188,37 @@ def test_no_write_is_conditioned_on_a_listed_version(bucket: Bucket) -> None:
     dos.delete(f"{run}/step-1", now=True, storage_options=options)
     dos.sweep(run, storage_options=options)
     assert [step.name for step in dos.steps(run, storage_options=options)] == ["step-2"]
+
+
+@gcs
+def test_one_write_of_an_object_in_a_while_is_enough(
+    bucket: Bucket, gcs_server: MotoServer
+) -> None:
+    """GCS answers 429 to a second write of the same object within a second."""
+    options = bucket.storage_options
+
+    def limit(name: str, seconds: float) -> None:
+        prefix = f"/{bucket.name}/{bucket.prefix}{name}"
+        post(f"{gcs_server.gcs_endpoint_url}/o/limit?prefix={prefix}&seconds={seconds}")
+
+    limit("never-again/", 600)
+    limit("probed/", 0.2)
+    limit("run/", 0.2)
+    once = open_store(bucket.at("never-again"), options, ONCE)
+    once.put("k", b"x")
+    with pytest.raises(StoreUnavailableError):
+        once.put("k", b"y", retry=False)
+    assert bucket.get("never-again/k") == b"x"
+    real = open_store(bucket.at("probed"), options, ONCE)
+    assert probe(real) == real.capabilities
+    url, state = bucket.at("run/step-1"), {"weight": torch.arange(100)}
+    for _ in range(2):
+        dos.save(state, url, overwrite=True, storage_options=options)
+    assert dos.pin(url, "keep", storage_options=options) == ("keep",)
+    assert dos.unpin(url, "keep", storage_options=options) == ()
+    dos.delete(url, now=True, even_newest=True, storage_options=options)
+    # The marker, and what the first save left for a sweep.
+    assert len(bucket.keys("run/step-1")) == 3
 
 
 # What needs no server

@@ -10,7 +10,11 @@ preconditions", "HTTP headers", "Status and error codes" and "Multipart uploads"
 - a bearer token that is not valid (any more) is 401.
 
 For tests of tokens that expire, `POST /o/token?lifetime=SECONDS` hands one out. All other tokens
-are valid for ever, but for `anonymous` access, which moto decides on.
+are valid for ever.
+
+GCS takes one write of an object in a second ("Quotas & limits") and answers 429 to more, though not
+always: `POST /o/limit?prefix=/bucket/prefix&seconds=S` makes it so below a prefix, for each write
+within S seconds of the last one, whatever its precondition.
 """
 
 from __future__ import annotations
@@ -78,6 +82,8 @@ class GcsDoor(OneAtATime):
         self.counter = itertools.count(1_700_000_000_000_000)
         self.known: dict[str, tuple[str, int]] = {}
         self.valid_until: dict[str, float] = {}
+        self.limits: dict[str, float] = {}
+        self.written_at: dict[str, float] = {}
 
     def __call__(
         self, environ: dict[str, Any], start_response: Callable[..., object]
@@ -90,34 +96,58 @@ class GcsDoor(OneAtATime):
     def answer(self, environ: dict[str, Any]) -> Answer:
         query = environ.get("QUERY_STRING", "")
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
-        if path == "/o/token" and method == "POST":
-            return self.hand_out(float(parse_qs(query)["lifetime"][0]))
+        if path.startswith("/o/") and method == "POST":
+            asked = {name: values[0] for name, values in parse_qs(query).items()}
+            return self.control(path, asked)
         if environ["gcs.stale"]:
             return refusal("401 Unauthorized", "AuthenticationRequired", method)
         environ["HTTP_AUTHORIZATION"] = SOMEBODY
         # obstore's GCS client escapes `-` and `.` too, and moto takes the bucket's name as sent.
         plain = quote(path.encode("latin-1")) + (f"?{query}" if query else "")
         environ["RAW_URI"] = environ["REQUEST_URI"] = plain
-        wanted = environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None)
-        if wanted is not None and self.generation(environ) != int(wanted):
-            return refusal("412 Precondition Failed", "PreconditionFailed", method)
-        if method == "DELETE" and not query and self.is_absent(environ):
-            return refusal("404 Not Found", "NoSuchKey", method)
+        refused = self.refused(environ, method, path, query)
+        if refused is not None:
+            return refusal(*refused, method)
         status, headers, body = call(self.app, environ)
         if not status.startswith("2"):
             return status, headers, body
         if writes_object(method, query):
             self.known.pop(path, None)  # a write of the same bytes counts too
+            self.written_at[path] = time.monotonic()
         generation = self.generation(environ)
         if generation:
             headers = [*headers, ("x-goog-generation", str(generation))]
         return status, headers, body
+
+    def refused(
+        self, environ: dict[str, Any], method: str, path: str, query: str
+    ) -> tuple[str, str] | None:
+        """Status and code, where a rule of GCS that moto does not know stands in the way."""
+        wanted = environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None)
+        if writes_object(method, query) and self.is_too_soon(path):
+            return "429 Too Many Requests", "SlowDown"
+        if wanted is not None and self.generation(environ) != int(wanted):
+            return "412 Precondition Failed", "PreconditionFailed"
+        if method == "DELETE" and not query and self.is_absent(environ):
+            return "404 Not Found", "NoSuchKey"
+        return None
+
+    def control(self, path: str, asked: dict[str, str]) -> Answer:
+        """What a test asks of the door itself."""
+        if path == "/o/limit":
+            self.limits[asked["prefix"]] = float(asked["seconds"])
+            return "200 OK", [("Content-Type", "application/json")], b"{}"
+        return self.hand_out(float(asked["lifetime"]))
 
     def hand_out(self, lifetime_seconds: float) -> Answer:
         token = HANDED_OUT + secrets.token_hex(8)
         self.valid_until[token] = time.monotonic() + lifetime_seconds
         answer = {"access_token": token, "expires_in": lifetime_seconds}
         return "200 OK", [("Content-Type", "application/json")], json.dumps(answer).encode()
+
+    def is_too_soon(self, path: str) -> bool:
+        pause = max((s for prefix, s in self.limits.items() if path.startswith(prefix)), default=0)
+        return time.monotonic() < self.written_at.get(path, -1.0) + pause
 
     def is_stale(self, token: str) -> bool:
         known = self.valid_until.get(token, 0.0)
