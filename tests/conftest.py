@@ -44,6 +44,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
+def azurite() -> Iterator[Azurite]:
+    with Azurite() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def seaweed() -> Iterator[SeaweedServer]:
     with SeaweedServer(extra_identities=[READ_ONLY_IDENTITY]) as server:
         server.create_bucket(BUCKET)
@@ -63,12 +69,6 @@ def gcs_server(moto_server: MotoServer) -> MotoServer:
     return moto_server
 
 
-@pytest.fixture(scope="session")
-def azurite() -> Iterator[Azurite]:
-    with Azurite() as server:
-        yield server
-
-
 @pytest.fixture
 def bucket(request: pytest.FixtureRequest) -> Bucket:
     kind: str = request.param
@@ -77,13 +77,13 @@ def bucket(request: pytest.FixtureRequest) -> Bucket:
     if kind == "user":
         root = request.config.getoption("--bucket-url").rstrip("/")
         return Bucket(kind, f"{root}/{prefix}", {})
-    if kind == "seaweed":
-        options = request.getfixturevalue("seaweed").storage_options
-        return Bucket(kind, f"s3://{BUCKET}/{prefix}", options, options)
     if kind == "azure":
         azure: Azurite = request.getfixturevalue("azurite")
         url = f"az://{BUCKET}/{prefix}"
         return AzureBucket(kind, url, azure.storage_options, server=azure)
+    if kind == "seaweed":
+        options = request.getfixturevalue("seaweed").storage_options
+        return Bucket(kind, f"s3://{BUCKET}/{prefix}", options, options)
     moto: MotoServer = request.getfixturevalue("moto_server")
     if kind == "moto":
         return Bucket(kind, f"s3://{BUCKET}/{prefix}", moto.storage_options, moto.storage_options)
