@@ -1,8 +1,8 @@
 """Fixtures: real stores, started once per session and only when a test asks for them.
 
 `bucket` is a fresh prefix on SeaweedFS and on moto (each test runs on both);
-`@pytest.mark.backends("gcs", …)` chooses others. `pytest --bucket-url s3://…` runs the same tests
-once, against a bucket of your own; credentials then come from your environment.
+`@pytest.mark.backends("gcs", "azure", …)` chooses others. `pytest --bucket-url s3://…` runs the
+same tests once, against a bucket of your own; credentials then come from your environment.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer
+from tests.support.azurite import AzureBucket, Azurite
 from tests.support.servers import BUCKET, READ_ONLY_IDENTITY, Bucket, MotoServer
 
 DEFAULT_BACKENDS = ("seaweed", "moto")
@@ -40,6 +41,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         # A test that names one of our servers needs something of that server: it is skipped.
         kinds = ("user",) if set(DEFAULT_BACKENDS) <= set(kinds) else ()
     metafunc.parametrize("bucket", kinds, indirect=True)
+
+
+@pytest.fixture(scope="session")
+def azurite() -> Iterator[Azurite]:
+    with Azurite() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -70,6 +77,10 @@ def bucket(request: pytest.FixtureRequest) -> Bucket:
     if kind == "user":
         root = request.config.getoption("--bucket-url").rstrip("/")
         return Bucket(kind, f"{root}/{prefix}", {})
+    if kind == "azure":
+        azure: Azurite = request.getfixturevalue("azurite")
+        url = f"az://{BUCKET}/{prefix}"
+        return AzureBucket(kind, url, azure.storage_options, server=azure)
     if kind == "seaweed":
         options = request.getfixturevalue("seaweed").storage_options
         return Bucket(kind, f"s3://{BUCKET}/{prefix}", options, options)

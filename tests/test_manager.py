@@ -76,6 +76,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go.set()
 
 
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_saves_every_n_steps_and_the_next_job_goes_on(bucket: Bucket) -> None:
     options = bucket.storage_options
     with dos.CheckpointManager(bucket.url, save_every=3, storage_options=options) as run:

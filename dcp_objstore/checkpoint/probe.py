@@ -64,7 +64,7 @@ def probe(store: ObjectStore, *, clock: Clock = SYSTEM_CLOCK) -> Capabilities:
     retries = Retries(_DEADLINE_SECONDS, clock)
     while True:
         try:
-            return _probe_once(store)
+            return _probe_once(store, retries)
         except StoreUnavailableError:
             # Tried again under another name: an unanswered create may yet land under this one.
             if not retries.pause():
@@ -188,7 +188,7 @@ def forget() -> None:
     _known.clear()
 
 
-def _probe_once(store: ObjectStore) -> Capabilities:
+def _probe_once(store: ObjectStore, retries: Retries) -> Capabilities:
     claims = store.capabilities
     nonce = new_nonce()
     keys = (f".probe-{nonce}", f".probe-{nonce}-race")
@@ -197,9 +197,9 @@ def _probe_once(store: ObjectStore) -> Capabilities:
     try:
         if claims.conditional_create:
             used.append(keys[0])
-            create = _creates_once(store, keys[0])
+            create = _creates_once(store, keys[0], retries)
         if create and claims.conditional_update:
-            update = _updates_once(store, keys[0])
+            update = _updates_once(store, keys[0], retries)
         if create:
             used.append(keys[1])
             create = _race_has_one_winner(store, keys[1])
@@ -209,14 +209,35 @@ def _probe_once(store: ObjectStore) -> Capabilities:
     return replace(claims, conditional_create=create, conditional_update=create and update)
 
 
-def _creates_once(store: ObjectStore, key: str) -> bool:
-    return _holds(store, key, b"1", IfAbsent()) and not _holds(store, key, b"2", IfAbsent())
+def _creates_once(store: ObjectStore, key: str, retries: Retries) -> bool:
+    return _holds(store, key, b"1", IfAbsent()) and not _holds_at_last(
+        store, key, b"2", IfAbsent(), retries
+    )
 
 
-def _updates_once(store: ObjectStore, key: str) -> bool:
+def _updates_once(store: ObjectStore, key: str, retries: Retries) -> bool:
     _, meta = store.get(key, max_size_bytes=16)
     token = IfVersion(meta.version)
-    return _holds(store, key, b"3", token) and not _holds(store, key, b"4", token)
+    return _holds_at_last(store, key, b"3", token, retries) and not _holds_at_last(
+        store, key, b"4", token, retries
+    )
+
+
+def _holds_at_last(
+    store: ObjectStore, key: str, data: bytes, precondition: Precondition, retries: Retries
+) -> bool:
+    """As `_holds`, with patience: GCS takes one write of an object in a second (429)."""
+    clear = True
+    while True:
+        try:
+            held = _holds(store, key, data, precondition)
+        except StoreUnavailableError:
+            clear = False
+            if not retries.pause():
+                raise
+        else:
+            # What had no answer may have been written all the same.
+            return held or (not clear and store.get(key, max_size_bytes=16)[0] == data)
 
 
 def _race_has_one_winner(store: ObjectStore, key: str) -> bool:

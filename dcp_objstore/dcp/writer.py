@@ -87,7 +87,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     once rank 0 has committed it, whole, and not before.
 
     Args:
-        url: the checkpoint, as `s3://bucket/run/step-1000` (also `gs://`, `file://`,
+        url: the checkpoint, as `s3://bucket/run/step-1000` (also `gs://`, `az://`, `file://`,
             `memory://`). May be left out when `dcp.save(..., checkpoint_id=url)` gives it.
         overwrite: replace a committed checkpoint at this URL. Its data objects stay until a sweep
             removes them, so readers of the old one are not disturbed. Default False: refuse.

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.credentials import find_gcs_credentials, find_s3_credentials
+from dcp_objstore.stores.azure_credentials import find_azure_credentials
+from dcp_objstore.stores.credentials import find_s3_credentials
 from dcp_objstore.stores.direct import SIGNED_FOR_SECONDS, DirectLane
+from dcp_objstore.stores.google_credentials import find_gcs_credentials
 from dcp_objstore.stores.options import S3Settings, check_endpoint, s3_settings
 
 if TYPE_CHECKING:
-    from obstore.store import GCSStore, MemoryStore, S3Store
+    from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
 
     from dcp_objstore.stores.urls import StoreUrl
 
@@ -35,7 +37,7 @@ _BACKOFF = {
     "base": 3,
 }
 
-Make = Callable[[dict[str, Any], dict[str, Any]], "S3Store | GCSStore | MemoryStore"]
+Make = Callable[[dict[str, Any], dict[str, Any]], "S3Store | GCSStore | AzureStore | MemoryStore"]
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
@@ -143,6 +145,9 @@ def make_clients(
         # To sign a URL, GCS would ask for a private key or make a request.
         make, endpoint_url = _gcs(url, options, stripped)
         return Clients(make, config, endpoint_url)
+    if url.scheme == "az":
+        make, endpoint_url = _azure(url, options, stripped)
+        return Clients(make, config, endpoint_url)
     settings = s3_settings(options)
     make, endpoint_url = _s3(url, settings, stripped)
     plain = endpoint_url is not None and endpoint_url.startswith("http://")
@@ -226,11 +231,18 @@ def _gcs(
     endpoint = options.get("base_url") or options.get("endpoint_url")
     endpoint = endpoint or os.environ.get("GOOGLE_BASE_URL")
     found = find_gcs_credentials(options, endpoint, stripped)
-    config: dict[str, Any] = {"bucket": url.bucket, **found.config}
+    config: dict[str, Any] = {"bucket": url.bucket, "skip_signature": False, **found.config}
     client: dict[str, Any] = dict(_tls(options.get("verify", True)))
     if endpoint is not None:
         config["base_url"] = _endpoint(endpoint, use_ssl=True)
         client["allow_http"] = config["base_url"].startswith("http://")
+    pays = options.get("requester_pays")
+    payer = options.get("project") if pays is True else pays
+    if pays is True and payer is None:
+        raise ConfigError("'requester_pays': name the project that pays in 'project' as well")
+    if payer:
+        # "HTTP headers" of the XML API: the project that is billed.
+        client["default_headers"] = {"x-goog-user-project": payer}
 
     def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> GCSStore:
         return GCSStore(
@@ -241,6 +253,34 @@ def _gcs(
         )
 
     return make, config.get("base_url")
+
+
+def _azure(
+    url: StoreUrl, options: Mapping[str, Any], stripped: tuple[str, ...]
+) -> tuple[Make, str | None]:
+    from obstore.store import AzureStore
+
+    found = find_azure_credentials(options, stripped)
+    config: dict[str, Any] = {
+        "container_name": url.bucket,
+        "account_name": found.account_name,
+        "skip_signature": False,
+        **found.config,
+    }
+    client: dict[str, Any] = dict(_tls(options.get("verify", True)))
+    if found.endpoint_url is not None:
+        config["endpoint"] = _endpoint(found.endpoint_url, use_ssl=True)
+        client["allow_http"] = config["endpoint"].startswith("http://")
+
+    def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> AzureStore:
+        return AzureStore(
+            config=config,  # type: ignore[arg-type]
+            client_options={**client, **timeouts},  # type: ignore[arg-type]
+            retry_config=retry,  # type: ignore[arg-type]
+            credential_provider=found.provider,
+        )
+
+    return make, config.get("endpoint")
 
 
 def _endpoint(text: str, *, use_ssl: bool) -> str:

@@ -1,9 +1,11 @@
-"""`ObjectStore` over obstore: S3 and everything that speaks it, GCS, and memory.
+"""`ObjectStore` over obstore: S3 and everything that speaks it, GCS, Azure, and memory.
 
 Facts about obstore 0.12 that shape this module (each is pinned by a test):
 - It takes an iterator of buffers and builds parts of `chunk_size` without copying; an error in
   the iterator aborts the multipart upload.
 - It does not reply to HEAD with more than a status, so a failed HEAD is asked again as a GET.
+- Azure has no call that aborts: blocks of an upload that was given up are unseen, and gone a week
+  after the last of them (docs: "Put Block"). Its listing gives ETags without their quotes.
 - A client hangs in a forked child, also one made there, once the parent has used the runtime.
 """
 
@@ -104,10 +106,15 @@ class ObstoreStore:
     def capabilities(self) -> Capabilities:
         """Everything; `checkpoint.probe` finds out if the server keeps it.
 
-        But memory has no parts, and GCS lists no generations.
+        But memory has no parts, GCS lists no generations, and Azure keeps the blocks of an upload
+        that was given up for a week.
         """
         scheme = self._url.scheme
-        return Capabilities(multipart=scheme != "memory", listed_versions=scheme != "gs")
+        return Capabilities(
+            multipart=scheme != "memory",
+            listed_versions=scheme != "gs",
+            clean_abort=scheme != "az",
+        )
 
     def put(
         self,
@@ -263,7 +270,7 @@ class ObstoreStore:
             try:
                 obstore.delete(self._clients.write(), path)
             except FileNotFoundError as error:
-                # GCS says 404 for an absent object, where S3 says 204.
+                # GCS and Azure say 404 for an absent object, where S3 says 204.
                 found = translate_obstore(error)
                 if not isinstance(found, ObjectNotFoundError):
                     raise found from error
@@ -279,6 +286,8 @@ class ObstoreStore:
             pages, page = self._read(begin)
         while page is not None:
             for meta in page:
+                if self._url.scheme == "az":
+                    meta["e_tag"] = f'"{meta["e_tag"]}"'
                 yield self._meta(meta)
             with self._errors(None):
                 page = next(pages, None)

@@ -1,7 +1,7 @@
 """`storage_options` in fsspec's spelling: known names, aliases, secrets, and settings made of them.
 
-The names are those of s3fs and gcsfs, so that options move over unchanged; their names that only
-tune fsspec itself (`default_block_size`, `listings_expiry_time`, …) are errors here.
+The names are those of s3fs, gcsfs and adlfs, so that options move over unchanged; their names that
+only tune fsspec itself (`default_block_size`, `listings_expiry_time`, …) are errors here.
 """
 
 from __future__ import annotations
@@ -50,12 +50,27 @@ _S3_EXTRA: dict[str, tuple[type, ...]] = {"ServerSideEncryption": _TEXT, "SSEKMS
 _GS: dict[str, tuple[type, ...]] = {
     "token": (object,),
     "project": _TEXT,
+    "requester_pays": (bool, str),
     "anon": _FLAG,
     "endpoint_url": _TEXT,
     "base_url": _TEXT,
     "verify": (bool, str),
 }
-_KNOWN = {"s3": _S3, "gs": _GS, "file": dict[str, tuple[type, ...]](), "memory": {}}
+_AZ: dict[str, tuple[type, ...]] = {
+    "account_name": _TEXT,
+    "account_key": _TEXT,
+    "sas_token": _TEXT,
+    "connection_string": _TEXT,
+    "credential": (object,),
+    "tenant_id": _TEXT,
+    "client_id": _TEXT,
+    "client_secret": _TEXT,
+    "anon": _FLAG,
+    "account_host": _TEXT,
+    "endpoint_url": _TEXT,
+    "verify": (bool, str),
+}
+_KNOWN = {"s3": _S3, "gs": _GS, "az": _AZ, "file": dict[str, tuple[type, ...]](), "memory": {}}
 _SECRETS = {
     "key",
     "secret",
@@ -63,6 +78,11 @@ _SECRETS = {
     "aws_access_key_id",
     "aws_secret_access_key",
     "aws_session_token",
+    "account_key",
+    "sas_token",
+    "connection_string",
+    "credential",
+    "client_secret",
 }
 # Values of GCS's `token` that name a method.
 PUBLIC_TOKENS = ("anon", "google_default", "cloud")
@@ -95,7 +115,7 @@ def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str
     """A copy of the options, after checking names, types and combinations.
 
     Args:
-        scheme: `s3`, `gs`, `file` or `memory`.
+        scheme: `s3`, `gs`, `az`, `file` or `memory`.
         options: as the user gave them. A value of None counts as not given.
 
     Raises:
@@ -105,7 +125,7 @@ def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str
     if options is None:
         return {}
     given = _checked(options, _KNOWN[scheme], f"storage_options for {scheme}://")
-    endpoints = [given.get("endpoint_url"), given.get("base_url")]
+    endpoints = [given.get(name) for name in ("endpoint_url", "base_url", "account_host")]
     if scheme == "s3":
         endpoints.append(s3_settings(given).endpoint_url)
     for endpoint in endpoints:
@@ -218,24 +238,38 @@ def _cannot_be_sent(secret: str) -> bool:
     return not secret.lstrip().startswith("{") and re.search(r"[\x00-\x1f\x7f]", secret) is not None
 
 
+# What other tools call an option: the first of these names that a store has is meant.
+_OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "access_key": ("key", "account_key"),
+    "access_key_id": ("key",),
+    "aws_access_key_id": ("key",),
+    "secret_key": ("secret",),
+    "secret_access_key": ("secret",),
+    "aws_secret_access_key": ("secret",),
+    "session_token": ("token",),
+    "aws_session_token": ("token",),
+    "bearer_token": ("token", "credential"),
+    "token": ("credential",),
+    "credentials": ("token", "credential"),
+    "service_account": ("token",),
+    "service_account_key": ("token",),
+    "application_credentials": ("token",),
+    "user_project": ("requester_pays",),
+    "key": ("account_key",),
+    "sas_key": ("sas_token",),
+    "account": ("account_name",),
+    "endpoint": ("endpoint_url",),
+    "account_url": ("endpoint_url",),
+    "anonymous": ("anon",),
+    "skip_signature": ("anon",),
+}
+
+
 def _unknown(name: object, known: Mapping[str, object], where: str) -> str:
-    aliases = {
-        "access_key": "key",
-        "access_key_id": "key",
-        "aws_access_key_id": "key",
-        "secret_key": "secret",
-        "secret_access_key": "secret",
-        "aws_secret_access_key": "secret",
-        "session_token": "token",
-        "aws_session_token": "token",
-        "endpoint": "endpoint_url",
-        "anonymous": "anon",
-        "credentials": "token",
-    }
     text = str(name)
     close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
-    alias = aliases.get(text)
-    nearest = alias if alias in known else (close[0] if close else None)
+    meant = [other for other in _OTHER_NAMES.get(text, ()) if other in known]
+    nearest = next(iter([*meant, *close]), None)
     hint = f"; did you mean {nearest!r}?" if nearest else ""
     if not known:
         return f"{where} take no options, got {text!r}"

@@ -105,7 +105,7 @@ class StoreSpec:
             sorted(
                 (name, value)
                 for name, value in os.environ.items()
-                if name.startswith(("AWS_", "GOOGLE_"))
+                if name.startswith(("AWS_", "GOOGLE_", "CLOUDSDK_", "AZURE_"))
             )
         )
         key = (url.scheme, url.bucket, _frozen(self.storage_options), self.config, environment)
@@ -162,7 +162,7 @@ def open_store(
     """Open the store at a URL.
 
     Args:
-        url: `s3://`, `gs://`, `gcs://`, `file://` or `memory://`.
+        url: `s3://`, `gs://`, `az://`, `file://` or `memory://`; see `parse_url`.
         storage_options: in fsspec spelling (`key`, `secret`, `endpoint_url`, …).
         config: time-outs and retries; `TransferConfig()` by default.
 

@@ -30,6 +30,10 @@ from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
+# Azure's objects are deleted by a batch request even if it is one; of its answer obstore keeps the
+# status and the phrase behind it.
+_IN_BATCH = re.compile(r"Bulk delete request failed for key .*: (.*) \(code: (\d{3})\)")
+_PHRASES = {"The specified container does not exist.": "ContainerNotFound"}
 # The store's answer around its code and message, which is all that a reader needs of it.
 _ANSWER = re.compile(
     r"(?:<\?xml[^>]*>\s*)?<Error>.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*?</Error>", re.S
@@ -60,6 +64,8 @@ _NOT_THE_RANGE = {
     "source: NotPartial": "the store ignores Range: it sends whole objects where a part was asked"
     " for (or something on the way to it does)",
     "source: UnexpectedRange": "the store sent another range than was asked for",
+    "source: ParseContentRange": "the store's answer does not say which range it is",
+    "source: InvalidRangeRequest": "the object is shorter than the range that was asked for",
 }
 _REQUEST = re.compile(r"Error performing ([A-Z]+) (\S+) in ([\d.]+\w+)(?:, after (\d+) retries)?")
 # The request never got as far as a connection.
@@ -67,7 +73,9 @@ _NOT_CONNECTED = "legacy::Error( Connect,"
 # A server that wants TLS says so in words, with status 400: Go's (MinIO, rclone), then nginx.
 _WANTS_TLS = ("HTTP request to an HTTPS server", "HTTP request was sent to HTTPS port")
 
-# Error codes of S3 (docs: "Error responses"), which GCS's XML API shares where it has them.
+# Error codes of S3 (docs: "Error responses"), which GCS's XML API shares where it has them (docs:
+# "XML API: HTTP status and error codes"), then GCS's own, then Azure's (docs: "Blob Storage error
+# codes" and "Common REST API error codes").
 _BY_CODE: dict[str, type[DcpObjstoreError]] = {
     "NoSuchBucket": BucketNotFoundError,
     "InvalidBucketName": BucketNotFoundError,
@@ -97,6 +105,31 @@ _BY_CODE: dict[str, type[DcpObjstoreError]] = {
     "NotImplemented": UnsupportedError,
     "EntityTooLarge": InputError,
     "KeyTooLongError": InputError,
+    "KeyTooLong": InputError,
+    "UserProjectMissing": ConfigError,
+    "UserProjectInconsistent": ConfigError,
+    "UserProjectInvalid": ConfigError,
+    "InvalidBucketState": StoreUnavailableError,
+    "ContainerNotFound": BucketNotFoundError,
+    "ContainerBeingDeleted": BucketNotFoundError,
+    "ContainerDisabled": PermissionDeniedError,
+    "BlobNotFound": ObjectNotFoundError,
+    "AuthenticationFailed": CredentialsError,
+    "InvalidAuthenticationInfo": CredentialsError,
+    "NoAuthenticationInformation": CredentialsError,
+    "KeyBasedAuthenticationNotPermitted": CredentialsError,
+    "PublicAccessNotPermitted": PermissionDeniedError,
+    "AccountRequiresHttps": ConfigError,
+    "BlobAlreadyExists": PreconditionFailedError,
+    "ConditionNotMet": PreconditionFailedError,
+    # Neither says that another writer was first: a lease or a policy stands in everybody's way.
+    "LeaseIdMissing": PermissionDeniedError,
+    "LeaseIdMismatchWithBlobOperation": PermissionDeniedError,
+    "BlobImmutableDueToPolicy": PermissionDeniedError,
+    "BlockCountExceedsLimit": InputError,
+    "RequestBodyTooLarge": InputError,
+    "ServerBusy": StoreUnavailableError,
+    "OperationTimedOut": StoreUnavailableError,
 }
 _BY_STATUS: dict[int, type[DcpObjstoreError]] = {
     301: ConfigError,
@@ -194,6 +227,9 @@ def http_code(error: BaseException) -> tuple[int | None, str | None]:
     if _REDIRECT in dump:
         return 301, None
     status, code = _STATUS.search(text), _CODE.search(text)
+    batch = _IN_BATCH.search(text)
+    if batch is not None:
+        return int(batch[2]), _PHRASES.get(batch[1])
     return (int(status[1]) if status else None, code[1] if code else None)
 
 
@@ -263,11 +299,10 @@ def _no_answer(error: Exception) -> DcpObjstoreError | None:
     reason = next((reason for reason in _NO_ANSWERS if reason.sign in dump), None)
     if reason is None:
         return None
-    method, url, took, retries = request.groups()
+    method, url, took, retries = request.groups()  # "REDACTED" where it would show a signature
     tries = f"{method} {url}, {retries or 0} retries in {took}"
-    return reason.kind(
-        f"cannot reach {urlsplit(url).netloc}: {reason.what}; {reason.advice} ({tries})"
-    )
+    whom = urlsplit(url).netloc or "the store"
+    return reason.kind(f"cannot reach {whom}: {reason.what}; {reason.advice} ({tries})")
 
 
 def _failed_abort(error: Exception, found: DcpObjstoreError) -> DcpObjstoreError:

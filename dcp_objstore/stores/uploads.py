@@ -157,6 +157,11 @@ def open_uploads(spec: StoreSpec) -> S3Uploads:
     url = spec.parsed
     if url.scheme in ("file", "memory"):
         raise UnsupportedError(f"{url.scheme}:// has no multipart uploads")
+    if url.scheme == "az":
+        raise UnsupportedError(
+            "unfinished uploads to az:// cannot be listed; Azure removes their blocks by itself, a"
+            " week after the last one"
+        )
     if url.scheme != "s3":
         raise UnsupportedError(
             f"unfinished uploads to {url.scheme}:// cannot be listed; a lifecycle rule of the"

@@ -14,17 +14,32 @@ from typing import Literal
 
 from dcp_objstore.errors import InvalidUrlError
 
-Scheme = Literal["s3", "gs", "file", "memory"]
-SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "file", "memory")
+Scheme = Literal["s3", "gs", "az", "file", "memory"]
+SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "az", "file", "memory")
 _ALIASES: dict[str, Scheme] = {
     "s3": "s3",
     "gs": "gs",
     "gcs": "gs",
+    "az": "az",
+    "azure": "az",
+    "abfs": "az",
+    "abfss": "az",
     "file": "file",
     "memory": "memory",
 }
 # Spellings that other tools use for what we have under another name.
-_FOREIGN = {"s3a": "s3", "s3n": "s3", "minio": "s3", "local": "file", "mem": "memory"}
+_FOREIGN = {
+    "s3a": "s3",
+    "s3n": "s3",
+    "minio": "s3",
+    "wasb": "az",
+    "wasbs": "az",
+    "adl": "az",
+    "local": "file",
+    "mem": "memory",
+}
+# `abfss://container@account.dfs.core.windows.net/prefix`, as Hadoop and Azure's portal write it.
+_AZURE_ACCOUNT = re.compile(r"([a-z0-9-]+)@([a-z0-9]{3,24})\.(?:dfs|blob)\.[a-z.]+\Z")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -34,8 +49,9 @@ class StoreUrl:
     """A checked URL.
 
     Attributes:
-        scheme: one of `SCHEMES`; `gcs` became `gs`.
-        bucket: the bucket; for `memory` the name of the store; empty for `file`.
+        scheme: one of `SCHEMES`; `gcs` became `gs`, and `azure`, `abfs` and `abfss` became `az`.
+        bucket: the bucket (Azure: the container); for `memory` the name of the store; empty for
+            `file`.
         prefix: what all keys start with, without slashes at its ends; for `file` the absolute
             path of the root.
     """
@@ -55,8 +71,9 @@ def parse_url(url: object) -> StoreUrl:
     """Take a URL apart.
 
     Args:
-        url: `s3://bucket/prefix`, `gs://` or `gcs://bucket/prefix`, `file:///absolute/path` or
-            `memory://name/prefix`. A slash at the end is dropped.
+        url: `s3://bucket/prefix`, `gs://` or `gcs://bucket/prefix`, `az://container/prefix` (also
+            `azure`, `abfs` and `abfss`), `file:///absolute/path` or `memory://name/prefix`. A slash
+            at the end is dropped.
 
     Raises:
         InvalidUrlError: not a `str`, no or an unknown scheme, no bucket, credentials inside the
@@ -74,13 +91,20 @@ def parse_url(url: object) -> StoreUrl:
         return _file_url(url, rest)
     bucket, _, prefix = rest.partition("/")
     if "@" in bucket:
+        azure = _AZURE_ACCOUNT.match(bucket) if scheme == "az" else None
+        if azure:
+            raise InvalidUrlError(
+                f"the storage account does not belong in an az:// URL: write"
+                f" {_shown(f'az://{azure[1]}/{prefix}')} with storage_options="
+                f"{{'account_name': {azure[2]!r}}}"
+            )
         # The URL is not repeated: what stands before the @ may be a secret.
         raise InvalidUrlError(
             f"credentials do not belong in a {scheme}:// URL; pass storage_options="
             "{'key': …, 'secret': …} or set the environment"
         )
     if not bucket:
-        what = "store name" if scheme == "memory" else "bucket"
+        what = {"memory": "store name", "az": "container"}.get(scheme, "bucket")
         raise InvalidUrlError(
             f"{_shown(url)} names no {what}; write {scheme}://{what.rsplit(maxsplit=1)[-1]}/prefix"
         )
@@ -88,6 +112,8 @@ def parse_url(url: object) -> StoreUrl:
         raise InvalidUrlError(
             f"{_shown(url)} has no bucket name: letters, digits, '.', '-' and '_' only"
         )
+    if scheme == "az" and "\\" in prefix:
+        raise InvalidUrlError(f"{_shown(url)} has a backslash, which Azure makes a '/'; remove it")
     return StoreUrl(
         scheme, bucket, _check_segments(prefix.removesuffix("/"), _shown(url), empty_ok=True)
     )

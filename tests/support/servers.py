@@ -30,7 +30,8 @@ class MotoServer:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("moto_process.py"))],
+            [sys.executable, "-m", "tests.support.moto_process"],
+            cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -66,7 +67,7 @@ class Bucket:
     """A fresh prefix on some store, for one test.
 
     Attributes:
-        kind: `seaweed`, `moto`, `gcs` or `user`.
+        kind: `seaweed`, `moto`, `gcs`, `azure` (an `AzureBucket`) or `user`.
         url: the prefix, without a trailing slash.
         storage_options: what reaches it.
         s3_options: the same objects through S3, to look at them with boto3 (GCS: moto's S3 door).
