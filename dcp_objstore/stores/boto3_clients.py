@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.clients import (
-    FIRST_RETRY_TIMEOUT_SECONDS,
-    READ_PROGRESS_TIMEOUT_SECONDS,
-    S3Place,
-    s3_place,
-)
-from dcp_objstore.stores.credentials import no_s3_credentials, open_boto3_session
+from dcp_objstore.stores.clients import s3_server, server_url
+from dcp_objstore.stores.credentials import Credentials, no_s3_credentials, open_boto3_session
 from dcp_objstore.stores.options import S3Settings, s3_settings
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl
 
+# As in `clients`: a read may wait this long for the next bytes, and a server that has never been
+# reached is given up after so long.
+_READ_PROGRESS_TIMEOUT_SECONDS = 30.0
+_FIRST_RETRY_TIMEOUT_SECONDS = 5.0
+# Where botocore keeps what belongs to one request.
 _STARTED = "dcp_objstore_started"
 
 
@@ -37,7 +37,8 @@ class _OfProcess:
     """What one process has made."""
 
     session: Any
-    place: S3Place
+    endpoint_url: str | None
+    region: str
     lock: Any = field(default_factory=threading.Lock)
     clients: dict[str, Any] = field(default_factory=dict)
 
@@ -83,7 +84,7 @@ class Boto3Clients:
             self.sealing["ServerSideEncryption"] = self._settings.sse
         if self._settings.sse_kms_key_id is not None:
             self.sealing["SSEKMSKeyId"] = self._settings.sse_kms_key_id
-        self.endpoint_url = self._mine().place.endpoint_url
+        self.endpoint_url = self._mine().endpoint_url
 
     def write(self) -> Any:
         """Retries; waits `request_timeout_seconds` for an answer."""
@@ -115,8 +116,11 @@ class Boto3Clients:
         )
         if not settings.anon and not found.has_credentials:
             raise no_s3_credentials(self._stripped)
-        place = s3_place(self._url, settings, found.endpoint_url, found.region)
-        return _OfProcess(found.session, place)
+        known = Credentials("boto3", region=found.region, endpoint_url=found.endpoint_url)
+        endpoint, region = s3_server(settings, known)
+        if endpoint is not None:
+            endpoint = server_url(endpoint, use_ssl=settings.use_ssl)
+        return _OfProcess(found.session, endpoint, region)
 
     def _get(self, name: str) -> Any:
         mine = self._mine()
@@ -125,20 +129,31 @@ class Boto3Clients:
                 mine.clients[name] = self._make(name, mine)
             return mine.clients[name]
 
+    def _virtual(self, mine: _OfProcess) -> bool:
+        """Whether the bucket goes into the host's name: as in `clients`."""
+        style = self._settings.addressing_style
+        return style == "virtual" or (
+            style in (None, "auto") and mine.endpoint_url is None and "." not in self._url.bucket
+        )
+
+    def session(self) -> Any:
+        """The `boto3.Session` of this process, with the credentials."""
+        return self._mine().session
+
     def _make(self, name: str, mine: _OfProcess) -> Any:
         config, settings = self._config, self._settings
         seconds = config.request_timeout_seconds
         if name == "read":
-            seconds = min(READ_PROGRESS_TIMEOUT_SECONDS, seconds)
+            seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, seconds)
         client = mine.session.client(
             "s3",
-            endpoint_url=mine.place.endpoint_url,
-            region_name=mine.place.region,
+            endpoint_url=mine.endpoint_url,
+            region_name=mine.region,
             use_ssl=settings.use_ssl,
             verify=_verify(settings),
             config=_botocore_config(
                 settings,
-                mine.place,
+                virtual=self._virtual(mine),
                 connect_timeout=config.connect_timeout_seconds,
                 read_timeout=seconds,
                 # A save and a load may run at the same time.
@@ -176,18 +191,18 @@ class _Patience:
         self._reached = self._reached or response is not None
         seconds = self._seconds
         if not self._reached:
-            seconds = min(seconds, FIRST_RETRY_TIMEOUT_SECONDS)
+            seconds = min(seconds, _FIRST_RETRY_TIMEOUT_SECONDS)
         late = time.monotonic() - request_dict["context"][_STARTED] > seconds
         return False if late else None
 
 
-def _botocore_config(settings: S3Settings, place: S3Place, **transfer: Any) -> Any:
+def _botocore_config(settings: S3Settings, *, virtual: bool, **transfer: Any) -> Any:
     import botocore
     from botocore.config import Config
 
     return Config(
         s3={
-            "addressing_style": "virtual" if place.virtual else "path",
+            "addressing_style": "virtual" if virtual else "path",
             # SHA-256 of every body costs 1 CPU-second per GiB; see `clients`.
             "payload_signing_enabled": settings.sign_payload,
         },

@@ -7,11 +7,15 @@ import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.credentials import find_gcs_credentials, find_s3_credentials
+from dcp_objstore.stores.credentials import (
+    Credentials,
+    find_gcs_credentials,
+    find_s3_credentials,
+)
 from dcp_objstore.stores.direct import SIGNED_FOR_SECONDS, DirectLane
 from dcp_objstore.stores.options import S3Settings, check_endpoint, s3_settings
 
@@ -22,10 +26,10 @@ if TYPE_CHECKING:
 
 # A read may wait this long for the next bytes. For writes there is no such limit: the transport
 # counts it from the start of the request, so it would cut uploads off, not only stalled ones.
-READ_PROGRESS_TIMEOUT_SECONDS = 30.0
+_READ_PROGRESS_TIMEOUT_SECONDS = 30.0
 _DEFAULT_REGION = "us-east-1"
 # Before a server has ever been reached, a wrong endpoint is likelier than an outage.
-FIRST_RETRY_TIMEOUT_SECONDS = 5.0
+_FIRST_RETRY_TIMEOUT_SECONDS = 5.0
 # With obstore's default base of 2 the jitter eats up the growth: ten retries of a refused
 # connection took 1.5 to 8.5 s, so a store that restarted failed every save. With these, 7 to 64 s,
 # half of them above 28 s (each pause is random between the first and thrice the last).
@@ -63,7 +67,7 @@ class Clients:
         self.retries = config.max_retries > 0
         self._lane: DirectLane | None = None
         if direct:
-            timeout_seconds = min(READ_PROGRESS_TIMEOUT_SECONDS, config.request_timeout_seconds)
+            timeout_seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, config.request_timeout_seconds)
             self._lane = DirectLane(self._sign, timeout_seconds)
         self._make = make
         self._config = config
@@ -105,11 +109,11 @@ class Clients:
                     "connect_timeout": timedelta(seconds=config.connect_timeout_seconds),
                 }
                 if name in ("read", "first"):
-                    seconds = min(READ_PROGRESS_TIMEOUT_SECONDS, config.request_timeout_seconds)
+                    seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, config.request_timeout_seconds)
                     timeouts["read_timeout"] = timedelta(seconds=seconds)
                 patience_seconds = config.retry_timeout_seconds
                 if name == "first":
-                    patience_seconds = min(FIRST_RETRY_TIMEOUT_SECONDS, patience_seconds)
+                    patience_seconds = min(_FIRST_RETRY_TIMEOUT_SECONDS, patience_seconds)
                 retry = {
                     "max_retries": retries,
                     "retry_timeout": timedelta(seconds=patience_seconds),
@@ -157,11 +161,35 @@ def _memory_store(name: str) -> MemoryStore:
         return _memory.setdefault(name, MemoryStore())
 
 
+def s3_server(settings: S3Settings, found: Credentials) -> tuple[str | None, str]:
+    """Endpoint and region: from the options, the environment, then the profile.
+
+    Returns:
+        The endpoint as it was given, None for AWS itself, and the region.
+    """
+    environ = os.environ
+    endpoint = (
+        settings.endpoint_url
+        or environ.get("AWS_ENDPOINT_URL_S3")
+        or environ.get("AWS_ENDPOINT_URL")
+        or environ.get("AWS_ENDPOINT")
+        or found.endpoint_url
+    )
+    region = (
+        settings.region
+        or environ.get("AWS_REGION")
+        or environ.get("AWS_DEFAULT_REGION")
+        or found.region
+        or _DEFAULT_REGION
+    )
+    return endpoint, region
+
+
 def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple[Make, str | None]:
     from obstore.store import S3Store
 
     found = find_s3_credentials(settings, stripped)
-    base, region, virtual = s3_place(url, settings, found.endpoint_url, found.region)
+    endpoint, region = s3_server(settings, found)
     config: dict[str, Any] = {
         "bucket": url.bucket,
         "region": region,
@@ -173,9 +201,15 @@ def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple
         "skip_signature": False,
         **found.config,
     }
+    # A bucket name with dots does not match the certificate of *.s3.amazonaws.com.
+    virtual = settings.addressing_style == "virtual" or (
+        settings.addressing_style in (None, "auto") and endpoint is None and "." not in url.bucket
+    )
     config["virtual_hosted_style_request"] = virtual
     client: dict[str, Any] = dict(_tls(settings.verify))
-    if base is not None:
+    base: str | None = None
+    if endpoint is not None:
+        base = server_url(endpoint, use_ssl=settings.use_ssl)
         client["allow_http"] = base.startswith("http://")
         scheme, _, host = base.partition("://")
         # This field wins over every other, also over those of the environment.
@@ -198,51 +232,6 @@ def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple
     return make, base
 
 
-class S3Place(NamedTuple):
-    """Where a bucket is.
-
-    Attributes:
-        endpoint_url: the server, or None for AWS.
-        region: the bucket's, or AWS's first.
-        virtual: the bucket goes into the host's name, not into the path.
-    """
-
-    endpoint_url: str | None
-    region: str
-    virtual: bool
-
-
-def s3_place(
-    url: StoreUrl, settings: S3Settings, profile_endpoint: str | None, profile_region: str | None
-) -> S3Place:
-    """Where a bucket is: by the options, then by the environment, then by the profile.
-
-    Raises:
-        ConfigError: an endpoint that we cannot use.
-    """
-    environ = os.environ
-    endpoint = (
-        settings.endpoint_url
-        or environ.get("AWS_ENDPOINT_URL_S3")
-        or environ.get("AWS_ENDPOINT_URL")
-        or environ.get("AWS_ENDPOINT")
-        or profile_endpoint
-    )
-    region = (
-        settings.region
-        or environ.get("AWS_REGION")
-        or environ.get("AWS_DEFAULT_REGION")
-        or profile_region
-        or _DEFAULT_REGION
-    )
-    # A bucket name with dots does not match the certificate of *.s3.amazonaws.com.
-    virtual = settings.addressing_style == "virtual" or (
-        settings.addressing_style in (None, "auto") and endpoint is None and "." not in url.bucket
-    )
-    base = None if endpoint is None else _endpoint(endpoint, use_ssl=settings.use_ssl)
-    return S3Place(base, region, virtual)
-
-
 def _gcs(
     url: StoreUrl, options: Mapping[str, Any], stripped: tuple[str, ...]
 ) -> tuple[Make, str | None]:
@@ -254,7 +243,7 @@ def _gcs(
     config: dict[str, Any] = {"bucket": url.bucket, **found.config}
     client: dict[str, Any] = dict(_tls(options.get("verify", True)))
     if endpoint is not None:
-        config["base_url"] = _endpoint(endpoint, use_ssl=True)
+        config["base_url"] = server_url(endpoint, use_ssl=True)
         client["allow_http"] = config["base_url"].startswith("http://")
 
     def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> GCSStore:
@@ -268,7 +257,12 @@ def _gcs(
     return make, config.get("base_url")
 
 
-def _endpoint(text: str, *, use_ssl: bool) -> str:
+def server_url(text: str, *, use_ssl: bool) -> str:
+    """An endpoint as a URL.
+
+    Raises:
+        ConfigError: it is none, or holds credentials.
+    """
     base = text if "://" in text else f"{'https' if use_ssl else 'http'}://{text}"
     scheme, _, host = base.rstrip("/").partition("://")
     check_endpoint(host)  # those of the environment and of profiles, too

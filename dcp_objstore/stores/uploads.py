@@ -75,7 +75,7 @@ class S3Uploads:
         Raises:
             As every verb of `ObjectStore`; UnsupportedError if the server has no such call.
         """
-        with _errors(self._url):
+        with boto_errors(self._url):
             pages = self._client.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self._bucket, Prefix=self._root, **self._extra
             )
@@ -102,7 +102,7 @@ class S3Uploads:
 
     def abort(self, upload: Upload) -> None:
         """See `Uploads`."""
-        with _errors(self._url):
+        with boto_errors(self._url):
             try:
                 self._client.abort_multipart_upload(
                     Bucket=self._bucket,
@@ -120,7 +120,7 @@ class S3Uploads:
         Raises:
             As `list`.
         """
-        with _errors(self._url):
+        with boto_errors(self._url):
             try:
                 answer = self._client.get_bucket_lifecycle_configuration(Bucket=self._bucket)
             except self._client.exceptions.ClientError as error:
@@ -135,7 +135,7 @@ class S3Uploads:
         Raises:
             As `list`.
         """
-        with _errors(self._url):
+        with boto_errors(self._url):
             answer = self._client.get_bucket_versioning(Bucket=self._bucket)
         status = answer.get("Status") or None
         if status not in ("Enabled", "Suspended", None):
@@ -173,7 +173,7 @@ def open_uploads(spec: StoreSpec) -> S3Uploads:
         raise UnsupportedError(
             "boto3 is not installed, which lists unfinished uploads: pip install 'dcp-objstore[s3]'"
         )
-    with _errors(spec.url):
+    with boto_errors(spec.url):
         clients = spec.boto3_clients()
         client = clients.write()
     root = f"{url.prefix}/" if url.prefix else ""
@@ -253,7 +253,7 @@ def lifecycle_configuration(
 
 
 @contextmanager
-def _errors(url: str) -> Iterator[None]:
+def boto_errors(url: str) -> Iterator[None]:
     """Errors of boto3 as ours."""
     try:
         yield
