@@ -63,9 +63,12 @@ def is_upload_gone(error: Any) -> bool:
 
 def without_frames(error: BaseException) -> BaseException:
     """The error, letting go of what a request that failed held: its body is the caller's memory."""
+    from botocore.exceptions import HTTPClientError
+
     for one in _chain(error):
         one.with_traceback(None)
-        getattr(one, "kwargs", {}).pop("request", None)
+        if isinstance(one, HTTPClientError):
+            one.request = None
     return error
 
 
