@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from benchmarks.settings import Settings
     from benchmarks.targets import Place
 
+Transport = Literal["native", "boto3"]
 
-def _config(settings: Settings) -> dos.TransferConfig:
+
+def _config(settings: Settings, transport: Transport) -> dos.TransferConfig:
     return dos.TransferConfig(
+        transport=transport,
         part_size_bytes=settings.part_size_bytes,
         upload_concurrency=settings.upload_concurrency,
         request_size_bytes=settings.request_size_bytes,
@@ -29,17 +32,19 @@ class Ours:
 
     Args:
         read_once: see `ObjectStoreReader`.
+        transport: see `TransferConfig`.
     """
 
-    def __init__(self, *, read_once: bool = True) -> None:
+    def __init__(self, *, read_once: bool = True, transport: Transport = "native") -> None:
         self._read_once = read_once
+        self._transport: Transport = transport
 
     def writer(self, place: Place, settings: Settings) -> dos.ObjectStoreWriter:
         """See `DcpPeer`."""
         return dos.ObjectStoreWriter(
             place.url,
             storage_options=place.storage_options,
-            config=_config(settings),
+            config=_config(settings, self._transport),
             progress=False,
         )
 
@@ -52,7 +57,7 @@ class Ours:
         return dos.ObjectStoreReader(
             place.url,
             storage_options=place.storage_options,
-            config=_config(settings),
+            config=_config(settings, self._transport),
             progress=False,
             read_once=self._read_once,
         )
