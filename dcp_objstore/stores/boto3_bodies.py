@@ -13,7 +13,7 @@ _SMALL_BYTES = 64 * 1024
 # have to wait for the interpreter's lock.
 _SEND_BYTES = 4 * 1024 * 1024
 # Received at once: the client copies once more, which costs little while it is in the cache.
-_RECEIVE_BYTES = 256 * 1024
+_RECEIVE_BYTES = 1024 * 1024
 
 
 class JoinedBuffers(io.RawIOBase):

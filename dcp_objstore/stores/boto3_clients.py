@@ -6,6 +6,7 @@ locks of the parent's stay as the fork left them, unused.
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import os
 import threading
@@ -186,14 +187,27 @@ class _Patience:
     def _begins(self, context: dict[str, Any], **_: object) -> None:
         context[_STARTED] = time.monotonic()
 
-    def _answered(self, request_dict: Any, response: Any = None, **_: object) -> bool | None:
-        """For botocore, False is "no" and None is "ask the others"."""
+    def _answered(
+        self,
+        request_dict: Any,
+        operation: Any,
+        response: Any = None,
+        caught_exception: Exception | None = None,
+        **_: object,
+    ) -> None:
+        """When it is too late for a retry, raise what botocore would raise after the last one."""
+        from botocore.exceptions import ClientError
+
         self._reached = self._reached or response is not None
         seconds = self._seconds
         if not self._reached:
             seconds = min(seconds, _FIRST_RETRY_TIMEOUT_SECONDS)
-        late = time.monotonic() - request_dict["context"][_STARTED] > seconds
-        return False if late else None
+        if time.monotonic() - request_dict["context"][_STARTED] <= seconds:
+            return
+        if caught_exception is not None:
+            raise caught_exception
+        if response is not None and response[0].status_code >= http.client.MULTIPLE_CHOICES:
+            raise ClientError(response[1], operation.name)
 
 
 def _botocore_config(settings: S3Settings, *, virtual: bool, **transfer: Any) -> Any:

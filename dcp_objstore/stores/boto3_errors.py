@@ -108,13 +108,13 @@ def _no_answer(error: Exception) -> tuple[type[DcpObjstoreError], str]:
         (
             (
                 boto.CredentialRetrievalError,
-                boto.LoginError,
                 boto.NoAuthTokenError,
                 boto.NoCredentialsError,
                 boto.PartialCredentialsError,
                 boto.ProfileNotFound,
                 boto.SSOError,
                 boto.TokenRetrievalError,
+                *([boto.LoginError] if hasattr(boto, "LoginError") else []),  # since 1.41
             ),
             CredentialsError,
             "there are no credentials, or they could not be renewed",
