@@ -103,6 +103,12 @@ PEERS = {
             "dcp_objstore, on_event and trace",
         ),
         PeerInfo(
+            "dcp_objstore-boto3",
+            "benchmarks.peers.ours_boto3",
+            (("dcp-objstore", "0.1"), ("boto3", "1.40")),
+            "dcp_objstore over boto3",
+        ),
+        PeerInfo(
             "s3torchconnector",
             "benchmarks.peers.connector",
             (("s3torchconnector", "1.5"),),

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from dcp_objstore.cli.access import choose
 from dcp_objstore.cli.exits import EXPLAINED, exits
 
 # Plain help: rich would take longer to import than everything else together.
@@ -34,8 +35,16 @@ def _options(
         bool,
         typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
     ] = False,
+    transport: Annotated[
+        str | None,
+        typer.Option(
+            help="What carries the requests: native, boto3 (s3:// only) or fsspec. Before the"
+            " command: dcp-objstore --transport boto3 ls URL."
+        ),
+    ] = None,
 ) -> None:
-    pass
+    del version  # its callback has printed it
+    choose({} if transport is None else {"transport": transport})
 
 
 @app.command()

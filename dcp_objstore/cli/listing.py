@@ -14,6 +14,7 @@ from dcp_objstore.checkpoint.epoch import EpochRecord, counts, read_epoch
 from dcp_objstore.checkpoint.listing import explain_absence
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import EPOCH_KEY, MARKER_KEY, natural_order, parse_data_key
+from dcp_objstore.cli.access import chosen
 from dcp_objstore.cli.exits import fail, status_of
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -50,7 +51,7 @@ def print_checkpoints(url: str, *, as_json: bool) -> None:
         DcpObjstoreError: as the store or a damaged marker at the URL itself says.
         SystemExit: something below cannot be read.
     """
-    spec = StoreSpec(url)
+    spec = StoreSpec(url, chosen())
     store = spec.open()
     entry = _describe(store, _base_above(spec))
     entries = [entry] if entry is not None else []

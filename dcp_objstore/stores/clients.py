@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.azure_credentials import find_azure_credentials
-from dcp_objstore.stores.credentials import find_s3_credentials
+from dcp_objstore.stores.credentials import Credentials, find_s3_credentials
 from dcp_objstore.stores.direct import SIGNED_FOR_SECONDS, DirectLane
 from dcp_objstore.stores.google_credentials import find_gcs_credentials
 from dcp_objstore.stores.options import S3Settings, check_endpoint, s3_settings
@@ -162,10 +162,12 @@ def _memory_store(name: str) -> MemoryStore:
         return _memory.setdefault(name, MemoryStore())
 
 
-def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple[Make, str | None]:
-    from obstore.store import S3Store
+def s3_server(settings: S3Settings, found: Credentials) -> tuple[str | None, str]:
+    """Endpoint and region: from the options, the environment, then the profile.
 
-    found = find_s3_credentials(settings, stripped)
+    Returns:
+        The endpoint as it was given, None for AWS itself, and the region.
+    """
     environ = os.environ
     endpoint = (
         settings.endpoint_url
@@ -181,6 +183,14 @@ def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple
         or found.region
         or _DEFAULT_REGION
     )
+    return endpoint, region
+
+
+def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple[Make, str | None]:
+    from obstore.store import S3Store
+
+    found = find_s3_credentials(settings, stripped)
+    endpoint, region = s3_server(settings, found)
     config: dict[str, Any] = {
         "bucket": url.bucket,
         "region": region,
@@ -200,7 +210,7 @@ def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple
     client: dict[str, Any] = dict(_tls(settings.verify))
     base: str | None = None
     if endpoint is not None:
-        base = _endpoint(endpoint, use_ssl=settings.use_ssl)
+        base = server_url(endpoint, use_ssl=settings.use_ssl)
         client["allow_http"] = base.startswith("http://")
         scheme, _, host = base.partition("://")
         # This field wins over every other, also over those of the environment.
@@ -234,7 +244,7 @@ def _gcs(
     config: dict[str, Any] = {"bucket": url.bucket, "skip_signature": False, **found.config}
     client: dict[str, Any] = dict(_tls(options.get("verify", True)))
     if endpoint is not None:
-        config["base_url"] = _endpoint(endpoint, use_ssl=True)
+        config["base_url"] = server_url(endpoint, use_ssl=True)
         client["allow_http"] = config["base_url"].startswith("http://")
     pays = options.get("requester_pays")
     payer = options.get("project") if pays is True else pays
@@ -269,7 +279,7 @@ def _azure(
     }
     client: dict[str, Any] = dict(_tls(options.get("verify", True)))
     if found.endpoint_url is not None:
-        config["endpoint"] = _endpoint(found.endpoint_url, use_ssl=True)
+        config["endpoint"] = server_url(found.endpoint_url, use_ssl=True)
         client["allow_http"] = config["endpoint"].startswith("http://")
 
     def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> AzureStore:
@@ -283,7 +293,12 @@ def _azure(
     return make, config.get("endpoint")
 
 
-def _endpoint(text: str, *, use_ssl: bool) -> str:
+def server_url(text: str, *, use_ssl: bool) -> str:
+    """An endpoint as a URL.
+
+    Raises:
+        ConfigError: it is none, or holds credentials.
+    """
     base = text if "://" in text else f"{'https' if use_ssl else 'http'}://{text}"
     scheme, _, host = base.rstrip("/").partition("://")
     check_endpoint(host)  # those of the environment and of profiles, too

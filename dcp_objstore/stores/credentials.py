@@ -89,7 +89,12 @@ def find_s3_credentials(settings: S3Settings, stripped: tuple[str, ...] = ()) ->
         {"X-aws-ec2-metadata-token-ttl-seconds": "60"},
     ):
         return Credentials("instance metadata")
-    raise CredentialsError(
+    raise no_s3_credentials(stripped)
+
+
+def no_s3_credentials(stripped: tuple[str, ...]) -> CredentialsError:
+    """What to raise where none are found."""
+    return CredentialsError(
         "no credentials for S3: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,"
         " or pass storage_options={'key': …, 'secret': …} ({'anon': True} for a public bucket)"
         + lost(stripped)
@@ -144,13 +149,52 @@ def _static(settings: S3Settings) -> Callable[[], Any]:
 def _from_boto3(profile: str | None, source: str) -> Credentials:
     if importlib.util.find_spec("boto3") is None:
         raise CredentialsError(f"{source} is read by boto3, which is not installed: {_INSTALL_S3}")
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    found = open_boto3_session(source, profile_name=profile)
+    if not found.has_credentials:
+        raise CredentialsError(f"{source} holds no credentials")
+    return Credentials(
+        source,
+        Boto3CredentialProvider(found.session),
+        region=found.region,
+        endpoint_url=found.endpoint_url,
+    )
+
+
+@dataclass(frozen=True)
+class Boto3Session:
+    """A session of boto3 and what its profile says.
+
+    Attributes:
+        session: a `boto3.Session`.
+        has_credentials: whether boto3's chain finds any; it has then been asked.
+        region: the profile's (or the environment's) region, or None.
+        endpoint_url: the profile's endpoint for S3, or None.
+    """
+
+    session: Any
+    has_credentials: bool
+    region: str | None
+    endpoint_url: str | None
+
+
+def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
+    """A session of boto3, which reads the AWS files and finds credentials now.
+
+    Args:
+        source: what is read, in words, for messages.
+        arguments: of `boto3.Session`.
+
+    Raises:
+        CredentialsError: the profile does not exist, or the files cannot be read.
+    """
     import boto3
     from botocore.exceptions import BotoCoreError, ProfileNotFound
-    from obstore.auth.boto3 import Boto3CredentialProvider
 
     wrong = None
     try:
-        session = boto3.Session(profile_name=profile)
+        session = boto3.Session(**arguments)
         found = session.get_credentials()
         scoped = session._session.get_scoped_config()
     except ProfileNotFound as error:
@@ -159,19 +203,12 @@ def _from_boto3(profile: str | None, source: str) -> Credentials:
         wrong = f"{source}: the AWS settings cannot be read: {without_text(error)}"
     if wrong is not None:
         raise CredentialsError(wrong)
-    if found is None:
-        raise CredentialsError(f"{source} holds no credentials")
     services = scoped.get("services")
     endpoint = scoped.get("endpoint_url")
     if services:
         named = session._session.full_config.get("services", {}).get(services, {})
         endpoint = (named.get("s3") or {}).get("endpoint_url", endpoint)
-    return Credentials(
-        source,
-        Boto3CredentialProvider(session),
-        region=session.region_name,
-        endpoint_url=endpoint,
-    )
+    return Boto3Session(session, found is not None, session.region_name, endpoint)
 
 
 def _default_profile_has_credentials() -> bool:

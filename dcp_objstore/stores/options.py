@@ -34,6 +34,7 @@ _S3: dict[str, tuple[type, ...]] = {
     "client_kwargs": (Mapping,),
     "config_kwargs": (Mapping,),
     "s3_additional_kwargs": (Mapping,),
+    "transport": _TEXT,
 }
 _S3_CLIENT: dict[str, tuple[type, ...]] = {
     "endpoint_url": _TEXT,
@@ -55,6 +56,7 @@ _GS: dict[str, tuple[type, ...]] = {
     "endpoint_url": _TEXT,
     "base_url": _TEXT,
     "verify": (bool, str),
+    "transport": _TEXT,
 }
 _AZ: dict[str, tuple[type, ...]] = {
     "account_name": _TEXT,

@@ -9,21 +9,24 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.options import check_options, public_options, secret_names
-from dcp_objstore.stores.urls import StoreUrl, parse_url
+from dcp_objstore.stores.urls import Scheme, StoreUrl, parse_url
 
 if TYPE_CHECKING:
-    from dcp_objstore.stores.clients import Clients
+    from dcp_objstore.stores.boto3_clients import Boto3Clients
     from dcp_objstore.stores.protocol import ObjectStore
 
+C = TypeVar("C")
+
 _MAX_CACHED_CLIENTS = 32
-_cache: OrderedDict[object, Clients] = OrderedDict()
+_cache: OrderedDict[object, object] = OrderedDict()
 _cache_lock = threading.Lock()
 
 
@@ -47,11 +50,12 @@ class StoreSpec:
     Attributes:
         url: the root, in its normal form.
         storage_options: in fsspec spelling; see `dcp_objstore.stores.options`.
-        config: time-outs and retries.
+        config: time-outs and retries; and the transport, also where it was given as a storage
+            option.
 
     Raises:
         InvalidUrlError: see `parse_url`.
-        ConfigError: an unknown or contradictory storage option.
+        ConfigError: an unknown or contradictory storage option; a transport that does not fit.
     """
 
     url: str
@@ -62,9 +66,16 @@ class StoreSpec:
     def __post_init__(self) -> None:
         """Check everything that needs no connection."""
         parsed = parse_url(self.url)
-        options = check_options(parsed.scheme, self.storage_options)
+        options, config = _with_transport(self.storage_options, self.config)
+        if (parsed.scheme, config.transport) not in _OPEN:
+            fitting = [transport for scheme, transport in _OPEN if scheme == parsed.scheme]
+            raise ConfigError(
+                f"transport {config.transport!r} does not carry {parsed.scheme}://;"
+                f" use {' or '.join(map(repr, fitting))}"
+            )
         object.__setattr__(self, "url", str(parsed))
-        object.__setattr__(self, "storage_options", options)
+        object.__setattr__(self, "storage_options", check_options(parsed.scheme, options))
+        object.__setattr__(self, "config", config)
 
     @property
     def parsed(self) -> StoreUrl:
@@ -87,19 +98,21 @@ class StoreSpec:
             CredentialsError: there are no credentials.
             ForkedProcessError: in a child forked after a store was used.
         """
+        return _OPEN[self.parsed.scheme, self.config.transport](self)
+
+    def boto3_clients(self) -> Boto3Clients:
+        """Clients of boto3 for an s3:// URL, whatever the transport; shared like those of `open`.
+
+        Raises:
+            ConfigError, CredentialsError: see `Boto3Clients`.
+        """
+        from dcp_objstore.stores.boto3_clients import Boto3Clients
+
+        return self._shared(Boto3Clients)
+
+    def _shared(self, make: Callable[..., C]) -> C:
+        """The clients that `make` made for this bucket, options, settings and environment."""
         url = self.parsed
-        if url.scheme == "file":
-            from dcp_objstore.stores.local import LocalStore
-
-            return LocalStore(url)
-        from dcp_objstore.stores.obstore_store import ObstoreStore, guard_fork
-
-        guard_fork()
-        return ObstoreStore(url, self._clients(url))
-
-    def _clients(self, url: StoreUrl) -> Clients:
-        from dcp_objstore.stores.clients import make_clients
-
         # The environment is part of the key: credentials in it may have been renewed.
         environment = tuple(
             sorted(
@@ -108,16 +121,17 @@ class StoreSpec:
                 if name.startswith(("AWS_", "GOOGLE_", "CLOUDSDK_", "AZURE_"))
             )
         )
-        key = (url.scheme, url.bucket, _frozen(self.storage_options), self.config, environment)
+        options = self.storage_options or {}
+        key = (make, url.scheme, url.bucket, _frozen(options), self.config, environment)
         with _cache_lock:
             found = _cache.get(key)
             if found is None:
-                found = make_clients(url, self.storage_options or {}, self.config, self.stripped)
+                found = make(url, options, self.config, self.stripped)
                 _cache[key] = found
                 while len(_cache) > _MAX_CACHED_CLIENTS:
                     _cache.popitem(last=False)
             _cache.move_to_end(key)
-        return found
+        return cast("C", found)
 
     def __repr__(self) -> str:
         shown = public_options(self.storage_options or {}, mask=True)
@@ -152,6 +166,57 @@ def _reduce_for_child(spec: StoreSpec) -> tuple[Any, ...]:
 
 # `multiprocessing` pickles with this class: for spawned children and over its pipes and queues.
 ForkingPickler.register(StoreSpec, _reduce_for_child)
+
+
+def _open_local(spec: StoreSpec) -> ObjectStore:
+    from dcp_objstore.stores.local import LocalStore
+
+    return LocalStore(spec.parsed)
+
+
+def _open_obstore(spec: StoreSpec) -> ObjectStore:
+    from dcp_objstore.stores.clients import make_clients
+    from dcp_objstore.stores.obstore_store import ObstoreStore, guard_fork
+
+    guard_fork()
+    return ObstoreStore(spec.parsed, spec._shared(make_clients))
+
+
+def _open_boto3(spec: StoreSpec) -> ObjectStore:
+    from dcp_objstore.stores.boto3_store import Boto3Store
+
+    return Boto3Store(spec.parsed, spec.boto3_clients())
+
+
+# What carries the requests to which store.
+_OPEN: dict[tuple[Scheme, str], Callable[[StoreSpec], ObjectStore]] = {
+    ("file", "native"): _open_local,
+    ("gs", "native"): _open_obstore,
+    ("memory", "native"): _open_obstore,
+    ("s3", "native"): _open_obstore,
+    ("s3", "boto3"): _open_boto3,
+}
+
+
+def _with_transport(
+    options: Mapping[str, object] | None, config: TransferConfig
+) -> tuple[Mapping[str, object] | None, TransferConfig]:
+    """The options without a `transport`, and the settings with it.
+
+    Raises:
+        ConfigError: there is no such transport, or the two contradict each other.
+    """
+    chosen = None if options is None else options.get("transport")
+    if options is None or chosen is None:
+        return options, config
+    # What is not "native" was said, not left as it was.
+    if config.transport not in ("native", chosen):
+        raise ConfigError(
+            f"storage_options say transport={chosen!r}, TransferConfig says {config.transport!r};"
+            " say it once"
+        )
+    rest = {name: value for name, value in options.items() if name != "transport"}
+    return rest, replace(config, transport=chosen)  # type: ignore[arg-type]  # it checks that
 
 
 def open_store(

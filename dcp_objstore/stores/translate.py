@@ -276,13 +276,20 @@ def _answer(error: Exception) -> DcpObjstoreError:
     status, code = http_code(error)
     text, dump = _parts(error)
     summary = _ANSWER.sub(r"\1: \2", text).strip()
-    if status == _FULL_STATUS or code in _FULL_CODES:
-        advice: str | None = _FULL
-    elif any(words in text for words in _WANTS_TLS):
-        kind, advice = ConfigError, _USE_HTTPS
-    else:
-        advice = _not_the_range(status, dump) or _ADVICE.get(kind)
+    wants_tls = any(words in text for words in _WANTS_TLS)
+    if wants_tls and status != _FULL_STATUS and code not in _FULL_CODES:
+        return ConfigError(f"{_USE_HTTPS}: {summary}")
+    advice = _not_the_range(status, dump) or advice_on(kind, status, code)
     return kind(f"{advice}: {summary}" if advice else f"{type(error).__name__}: {summary}")
+
+
+def advice_on(
+    kind: type[DcpObjstoreError], status: int | None = None, code: str | None = None
+) -> str | None:
+    """What an error of ours means to the user, for the beginning of its text; None: no idea."""
+    if status == _FULL_STATUS or code in _FULL_CODES:
+        return _FULL
+    return _ADVICE.get(kind)
 
 
 def _not_the_range(status: int | None, dump: str) -> str | None:
