@@ -30,6 +30,10 @@ _NAME_WIDTH = max(len("unfinished uploads"), len("conditional put")) + 2
 _STATUS_WIDTH = len("not made") + 2
 _LEAST_TEXT_WIDTH = 30
 _FAILED_STATUS = 1
+_ABOUT_RIGHTS = (
+    "Rights come from the policy of the user or role, and the bucket's own must not deny them;"
+    " servers other than AWS may call them differently."
+)
 
 
 def diagnose(url: str, *, quick: bool, as_json: bool) -> None:
@@ -46,7 +50,7 @@ def diagnose(url: str, *, quick: bool, as_json: bool) -> None:
         for finding in stream:
             findings.append(finding)
             if not as_json:
-                _print(finding)
+                _print(finding, findings)
     failures = [finding for finding in findings if finding.status == "failed"]
     if as_json:
         _print_json(shown, findings)
@@ -56,7 +60,10 @@ def diagnose(url: str, *, quick: bool, as_json: bool) -> None:
         sys.exit(_FAILED_STATUS)
 
 
-def _print(finding: Finding) -> None:
+def _print(finding: Finding, so_far: list[Finding]) -> None:
+    before = so_far[-2] if len(so_far) > 1 else None
+    if before is not None and _told(finding) == _told(before) and finding.status == "not made":
+        return  # the summary counts those that could not be made for one reason
     word, colour = _SHOWN[finding.status]
     indent = " " * (_NAME_WIDTH + _STATUS_WIDTH)
     columns = shutil.get_terminal_size().columns
@@ -80,6 +87,10 @@ def _print(finding: Finding) -> None:
     sys.stdout.flush()
 
 
+def _told(finding: Finding) -> tuple[str, str]:
+    return finding.text, finding.advice
+
+
 def _summary(findings: list[Finding]) -> str:
     failures = [finding.check for finding in findings if finding.status == "failed"]
     warnings = [finding.check for finding in findings if finding.status == "warning"]
@@ -91,9 +102,10 @@ def _summary(findings: list[Finding]) -> str:
     ]
     if not failures:
         parts.insert(0, "fit to hold checkpoints")
-    return "\n".join(
-        line for part in parts for line in textwrap.wrap(part, shutil.get_terminal_size().columns)
-    )
+    if any(finding.details.get("error") == "PermissionDeniedError" for finding in findings):
+        parts.append(_ABOUT_RIGHTS)
+    width = shutil.get_terminal_size().columns
+    return "\n".join(line for part in parts for line in textwrap.wrap(part, width))
 
 
 def _print_json(url: str, findings: list[Finding]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
+from dcp_objstore.config import MIB
 from dcp_objstore.errors import (
     BucketNotFoundError,
     CredentialsError,
@@ -13,6 +14,7 @@ from dcp_objstore.errors import (
     PermissionDeniedError,
     StoreUnavailableError,
 )
+from dcp_objstore.stores.translate import advice_of, answer_of
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl
@@ -81,8 +83,21 @@ _OF_BUCKET: Final = ("list", "lifecycle", "versioning", "unfinished uploads")
 
 def failed(check: str, error: DcpObjstoreError, url: StoreUrl) -> Finding:
     """A check that ended with an error."""
-    details = {"error": type(error).__name__}
-    return Finding(check, "failed", error.message, advice_for(check, error, url), details)
+    details = {"error": type(error).__name__, "message": error.message}
+    return Finding(check, "failed", summary(error), advice_for(check, error, url), details)
+
+
+def summary(error: DcpObjstoreError) -> str:
+    """An error's text, shorter where the store has answered: its answer says it all."""
+    answer, said = answer_of(error), advice_of(type(error))
+    return f"{said}: {answer}" if answer and said else error.message
+
+
+def size_text(count_bytes: int) -> str:
+    """Bytes in MiB, or GiB."""
+    if count_bytes >= 1024 * MIB:
+        return f"{count_bytes / (1024 * MIB):.1f} GiB"
+    return f"{count_bytes / MIB:.1f} MiB"
 
 
 def advice_for(check: str, error: DcpObjstoreError, url: StoreUrl) -> str:
@@ -91,8 +106,7 @@ def advice_for(check: str, error: DcpObjstoreError, url: StoreUrl) -> str:
         return _allow(check, url)
     if isinstance(error, CredentialsError):
         return (
-            "check the key and the secret, that they are those of this endpoint, and that they"
-            " have not expired; `credentials` above says where they come from"
+            "check that key and secret belong together and to this endpoint, and have not expired"
         )
     if isinstance(error, BucketNotFoundError):
         return f"make the bucket {url.bucket!r}, or check its name and the endpoint"
@@ -110,8 +124,5 @@ def _allow(check: str, url: StoreUrl) -> str:
     if url.scheme == "s3":
         below = f"{url.bucket}/{url.prefix}".rstrip("/")
         where = f"arn:aws:s3:::{url.bucket if check in _OF_BUCKET else below + '/*'}"
-        return (
-            f"allow {right} on {where} (in the policy of the user or role, and in that of the"
-            " bucket; other servers than AWS may call it differently)"
-        )
+        return f"allow {right} on {where}"
     return f"allow {right} on the bucket {url.bucket!r} to this account"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import probe
-from dcp_objstore.checkpoint.checkup.findings import Finding, failed
+from dcp_objstore.checkpoint.checkup.findings import Finding, failed, size_text, summary
 from dcp_objstore.checkpoint.checkup.speed import Stop
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import (
@@ -74,7 +74,7 @@ class ObjectChecks:
             yield Finding(
                 "put",
                 "failed",
-                f"only with a signed body: {error.message}",
+                f"only with a signed body: {summary(error)}",
                 "pass storage_options={'sign_payload': True}",
             )
             return
@@ -82,7 +82,7 @@ class ObjectChecks:
         unsigned = self._url.scheme == "s3" and not (self._spec.storage_options or {}).get(
             "sign_payload"
         )
-        how = ", its body unsigned (that is quicker)" if unsigned else ""
+        how = " (its body unsigned, which is quicker)" if unsigned else ""
         yield Finding("put", "ok", f"an object was written{how}")
 
     def _signed_put_works(self) -> bool:
@@ -157,10 +157,10 @@ class ObjectChecks:
             size = len(first) + len(last)
             same = bytes(self._store.get_range("multipart", 0, size)) == first + last
         except DcpObjstoreError as error:
-            yield Finding("checksums", "not made", f"it could not be read back: {error.message}")
+            yield Finding("checksums", "not made", f"it could not be read back: {summary(error)}")
             return
         if same:
-            yield Finding("checksums", "ok", f"{size} bytes came back as they were written")
+            yield Finding("checksums", "ok", f"{size_text(size)} came back as written")
         else:
             yield Finding("checksums", "failed", _UNEQUAL, _REPORT_IT)
 
@@ -242,6 +242,9 @@ class ObjectChecks:
             self._store.head("put")
         except ObjectNotFoundError:
             yield Finding("delete", "ok", "an object was deleted, and is gone at once")
+            return
+        except PermissionDeniedError:
+            yield Finding("delete", "ok", "an object was deleted; it may not be looked for")
             return
         yield Finding("delete", "failed", "an object that was deleted is still there")
 

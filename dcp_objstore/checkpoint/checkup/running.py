@@ -146,7 +146,7 @@ def _throughput(
     ]
     best = speed.recommend(rates)
     settings = ", ".join(f"{field}={_mib(value, field)}" for field, value in best.items())
-    slow = f"; {left_out} larger settings are too slow to try here" if left_out else ""
+    slow = "; larger settings would take too long here" if left_out else ""
     details = {
         "settings": [
             {
@@ -160,11 +160,12 @@ def _throughput(
         ],
         "recommended": best,
     }
-    return Finding(name, "ok", "; ".join(shown) + slow, f"TransferConfig({settings})", details)
+    advice = f"TransferConfig({settings})" if scratch.store.capabilities.multipart else ""
+    return Finding(name, "ok", "; ".join(shown) + slow, advice, details)
 
 
 def _mib(value: int, field: str) -> str:
-    return f"{value // MIB} * 2**20" if field.endswith("_bytes") else str(value)
+    return f"{value // MIB}<<20" if field.endswith("_bytes") else str(value)
 
 
 def _clean_up(scratch: Scratch) -> Finding:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from dcp_objstore.checkpoint.checkup.findings import Finding, failed
+from dcp_objstore.checkpoint.checkup.findings import Finding, failed, size_text, summary
 from dcp_objstore.errors import (
     BucketNotFoundError,
     ConfigError,
@@ -63,6 +63,7 @@ class Surroundings:
         self._spec = spec
         self._url = spec.parsed
         self.blocked: str | None = None
+        self._unreachable = False
         self._region: str | None = None
 
     def access(self) -> Iterator[Finding]:
@@ -103,7 +104,7 @@ class Surroundings:
         elif isinstance(error, CredentialsError):
             self.blocked = "the store does not accept the credentials"
             advice = failed("credentials", error, self._url).advice
-            text = f"{who}: {error.message}"
+            text = f"{who}: {summary(error)}"
             yield Finding("credentials", "failed", text, advice, details)
             yield Finding("endpoint", "ok", where, details=endpoint)
             yield Finding("bucket", "not made", self.blocked)
@@ -113,6 +114,7 @@ class Surroundings:
             yield Finding("endpoint", "ok", where, details=endpoint)
             yield failed("bucket", error, self._url)
         else:
+            self._unreachable = True
             self.blocked = "the endpoint does not answer as a store does"
             if isinstance(error, StoreUnavailableError):
                 self.blocked = "the endpoint does not answer"
@@ -147,8 +149,8 @@ class Surroundings:
         )
 
     def _clock(self) -> Finding:
-        if self.blocked is not None and "credentials" not in self.blocked:
-            return Finding("clock", "not made", self.blocked)
+        if self._unreachable:
+            return Finding("clock", "not made", str(self.blocked))
         try:
             answer = ask_server(self._spec)
         except DcpObjstoreError as error:
@@ -221,22 +223,23 @@ class Surroundings:
     def _uploads(self) -> Finding:
         found = open_uploads(self._spec).list()
         old = [one for one in found if datetime.now(UTC) - one.initiated > _OLD]
-        details: dict[str, object] = {
+        all_bytes, old_bytes = (sum(one.size_bytes for one in some) for some in (found, old))
+        details = {
             "uploads": len(found),
-            "bytes": sum(one.size_bytes for one in found),
+            "bytes": all_bytes,
             "old_uploads": len(old),
-            "old_bytes": sum(one.size_bytes for one in old),
+            "old_bytes": old_bytes,
         }
         name = "unfinished uploads"
         if old:
             return Finding(
                 name,
                 "warning",
-                f"{len(old)} older than a day ({details['old_bytes']} bytes), billed and unseen",
+                f"{len(old)} older than a day ({size_text(old_bytes)}), unseen and billed",
                 f"`dcp-objstore gc {self._url} --yes` removes those of saves",
                 details,
             )
-        young = f"{len(found)}, of today ({details['bytes']} bytes): saves under way, perhaps"
+        young = f"{len(found)} of the last day ({size_text(all_bytes)}): saves under way, perhaps"
         return Finding(name, "ok", young if found else "none below the URL", details=details)
 
 
