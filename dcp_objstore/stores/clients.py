@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.credentials import (
-    Credentials,
-    find_gcs_credentials,
-    find_s3_credentials,
-)
+from dcp_objstore.stores.credentials import find_gcs_credentials, find_s3_credentials
 from dcp_objstore.stores.direct import SIGNED_FOR_SECONDS, DirectLane
 from dcp_objstore.stores.options import S3Settings, check_endpoint, s3_settings
 
@@ -161,12 +157,10 @@ def _memory_store(name: str) -> MemoryStore:
         return _memory.setdefault(name, MemoryStore())
 
 
-def s3_server(settings: S3Settings, found: Credentials) -> tuple[str | None, str]:
-    """Endpoint and region: from the options, the environment, then the profile.
+def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple[Make, str | None]:
+    from obstore.store import S3Store
 
-    Returns:
-        The endpoint as it was given, None for AWS itself, and the region.
-    """
+    found = find_s3_credentials(settings, stripped)
     environ = os.environ
     endpoint = (
         settings.endpoint_url
@@ -182,14 +176,6 @@ def s3_server(settings: S3Settings, found: Credentials) -> tuple[str | None, str
         or found.region
         or _DEFAULT_REGION
     )
-    return endpoint, region
-
-
-def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple[Make, str | None]:
-    from obstore.store import S3Store
-
-    found = find_s3_credentials(settings, stripped)
-    endpoint, region = s3_server(settings, found)
     config: dict[str, Any] = {
         "bucket": url.bucket,
         "region": region,

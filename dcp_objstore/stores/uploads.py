@@ -83,7 +83,7 @@ class S3Uploads:
         Raises:
             As every verb of `ObjectStore`; UnsupportedError if the server has no such call.
         """
-        with boto_errors(self._url):
+        with _errors(self._url):
             pages = self._client.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self._bucket, Prefix=self._root, **self._extra
             )
@@ -110,7 +110,7 @@ class S3Uploads:
 
     def abort(self, upload: Upload) -> None:
         """See `Uploads`."""
-        with boto_errors(self._url):
+        with _errors(self._url):
             try:
                 self._client.abort_multipart_upload(
                     Bucket=self._bucket,
@@ -128,7 +128,7 @@ class S3Uploads:
         Raises:
             As `list`.
         """
-        with boto_errors(self._url):
+        with _errors(self._url):
             try:
                 answer = self._client.get_bucket_lifecycle_configuration(Bucket=self._bucket)
             except self._client.exceptions.ClientError as error:
@@ -136,12 +136,6 @@ class S3Uploads:
                     raise
                 return ()
             return tuple(answer.get("Rules", ()))
-
-    def versioning(self) -> str:
-        """See the function of this name."""
-        with boto_errors(self._url):
-            answer = self._client.get_bucket_versioning(Bucket=self._bucket)
-        return str(answer.get("Status") or "off").lower()
 
     @property
     def prefix(self) -> str:
@@ -173,32 +167,14 @@ def open_uploads(spec: StoreSpec) -> S3Uploads:
             "boto3 is not installed, which lists unfinished uploads: pip install 'dcp-objstore[s3]'"
         )
     settings = s3_settings(spec.storage_options or {})
-    with boto_errors(spec.url):
+    with _errors(spec.url):
         client = _client(spec, settings)
     extra = {"RequestPayer": "requester"} if settings.requester_pays else {}
     return S3Uploads(client, url.bucket, f"{url.prefix}/" if url.prefix else "", extra)
 
 
-def incomplete_upload_rule(spec: StoreSpec) -> int | None:
-    """After how many days the bucket itself removes unfinished uploads below a URL; None: never.
-
-    Raises:
-        As `open_uploads` and `S3Uploads.lifecycle_rules`.
-    """
-    uploads = open_uploads(spec)
-    return covering_days(uploads.lifecycle_rules(), uploads.prefix)
-
-
-def versioning(spec: StoreSpec) -> str:
-    """Whether the bucket keeps what is overwritten or deleted: `enabled`, `suspended` or `off`.
-
-    Raises:
-        As `open_uploads` and `S3Uploads.lifecycle_rules`.
-    """
-    return open_uploads(spec).versioning()
-
-
 def _client(spec: StoreSpec, settings: S3Settings) -> Any:
+    import boto3
     import botocore
     from botocore.config import Config
 
@@ -209,7 +185,13 @@ def _client(spec: StoreSpec, settings: S3Settings) -> Any:
         and endpoint is None
         and "." not in spec.parsed.bucket
     )
-    session = open_session(settings)
+    session = boto3.Session(
+        aws_access_key_id=settings.key,
+        aws_secret_access_key=settings.secret,
+        aws_session_token=settings.token,
+        profile_name=settings.profile,
+        region_name=settings.region,
+    )
     config = Config(
         s3={"addressing_style": "virtual" if virtual else "path"},
         connect_timeout=spec.config.connect_timeout_seconds,
@@ -223,19 +205,6 @@ def _client(spec: StoreSpec, settings: S3Settings) -> Any:
         region_name=session.region_name or "us-east-1",
         verify=settings.verify,
         config=config,
-    )
-
-
-def open_session(settings: S3Settings) -> Any:
-    """A boto3 session with the credentials that obstore gets."""
-    import boto3
-
-    return boto3.Session(
-        aws_access_key_id=settings.key,
-        aws_secret_access_key=settings.secret,
-        aws_session_token=settings.token,
-        profile_name=settings.profile,
-        region_name=settings.region,
     )
 
 
@@ -287,7 +256,7 @@ def lifecycle_configuration(
 
 
 @contextmanager
-def boto_errors(url: str) -> Iterator[None]:
+def _errors(url: str) -> Iterator[None]:
     """Errors of boto3 as ours, by type and code."""
     from botocore import exceptions as boto
 
