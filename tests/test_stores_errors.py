@@ -26,7 +26,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
-from dcp_objstore.stores import IfAbsent, ObjectStore, open_store
+from dcp_objstore.stores import IfAbsent, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.translate import translate_obstore
 from tests.support.servers import MotoServer
 
@@ -171,10 +171,13 @@ class Scripted:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
-    def store(self, config: TransferConfig = ONCE, **options: object) -> ObjectStore:
+    def spec(self, config: TransferConfig = ONCE, **options: object) -> StoreSpec:
         endpoint = f"http://127.0.0.1:{self.server.server_port}"
         base: dict[str, object] = {"key": "a", "secret": "b", "endpoint_url": endpoint}
-        return open_store("s3://bucket/run", {**base, **options}, config)
+        return StoreSpec("s3://bucket/run", {**base, **options}, config)
+
+    def store(self, config: TransferConfig = ONCE, **options: object) -> ObjectStore:
+        return self.spec(config, **options).open()
 
 
 @pytest.fixture

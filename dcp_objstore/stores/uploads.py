@@ -1,7 +1,8 @@
 """Multipart uploads that were neither completed nor aborted: they are unseen, and billed.
 
-obstore has no call for them, so for S3 this goes through boto3 (extra `s3`), with the endpoint and
-the credentials that obstore gets. A lifecycle rule of the bucket removes them without any sweep.
+Beside them, what the bucket does by itself: its lifecycle rule for such uploads, and versioning,
+which keeps what is deleted. obstore has no call for any of these, so for S3 this goes through
+boto3 (extra `s3`), with the endpoint and the credentials that obstore gets.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
 from dcp_objstore.errors import (
     ConfigError,
@@ -137,6 +138,21 @@ class S3Uploads:
                 return ()
             return tuple(answer.get("Rules", ()))
 
+    def versioning(self) -> Literal["Enabled", "Suspended"] | None:
+        """Whether the bucket keeps what is overwritten and deleted; None if it never did.
+
+        Raises:
+            As `list`.
+        """
+        with _errors(self._url):
+            answer = self._client.get_bucket_versioning(Bucket=self._bucket)
+        status = answer.get("Status") or None
+        if status not in ("Enabled", "Suspended", None):
+            raise UnsupportedError(
+                f"the server calls the bucket's versioning {status!r}", url=self._url
+            )
+        return cast('Literal["Enabled", "Suspended"] | None', status)
+
     @property
     def prefix(self) -> str:
         """What all keys start with, with a slash at its end; empty for a whole bucket."""
@@ -206,6 +222,31 @@ def _client(spec: StoreSpec, settings: S3Settings) -> Any:
         verify=settings.verify,
         config=config,
     )
+
+
+def incomplete_upload_rule(spec: StoreSpec) -> int | None:
+    """After how many days the bucket removes unfinished uploads below a URL; None: never.
+
+    One request (`s3:GetLifecycleConfiguration`).
+
+    Raises:
+        UnsupportedError: not S3, boto3 is not installed, or the server has no such call.
+        PermissionDeniedError: common, as it takes a right that a training job does not need.
+        Otherwise as every verb of `ObjectStore`.
+    """
+    uploads = open_uploads(spec)
+    return covering_days(uploads.lifecycle_rules(), uploads.prefix)
+
+
+def versioning(spec: StoreSpec) -> Literal["Enabled", "Suspended"] | None:
+    """Whether the bucket keeps what is overwritten and deleted, which is then billed for ever.
+
+    One request (`s3:GetBucketVersioning`). None: it never had versions.
+
+    Raises:
+        As `incomplete_upload_rule`.
+    """
+    return open_uploads(spec).versioning()
 
 
 def covering_days(rules: Sequence[Mapping[str, Any]], prefix: str) -> int | None:
