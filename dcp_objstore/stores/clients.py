@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.credentials import find_gcs_credentials, find_s3_credentials
+from dcp_objstore.stores.credentials import (
+    Credentials,
+    find_gcs_credentials,
+    find_s3_credentials,
+)
 from dcp_objstore.stores.direct import SIGNED_FOR_SECONDS, DirectLane
 from dcp_objstore.stores.options import S3Settings, check_endpoint, s3_settings
 
@@ -157,10 +161,12 @@ def _memory_store(name: str) -> MemoryStore:
         return _memory.setdefault(name, MemoryStore())
 
 
-def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple[Make, str | None]:
-    from obstore.store import S3Store
+def s3_server(settings: S3Settings, found: Credentials) -> tuple[str | None, str]:
+    """Endpoint and region: from the options, the environment, then the profile.
 
-    found = find_s3_credentials(settings, stripped)
+    Returns:
+        The endpoint as it was given, None for AWS itself, and the region.
+    """
     environ = os.environ
     endpoint = (
         settings.endpoint_url
@@ -176,6 +182,14 @@ def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple
         or found.region
         or _DEFAULT_REGION
     )
+    return endpoint, region
+
+
+def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple[Make, str | None]:
+    from obstore.store import S3Store
+
+    found = find_s3_credentials(settings, stripped)
+    endpoint, region = s3_server(settings, found)
     config: dict[str, Any] = {
         "bucket": url.bucket,
         "region": region,
@@ -195,7 +209,7 @@ def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple
     client: dict[str, Any] = dict(_tls(settings.verify))
     base: str | None = None
     if endpoint is not None:
-        base = _endpoint(endpoint, use_ssl=settings.use_ssl)
+        base = server_url(endpoint, use_ssl=settings.use_ssl)
         client["allow_http"] = base.startswith("http://")
         scheme, _, host = base.partition("://")
         # This field wins over every other, also over those of the environment.
@@ -229,7 +243,7 @@ def _gcs(
     config: dict[str, Any] = {"bucket": url.bucket, **found.config}
     client: dict[str, Any] = dict(_tls(options.get("verify", True)))
     if endpoint is not None:
-        config["base_url"] = _endpoint(endpoint, use_ssl=True)
+        config["base_url"] = server_url(endpoint, use_ssl=True)
         client["allow_http"] = config["base_url"].startswith("http://")
 
     def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> GCSStore:
@@ -243,7 +257,12 @@ def _gcs(
     return make, config.get("base_url")
 
 
-def _endpoint(text: str, *, use_ssl: bool) -> str:
+def server_url(text: str, *, use_ssl: bool) -> str:
+    """An endpoint as a URL.
+
+    Raises:
+        ConfigError: it is none, or holds credentials.
+    """
     base = text if "://" in text else f"{'https' if use_ssl else 'http'}://{text}"
     scheme, _, host = base.rstrip("/").partition("://")
     check_endpoint(host)  # those of the environment and of profiles, too

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores.clients import s3_server
 from dcp_objstore.stores.credentials import find_gcs_credentials, find_s3_credentials
-from dcp_objstore.stores.options import s3_settings
-from dcp_objstore.stores.uploads import boto_errors, open_session
+from dcp_objstore.stores.options import S3Settings, s3_settings
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.spec import StoreSpec
@@ -66,25 +65,25 @@ def _s3(spec: StoreSpec) -> Identity:
     endpoint, region = s3_server(settings, found)
     if settings.anon:
         return Identity(found.source, region=region)
-    key = _access_key(found.provider)
+    key = _access_key(found.provider, found.source)
     account = unknown = None
     if not _is_aws(endpoint):
         unknown = "only AWS has a service that tells"
     elif importlib.util.find_spec("boto3") is None:
         unknown = "boto3 is not installed, which asks AWS: pip install 'dcp-objstore[s3]'"
     else:
-        try:
-            account = _caller(settings, region, spec.url)
-        except DcpObjstoreError as error:
-            unknown = error.message
+        account, unknown = _caller(settings, region)
     return Identity(found.source, key, account, unknown, region)
 
 
-def _access_key(provider: Any) -> str | None:
+def _access_key(provider: Any, source: str) -> str | None:
     if provider is None:
         return shortened(os.environ.get("AWS_ACCESS_KEY_ID"))
-    with boto_errors(""):
+    try:
         return shortened(provider().get("access_key_id"))
+    except Exception as error:
+        # It asks SSO, a process or another service: whatever is wrong there, it has no key for us.
+        raise CredentialsError(f"{source}: {error}") from error
 
 
 def shortened(access_key: str | None) -> str | None:
@@ -99,21 +98,32 @@ def shortened(access_key: str | None) -> str | None:
 def _is_aws(endpoint: str | None) -> bool:
     if endpoint is None or os.environ.get("AWS_ENDPOINT_URL_STS"):
         return True
-    host = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}").hostname or ""
+    host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").hostname or ""
     return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
 
-def _caller(settings: Any, region: str, url: str) -> str:
+def _caller(settings: S3Settings, region: str) -> tuple[str | None, str | None]:
+    """The ARN that STS tells, and why it does not."""
+    import boto3
     from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError
 
     quick = Config(
         connect_timeout=_STS_TIMEOUT_SECONDS,
         read_timeout=_STS_TIMEOUT_SECONDS,
         retries={"total_max_attempts": 1},
     )
-    with boto_errors(url):
-        client = open_session(settings).client("sts", region_name=region, config=quick)
-        return str(client.get_caller_identity()["Arn"])
+    try:
+        session = boto3.Session(
+            aws_access_key_id=settings.key,
+            aws_secret_access_key=settings.secret,
+            aws_session_token=settings.token,
+            profile_name=settings.profile,
+            region_name=region,
+        )
+        return str(session.client("sts", config=quick).get_caller_identity()["Arn"]), None
+    except (BotoCoreError, ClientError) as error:
+        return None, f"AWS does not tell who it is: {error}"
 
 
 def _gcs(spec: StoreSpec) -> Identity:

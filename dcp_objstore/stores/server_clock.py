@@ -86,7 +86,8 @@ def _bucket_url(spec: StoreSpec) -> tuple[str | None, bool | str]:
         settings = s3_settings(options)
         verify = settings.verify
         if endpoint is None:
-            _, region = s3_server(settings, find_s3_credentials(settings, spec.stripped))
+            found = find_s3_credentials(settings, spec.stripped)
+            _, region = s3_server(settings, found)
             endpoint = f"https://s3.{region}.amazonaws.com"
     elif url.scheme == "gs":
         endpoint = endpoint or "https://storage.googleapis.com"

@@ -110,7 +110,9 @@ def advice_for(check: str, error: DcpObjstoreError, url: StoreUrl) -> str:
         )
     if isinstance(error, BucketNotFoundError):
         return f"make the bucket {url.bucket!r}, or check its name and the endpoint"
-    if isinstance(error, StoreUnavailableError) and check != "endpoint":
+    if check == "endpoint":
+        return "set AWS_ENDPOINT_URL, AWS_REGION or storage_options so that they name the server"
+    if isinstance(error, StoreUnavailableError):
         return "try again; if it stays so, look at the server's log and at what is in between"
     return ""
 

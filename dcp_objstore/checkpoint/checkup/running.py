@@ -115,7 +115,7 @@ def _checks(spec: StoreSpec, throughput: Limits | None, stop: Stop) -> Iterator[
         objects = ObjectChecks(spec, scratch, stop)
         yield from objects.all()
         stop.check()
-        yield from around.rules()
+        yield from around.rules(scratch.around)
         yield _throughput(spec, scratch, throughput, stop, possible=objects.written)
     except BaseException:
         left = scratch.remove()

@@ -55,6 +55,8 @@ class Scratch:
         self._made = _absent_folders(self._folder) if self._folder is not None else ()
         self.store: ObjectStore = self.spec.open()
         self.keys: set[str] = set()
+        self._outer = spec
+        self._uploads: S3Uploads | None = None
 
     @property
     def name(self) -> str:
@@ -73,10 +75,20 @@ class Scratch:
             raise
         self.keys.add(name)
 
+    def around(self) -> S3Uploads:
+        """The unfinished uploads below the URL.
+
+        Raises:
+            As `open_uploads`.
+        """
+        if self._uploads is None:
+            self._uploads = open_uploads(self._outer)
+        return self._uploads
+
     def uploads(self) -> S3Uploads | None:
-        """The unfinished uploads there, or None where they cannot be looked at."""
+        """The unfinished uploads of this place, or None where they cannot be looked at."""
         try:
-            return open_uploads(self.spec)
+            return self.around().below(self.spec.url.rpartition("/")[2])
         except UnsupportedError:
             return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -23,9 +23,8 @@ from dcp_objstore.stores.identity import Identity, identify
 from dcp_objstore.stores.server_clock import ask_server
 from dcp_objstore.stores.uploads import (
     LIFECYCLE_DAYS,
-    incomplete_upload_rule,
-    open_uploads,
-    versioning,
+    S3Uploads,
+    covering_days,
 )
 
 if TYPE_CHECKING:
@@ -118,11 +117,15 @@ class Surroundings:
             self.blocked = "the endpoint does not answer as a store does"
             if isinstance(error, StoreUnavailableError):
                 self.blocked = "the endpoint does not answer"
+            elsewhere = self._right_region() if isinstance(error, ConfigError) else None
+            if elsewhere is not None:
+                self.blocked = "the bucket is in another region"
             yield Finding("credentials", "not made", f"{who}; {self.blocked}", details=details)
-            yield failed("endpoint", error, self._url)
-            if isinstance(error, ConfigError):
-                yield self._right_region()
+            if elsewhere is not None:
+                yield Finding("endpoint", "ok", where, details=endpoint)
+                yield elsewhere
             else:
+                yield failed("endpoint", error, self._url)
                 yield Finding("bucket", "not made", self.blocked)
 
     def _where(self) -> tuple[str, dict[str, object]]:
@@ -131,15 +134,15 @@ class Surroundings:
         region = f", region {self._region}" if self._region else ""
         return f"{shown}{region}", {"endpoint_url": endpoint, "region": self._region}
 
-    def _right_region(self) -> Finding:
-        """After a request that was sent to a wrong region, as AWS tells where the bucket is."""
+    def _right_region(self) -> Finding | None:
+        """After a request that was sent to a wrong region, if AWS tells where the bucket is."""
         try:
             answer = ask_server(self._spec)
         except DcpObjstoreError:
             answer = None  # what was wrong with the endpoint has been told
         region = answer.bucket_region if answer is not None else None
         if region is None:
-            return Finding("bucket", "not made", str(self.blocked))
+            return None
         return Finding(
             "bucket",
             "failed",
@@ -170,8 +173,12 @@ class Surroundings:
             return Finding("clock", "warning", text, advice, details)
         return Finding("clock", "ok", "this machine's agrees with the server's", details=details)
 
-    def rules(self) -> Iterator[Finding]:
-        """The bucket's lifecycle rule, its versioning, and unfinished uploads below the URL."""
+    def rules(self, opened: Callable[[], S3Uploads]) -> Iterator[Finding]:
+        """The bucket's lifecycle rule, its versioning, and unfinished uploads below the URL.
+
+        Args:
+            opened: the uploads below the URL; raises what `open_uploads` raises.
+        """
         checks = (
             ("lifecycle", self._lifecycle),
             ("versioning", self._versioning),
@@ -179,7 +186,7 @@ class Surroundings:
         )
         for name, check in checks:
             try:
-                yield check()
+                yield check(opened())
             except UnsupportedError as error:
                 missing = self._url.scheme in _LOCAL
                 yield Finding(name, "not applicable" if missing else "not made", error.message)
@@ -189,8 +196,8 @@ class Surroundings:
             except DcpObjstoreError as error:
                 yield Finding(name, "not made", error.message)
 
-    def _lifecycle(self) -> Finding:
-        days = incomplete_upload_rule(self._spec)
+    def _lifecycle(self, uploads: S3Uploads) -> Finding:
+        days = covering_days(uploads.lifecycle_rules(), uploads.prefix)
         if days is None:
             return Finding(
                 "lifecycle",
@@ -206,22 +213,21 @@ class Surroundings:
             details={"days": days},
         )
 
-    def _versioning(self) -> Finding:
-        state = versioning(self._spec)
+    def _versioning(self, uploads: S3Uploads) -> Finding:
+        state = (uploads.versioning() or "off").lower()
+        details = {"state": state}
         if state == "enabled":
             return Finding(
                 "versioning",
                 "warning",
                 "on: what is deleted or overwritten stays as an old version, and is billed",
                 "add a lifecycle rule with NoncurrentVersionExpiration",
-                {"state": state},
+                details,
             )
-        return Finding(
-            "versioning", "ok", f"{state}: what is deleted is gone", details={"state": state}
-        )
+        return Finding("versioning", "ok", f"{state}: what is deleted is gone", details=details)
 
-    def _uploads(self) -> Finding:
-        found = open_uploads(self._spec).list()
+    def _uploads(self, uploads: S3Uploads) -> Finding:
+        found = uploads.list()
         old = [one for one in found if datetime.now(UTC) - one.initiated > _OLD]
         all_bytes, old_bytes = (sum(one.size_bytes for one in some) for some in (found, old))
         details = {
