@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import (
     BucketNotFoundError,
+    CorruptDataError,
     CredentialsError,
     DcpObjstoreError,
     PermissionDeniedError,
@@ -42,6 +43,21 @@ class Finding:
     advice: str = ""
     details: Mapping[str, object] = field(default_factory=dict)
 
+
+_ADVICE: Final[Sequence[tuple[type[DcpObjstoreError], str]]] = (
+    (
+        CredentialsError,
+        "check that key and secret belong together and to this endpoint, and have not expired",
+    ),
+    (
+        CorruptDataError,
+        "use a store, and a way to it, that answers requests for ranges with those ranges",
+    ),
+    (
+        StoreUnavailableError,
+        "try again; if it stays so, look at the server's log and at what is in between",
+    ),
+)
 
 # The right that each check needs. S3: "Actions, resources, and condition keys for Amazon S3";
 # GCS: "IAM permissions for Cloud Storage"; Azure: "Permissions for calling data operations".
@@ -104,17 +120,11 @@ def advice_for(check: str, error: DcpObjstoreError, url: StoreUrl) -> str:
     """What to do about an error; empty where its own text says it."""
     if isinstance(error, PermissionDeniedError):
         return _allow(check, url)
-    if isinstance(error, CredentialsError):
-        return (
-            "check that key and secret belong together and to this endpoint, and have not expired"
-        )
     if isinstance(error, BucketNotFoundError):
         return f"make the bucket {url.bucket!r}, or check its name and the endpoint"
     if check == "endpoint":
         return "set AWS_ENDPOINT_URL, AWS_REGION or storage_options so that they name the server"
-    if isinstance(error, StoreUnavailableError):
-        return "try again; if it stays so, look at the server's log and at what is in between"
-    return ""
+    return next((text for kind, text in _ADVICE if isinstance(error, kind)), "")
 
 
 def _allow(check: str, url: StoreUrl) -> str:
