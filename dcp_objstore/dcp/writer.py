@@ -23,10 +23,9 @@ from dcp_objstore.checkpoint import commit, probe
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.marker import Counts, check_user_metadata
 from dcp_objstore.checkpoint.names import data_key, new_nonce
-from dcp_objstore.dcp.blob import check_layout
 from dcp_objstore.dcp.device import Outbound, settle_streams
 from dcp_objstore.dcp.dot_metadata import encode_metadata
-from dcp_objstore.dcp.layout import Layout, item_bytes
+from dcp_objstore.dcp.layout import Layout, check_item, item_bytes
 from dcp_objstore.dcp.metadata import StoredItem, StoredObject, build_index, stock_metadata
 from dcp_objstore.dcp.plugin import plugin_errors
 from dcp_objstore.dcp.report import SaveReport, log_save, logger, progress_bar
@@ -252,8 +251,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """
         with self._errors():
             for item in plan.items:
-                if item.tensor_data is not None:
-                    check_layout(item.tensor_data.properties.layout, item.index.fqn)
+                check_item(item)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -285,13 +283,19 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         sized.sort(key=lambda pair: (pair[0].tensor_data is not None, pair[1] > DEFAULT_GAP_BYTES))
         pending = deque(sized)
         payload_bytes = sum(size_bytes for _, size_bytes in pending)
-        part_plan = plan_parts(payload_bytes, self._target.config.part_size_bytes)
+        config = self._target.config
+        part_plan = plan_parts(
+            payload_bytes,
+            config.part_size_bytes,
+            max_object_size_bytes=config.max_object_size_bytes,
+            largest_item_bytes=max((size_bytes for _, size_bytes in pending), default=0),
+        )
         results: list[WriteResult] = []
         objects: list[StoredObject] = []
         bar = progress_bar("save", payload_bytes, shown=self._progress and save.is_coordinator)
-        with closing(bar), DaemonPool(self._target.config.hash_threads, "hash") as hashers:
-            progress = Progress(self._target.config.stall_timeout_seconds, bar.update)
-            outbound = Outbound(part_plan, self._target.config, progress.check_stopped)
+        with closing(bar), DaemonPool(config.hash_threads, "hash") as hashers:
+            progress = Progress(config.stall_timeout_seconds, bar.update)
+            outbound = Outbound(part_plan, config, progress.check_stopped)
             while pending:
                 layout = Layout(
                     pending,
@@ -303,9 +307,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                     outbound,
                 )
                 key = data_key(save.rank, len(objects), save.nonce)
-                uploaded = upload_object(
-                    store, key, layout.buffers(), part_plan, self._target.config, progress
-                )
+                uploaded = upload_object(store, key, layout.buffers(), part_plan, config, progress)
                 stored = _stored_object(key, uploaded, layout)
                 objects.append(stored)
                 results.extend(_write_results(stored, layout))
