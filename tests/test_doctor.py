@@ -306,7 +306,8 @@ def test_bytes_that_come_back_changed_are_told(bucket: Bucket) -> None:
 @pytest.mark.backends("seaweed")
 def test_an_unsigned_body_that_is_refused_is_told(bucket: Bucket) -> None:
     def unsigned(asked: Asked) -> bool:
-        return asked.unsigned and asked.method == "PUT"
+        unsigned = asked.headers.get("x-amz-content-sha256") == "UNSIGNED-PAYLOAD"
+        return unsigned and asked.method == "PUT"
 
     with TamperingProxy(bucket.storage_options) as proxy:
         proxy.refuse(unsigned)

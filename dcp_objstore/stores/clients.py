@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
@@ -220,6 +221,14 @@ def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple
         config["server_side_encryption"] = settings.sse
     if settings.sse_kms_key_id is not None:
         config["sse_kms_key_id"] = settings.sse_kms_key_id
+    if settings.sse_bucket_key is not None:
+        config["sse_bucket_key_enabled"] = settings.sse_bucket_key
+    checksum = s3_checksum(settings, base)
+    if checksum is not None:
+        config["checksum_algorithm"] = checksum
+    if is_directory_bucket(url.bucket) and base is None:
+        # Sessions (CreateSession) and the endpoint of its zone.
+        config["s3_express"] = True
 
     def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> S3Store:
         return S3Store(
@@ -230,6 +239,31 @@ def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple
         )
 
     return make, base
+
+
+def s3_checksum(settings: S3Settings, endpoint: str | None) -> str | None:
+    """The checksum to send with each body, by which the store refuses one that was damaged.
+
+    On AWS CRC64NVME, its own default ("Checking object integrity", Amazon S3 user guide). Other
+    servers may not know it, and get none unless one is asked for.
+    """
+    chosen = settings.checksum_algorithm
+    if chosen is None and is_aws(endpoint):
+        chosen = "CRC64NVME"
+    return None if chosen == "none" else chosen
+
+
+def is_aws(endpoint: str | None) -> bool:
+    """Whether an endpoint is AWS itself: None, or one of its hosts."""
+    if endpoint is None:
+        return True
+    host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").hostname or ""
+    return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
+def is_directory_bucket(name: str) -> bool:
+    """Whether a bucket is of S3 Express One Zone ("Directory bucket naming rules")."""
+    return name.endswith("--x-s3")
 
 
 def _gcs(

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from dcp_objstore.errors import CredentialsError
-from dcp_objstore.stores.clients import s3_server
+from dcp_objstore.stores.clients import is_aws, s3_server
 from dcp_objstore.stores.credentials import find_gcs_credentials, find_s3_credentials
 from dcp_objstore.stores.options import S3Settings, s3_settings
 
@@ -67,7 +66,7 @@ def _s3(spec: StoreSpec) -> Identity:
         return Identity(found.source, region=region)
     key = _access_key(found.provider, found.source)
     account = unknown = None
-    if not _is_aws(endpoint):
+    if not (is_aws(endpoint) or os.environ.get("AWS_ENDPOINT_URL_STS")):
         unknown = "only AWS has a service that tells"
     elif importlib.util.find_spec("boto3") is None:
         unknown = "boto3 is not installed, which asks AWS: pip install 'dcp-objstore[s3]'"
@@ -93,13 +92,6 @@ def shortened(access_key: str | None) -> str | None:
     if len(access_key) < 16:
         return f"{access_key[:4]}…"
     return f"{access_key[:4]}…{access_key[-4:]}"
-
-
-def _is_aws(endpoint: str | None) -> bool:
-    if endpoint is None or os.environ.get("AWS_ENDPOINT_URL_STS"):
-        return True
-    host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").hostname or ""
-    return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
 
 def _caller(settings: S3Settings, region: str) -> tuple[str | None, str | None]:

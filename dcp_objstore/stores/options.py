@@ -46,7 +46,15 @@ _S3_CLIENT: dict[str, tuple[type, ...]] = {
 }
 _S3_CONFIG: dict[str, tuple[type, ...]] = {"s3": (Mapping,)}
 _S3_ADDRESSING: dict[str, tuple[type, ...]] = {"addressing_style": _TEXT}
-_S3_EXTRA: dict[str, tuple[type, ...]] = {"ServerSideEncryption": _TEXT, "SSEKMSKeyId": _TEXT}
+_S3_EXTRA: dict[str, tuple[type, ...]] = {
+    "ServerSideEncryption": _TEXT,
+    "SSEKMSKeyId": _TEXT,
+    "BucketKeyEnabled": _FLAG,
+    "ChecksumAlgorithm": _TEXT,
+}
+_SSE = ("AES256", "aws:kms", "aws:kms:dsse")
+# "none" is ours: it turns the default off.
+_CHECKSUMS = ("CRC64NVME", "SHA256", "none")
 _GS: dict[str, tuple[type, ...]] = {
     "token": (object,),
     "project": _TEXT,
@@ -86,6 +94,8 @@ class S3Settings:
     sign_payload: bool = False
     sse: str | None = None
     sse_kms_key_id: str | None = None
+    sse_bucket_key: bool | None = None
+    checksum_algorithm: str | None = None
 
     def __repr__(self) -> str:
         return f"S3Settings(endpoint_url={self.endpoint_url!r}, region={self.region!r})"
@@ -153,7 +163,14 @@ def s3_settings(options: Mapping[str, Any]) -> S3Settings:
         sign_payload=bool(options.get("sign_payload", False)),
         sse=extra.get("ServerSideEncryption"),
         sse_kms_key_id=extra.get("SSEKMSKeyId"),
+        sse_bucket_key=extra.get("BucketKeyEnabled"),
+        checksum_algorithm=extra.get("ChecksumAlgorithm"),
     )
+    _check_s3(found)
+    return found
+
+
+def _check_s3(found: S3Settings) -> None:
     if (found.key is None) != (found.secret is None):
         missing = "secret" if found.secret is None else "key"
         raise ConfigError(f"storage_options need both 'key' and 'secret'; {missing!r} is missing")
@@ -164,7 +181,15 @@ def s3_settings(options: Mapping[str, Any]) -> S3Settings:
         raise ConfigError("choose one of 'anon', 'key' with 'secret', and 'profile'")
     if found.addressing_style not in (None, "path", "virtual", "auto"):
         raise ConfigError("'addressing_style' must be 'path', 'virtual' or 'auto'")
-    return found
+    if found.sse not in (None, *_SSE):
+        raise ConfigError(f"'ServerSideEncryption' must be one of {', '.join(_SSE)}")
+    of_kms = (found.sse_kms_key_id, found.sse_bucket_key)
+    if any(value is not None for value in of_kms) and found.sse in (None, "AES256"):
+        raise ConfigError(
+            "'SSEKMSKeyId' and 'BucketKeyEnabled' need 'ServerSideEncryption': 'aws:kms'"
+        )
+    if found.checksum_algorithm not in (None, *_CHECKSUMS):
+        raise ConfigError(f"'ChecksumAlgorithm' must be one of {', '.join(_CHECKSUMS)}")
 
 
 def is_secret(name: str, value: object = None) -> bool:

@@ -28,7 +28,7 @@ class Asked:
         key: the path, bucket included.
         start, end: of the range that is asked for; None for a whole object.
         signed_url: it carries its signature in the URL, as the direct lane's requests do.
-        unsigned: its signature does not cover its body.
+        headers: as they came, their names in lower case.
     """
 
     method: str
@@ -36,7 +36,7 @@ class Asked:
     start: int | None
     end: int | None
     signed_url: bool
-    unsigned: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def covers(self, name: str, at: int) -> bool:
         """Whether it is a ranged GET of that byte of the object whose key has `name` in it."""
@@ -206,8 +206,8 @@ class _Handler(BaseHTTPRequestHandler):
             first, last = self.headers["Range"].removeprefix("bytes=").split("-")
             start, end = int(first), int(last) + 1
         signed_url = "X-Amz-Signature=" in parts.query
-        unsigned = self.headers.get("x-amz-content-sha256") == "UNSIGNED-PAYLOAD"
-        asked = Asked(self.command, unquote(parts.path), start, end, signed_url, unsigned)
+        named = {name.lower(): value for name, value in self.headers.items()}
+        asked = Asked(self.command, unquote(parts.path), start, end, signed_url, named)
         self.server.sending_on(asked)
         headers = dict(self.headers.items())
         refused = self.server.refused(asked)
