@@ -117,6 +117,7 @@ class TamperingProxy(ThreadingHTTPServer):
         storage_options: for clients that are to go through it.
         asked: every request so far.
         rewrite: changes every answer.
+        damage: of these requests, the body's first byte is flipped on its way to the server.
     """
 
     daemon_threads = True
@@ -131,6 +132,7 @@ class TamperingProxy(ThreadingHTTPServer):
         }
         self.asked: list[Asked] = []
         self.rewrite: Callable[[Answer], Answer] = lambda answer: answer
+        self.damage: Callable[[Asked], bool] = lambda asked: False
         self._refused: Callable[[Asked], bool] = lambda asked: False
         self._rules: list[_Rule] = []
         self._before: tuple[Callable[[Asked], bool], Callable[[], None]] | None = None
@@ -210,6 +212,8 @@ class _Handler(BaseHTTPRequestHandler):
         asked = Asked(self.command, unquote(parts.path), start, end, signed_url, named)
         self.server.sending_on(asked)
         headers = dict(self.headers.items())
+        if body and self.server.damage(asked):
+            body = bytes([body[0] ^ 0xFF]) + body[1:]
         refused = self.server.refused(asked)
         answer = refused or self._ask(self.command, self.path, body, headers)
         if self.command == "GET" and answer.status in (http.client.OK, http.client.PARTIAL_CONTENT):
