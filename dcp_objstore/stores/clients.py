@@ -151,7 +151,7 @@ def make_clients(
     settings = s3_settings(options)
     make, endpoint_url = _s3(url, settings, stripped)
     plain = endpoint_url is not None and endpoint_url.startswith("http://")
-    signed = not settings.anon and not settings.requester_pays
+    signed = not settings.anon and not s3_requester_pays(settings)
     return Clients(make, config, endpoint_url, direct=plain and signed)
 
 
@@ -215,7 +215,7 @@ def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple
         scheme, _, host = base.partition("://")
         # This field wins over every other, also over those of the environment.
         config["aws_endpoint_url_s3"] = f"{scheme}://{url.bucket}.{host}" if virtual else base
-    if settings.requester_pays:
+    if s3_requester_pays(settings):
         config["request_payer"] = True
     if settings.sse is not None:
         config["server_side_encryption"] = settings.sse
@@ -241,6 +241,12 @@ def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple
     return make, base
 
 
+def s3_requester_pays(settings: S3Settings) -> bool:
+    """Whether requests say that we pay for them."""
+    named = os.environ.get("AWS_REQUEST_PAYER", "").lower()
+    return settings.requester_pays or named in ("requester", "true")
+
+
 def s3_checksum(settings: S3Settings, endpoint: str | None) -> str | None:
     """The checksum to send with each body, by which the store refuses one that was damaged.
 
@@ -248,7 +254,7 @@ def s3_checksum(settings: S3Settings, endpoint: str | None) -> str | None:
     0.11 CPU-seconds per GiB, SHA-256 0.85 (2 cores, loopback). Other servers may not know it, and
     get none unless one is asked for.
     """
-    chosen = settings.checksum_algorithm
+    chosen = settings.checksum_algorithm or os.environ.get("AWS_CHECKSUM_ALGORITHM")
     if chosen is None and is_aws(endpoint):
         chosen = "CRC64NVME"
     return None if chosen == "none" else chosen

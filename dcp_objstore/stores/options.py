@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores import option_table
 
 # What each option must be. A tuple of types as for isinstance.
 _TEXT = (str,)
@@ -114,7 +115,7 @@ def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str
     """
     if options is None:
         return {}
-    given = _checked(options, _KNOWN[scheme], f"storage_options for {scheme}://")
+    given = _checked(options, _KNOWN[scheme], f"storage_options for {scheme}://", scheme)
     endpoints = [given.get("endpoint_url"), given.get("base_url")]
     if scheme == "s3":
         endpoints.append(s3_settings(given).endpoint_url)
@@ -220,13 +221,15 @@ def public_options(options: Mapping[str, object], *, mask: bool) -> dict[str, ob
     return shown
 
 
-def _checked(options: object, known: Mapping[str, tuple[type, ...]], where: str) -> dict[str, Any]:
+def _checked(
+    options: object, known: Mapping[str, tuple[type, ...]], where: str, scheme: str = "s3"
+) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise ConfigError(f"{where} must be a mapping, got {type(options).__name__}")
     result: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:
-            raise ConfigError(_unknown(name, known, where))
+            raise ConfigError(_unknown(name, known, where, scheme))
         if value is None:
             continue
         if not isinstance(value, known[name]):
@@ -243,7 +246,7 @@ def _cannot_be_sent(secret: str) -> bool:
     return not secret.lstrip().startswith("{") and re.search(r"[\x00-\x1f\x7f]", secret) is not None
 
 
-def _unknown(name: object, known: Mapping[str, object], where: str) -> str:
+def _unknown(name: object, known: Mapping[str, object], where: str, scheme: str) -> str:
     aliases = {
         "access_key": "key",
         "access_key_id": "key",
@@ -262,6 +265,8 @@ def _unknown(name: object, known: Mapping[str, object], where: str) -> str:
     alias = aliases.get(text)
     nearest = alias if alias in known else (close[0] if close else None)
     hint = f"; did you mean {nearest!r}?" if nearest else ""
+    spelled = option_table.hint(scheme, text, known)
+    hint = f"; {spelled}" if spelled else hint
     if not known:
         return f"{where} take no options, got {text!r}"
     return f"unknown option {text!r} in {where}{hint} Known: {', '.join(known)}."
