@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ _SKEW_WARNED_SECONDS = 60
 # No save takes longer: an upload that is older will hardly be finished.
 _OLD = timedelta(hours=24)
 _LOCAL = ("file", "memory")
+# For the first answer: something that takes connections and says nothing is no store.
+_PATIENCE_SECONDS = 10.0
 
 
 def versions() -> Finding:
@@ -86,8 +89,10 @@ class Surroundings:
     def _first_answer(self, identity: Identity | None) -> Iterator[Finding]:
         """One request tells of the endpoint, the credentials and the bucket."""
         error: DcpObjstoreError | None = None
+        patience = min(_PATIENCE_SECONDS, self._spec.config.request_timeout_seconds)
+        hasty = replace(self._spec.config, request_timeout_seconds=patience, max_retries=0)
         try:
-            self._spec.open().head(".doctor-asks-for-nothing")
+            replace(self._spec, config=hasty).open().head(".doctor-asks-for-nothing")
         except ObjectNotFoundError:
             pass
         except PermissionDeniedError:
@@ -251,7 +256,7 @@ class Surroundings:
 
 def _who(identity: Identity | None) -> tuple[str, dict[str, object]]:
     if identity is None:
-        return "none are needed", {}
+        return "they do; this store does not tell whose they are", {}
     details: dict[str, object] = {
         "source": identity.source,
         "access_key": identity.access_key,
