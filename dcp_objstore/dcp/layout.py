@@ -21,8 +21,9 @@ import xxhash
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_objstore.dcp import blob
-from dcp_objstore.errors import DcpObjstoreError, RankFailedError
+from dcp_objstore.errors import DcpObjstoreError, RankFailedError, UnsupportedError
 from dcp_objstore.transfer.digests import block_digest, block_digests
+from dcp_objstore.transfer.parts import check_item_size
 
 if TYPE_CHECKING:
     from dcp_objstore.dcp.device import Outbound
@@ -63,6 +64,20 @@ def item_bytes(item: WriteItem) -> int:
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
+def check_item(item: WriteItem) -> None:
+    """Refuse what cannot be saved, before anything is sent.
+
+    Raises:
+        UnsupportedError: a layout that DCP cannot place, or a chunk that fits no object.
+    """
+    if item.tensor_data is not None:
+        blob.check_layout(item.tensor_data.properties.layout, item.index.fqn)
+    try:
+        check_item_size(item_bytes(item))
+    except UnsupportedError as error:
+        raise error.at(key=item.index.fqn) from None
+
+
 @dataclass(slots=True)
 class Layout:
     """The items of one object, as they are laid out.
@@ -70,7 +85,7 @@ class Layout:
     Args:
         pending: items still to be written by this rank, in order, each with its `item_bytes`; the
             object takes from the left and leaves what would exceed `plan.max_object_size_bytes`
-            to the next one.
+            to the next one; a larger item gets an object of its own.
         resolve: DCP's `planner.resolve_data`.
         on_value: called with each pickled value's key and bytes.
         outbound: the way out of a GPU's memory.

@@ -23,11 +23,10 @@ from dcp_objstore.checkpoint import commit, probe
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.marker import Counts, check_user_metadata
 from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
-from dcp_objstore.dcp.blob import check_layout
 from dcp_objstore.dcp.device import Outbound, settle_streams
 from dcp_objstore.dcp.dot_metadata import encode_metadata
 from dcp_objstore.dcp.hooks import Hooks, show
-from dcp_objstore.dcp.layout import Layout, item_bytes
+from dcp_objstore.dcp.layout import Layout, check_item, item_bytes
 from dcp_objstore.dcp.metadata import StoredItem, StoredObject, build_index, stock_metadata
 from dcp_objstore.dcp.plugin import plugin_errors
 from dcp_objstore.dcp.report import SaveReport, logger
@@ -297,8 +296,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """
         with self._errors():
             for item in plan.items:
-                if item.tensor_data is not None:
-                    check_layout(item.tensor_data.properties.layout, item.index.fqn)
+                check_item(item)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -329,7 +327,13 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         sized.sort(key=lambda pair: (pair[0].tensor_data is not None, pair[1] > DEFAULT_GAP_BYTES))
         pending = deque(sized)
         payload_bytes = sum(size_bytes for _, size_bytes in pending)
-        part_plan = plan_parts(payload_bytes, self._target.config.part_size_bytes)
+        config = self._target.config
+        part_plan = plan_parts(
+            payload_bytes,
+            config.part_size_bytes,
+            max_object_size_bytes=config.max_object_size_bytes,
+            largest_item_bytes=max((size_bytes for _, size_bytes in pending), default=0),
+        )
         results: list[WriteResult] = []
         objects: list[StoredObject] = []
         save.channel.tell(
@@ -341,9 +345,9 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             objects=max(1, -(-payload_bytes // part_plan.max_object_size_bytes)),
             requests=part_count(payload_bytes, part_plan.part_size_bytes),
         )
-        with DaemonPool(self._target.config.hash_threads, "hash") as hashers:
-            progress = Progress(self._target.config.stall_timeout_seconds, save.channel)
-            outbound = Outbound(part_plan, self._target.config, progress.check_stopped)
+        with DaemonPool(config.hash_threads, "hash") as hashers:
+            progress = Progress(config.stall_timeout_seconds, save.channel)
+            outbound = Outbound(part_plan, config, progress.check_stopped)
             while pending:
                 layout = Layout(
                     pending,
@@ -356,9 +360,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                     block_digests if progress.channel is None else _told(progress.channel),
                 )
                 key = data_key(save.rank, len(objects), save.nonce)
-                uploaded = upload_object(
-                    store, key, layout.buffers(), part_plan, self._target.config, progress
-                )
+                uploaded = upload_object(store, key, layout.buffers(), part_plan, config, progress)
                 stored = _stored_object(key, uploaded, layout)
                 objects.append(stored)
                 results.extend(_write_results(stored, layout))

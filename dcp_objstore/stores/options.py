@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores import option_table
 
 # What each option must be. A tuple of types as for isinstance.
 _TEXT = (str,)
@@ -47,7 +48,15 @@ _S3_CLIENT: dict[str, tuple[type, ...]] = {
 }
 _S3_CONFIG: dict[str, tuple[type, ...]] = {"s3": (Mapping,)}
 _S3_ADDRESSING: dict[str, tuple[type, ...]] = {"addressing_style": _TEXT}
-_S3_EXTRA: dict[str, tuple[type, ...]] = {"ServerSideEncryption": _TEXT, "SSEKMSKeyId": _TEXT}
+_S3_EXTRA: dict[str, tuple[type, ...]] = {
+    "ServerSideEncryption": _TEXT,
+    "SSEKMSKeyId": _TEXT,
+    "BucketKeyEnabled": _FLAG,
+    "ChecksumAlgorithm": _TEXT,
+}
+_SSE = ("AES256", "aws:kms", "aws:kms:dsse")
+# "none" is ours: it turns the default off.
+_CHECKSUMS = ("CRC64NVME", "SHA256", "none")
 _GS: dict[str, tuple[type, ...]] = {
     "token": (object,),
     "project": _TEXT,
@@ -108,6 +117,8 @@ class S3Settings:
     sign_payload: bool = False
     sse: str | None = None
     sse_kms_key_id: str | None = None
+    sse_bucket_key: bool | None = None
+    checksum_algorithm: str | None = None
 
     def __repr__(self) -> str:
         return f"S3Settings(endpoint_url={self.endpoint_url!r}, region={self.region!r})"
@@ -126,7 +137,7 @@ def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str
     """
     if options is None:
         return {}
-    given = _checked(options, _KNOWN[scheme], f"storage_options for {scheme}://")
+    given = _checked(options, _KNOWN[scheme], f"storage_options for {scheme}://", scheme)
     endpoints = [given.get(name) for name in ("endpoint_url", "base_url", "account_host")]
     if scheme == "s3":
         endpoints.append(s3_settings(given).endpoint_url)
@@ -175,7 +186,14 @@ def s3_settings(options: Mapping[str, Any]) -> S3Settings:
         sign_payload=bool(options.get("sign_payload", False)),
         sse=extra.get("ServerSideEncryption"),
         sse_kms_key_id=extra.get("SSEKMSKeyId"),
+        sse_bucket_key=extra.get("BucketKeyEnabled"),
+        checksum_algorithm=extra.get("ChecksumAlgorithm"),
     )
+    _check_s3(found)
+    return found
+
+
+def _check_s3(found: S3Settings) -> None:
     if (found.key is None) != (found.secret is None):
         missing = "secret" if found.secret is None else "key"
         raise ConfigError(f"storage_options need both 'key' and 'secret'; {missing!r} is missing")
@@ -186,7 +204,15 @@ def s3_settings(options: Mapping[str, Any]) -> S3Settings:
         raise ConfigError("choose one of 'anon', 'key' with 'secret', and 'profile'")
     if found.addressing_style not in (None, "path", "virtual", "auto"):
         raise ConfigError("'addressing_style' must be 'path', 'virtual' or 'auto'")
-    return found
+    if found.sse not in (None, *_SSE):
+        raise ConfigError(f"'ServerSideEncryption' must be one of {', '.join(_SSE)}")
+    of_kms = (found.sse_kms_key_id, found.sse_bucket_key)
+    if any(value is not None for value in of_kms) and found.sse in (None, "AES256"):
+        raise ConfigError(
+            "'SSEKMSKeyId' and 'BucketKeyEnabled' need 'ServerSideEncryption': 'aws:kms'"
+        )
+    if found.checksum_algorithm not in (None, *_CHECKSUMS):
+        raise ConfigError(f"'ChecksumAlgorithm' must be one of {', '.join(_CHECKSUMS)}")
 
 
 def is_secret(name: str, value: object = None) -> bool:
@@ -217,13 +243,15 @@ def public_options(options: Mapping[str, object], *, mask: bool) -> dict[str, ob
     return shown
 
 
-def _checked(options: object, known: Mapping[str, tuple[type, ...]], where: str) -> dict[str, Any]:
+def _checked(
+    options: object, known: Mapping[str, tuple[type, ...]], where: str, scheme: str = "s3"
+) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise ConfigError(f"{where} must be a mapping, got {type(options).__name__}")
     result: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:
-            raise ConfigError(_unknown(name, known, where))
+            raise ConfigError(_unknown(name, known, where, scheme))
         if value is None:
             continue
         if not isinstance(value, known[name]):
@@ -267,12 +295,14 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _unknown(name: object, known: Mapping[str, object], where: str) -> str:
+def _unknown(name: object, known: Mapping[str, object], where: str, scheme: str) -> str:
     text = str(name)
     close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
     meant = [other for other in _OTHER_NAMES.get(text, ()) if other in known]
     nearest = next(iter([*meant, *close]), None)
     hint = f"; did you mean {nearest!r}?" if nearest else ""
+    spelled = option_table.hint(scheme, text, known)
+    hint = f"; {spelled}" if spelled else hint
     if not known:
         return f"{where} take no options, got {text!r}"
     return f"unknown option {text!r} in {where}{hint} Known: {', '.join(known)}."

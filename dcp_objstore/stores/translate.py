@@ -238,6 +238,26 @@ def never_connected(error: BaseException) -> bool:
     return http_code(error)[0] is None and _NOT_CONNECTED in _parts(error)[1]
 
 
+def answer_of(error: BaseException) -> str | None:
+    """What the store answered, behind an error of ours: `403 AccessDenied: Access Denied`.
+
+    None where no answer is behind it, or none that we can read.
+    """
+    cause = error.__cause__
+    if cause is None or isinstance(cause, DcpObjstoreError):
+        return None
+    status, code = http_code(cause)
+    if status is None or code is None:
+        return None
+    told = _ANSWER.search(_parts(cause)[0])
+    return f"{status} {code}" + (f": {told[2].strip().rstrip('.')}" if told else "")
+
+
+def advice_of(kind: type[DcpObjstoreError]) -> str | None:
+    """What an error of this kind says by itself, without the store's answer."""
+    return _ADVICE.get(kind)
+
+
 def translate_obstore(error: Exception) -> DcpObjstoreError:
     """Turn what an obstore call raised into an error of ours, by code, status, then type.
 
