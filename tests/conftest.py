@@ -15,9 +15,11 @@ from collections.abc import Iterator
 import pytest
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer
-from tests.support.servers import BUCKET, READ_ONLY_IDENTITY, Bucket, MotoServer
+from tests.support.servers import BUCKET, READ_ONLY_IDENTITY, Bucket, MotoServer, RcloneServer
 
 DEFAULT_BACKENDS = ("seaweed", "moto")
+pytest_plugins = ("tests.support.guarantees",)
+pytest.register_assert_rewrite("tests.store_contract")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,6 +64,12 @@ def gcs_server(moto_server: MotoServer) -> MotoServer:
     return moto_server
 
 
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RcloneServer]:
+    with RcloneServer(tmp_path_factory.mktemp("rclone")) as server:
+        yield server
+
+
 @pytest.fixture
 def bucket(request: pytest.FixtureRequest) -> Bucket:
     kind: str = request.param
@@ -73,6 +81,10 @@ def bucket(request: pytest.FixtureRequest) -> Bucket:
     if kind == "seaweed":
         options = request.getfixturevalue("seaweed").storage_options
         return Bucket(kind, f"s3://{BUCKET}/{prefix}", options, options)
+    if kind == "rclone":
+        unfenced: RcloneServer = request.getfixturevalue("rclone")
+        options = unfenced.storage_options
+        return Bucket(kind, f"s3://{unfenced.bucket}/{prefix}", options, options)
     moto: MotoServer = request.getfixturevalue("moto_server")
     if kind == "moto":
         return Bucket(kind, f"s3://{BUCKET}/{prefix}", moto.storage_options, moto.storage_options)

@@ -56,8 +56,9 @@ _INSTANCE_METADATA = "http://169.254.169.254/"
 _REDIRECT = "inner: BareRedirect"
 # What a ranged GET was answered with, where that was not the range. It may come from a cache or a
 # proxy on the way, and only once: bytes that are not those asked for, of which readers ask again.
+_WHOLE = "source: NotPartial"
 _NOT_THE_RANGE = {
-    "source: NotPartial": "the store ignores Range: it sends whole objects where a part was asked"
+    _WHOLE: "the store ignores Range: it sends whole objects where a part was asked"
     " for (or something on the way to it does)",
     "source: UnexpectedRange": "the store sent another range than was asked for",
 }
@@ -200,6 +201,11 @@ def http_code(error: BaseException) -> tuple[int | None, str | None]:
 def never_connected(error: BaseException) -> bool:
     """Whether an obstore error says that no connection was made: refused, unknown host, TLS."""
     return http_code(error)[0] is None and _NOT_CONNECTED in _parts(error)[1]
+
+
+def sent_whole(error: BaseException) -> bool:
+    """A ranged GET was answered with 200, as a server may do if the range is the whole object."""
+    return _WHOLE in str(error)
 
 
 def translate_obstore(error: Exception) -> DcpObjstoreError:
