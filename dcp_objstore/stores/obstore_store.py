@@ -45,6 +45,7 @@ from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
+    from obstore import Bytes
     from typing_extensions import Buffer
 
     from dcp_objstore.stores.clients import Clients
@@ -269,7 +270,7 @@ class ObstoreStore:
                 if not isinstance(found, ObjectNotFoundError):
                     raise found from error
 
-    def _range(self, path: str, start: int, end: int) -> Any:
+    def _range(self, path: str, start: int, end: int) -> Bytes:
         import obstore
 
         try:
