@@ -15,7 +15,14 @@ from collections.abc import Iterator
 import pytest
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer
-from tests.support.servers import BUCKET, READ_ONLY_IDENTITY, Bucket, MotoServer, RcloneServer
+from tests.support.servers import (
+    BUCKET,
+    READ_ONLY_IDENTITY,
+    Bucket,
+    Folder,
+    MotoServer,
+    RcloneServer,
+)
 
 DEFAULT_BACKENDS = ("seaweed", "moto")
 pytest_plugins = ("tests.support.guarantees",)
@@ -78,6 +85,8 @@ def bucket(request: pytest.FixtureRequest) -> Bucket:
     if kind == "user":
         root = request.config.getoption("--bucket-url").rstrip("/")
         return Bucket(kind, f"{root}/{prefix}", {})
+    if kind == "file":
+        return Folder(kind, f"file://{request.getfixturevalue('tmp_path')}/{prefix}", {})
     if kind == "seaweed":
         options = request.getfixturevalue("seaweed").storage_options
         return Bucket(kind, f"s3://{BUCKET}/{prefix}", options, options)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from dcp_objstore.errors import (
@@ -25,6 +26,7 @@ from dcp_objstore.stores.options import s3_settings
 from dcp_objstore.stores.translate import kind_of_answer
 
 if TYPE_CHECKING:
+    from dcp_objstore.stores.local_uploads import LocalUploads
     from dcp_objstore.stores.options import S3Settings
     from dcp_objstore.stores.spec import StoreSpec
 
@@ -147,16 +149,21 @@ class S3Uploads:
         return f"s3://{self._bucket}/{self._root}".rstrip("/")
 
 
-def open_uploads(spec: StoreSpec) -> S3Uploads:
-    """Look at the multipart uploads below a URL.
+def open_uploads(spec: StoreSpec) -> S3Uploads | LocalUploads:
+    """Look at the multipart uploads below a URL; on `file://` at temporary objects.
 
     Raises:
-        UnsupportedError: not S3, or boto3 is not installed; says what to do instead.
+        UnsupportedError: neither S3 nor `file://`, or boto3 is not installed; says what to do
+            instead.
         ConfigError, CredentialsError: as for the store.
     """
     url = spec.parsed
-    if url.scheme in ("file", "memory"):
-        raise UnsupportedError(f"{url.scheme}:// has no multipart uploads")
+    if url.scheme == "file":
+        from dcp_objstore.stores.local_uploads import LocalUploads
+
+        return LocalUploads(Path(url.prefix))
+    if url.scheme == "memory":
+        raise UnsupportedError("memory:// has no multipart uploads")
     if url.scheme != "s3":
         raise UnsupportedError(
             f"unfinished uploads to {url.scheme}:// cannot be listed; a lifecycle rule of the"
