@@ -10,15 +10,24 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from tests.support.azurite import AzureBucket, Azurite
-from tests.support.servers import BUCKET, READ_ONLY_IDENTITY, Bucket, MotoServer
+from tests.support.servers import (
+    BUCKET,
+    READ_ONLY_IDENTITY,
+    Bucket,
+    Folder,
+    MotoServer,
+    RcloneServer,
+)
 
 DEFAULT_BACKENDS = ("seaweed", "moto")
+pytest_plugins = ("tests.support.guarantees",)
+pytest.register_assert_rewrite("tests.store_contract")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,28 +78,64 @@ def gcs_server(moto_server: MotoServer) -> MotoServer:
     return moto_server
 
 
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RcloneServer]:
+    with RcloneServer(tmp_path_factory.mktemp("rclone")) as server:
+        yield server
+
+
 @pytest.fixture
 def bucket(request: pytest.FixtureRequest) -> Bucket:
     kind: str = request.param
     name = re.sub(r"[^a-z0-9]+", "-", request.node.originalname.lower())[:60]
-    prefix = f"{name}-{secrets.token_hex(4)}"
-    if kind == "user":
-        root = request.config.getoption("--bucket-url").rstrip("/")
-        return Bucket(kind, f"{root}/{prefix}", {})
-    if kind == "azure":
-        azure: Azurite = request.getfixturevalue("azurite")
-        url = f"az://{BUCKET}/{prefix}"
-        return AzureBucket(kind, url, azure.storage_options, server=azure)
-    if kind == "seaweed":
-        options = request.getfixturevalue("seaweed").storage_options
-        return Bucket(kind, f"s3://{BUCKET}/{prefix}", options, options)
+    return _BUCKETS[kind](request, f"{name}-{secrets.token_hex(4)}")
+
+
+def _of_the_user(request: pytest.FixtureRequest, prefix: str) -> Bucket:
+    root = request.config.getoption("--bucket-url").rstrip("/")
+    return Bucket("user", f"{root}/{prefix}", {})
+
+
+def _azure(request: pytest.FixtureRequest, prefix: str) -> Bucket:
+    azure: Azurite = request.getfixturevalue("azurite")
+    return AzureBucket("azure", f"az://{BUCKET}/{prefix}", azure.storage_options, server=azure)
+
+
+def _file(request: pytest.FixtureRequest, prefix: str) -> Bucket:
+    return Folder("file", f"file://{request.getfixturevalue('tmp_path')}/{prefix}", {})
+
+
+def _seaweed(request: pytest.FixtureRequest, prefix: str) -> Bucket:
+    options = request.getfixturevalue("seaweed").storage_options
+    return Bucket("seaweed", f"s3://{BUCKET}/{prefix}", options, options)
+
+
+def _rclone(request: pytest.FixtureRequest, prefix: str) -> Bucket:
+    unfenced: RcloneServer = request.getfixturevalue("rclone")
+    options = unfenced.storage_options
+    return Bucket("rclone", f"s3://{unfenced.bucket}/{prefix}", options, options)
+
+
+def _moto(request: pytest.FixtureRequest, prefix: str) -> Bucket:
+    options = request.getfixturevalue("moto_server").storage_options
+    return Bucket("moto", f"s3://{BUCKET}/{prefix}", options, options)
+
+
+def _gcs(request: pytest.FixtureRequest, prefix: str) -> Bucket:
     moto: MotoServer = request.getfixturevalue("moto_server")
-    if kind == "moto":
-        return Bucket(kind, f"s3://{BUCKET}/{prefix}", moto.storage_options, moto.storage_options)
-    if kind == "gcs":
-        options = moto.gcs_storage_options
-        return Bucket(kind, f"gs://{BUCKET}/{prefix}", options, moto.storage_options)
-    raise ValueError(f"no backend {kind!r}")
+    options = moto.gcs_storage_options
+    return Bucket("gcs", f"gs://{BUCKET}/{prefix}", options, moto.storage_options)
+
+
+_BUCKETS: dict[str, Callable[[pytest.FixtureRequest, str], Bucket]] = {
+    "user": _of_the_user,
+    "seaweed": _seaweed,
+    "moto": _moto,
+    "gcs": _gcs,
+    "azure": _azure,
+    "file": _file,
+    "rclone": _rclone,
+}
 
 
 @pytest.fixture

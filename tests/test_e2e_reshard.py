@@ -58,7 +58,7 @@ def assert_whole(bucket: Bucket, name: str) -> None:
     assert bucket.uploads() == []
 
 
-@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure", "file")
 def test_fsdp2_model_and_optimizer_saved_on_8_resume_on_4_and_on_1(bucket: Bucket) -> None:
     url = bucket.at("step-1")
     run_ranks(8, save_job, url, bucket.storage_options)

@@ -88,9 +88,8 @@ def test_errors_are_ours(bucket: Bucket) -> None:
 
 
 def test_stores_that_have_none_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    for url in ("file:///tmp/x", "memory://x/y"):
-        with pytest.raises(UnsupportedError, match="no multipart uploads"):
-            open_uploads(StoreSpec(url))
+    with pytest.raises(UnsupportedError, match="no multipart uploads"):
+        open_uploads(StoreSpec("memory://x/y"))
     with pytest.raises(UnsupportedError, match="lifecycle rule"):
         open_uploads(StoreSpec("gs://bucket/x", {"anon": True}))
     monkeypatch.setitem(sys.modules, "boto3", None)

@@ -129,8 +129,8 @@ def _print_sweep(report: SweepReport, grace: str) -> None:
     print(
         f"{_count(report.deleted, 'object')} ({size_text(report.deleted_bytes)}) {removed}{older}"
     )
-    if report.url.startswith(("file:", "memory:")):
-        pass  # they have none
+    if report.url.startswith("memory:"):
+        pass  # it has none
     elif report.uploads_unseen is None:
         uploads = _count(report.uploads_aborted, "unfinished upload")
         young = sum(one.uploads_young for one in report.checkpoints)

@@ -91,6 +91,9 @@ class Capabilities:
             leave a short object, or none where there was one.
         modified_times: `last_modified` is when the object was written, by the store's clock.
             Without it the time is that of the request, so nothing ever looks old.
+        ranges: `get_range` gives any part of an object. Without it (a server that ignores `Range`,
+            as `rclone serve s3` does), a part is an error, never other bytes; nothing can be
+            loaded from there.
     """
 
     conditional_create: bool = True
@@ -101,6 +104,7 @@ class Capabilities:
     clean_abort: bool = True
     atomic_put: bool = True
     modified_times: bool = True
+    ranges: bool = True
 
 
 @runtime_checkable

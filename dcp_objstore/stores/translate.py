@@ -60,8 +60,9 @@ _INSTANCE_METADATA = "http://169.254.169.254/"
 _REDIRECT = "inner: BareRedirect"
 # What a ranged GET was answered with, where that was not the range. It may come from a cache or a
 # proxy on the way, and only once: bytes that are not those asked for, of which readers ask again.
+_WHOLE = "source: NotPartial"
 _NOT_THE_RANGE = {
-    "source: NotPartial": "the store ignores Range: it sends whole objects where a part was asked"
+    _WHOLE: "the store ignores Range: it sends whole objects where a part was asked"
     " for (or something on the way to it does)",
     "source: UnexpectedRange": "the store sent another range than was asked for",
     "source: ParseContentRange": "the store's answer does not say which range it is",
@@ -256,6 +257,11 @@ def answer_of(error: BaseException) -> str | None:
 def advice_of(kind: type[DcpObjstoreError]) -> str | None:
     """What an error of this kind says by itself, without the store's answer."""
     return _ADVICE.get(kind)
+
+
+def sent_whole(error: BaseException) -> bool:
+    """A ranged GET was answered with 200, as a server may do if the range is the whole object."""
+    return _WHOLE in str(error)
 
 
 def translate_obstore(error: Exception) -> DcpObjstoreError:

@@ -13,12 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.stores.boto3_errors import code_of, is_upload_gone, translate_boto3
 
 if TYPE_CHECKING:
+    from dcp_objstore.stores.local_uploads import LocalUploads
     from dcp_objstore.stores.spec import StoreSpec
 
 LIFECYCLE_DAYS: Final = 2
@@ -154,11 +156,24 @@ class S3Uploads:
         return f"s3://{self._bucket}/{self._root}".rstrip("/")
 
 
-def open_uploads(spec: StoreSpec) -> S3Uploads:
-    """Look at the multipart uploads below a URL.
+def open_uploads(spec: StoreSpec) -> S3Uploads | LocalUploads:
+    """Look at the multipart uploads below a URL; on `file://` at temporary objects.
 
     Raises:
-        UnsupportedError: not S3, or boto3 is not installed; says what to do instead.
+        As `open_s3_uploads`.
+    """
+    if spec.parsed.scheme == "file":
+        from dcp_objstore.stores.local_uploads import LocalUploads
+
+        return LocalUploads(Path(spec.parsed.prefix))
+    return open_s3_uploads(spec)
+
+
+def open_s3_uploads(spec: StoreSpec) -> S3Uploads:
+    """Look at the multipart uploads below a URL, and at what the bucket does with them.
+
+    Raises:
+        UnsupportedError: it is not S3, or boto3 is not installed; says what to do instead.
         ConfigError, CredentialsError: as for the store.
     """
     url = spec.parsed
@@ -195,7 +210,7 @@ def incomplete_upload_rule(spec: StoreSpec) -> int | None:
         PermissionDeniedError: common, as it takes a right that a training job does not need.
         Otherwise as every verb of `ObjectStore`.
     """
-    uploads = open_uploads(spec)
+    uploads = open_s3_uploads(spec)
     return covering_days(uploads.lifecycle_rules(), uploads.prefix)
 
 
@@ -207,7 +222,7 @@ def versioning(spec: StoreSpec) -> Literal["Enabled", "Suspended"] | None:
     Raises:
         As `incomplete_upload_rule`.
     """
-    return open_uploads(spec).versioning()
+    return open_s3_uploads(spec).versioning()
 
 
 def covering_days(rules: Sequence[Mapping[str, Any]], prefix: str) -> int | None:

@@ -150,6 +150,36 @@ class Bucket:
         return directory
 
 
+class Folder(Bucket):
+    """A fresh folder for one test, as `file://`."""
+
+    @property
+    def _root(self) -> Path:
+        return Path(self.url.removeprefix("file://"))
+
+    def keys(self, below: str = "") -> list[str]:
+        start = self._root / below
+        return sorted(
+            str(place.relative_to(start))
+            for place in start.rglob("*")
+            if place.is_file() and not place.name.startswith(".dcp-objstore.")
+        )
+
+    def get(self, key: str) -> bytes:
+        return (self._root / key).read_bytes()
+
+    def put(self, key: str, data: bytes) -> None:
+        place = self._root / key
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(data)
+
+    def delete(self, key: str) -> None:
+        (self._root / key).unlink()
+
+    def uploads(self) -> list[str]:
+        return sorted(place.name for place in self._root.rglob(".dcp-objstore.tmp.*"))
+
+
 class RcloneServer:
     """`rclone serve s3` over a folder: an S3 server that ignores conditions of a PUT."""
 

@@ -182,7 +182,7 @@ class Surroundings:
         """The bucket's lifecycle rule, its versioning, and unfinished uploads below the URL.
 
         Args:
-            opened: the uploads below the URL; raises what `open_uploads` raises.
+            opened: the uploads below the URL; raises what `open_s3_uploads` raises.
         """
         checks = (
             ("lifecycle", self._lifecycle),
