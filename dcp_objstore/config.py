@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dcp_objstore.errors import ConfigError
 
 MIB = 1024 * 1024
+
+TRANSPORTS = ("native", "boto3", "fsspec")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,8 @@ class TransferConfig:
             (`async_save`; `save` and `load` where the default group is NCCL alone), which bounds
             the wait for a rank that hangs. It must allow the slowest rank's whole upload to end
             after the fastest one's. Elsewhere the group's own time-out holds. Default 1800.
+        transport: which library carries the requests: `native` (obstore; our own adapter for
+            file://), `boto3` (s3:// only) or `fsspec` (any scheme). Default `native`.
 
     Raises:
         ConfigError: a value is out of its bounds.
@@ -69,6 +74,7 @@ class TransferConfig:
     max_retries: int = 10
     retry_timeout_seconds: float = 180.0
     peer_timeout_seconds: float = 1800.0
+    transport: Literal["native", "boto3", "fsspec"] = "native"
 
     def __post_init__(self) -> None:
         """Check every bound once, here."""
@@ -95,5 +101,10 @@ class TransferConfig:
                 raise ConfigError(
                     f"TransferConfig.{name} must be {kind} of at least {bound}, got {value!r}"
                 )
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(
+                f"TransferConfig.transport must be one of {', '.join(TRANSPORTS)},"
+                f" got {self.transport!r}"
+            )
         if self.part_size_bytes > 5 * 1024 * MIB:
             raise ConfigError("TransferConfig.part_size_bytes must be at most 5 GiB (S3's maximum)")
