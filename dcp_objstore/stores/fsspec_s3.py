@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from itertools import chain
 from typing import Any
 
 from dcp_objstore.errors import (
@@ -74,23 +73,25 @@ class S3fsStore(FsspecStore):
         self, path: str, source: WatchedBuffers, part_size_bytes: int, max_concurrency: int
     ) -> Version:
         parts = cut_parts(source, part_size_bytes)
-        first = next(parts, b"")
-        second = next(parts, None)
-        if second is None:
-            return self._put(path, first, None, retry=True)
+        first = list(next(parts, ()))
+        size = sum(map(len, first))
+        if size < part_size_bytes:
+            return self._put(path, b"".join(first), None, retry=True)
         place = self._place(path)
         upload_id = self._fs.call_s3("create_multipart_upload", **place)["UploadId"]
         upload = {**place, "UploadId": upload_id}
-        pending: dict[Future[Any], int] = {}
+        # With each part the buffers that it was made of: their end is the caller's sign that it
+        # has arrived.
+        pending: dict[Future[Any], tuple[int, list[memoryview]]] = {}
         tags: dict[int, str] = {}
+        number = 0
         try:
-            rest = chain((first, second), parts)
-            del first, second
-            for number, part in enumerate(_drop(rest), 1):
-                pending[self._start_part(upload, number, part)] = number
-                del part
+            while first:
+                number += 1
+                pending[self._start_part(upload, number, b"".join(first))] = (number, first)
                 while len(pending) >= max_concurrency:
                     self._collect(pending, tags)
+                first = list(next(parts, ()))
             while pending:
                 self._collect(pending, tags)
             listed = [{"PartNumber": number, "ETag": tags[number]} for number in sorted(tags)]
@@ -109,9 +110,12 @@ class S3fsStore(FsspecStore):
         return asyncio.run_coroutine_threadsafe(call, self._fs.loop)
 
     @staticmethod
-    def _collect(pending: dict[Future[Any], int], tags: dict[int, str]) -> None:
+    def _collect(
+        pending: dict[Future[Any], tuple[int, list[memoryview]]], tags: dict[int, str]
+    ) -> None:
         for future in wait(pending, return_when=FIRST_COMPLETED).done:
-            tags[pending.pop(future)] = future.result()["ETag"]
+            number, _ = pending.pop(future)
+            tags[number] = future.result()["ETag"]
 
     def _abort(self, upload: Mapping[str, Any], cause: BaseException) -> None:
         try:
@@ -149,14 +153,3 @@ class S3fsStore(FsspecStore):
     def _place(self, path: str) -> dict[str, str]:
         bucket, key, _ = self._fs.split_path(path)
         return {"Bucket": bucket, "Key": key}
-
-
-def _drop(parts: Iterator[bytes]) -> Iterator[bytes]:
-    """The same, holding no part while the next is made."""
-    while True:
-        try:
-            part = next(parts)
-        except StopIteration:
-            return
-        yield part
-        del part

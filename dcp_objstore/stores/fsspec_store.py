@@ -201,7 +201,7 @@ class FsspecStore:
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""
         with self._errors(key) as path:
-            return _meta(key, self._info(path))
+            return self._meta(key, self._info(path))
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """See `ObjectStore.list`; all of it is in memory at once."""
@@ -275,7 +275,7 @@ class FsspecStore:
         part_size_bytes: int,
         max_concurrency: int,  # noqa: ARG002  in order
     ) -> Version:
-        parts = cut_parts(source, part_size_bytes)
+        parts = map(b"".join, cut_parts(source, part_size_bytes))
         first = next(parts, b"")
         if len(first) < part_size_bytes:
             self._write(path, first)
@@ -316,7 +316,7 @@ class FsspecStore:
     def _get(self, key: str, path: str, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         before = self._info(path)
         for _ in range(_GET_TRIES):
-            meta = _meta(key, before)
+            meta = self._meta(key, before)
             if meta.size_bytes > max_size_bytes:
                 raise CorruptDataError(
                     f"the object has {meta.size_bytes} bytes, at most {max_size_bytes} expected"
@@ -333,6 +333,11 @@ class FsspecStore:
                 f"the store announced {meta.size_bytes} bytes and sent {len(body)}"
             )
         return body, meta
+
+    def _meta(self, key: str, info: Mapping[str, Any]) -> ObjectMeta:
+        # Of a filesystem that we do not know, no time is trusted: nothing there ever looks old.
+        modified = datetime.now(UTC) if self._ways is _ANY else _modified(info)
+        return ObjectMeta(key, int(info.get("size") or 0), _version(info), modified)
 
     def _info(self, path: str) -> Mapping[str, Any]:
         self._forget()
@@ -358,7 +363,7 @@ class FsspecStore:
             if not path.startswith(below) or info.get("type", "file") != "file":
                 continue
             if not key.rpartition("/")[2].startswith(_OURS):
-                yield _meta(key, info)
+                yield self._meta(key, info)
 
     @contextmanager
     def _beside(self, path: str) -> Iterator[str]:
@@ -428,35 +433,32 @@ class FsspecStore:
             raise found.at(object_key=key, url=self.url) from error
 
 
-def cut_parts(source: Iterator[Buffer], part_size_bytes: int) -> Iterator[bytes]:
-    """Join buffers into parts of exactly `part_size_bytes`; the last may be shorter.
+def cut_parts(source: Iterator[Buffer], part_size_bytes: int) -> Iterator[list[memoryview]]:
+    """Cut buffers into parts of exactly `part_size_bytes`; the last may be shorter, or missing.
 
-    A part that is one `bytes` already is handed on as it is.
+    A part is a list of views, emptied when the next one is asked for: copy what is to be kept.
     """
-    held: list[Buffer] = []
+    held: list[memoryview] = []
     size = 0
     while True:
         # Not a `for`: its variable would keep the last buffer alive during the next one.
         try:
-            buffer = next(source)
+            view = memoryview(next(source))
         except StopIteration:
             break
-        view = memoryview(buffer)
         while size + len(view) >= part_size_bytes:
             need = part_size_bytes - size
-            held.append(view[:need] if need < len(view) else buffer)
-            part = b"".join(held) if len(held) > 1 else bytes(held[0])
+            held.append(view[:need])
             view = view[need:]
+            yield held
             held.clear()
             size = 0
-            yield part
-            del part
         if len(view):
             held.append(view)
             size += len(view)
-        del view, buffer
+        del view
     if held:
-        yield b"".join(held)
+        yield held
 
 
 # Under which names filesystems tell what identifies a state, and when it was written.
@@ -465,16 +467,12 @@ _TIMES = ("LastModified", "mtime", "last_modified", "modified", "updated", "crea
 
 
 def _version(info: Mapping[str, Any]) -> Version:
+    if info.get("generation") is not None:  # GCS
+        return Version(None, str(info["generation"]))
     tag = next((str(info[name]) for name in _TAGS if info.get(name) is not None), None)
-    generation = info.get("generation")
-    if tag is None and generation is None and "mtime" in info:
+    if tag is None and "mtime" in info:
         tag = f"{info['mtime']}-{info.get('ino')}-{info['size']}"
-    return Version(tag, None if generation is None else str(generation))
-
-
-def _meta(key: str, info: Mapping[str, Any]) -> ObjectMeta:
-    size = info.get("size")
-    return ObjectMeta(key, int(size or 0), _version(info), _modified(info))
+    return Version(tag)
 
 
 def _state(info: Mapping[str, Any]) -> object:

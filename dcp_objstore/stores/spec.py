@@ -170,12 +170,17 @@ def _open_obstore(spec: StoreSpec) -> ObjectStore:
 
 
 def _open_fsspec(spec: StoreSpec) -> ObjectStore:
-    from dcp_objstore.stores.fsspec_options import is_s3fs, make_filesystems
+    from dcp_objstore.stores.fsspec_gcs import GcsfsStore
+    from dcp_objstore.stores.fsspec_options import is_gcsfs, is_s3fs, make_filesystems
     from dcp_objstore.stores.fsspec_s3 import S3fsStore
     from dcp_objstore.stores.fsspec_store import FsspecStore
 
     filesystems = spec._shared(make_filesystems)
-    kind = S3fsStore if is_s3fs(filesystems.fs) else FsspecStore
+    kind = FsspecStore
+    if is_s3fs(filesystems.fs):
+        kind = S3fsStore
+    elif is_gcsfs(filesystems.fs):
+        kind = GcsfsStore
     return kind(spec.parsed, filesystems)
 
 
