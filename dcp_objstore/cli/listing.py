@@ -124,22 +124,29 @@ def _below_once(
         elif parse_data_key(name) is not None:
             sizes[prefix] = sizes.get(prefix, 0) + meta.size_bytes
 
-    def describe(prefix: str) -> dict[str, Any]:
-        url = f"{spec.url}/{prefix}" if prefix else spec.url
+    def describe(
+        at: tuple[str, StoreSpec, ObjectStore],
+    ) -> tuple[dict[str, Any], DcpObjstoreError | None]:
+        prefix, one, opened = at
         # The last segment is the step's name, and what is before it the run.
         epoch = epochs.get(prefix.rpartition("/")[0]) if prefix else None
+        size_bytes = sizes.get(prefix, 0)
         entry = None
         if prefix in marked:
             try:
-                entry = _describe(spec.at(url).open(), epoch.base if epoch is not None else 0)
+                entry = _describe(opened, epoch.base if epoch is not None else 0)
             except (CheckpointCorruptError, UnsupportedError) as error:
-                unread.append(error)
-                entry = _unreadable(url, sizes.get(prefix, 0), error)
-        return entry or _uncommitted(url, sizes.get(prefix, 0))
+                return _unreadable(one.url, size_bytes, error), error
+        return entry or _uncommitted(one.url, size_bytes), None
 
-    prefixes = sorted(marked | sizes.keys(), key=natural_order)
-    entries = list(in_waves(describe, [one for one in prefixes if one or not but_itself]))
-    return entries, unread, epochs
+    places = []
+    for prefix in sorted(marked | sizes.keys(), key=natural_order):
+        if prefix or not but_itself:
+            one = spec.at(f"{spec.url}/{prefix}") if prefix else spec
+            places.append((prefix, one, one.open()))
+    described = list(in_waves(describe, places))
+    unread += [error for _, error in described if error is not None]
+    return [entry for entry, _ in described], unread, epochs
 
 
 def _epoch_of(spec: StoreSpec, run: str, unread: list[DcpObjstoreError]) -> EpochRecord | None:
