@@ -49,9 +49,11 @@ def state(megabytes: int = 24) -> dict[str, Any]:
 
 
 @pytest.mark.backends("seaweed")
-def test_a_save_and_a_load_are_told_of_whole_and_in_order(bucket: Bucket) -> None:
+@pytest.mark.parametrize("transport", ["native", "boto3"])
+def test_a_save_and_a_load_are_told_of_whole_and_in_order(bucket: Bucket, transport: Any) -> None:
     heard, url = Heard(), bucket.at("step-7")
-    given: dict[str, Any] = {"storage_options": bucket.storage_options, "config": CONFIG}
+    config = dataclasses.replace(CONFIG, transport=transport)
+    given: dict[str, Any] = {"storage_options": bucket.storage_options, "config": config}
     report = dos.save(state(), url, on_event=heard, **given)
     assert {event.url for event in heard} == {url}
     assert {event.rank for event in heard} == {0}
