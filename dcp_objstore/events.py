@@ -153,16 +153,17 @@ class RangeRead(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retried(Event):
-    """A request is made again. Most retries are the transport's own, and not seen.
+    """A request is made again. Retries within obstore, fsspec and what is below are not seen.
 
     Attributes:
-        what: "commit" (the marker's PUT had no clear answer) or "range" (damaged on its way).
+        what: "commit" (the marker's PUT had no clear answer), "range" (damaged on its way), or
+            "request" (any other, by boto3).
         attempt: the number of the try that follows, from 2.
         error: type and text of what went wrong.
         object_key: the object, relative to the checkpoint.
     """
 
-    what: Literal["commit", "range"]
+    what: Literal["commit", "range", "request"]
     attempt: int
     error: str
     object_key: str

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from dcp_objstore.errors import DcpObjstoreError
-from dcp_objstore.events import AnyEvent, Event, Failed, OnEvent, Operation
+from dcp_objstore.events import AnyEvent, Event, Failed, OnEvent, Operation, Retried
 
 logger = logging.getLogger("dcp_objstore")
 
@@ -98,6 +98,14 @@ class Channel:
         """Tell an event that was made elsewhere."""
         self._queue.put(event)
 
+    def key_of(self, place: str) -> str:
+        """What the path of a request's URL names below this checkpoint; empty if it is not there.
+
+        The bucket may be in the path or in the host's name.
+        """
+        prefix = self._url.partition("://")[2].partition("/")[2].rstrip("/")
+        return place.partition(f"/{prefix}/" if prefix else "/")[2]
+
     def fail(self, error: BaseException) -> None:
         """Tell of the failure of the whole; only the first one is told."""
         if self._failed:
@@ -137,11 +145,13 @@ class Channel:
                 daemon=True,
             )
             self._thread.start()
+            _listening[id(self)] = self
 
     def settle(self) -> None:
         """Return when what was told so far was handed on; bounded, whatever a listener does."""
         if not self._queue.empty():
             self._open()
+        _listening.pop(id(self), None)
         thread, self._thread = self._thread, None
         listeners = self._listeners
         self._queue.put(None)
@@ -182,6 +192,25 @@ class Channel:
                     self.operation,
                     exc_info=True,
                 )
+
+
+_listening: dict[int, Channel] = {}
+
+
+def tell_retry(place: str, attempt: int, error: str, began_at: float) -> None:
+    """For transports, which know of no save or load: tell of a retry those whose object it is of.
+
+    Args:
+        place: the path of the request's URL, not quoted.
+        attempt: see `Retried`.
+        error: why, in words, without a secret.
+        began_at: `time.monotonic()` at the first try.
+    """
+    for channel in list(_listening.values()):
+        if key := channel.key_of(place):
+            channel.tell(
+                Retried, began_at, what="request", attempt=attempt, error=error, object_key=key
+            )
 
 
 class Callback:

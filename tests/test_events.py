@@ -30,6 +30,7 @@ from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import Fault, FaultStore, Verb
 from dcp_objstore.telling import Channel
 from tests.support.listening import Heard, of
+from tests.support.proxy import Cut, NetworkProxy
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 
@@ -49,9 +50,11 @@ def state(megabytes: int = 24) -> dict[str, Any]:
 
 
 @pytest.mark.backends("seaweed")
-def test_a_save_and_a_load_are_told_of_whole_and_in_order(bucket: Bucket) -> None:
+@pytest.mark.parametrize("transport", ["native", "boto3"])
+def test_a_save_and_a_load_are_told_of_whole_and_in_order(bucket: Bucket, transport: Any) -> None:
     heard, url = Heard(), bucket.at("step-7")
-    given: dict[str, Any] = {"storage_options": bucket.storage_options, "config": CONFIG}
+    config = dataclasses.replace(CONFIG, transport=transport)
+    given: dict[str, Any] = {"storage_options": bucket.storage_options, "config": config}
     report = dos.save(state(), url, on_event=heard, **given)
     assert {event.url for event in heard} == {url}
     assert {event.rank for event in heard} == {0}
@@ -152,6 +155,30 @@ def test_the_commits_second_try_is_told_of(monkeypatch: pytest.MonkeyPatch) -> N
     assert (retried.what, retried.attempt, retried.object_key) == ("commit", 2, "_COMMIT")
     assert "StoreUnavailableError: busy" in retried.error
     assert of(events.Committed, heard)[0].attempts == 2
+
+
+@pytest.mark.backends("seaweed")
+def test_boto3s_own_retries_are_told_of_to_whom_they_concern(bucket: Bucket) -> None:
+    config = dataclasses.replace(CONFIG, transport="boto3", max_retries=5)
+    heard, other = Heard(), Heard()
+    bystander = Channel("save", bucket.at("step-77"))
+    bystander.add(other, detailed=True)
+    with NetworkProxy(bucket.storage_options) as proxy, bystander.watching():
+        cut = [Cut("request", 400, "fin"), Cut("answer", 0, "rst")]
+        proxy.plan = lambda asked: cut.pop() if cut and "partNumber" in asked.query else None
+        dos.save(
+            state(),
+            bucket.at("step-7"),
+            storage_options=proxy.storage_options,
+            config=config,
+            on_event=heard,
+        )
+    retried = of(events.Retried, heard)
+    assert len(retried) == 2
+    assert {one.object_key for one in retried} == {of(events.ObjectUploaded, heard)[0].object_key}
+    assert {(one.what, one.attempt >= 2) for one in retried} == {("request", True)}
+    assert all(one.error for one in retried)
+    assert other == []
 
 
 def through_faults(

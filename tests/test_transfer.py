@@ -281,6 +281,25 @@ def test_an_uploads_own_time_out_is_passed_on():
         run_watched(time_out, "upload", Progress(60))
 
 
+def test_a_part_under_way_has_the_lowest_number_that_is_free():
+    class Holding:
+        """Lets go of the second of three parts, takes another, and lets go of all."""
+
+        def put_stream(self, key, buffers, **_):
+            held = [next(buffers) for _ in range(3)]
+            del held[1]
+            held.append(next(buffers))
+            assert next(buffers, None) is None
+
+    channel, heard = heard_channel()
+    pieces = (random_bytes(PART) for _ in range(4))
+    upload_object(Holding(), "o", pieces, plan(), config(), Progress(60, channel))
+    channel.settle()
+    workers = {part.part: part.worker for part in of(PartUploaded, heard)}
+    assert workers == {0: 0, 1: 1, 2: 2, 3: 1}
+    assert of(PartUploaded, heard)[0].part == 1
+
+
 def test_bytes_reported_in_the_midst_of_a_report_are_counted():
     calls: list[float] = []
 

@@ -15,12 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.clients import s3_server, server_url
 from dcp_objstore.stores.credentials import Credentials, no_s3_credentials, open_boto3_session
 from dcp_objstore.stores.options import S3Settings, s3_settings
+from dcp_objstore.telling import tell_retry
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl
@@ -31,6 +33,7 @@ _READ_PROGRESS_TIMEOUT_SECONDS = 30.0
 _FIRST_RETRY_TIMEOUT_SECONDS = 5.0
 # Where botocore keeps what belongs to one request.
 _STARTED = "dcp_objstore_started"
+_LAST = "dcp_objstore_last_error"
 
 
 @dataclass
@@ -183,9 +186,18 @@ class _Patience:
     def watch(self, client: Any) -> None:
         client.meta.events.register_first("before-call.s3", self._begins)
         client.meta.events.register_first("needs-retry.s3", self._answered)
+        client.meta.events.register("request-created.s3", self._sends)
 
     def _begins(self, context: dict[str, Any], **_: object) -> None:
         context[_STARTED] = time.monotonic()
+
+    def _sends(self, request: Any, **_: object) -> None:
+        """Tell of a retry whoever listens to the save or load that it belongs to."""
+        context = request.context
+        attempt = context.get("retries", {}).get("attempt", 1)
+        if attempt > 1 and _STARTED in context:
+            place = unquote(urlsplit(request.url).path)
+            tell_retry(place, attempt, context.get(_LAST, "no answer"), context[_STARTED])
 
     def _answered(
         self,
@@ -198,6 +210,10 @@ class _Patience:
         """When it is too late for a retry, raise what botocore would raise after the last one."""
         from botocore.exceptions import ClientError
 
+        if caught_exception is not None:
+            request_dict["context"][_LAST] = type(caught_exception).__name__
+        elif response is not None:
+            request_dict["context"][_LAST] = f"HTTP status {response[0].status_code}"
         self._reached = self._reached or response is not None
         seconds = self._seconds
         if not self._reached:
