@@ -10,9 +10,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
@@ -333,17 +334,25 @@ class _ElsewhereServer(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def elsewhere() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _ElsewhereServer) as server:
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
 
 
-def test_the_right_region_is_told(elsewhere: str) -> None:
-    found = examine("s3://bucket/run", {**WRITER, "endpoint_url": elsewhere})
-    assert found["bucket"].status == "failed"
+def test_a_web_server_is_told_from_a_store() -> None:
+    with serving(SimpleHTTPRequestHandler) as endpoint:
+        found = examine("s3://absent-bucket/run", {**WRITER, "endpoint_url": endpoint})
+    assert found["endpoint"].status == "warning"
+    assert found["put"].status == "failed"
+
+
+def test_the_right_region_is_told() -> None:
+    with serving(_ElsewhereServer) as elsewhere:
+        found = examine("s3://bucket/run", {**WRITER, "endpoint_url": elsewhere})
+    assert names(found, "failed") == {"bucket"}
     assert "AWS_REGION=eu-west-3" in found["bucket"].advice
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
@@ -14,6 +15,7 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     PermissionDeniedError,
     StoreUnavailableError,
+    UnsupportedError,
 )
 from dcp_objstore.stores.translate import advice_of, answer_of
 
@@ -53,6 +55,7 @@ _ADVICE: Final[Sequence[tuple[type[DcpObjstoreError], str]]] = (
         CorruptDataError,
         "use a store, and a way to it, that answers requests for ranges with those ranges",
     ),
+    (UnsupportedError, "check that this is the server that was meant; if so, it is no fit store"),
     (
         StoreUnavailableError,
         "try again; if it stays so, look at the server's log and at what is in between",
@@ -93,6 +96,8 @@ RIGHTS: Final[Mapping[str, Mapping[str, str]]] = {
         "delete": f"{_BLOBS}/delete",
     },
 }
+# A proxy's web page is told no further.
+_LONGEST_TEXT: Final = 400
 # Rights to the bucket itself, not to the objects in it.
 _OF_BUCKET: Final = ("list", "lifecycle", "versioning", "unfinished uploads")
 
@@ -106,7 +111,8 @@ def failed(check: str, error: DcpObjstoreError, url: StoreUrl) -> Finding:
 def summary(error: DcpObjstoreError) -> str:
     """An error's text, shorter where the store has answered: its answer says it all."""
     answer, said = answer_of(error), advice_of(type(error))
-    return f"{said}: {answer}" if answer and said else error.message
+    text = f"{said}: {answer}" if answer and said else error.message
+    return textwrap.shorten(text, _LONGEST_TEXT, placeholder=" …")
 
 
 def size_text(count_bytes: int) -> str:
