@@ -13,6 +13,7 @@ from dcp_objstore.errors import (
     CorruptDataError,
     CredentialsError,
     DcpObjstoreError,
+    ObjectNotFoundError,
     PermissionDeniedError,
     StoreUnavailableError,
     UnsupportedError,
@@ -46,6 +47,7 @@ class Finding:
     details: Mapping[str, object] = field(default_factory=dict)
 
 
+_NO_STORE: Final = "check that this is the server that was meant; if so, it is no fit store"
 _ADVICE: Final[Sequence[tuple[type[DcpObjstoreError], str]]] = (
     (
         CredentialsError,
@@ -55,11 +57,13 @@ _ADVICE: Final[Sequence[tuple[type[DcpObjstoreError], str]]] = (
         CorruptDataError,
         "use a store, and a way to it, that answers requests for ranges with those ranges",
     ),
-    (UnsupportedError, "check that this is the server that was meant; if so, it is no fit store"),
+    (UnsupportedError, _NO_STORE),
+    (ObjectNotFoundError, _NO_STORE),
     (
         StoreUnavailableError,
         "try again; if it stays so, look at the server's log and at what is in between",
     ),
+    (DcpObjstoreError, "look at the server's log; --json has the whole message"),
 )
 
 # The right that each check needs. S3: "Actions, resources, and condition keys for Amazon S3";
@@ -123,14 +127,14 @@ def size_text(count_bytes: int) -> str:
 
 
 def advice_for(check: str, error: DcpObjstoreError, url: StoreUrl) -> str:
-    """What to do about an error; empty where its own text says it."""
+    """What to do about an error."""
     if isinstance(error, PermissionDeniedError):
         return _allow(check, url)
     if isinstance(error, BucketNotFoundError):
         return f"make the bucket {url.bucket!r}, or check its name and the endpoint"
     if check == "endpoint":
         return "set AWS_ENDPOINT_URL, AWS_REGION or storage_options so that they name the server"
-    return next((text for kind, text in _ADVICE if isinstance(error, kind)), "")
+    return next(text for kind, text in _ADVICE if isinstance(error, kind))
 
 
 def _allow(check: str, url: StoreUrl) -> str:
