@@ -19,6 +19,7 @@ from tests.support.azurite import AzureBucket, Azurite
 from tests.support.servers import (
     BUCKET,
     READ_ONLY_IDENTITY,
+    WRITE_ONLY_IDENTITY,
     Bucket,
     Folder,
     MotoServer,
@@ -60,7 +61,7 @@ def azurite() -> Iterator[Azurite]:
 
 @pytest.fixture(scope="session")
 def seaweed() -> Iterator[SeaweedServer]:
-    with SeaweedServer(extra_identities=[READ_ONLY_IDENTITY]) as server:
+    with SeaweedServer(extra_identities=[READ_ONLY_IDENTITY, WRITE_ONLY_IDENTITY]) as server:
         server.create_bucket(BUCKET)
         yield server
 

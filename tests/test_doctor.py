@@ -10,9 +10,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
@@ -22,18 +23,16 @@ from dcp_objstore.checkpoint.checkup import Finding, Limits, check_up
 from dcp_objstore.checkpoint.checkup.running import CONFIG
 from dcp_objstore.checkpoint.checkup.speed import Rate, recommend
 from dcp_objstore.checkpoint.checkup.surroundings import Surroundings
-from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.identity import shortened
 from tests.support.proxy import NetworkProxy
-from tests.support.servers import BUCKET, READ_ONLY, Bucket, MotoServer, RcloneServer
+from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket, MotoServer, RcloneServer
 from tests.support.tampering import Answer, Asked, TamperingProxy, flipped
 from tests.test_cli import run
 from tests.test_uploads import PART, begin_upload
 
-WRITER = {"key": "writer", "secret": "writer-secret-0123456789"}
 CHECKS = [
     "versions",
     "credentials",
@@ -143,10 +142,11 @@ def test_lifecycle_rules_and_versioning_are_seen(bucket: Bucket, moto_server: Mo
     assert examine("s3://versioned/other", bucket.storage_options)["lifecycle"].status == "warning"
 
 
-@pytest.mark.backends("gcs")
-def test_gcs_passes(bucket: Bucket) -> None:
+@pytest.mark.backends("gcs", "azure")
+def test_gcs_and_azure_pass(bucket: Bucket) -> None:
     found = examine(bucket.url, bucket.storage_options)
     assert names(found, "failed") == set()
+    assert {"credentials", "endpoint", "clock", "multipart", "delete"} <= names(found, "ok")
     assert bucket.keys() == []
     assert bucket.uploads() == []
 
@@ -208,23 +208,15 @@ def test_a_reader_is_told_which_right_is_missing(bucket: Bucket) -> None:
     before.check()
 
 
-def test_a_writer_is_told_which_right_is_missing() -> None:
-    identity = {
-        "name": "writer",
-        "credentials": [{"accessKey": WRITER["key"], "secretKey": WRITER["secret"]}],
-        "actions": [f"Write:{BUCKET}"],
-    }
-    with SeaweedServer(extra_identities=[identity]) as server:
-        server.create_bucket(BUCKET)
-        options = server.storage_options
-        bucket = Bucket("seaweed", f"s3://{BUCKET}/run", options, options)
-        found = examine(bucket.url, {**options, **WRITER})
-        assert names(found, "failed") == {"list", "read", "conditional put"}
-        assert f"s3:ListBucket on arn:aws:s3:::{BUCKET}" in found["list"].advice
-        assert "s3:GetObject" in found["read"].advice
-        assert names(found, "not made") >= {"lifecycle", "versioning", "unfinished uploads"}
-        assert bucket.keys() == []
-        assert bucket.uploads() == []
+@pytest.mark.backends("seaweed")
+def test_a_writer_is_told_which_right_is_missing(bucket: Bucket) -> None:
+    before = Before(bucket)
+    found = examine(bucket.url, {**bucket.storage_options, **WRITE_ONLY})
+    assert names(found, "failed") == {"list", "read", "conditional put"}
+    assert found["list"].advice == f"allow s3:ListBucket on arn:aws:s3:::{BUCKET}"
+    assert "s3:GetObject" in found["read"].advice
+    assert names(found, "not made") >= {"lifecycle", "versioning", "unfinished uploads"}
+    before.check()
 
 
 @pytest.mark.backends("seaweed")
@@ -333,17 +325,25 @@ class _ElsewhereServer(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def elsewhere() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _ElsewhereServer) as server:
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
 
 
-def test_the_right_region_is_told(elsewhere: str) -> None:
-    found = examine("s3://bucket/run", {**WRITER, "endpoint_url": elsewhere})
-    assert found["bucket"].status == "failed"
+def test_a_web_server_is_told_from_a_store() -> None:
+    with serving(SimpleHTTPRequestHandler) as endpoint:
+        found = examine("s3://absent-bucket/run", {**WRITE_ONLY, "endpoint_url": endpoint})
+    assert found["endpoint"].status == "warning"
+    assert found["put"].status == "failed"
+
+
+def test_the_right_region_is_told() -> None:
+    with serving(_ElsewhereServer) as elsewhere:
+        found = examine("s3://bucket/run", {**WRITE_ONLY, "endpoint_url": elsewhere})
+    assert names(found, "failed") == {"bucket"}
     assert "AWS_REGION=eu-west-3" in found["bucket"].advice
 
 
@@ -404,6 +404,9 @@ def test_the_table_fits_80_columns_without_colours_and_the_status_tells(bucket: 
     assert (answer["url"], answer["ok"]) == (url, False)
     assert sorted(one["check"] for one in answer["checks"]) == sorted(CHECKS)
     assert run("doctor", "s3:/bucket").returncode == 2
+    other = run("--transport", "boto3", "doctor", url, "--quick", **environment(options))
+    assert other.returncode == 0, other.stdout
+    assert "fit to hold checkpoints" in other.stdout
     assert Bucket("seaweed", url, options, options).keys() == []
 
 
@@ -445,5 +448,5 @@ def test_a_server_that_never_answers_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         quick = replace(IMPATIENT, request_timeout_seconds=1)
-        found = examine("s3://bucket/run", {**WRITER, "endpoint_url": endpoint}, config=quick)
+        found = examine("s3://bucket/run", {**WRITE_ONLY, "endpoint_url": endpoint}, config=quick)
     assert names(found, "failed") == {"endpoint"}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from obstore.exceptions import BaseError, UnknownConfigurationKeyError
-from obstore.store import S3Store
+from obstore.store import AzureStore, GCSStore, S3Store
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import StoreSpec, options
@@ -32,8 +33,16 @@ def taken() -> set[str]:
 def test_the_table_of_s3_has_every_option_once_and_no_other() -> None:
     named = [name for row in OPTIONS["s3"] for name in (row.name, *row.also)]
     assert len(named) == len(set(named))
-    # What carries the requests is no option of S3.
-    assert set(named) == taken() - {"transport"}
+    assert set(named) == taken()
+
+
+@pytest.mark.parametrize(("scheme", "known"), [("gs", options._GS), ("az", options._AZ)])
+def test_the_tables_of_gcs_and_azure_have_every_option_once(
+    scheme: str, known: dict[str, object]
+) -> None:
+    named = [name for row in OPTIONS[scheme] for name in (row.name, *row.also)]
+    assert len(named) == len(set(named))
+    assert set(named) == set(known)
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
@@ -43,10 +52,14 @@ def test_local_stores_have_no_options(scheme: str) -> None:
         StoreSpec(f"{scheme}:///tmp/x" if scheme == "file" else "memory://x", {"key": "x"})
 
 
-def test_obstore_knows_its_names() -> None:
-    for name in {name for row in OPTIONS["s3"] for name in row.native} - OF_CLIENTS:
+@pytest.mark.parametrize(
+    ("scheme", "store"), [("s3", S3Store), ("gs", GCSStore), ("az", AzureStore)]
+)
+def test_obstore_knows_its_names(scheme: str, store: Any) -> None:
+    bucket = "container_name" if scheme == "az" else "bucket"
+    for name in {name for row in OPTIONS[scheme] for name in row.native} - OF_CLIENTS:
         try:
-            S3Store(config={"bucket": "b", name: "true"})  # type: ignore[misc]
+            store(config={bucket: "b", name: "true"})
         except BaseError as error:  # "true" is no checksum, say
             assert not isinstance(error, UnknownConfigurationKeyError), name
 
@@ -108,9 +121,10 @@ def test_another_spelling_gets_the_right_one(given: dict[str, object], text: str
     assert text in caught.value.message
 
 
-def test_the_readme_has_the_table_as_it_is() -> None:
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_the_readme_has_the_table_as_it_is(scheme: str) -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    header = markdown("s3").splitlines()[0]
+    header = markdown(scheme).splitlines()[0]
     if header not in readme:
-        pytest.skip("the README does not have it yet")
-    assert markdown("s3") in readme
+        pytest.skip("the README does not have the tables yet")
+    assert markdown(scheme) in readme

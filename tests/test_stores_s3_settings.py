@@ -61,19 +61,21 @@ def test_signed_bodies(bucket: Bucket) -> None:
 
 
 @pytest.mark.backends("moto")
-def test_requester_pays_is_on_every_request(bucket: Bucket) -> None:
-    found = requests_of(bucket, {"requester_pays": True})
+@pytest.mark.parametrize("transport", ["native", "boto3"])
+def test_requester_pays_is_on_every_request(bucket: Bucket, transport: str) -> None:
+    found = requests_of(bucket, {"requester_pays": True, "transport": transport})
     assert carrying(found, "x-amz-request-payer") == set(found)
     assert not any(asked.signed_url for asked in found.values())  # it could not be there
 
 
 @pytest.mark.backends("moto")
-def test_encryption_is_asked_for_where_an_object_begins(bucket: Bucket) -> None:
+@pytest.mark.parametrize("transport", ["native", "boto3"])
+def test_encryption_is_asked_for_where_an_object_begins(bucket: Bucket, transport: str) -> None:
     extra: dict[str, object] = {"ServerSideEncryption": "AES256"}
-    found = requests_of(bucket, {"s3_additional_kwargs": extra})
+    found = requests_of(bucket, {"s3_additional_kwargs": extra, "transport": transport})
     assert carrying(found, "x-amz-server-side-encryption") == {"put", "begin"}
     extra = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "key-1", "BucketKeyEnabled": True}
-    found = requests_of(bucket, {"s3_additional_kwargs": extra})
+    found = requests_of(bucket, {"s3_additional_kwargs": extra, "transport": transport})
     for kind in ("put", "begin"):
         headers = found[kind].headers
         assert headers["x-amz-server-side-encryption"] == "aws:kms"
@@ -121,6 +123,12 @@ def test_aws_gets_a_checksum_and_other_servers_only_where_it_is_asked_for() -> N
     for other in ("http://127.0.0.1:9000", "https://account.r2.cloudflarestorage.com"):
         assert s3_checksum(S3Settings(), other) is None
         assert s3_checksum(asked, other) == "SHA256"
+
+
+def test_boto3_refuses_a_checksum_that_it_would_not_send() -> None:
+    extra = {"ChecksumAlgorithm": "SHA256"}
+    with pytest.raises(ConfigError, match="native"):
+        open_store("s3://b", {**KEY, "transport": "boto3", "s3_additional_kwargs": extra})
 
 
 @pytest.mark.parametrize(

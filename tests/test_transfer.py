@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dcp_objstore.config import MIB, TransferConfig
@@ -37,9 +37,10 @@ PART = 5 * MIB
 
 
 TIB = 1024 * 1024 * MIB
-LEAST = st.integers(5 * MIB, 5 * 1024 * MIB)
+LEAST = st.integers(5 * MIB, 64 * MIB) | st.integers(5 * MIB, 5 * 1024 * MIB)
 
 
+@example(6 * TIB, 5 * MIB, 5 * MIB, 5 * TIB - MIB)
 @given(st.integers(0, 2**52), LEAST, st.integers(5 * MIB, 5 * TIB), st.integers(0, 5 * TIB - MIB))
 def test_no_plan_exceeds_10000_parts_or_the_limits_of_a_part(total_bytes, least, limit, largest):
     largest = min(largest, total_bytes)

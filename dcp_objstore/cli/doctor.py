@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from dcp_objstore.checkpoint.checkup import Finding, Limits, check_up
+from dcp_objstore.cli.access import chosen
 from dcp_objstore.stores import StoreSpec
 
 if TYPE_CHECKING:
@@ -42,11 +43,11 @@ def diagnose(url: str, *, quick: bool, as_json: bool) -> None:
     Raises:
         DcpObjstoreError: see `check_up`.
     """
-    shown = StoreSpec(url).url
+    shown = StoreSpec(url, chosen()).url
     if not as_json:
         print(f"{shown}\n", flush=True)
     findings: list[Finding] = []
-    with closing(check_up(url, throughput=None if quick else Limits())) as stream:
+    with closing(check_up(url, chosen(), throughput=None if quick else Limits())) as stream:
         for finding in stream:
             findings.append(finding)
             if not as_json:

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.clients import s3_server, server_url
+from dcp_objstore.stores.clients import s3_requester_pays, s3_server, server_url
 from dcp_objstore.stores.credentials import Credentials, no_s3_credentials, open_boto3_session
 from dcp_objstore.stores.options import S3Settings, s3_settings
 from dcp_objstore.telling import tell_retry
@@ -82,12 +82,19 @@ class Boto3Clients:
         self._stripped = stripped
         self.max_retries = config.max_retries
         self._of_process: dict[int, _OfProcess] = {}
-        self.payer = {"RequestPayer": "requester"} if self._settings.requester_pays else {}
-        self.sealing: dict[str, str] = {}
+        payer = s3_requester_pays(self._settings)
+        self.payer = {"RequestPayer": "requester"} if payer else {}
+        self.sealing: dict[str, str | bool] = {}
         if self._settings.sse is not None:
             self.sealing["ServerSideEncryption"] = self._settings.sse
         if self._settings.sse_kms_key_id is not None:
             self.sealing["SSEKMSKeyId"] = self._settings.sse_kms_key_id
+        if self._settings.sse_bucket_key is not None:
+            self.sealing["BucketKeyEnabled"] = self._settings.sse_bucket_key
+        if self._settings.checksum_algorithm not in (None, "none"):
+            raise ConfigError(
+                "transport 'boto3' sends no 'ChecksumAlgorithm': use transport 'native' for it"
+            )
         self.endpoint_url = self._mine().endpoint_url
 
     def write(self) -> Any:

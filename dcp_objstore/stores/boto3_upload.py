@@ -65,7 +65,7 @@ class Upload:
 
     client: Any
     target: Mapping[str, str]
-    sealing: Mapping[str, str]
+    sealing: Mapping[str, str | bool]
     threads: int
 
     _tasks: queue.SimpleQueue[_Part | None] = field(default_factory=queue.SimpleQueue)

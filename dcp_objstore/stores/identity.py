@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import CredentialsError
+from dcp_objstore.stores.azure_credentials import find_azure_credentials
 from dcp_objstore.stores.clients import is_aws, s3_server
 from dcp_objstore.stores.credentials import find_s3_credentials
 from dcp_objstore.stores.google_credentials import find_gcs_credentials
@@ -30,7 +31,7 @@ class Identity:
     Attributes:
         source: where the credentials come from, in words.
         access_key: the id of an S3 access key, shortened; None where we do not see it.
-        account: an ARN or an e-mail address; None if it is not known.
+        account: an ARN, an e-mail address or a storage account; None if it is not known.
         unknown: why `account` is not known, or None.
         region: the region that requests are signed for; None where there are none.
     """
@@ -56,6 +57,9 @@ def identify(spec: StoreSpec) -> Identity | None:
         return _s3(spec)
     if scheme == "gs":
         return _gcs(spec)
+    if scheme == "az":
+        azure = find_azure_credentials(spec.storage_options or {}, spec.stripped)
+        return Identity(azure.source, account=azure.account_name)
     return None
 
 

@@ -30,6 +30,9 @@ class Option:
     environment: tuple[str, ...] = ()
 
 
+_TRANSPORT: Final = Option(
+    "transport", "what carries the requests: `native` (default), `boto3` (S3 alone) or `fsspec`"
+)
 _S3: Final[Sequence[Option]] = (
     Option(
         "key",
@@ -129,9 +132,100 @@ _S3: Final[Sequence[Option]] = (
         native=("checksum_algorithm", "aws_checksum_algorithm"),
         environment=("AWS_CHECKSUM_ALGORITHM",),
     ),
+    _TRANSPORT,
 )
 
-OPTIONS: Final[Mapping[str, Sequence[Option]]] = {"s3": _S3, "file": (), "memory": ()}
+_VERIFY: Final = Option(
+    "verify",
+    "False: any TLS certificate; a path: the certificates to trust",
+    native=("allow_invalid_certificates", "root_certificate"),
+)
+_GS: Final[Sequence[Option]] = (
+    Option(
+        "token",
+        "`google_default`, `cloud`, `anon`, an access token, a key in JSON or its path, or"
+        " credentials of google-auth",
+        native=("service_account_key", "service_account", "application_credentials"),
+        environment=(
+            "GOOGLE_APPLICATION_CREDENTIALS",
+            "GOOGLE_SERVICE_ACCOUNT",
+            "GOOGLE_SERVICE_ACCOUNT_KEY",
+            "GOOGLE_BEARER_TOKEN",
+        ),
+    ),
+    Option("anon", "no credentials: a public bucket", native=("skip_signature",)),
+    Option("project", "the project that pays, with `requester_pays`"),
+    Option("requester_pays", "True, or the name of the project that pays for the requests"),
+    Option(
+        "endpoint_url",
+        "another server than Google's",
+        ("base_url",),
+        environment=("GOOGLE_BASE_URL",),
+    ),
+    _VERIFY,
+    _TRANSPORT,
+)
+_AZ: Final[Sequence[Option]] = (
+    Option(
+        "account_name",
+        "the storage account",
+        native=("azure_storage_account_name",),
+        environment=("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"),
+    ),
+    Option(
+        "account_key",
+        "its key",
+        native=("access_key", "azure_storage_account_key", "azure_storage_access_key"),
+        environment=("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY"),
+    ),
+    Option(
+        "sas_token",
+        "a shared access signature",
+        native=("sas_key", "azure_storage_sas_token", "azure_storage_sas_key"),
+        environment=("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY"),
+    ),
+    Option(
+        "connection_string",
+        "account, key or signature, and endpoint in one",
+        environment=("AZURE_STORAGE_CONNECTION_STRING",),
+    ),
+    Option("credential", "credentials of azure-identity, or a token"),
+    Option(
+        "tenant_id",
+        "of an application, with `client_id` and `client_secret`",
+        native=("authority_id", "azure_tenant_id"),
+        environment=("AZURE_STORAGE_TENANT_ID", "AZURE_TENANT_ID"),
+    ),
+    Option(
+        "client_id",
+        "the application",
+        native=("azure_client_id",),
+        environment=("AZURE_STORAGE_CLIENT_ID", "AZURE_CLIENT_ID"),
+    ),
+    Option(
+        "client_secret",
+        "its secret",
+        native=("azure_client_secret",),
+        environment=("AZURE_STORAGE_CLIENT_SECRET", "AZURE_CLIENT_SECRET"),
+    ),
+    Option("anon", "no credentials: a public container", native=("skip_signature",)),
+    Option("account_host", "the account's host, in another cloud than Azure's public one"),
+    Option(
+        "endpoint_url",
+        "the account's URL",
+        native=("endpoint", "azure_storage_endpoint"),
+        environment=("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    ),
+    _VERIFY,
+)
+
+OPTIONS: Final[Mapping[str, Sequence[Option]]] = {
+    "s3": _S3,
+    "gs": _GS,
+    "az": _AZ,
+    "file": (),
+    "memory": (),
+}
 
 # Settings of obstore that need no option here, and why.
 _NEEDLESS: Final = {

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from dcp_objstore.errors import ConfigError, StoreUnavailableError
+from dcp_objstore.stores.azure_credentials import find_azure_credentials
 from dcp_objstore.stores.clients import s3_server
 from dcp_objstore.stores.credentials import find_s3_credentials
 from dcp_objstore.stores.options import s3_settings
@@ -91,6 +92,9 @@ def _bucket_url(spec: StoreSpec) -> tuple[str | None, bool | str]:
             endpoint = f"https://s3.{region}.amazonaws.com"
     elif url.scheme == "gs":
         endpoint = endpoint or "https://storage.googleapis.com"
+    elif url.scheme == "az" and endpoint is None:
+        account = find_azure_credentials(options, spec.stripped).account_name
+        endpoint = f"https://{account}.blob.core.windows.net"
     if endpoint is None or urlsplit(endpoint).scheme not in ("http", "https"):
         return None, True
     return f"{endpoint.rstrip('/')}/{url.bucket}", verify if isinstance(verify, str) else bool(

@@ -25,6 +25,13 @@ READ_ONLY_IDENTITY = {
     "credentials": [{"accessKey": READ_ONLY["key"], "secretKey": READ_ONLY["secret"]}],
     "actions": ["Read", "List"],
 }
+# Those of the identity that may write, and neither read nor list.
+WRITE_ONLY = {"key": "writer", "secret": "writer-secret-0123456789"}
+WRITE_ONLY_IDENTITY = {
+    "name": "writer",
+    "credentials": [{"accessKey": WRITE_ONLY["key"], "secretKey": WRITE_ONLY["secret"]}],
+    "actions": [f"Write:{BUCKET}"],
+}
 
 
 class MotoServer:

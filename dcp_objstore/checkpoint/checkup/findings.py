@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
@@ -12,8 +13,10 @@ from dcp_objstore.errors import (
     CorruptDataError,
     CredentialsError,
     DcpObjstoreError,
+    ObjectNotFoundError,
     PermissionDeniedError,
     StoreUnavailableError,
+    UnsupportedError,
 )
 from dcp_objstore.stores.translate import advice_of, answer_of
 
@@ -44,6 +47,7 @@ class Finding:
     details: Mapping[str, object] = field(default_factory=dict)
 
 
+_NO_STORE: Final = "check that this is the server that was meant; if so, it is no fit store"
 _ADVICE: Final[Sequence[tuple[type[DcpObjstoreError], str]]] = (
     (
         CredentialsError,
@@ -53,10 +57,13 @@ _ADVICE: Final[Sequence[tuple[type[DcpObjstoreError], str]]] = (
         CorruptDataError,
         "use a store, and a way to it, that answers requests for ranges with those ranges",
     ),
+    (UnsupportedError, _NO_STORE),
+    (ObjectNotFoundError, _NO_STORE),
     (
         StoreUnavailableError,
         "try again; if it stays so, look at the server's log and at what is in between",
     ),
+    (DcpObjstoreError, "look at the server's log; --json has the whole message"),
 )
 
 # The right that each check needs. S3: "Actions, resources, and condition keys for Amazon S3";
@@ -93,6 +100,8 @@ RIGHTS: Final[Mapping[str, Mapping[str, str]]] = {
         "delete": f"{_BLOBS}/delete",
     },
 }
+# A proxy's web page is told no further.
+_LONGEST_TEXT: Final = 400
 # Rights to the bucket itself, not to the objects in it.
 _OF_BUCKET: Final = ("list", "lifecycle", "versioning", "unfinished uploads")
 
@@ -106,7 +115,8 @@ def failed(check: str, error: DcpObjstoreError, url: StoreUrl) -> Finding:
 def summary(error: DcpObjstoreError) -> str:
     """An error's text, shorter where the store has answered: its answer says it all."""
     answer, said = answer_of(error), advice_of(type(error))
-    return f"{said}: {answer}" if answer and said else error.message
+    text = f"{said}: {answer}" if answer and said else error.message
+    return textwrap.shorten(text, _LONGEST_TEXT, placeholder=" …")
 
 
 def size_text(count_bytes: int) -> str:
@@ -117,14 +127,14 @@ def size_text(count_bytes: int) -> str:
 
 
 def advice_for(check: str, error: DcpObjstoreError, url: StoreUrl) -> str:
-    """What to do about an error; empty where its own text says it."""
+    """What to do about an error."""
     if isinstance(error, PermissionDeniedError):
         return _allow(check, url)
     if isinstance(error, BucketNotFoundError):
         return f"make the bucket {url.bucket!r}, or check its name and the endpoint"
     if check == "endpoint":
         return "set AWS_ENDPOINT_URL, AWS_REGION or storage_options so that they name the server"
-    return next((text for kind, text in _ADVICE if isinstance(error, kind)), "")
+    return next(text for kind, text in _ADVICE if isinstance(error, kind))
 
 
 def _allow(check: str, url: StoreUrl) -> str:

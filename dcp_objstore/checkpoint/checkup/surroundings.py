@@ -22,6 +22,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.identity import Identity, identify
 from dcp_objstore.stores.server_clock import ask_server
+from dcp_objstore.stores.translate import answer_of
 from dcp_objstore.stores.uploads import (
     LIFECYCLE_DAYS,
     S3Uploads,
@@ -38,6 +39,13 @@ _SKEW_WARNED_SECONDS = 60
 # No save takes longer: an upload that is older will hardly be finished.
 _OLD = timedelta(hours=24)
 _LOCAL = ("file", "memory")
+_OTHER_TOOLS = {
+    "s3": "`aws sts get-caller-identity` shows what other tools find on this machine",
+    "gs": "`gcloud auth list` shows what other tools find on this machine",
+    "az": "`az account show` shows what other tools find on this machine",
+}
+_NO_CODE = "it answers 404 for an absent object, without the code NoSuchKey"
+_NO_STORE = "check that this is an S3 server, and no web server or proxy"
 # For the first answer: something that takes connections and says nothing is no store.
 _PATIENCE_SECONDS = 10.0
 
@@ -77,7 +85,8 @@ class Surroundings:
         try:
             identity = identify(self._spec)
         except DcpObjstoreError as error:
-            yield failed("credentials", error, self._url)
+            shown = _OTHER_TOOLS.get(self._url.scheme, "")
+            yield replace(failed("credentials", error, self._url), advice=shown)
             self.blocked = "there are no credentials"
             for check in ("endpoint", "bucket", "clock"):
                 yield Finding(check, "not made", self.blocked)
@@ -88,22 +97,15 @@ class Surroundings:
 
     def _first_answer(self, identity: Identity | None) -> Iterator[Finding]:
         """One request tells of the endpoint, the credentials and the bucket."""
-        error: DcpObjstoreError | None = None
-        patience = min(_PATIENCE_SECONDS, self._spec.config.request_timeout_seconds)
-        hasty = replace(self._spec.config, request_timeout_seconds=patience, max_retries=0)
-        try:
-            replace(self._spec, config=hasty).open().head(".doctor-asks-for-nothing")
-        except ObjectNotFoundError:
-            pass
-        except PermissionDeniedError:
-            pass  # who may not list is told so for absent objects, too; the next checks say it
-        except DcpObjstoreError as found:
-            error = found
+        error, a_store = self._ask()
         who, details = _who(identity)
         where, endpoint = self._where()
         if error is None:
             yield Finding("credentials", "ok", who, details=details)
-            yield Finding("endpoint", "ok", where, details=endpoint)
+            if a_store:
+                yield Finding("endpoint", "ok", where, details=endpoint)
+            else:
+                yield Finding("endpoint", "warning", f"{where}: {_NO_CODE}", _NO_STORE, endpoint)
             yield Finding("bucket", "ok", f"{self._url.bucket} is there")
         elif isinstance(error, CredentialsError):
             self.blocked = "the store does not accept the credentials"
@@ -132,6 +134,21 @@ class Surroundings:
             else:
                 yield failed("endpoint", error, self._url)
                 yield Finding("bucket", "not made", self.blocked)
+
+    def _ask(self) -> tuple[DcpObjstoreError | None, bool]:
+        """What is wrong, if anything, and whether a store has answered."""
+        patience = min(_PATIENCE_SECONDS, self._spec.config.request_timeout_seconds)
+        hasty = replace(self._spec.config, request_timeout_seconds=patience, max_retries=0)
+        try:
+            replace(self._spec, config=hasty).open().head(".doctor-asks-for-nothing")
+        except ObjectNotFoundError as absent:
+            return None, self._url.scheme != "s3" or answer_of(absent) is not None
+        except PermissionDeniedError:
+            # Who may not list is told so for absent objects, too; the next checks say it.
+            return None, True
+        except DcpObjstoreError as error:
+            return error, True
+        return None, True
 
     def _where(self) -> tuple[str, dict[str, object]]:
         endpoint = getattr(self._spec.open(), "endpoint_url", None)
