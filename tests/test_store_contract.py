@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -15,6 +16,7 @@ from dcp_objstore.errors import DcpObjstoreError, PreconditionFailedError
 from dcp_objstore.stores import IfAbsent, IfVersion, ObjectMeta, Version, open_store
 from dcp_objstore.stores.protocol import Capabilities
 from tests.store_contract import CROWD, StoreContract
+from tests.store_contract.preconditions import CREATORS
 from tests.support import guarantees
 from tests.support.guarantees import FAILED, GUARANTEES, KEPT, LACKING, UNTRIED, parse, write_table
 from tests.support.side_doors import NoDoor, SideDoor
@@ -54,12 +56,17 @@ class IgnoresPreconditions(Liar):
 
 
 class LetsTwoCreatorsWin(Liar):
-    """Looks, then writes: right until two come at once."""
+    """Looks, then writes: right until two come at once, which here they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked = threading.Barrier(CREATORS)
 
     def put(self, key: str, data: Any, *, precondition: Any = None, retry: bool = True) -> Version:
         if isinstance(precondition, IfAbsent):
             if any(meta.key == key for meta in self.inner.list()):
                 raise PreconditionFailedError("there is one")
+            self.looked.wait(60)
             precondition = None
         return self.inner.put(key, data, precondition=precondition, retry=retry)
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -17,8 +14,7 @@ from dcp_objstore.errors import ObjectNotFoundError, StoreUnavailableError, Unsu
 from dcp_objstore.stores import ObjectStore, Precondition, open_store
 from dcp_objstore.stores.protocol import Capabilities
 from dcp_objstore.stores.wrappers import FaultStore, LatencyStore, RecordingStore
-from tests.store_contract import CROWD, StoreContract
-from tests.support.proxy import NetworkProxy
+from tests.store_contract import BucketContract, StoreContract
 from tests.support.servers import Bucket
 from tests.support.side_doors import BucketDoor, FolderDoor, SideDoor
 
@@ -45,45 +41,6 @@ class TestFile(StoreContract):
     @pytest.fixture
     def side_door(self, tmp_path: Path) -> SideDoor:
         return FolderDoor(tmp_path / "pre fix" / "not yet there")
-
-
-# One crowd for all adapters on the same server: its URL to the prefix in the bucket.
-_crowds: dict[str, str] = {}
-
-
-class BucketContract(StoreContract):
-    """A store in the fixture `bucket`; a subclass says by which adapter (`open`)."""
-
-    below = "pre fix #1"
-
-    def open(self, url: str, options: object, config: TransferConfig | None = None) -> ObjectStore:
-        return open_store(url, options, config)
-
-    @pytest.fixture
-    def store(self, bucket: Bucket) -> ObjectStore:
-        return self.open(f"{bucket.url}/{self.below}", bucket.storage_options)
-
-    @pytest.fixture
-    def side_door(self, bucket: Bucket) -> SideDoor:
-        return BucketDoor(bucket, self.below)
-
-    @pytest.fixture
-    def measured(self, bucket: Bucket) -> Iterator[tuple[ObjectStore, SideDoor]]:
-        # Not every server tells the parts of an object: the requests do.
-        with NetworkProxy(bucket.storage_options) as proxy:
-            store = self.open(f"{bucket.url}/{self.below}", proxy.storage_options)
-            yield store, BucketDoor(bucket, self.below, proxy)
-
-    @pytest.fixture
-    def crowd(self, bucket: Bucket) -> ObjectStore:
-        server = str(bucket.s3_options.get("endpoint_url"))
-        if server not in _crowds:
-            store = self.open(f"{bucket.url}/crowd", bucket.storage_options)
-            with ThreadPoolExecutor(16) as pool:
-                list(pool.map(lambda key: store.put(key, b""), CROWD))
-            _crowds[server] = bucket.prefix
-        url = f"{urlsplit(bucket.url).scheme}://{bucket.name}/{_crowds[server]}crowd"
-        return self.open(url, bucket.storage_options)
 
 
 class TestBucket(BucketContract):

@@ -6,6 +6,7 @@ with `side_door`, `measured` and `store_at` the store is looked at from outside 
 says how). A test of what a store lacks asserts that it refuses.
 """
 
+from tests.store_contract.buckets import BucketContract
 from tests.store_contract.common import (
     CROWD,
     MAX,
@@ -18,18 +19,14 @@ from tests.store_contract.common import (
     race,
     read,
 )
-from tests.store_contract.failures import FailuresContract
-from tests.store_contract.listing import ListingContract
-from tests.store_contract.objects import ObjectsContract
-from tests.store_contract.preconditions import PreconditionsContract
-from tests.store_contract.reading import ReadingContract
-from tests.store_contract.streams import StreamsContract
+from tests.store_contract.suite import StoreContract
 
 __all__ = [
     "CROWD",
     "MAX",
     "MIB",
     "PART",
+    "BucketContract",
     "Endpoint",
     "ExpectedError",
     "StoreContract",
@@ -38,14 +35,3 @@ __all__ = [
     "race",
     "read",
 ]
-
-
-class StoreContract(
-    ObjectsContract,
-    ReadingContract,
-    ListingContract,
-    PreconditionsContract,
-    StreamsContract,
-    FailuresContract,
-):
-    """The guarantees. Each test leaves the store checked, not only the answer."""

@@ -94,6 +94,7 @@ class Outcomes:
                 for one in GUARANTEES
             ]
             for endpoint, found in self.seen.items()
+            if set().union(*found.values()) != {FOREIGN}  # its server is not installed here
         }
 
 
