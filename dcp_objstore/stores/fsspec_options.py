@@ -201,7 +201,12 @@ def _s3(options: Mapping[str, Any], config: TransferConfig) -> dict[str, Any]:
     settings = s3_settings(options)
     style = settings.addressing_style
     region = settings.region or os.environ.get("AWS_REGION")
-    extra = {"ServerSideEncryption": settings.sse, "SSEKMSKeyId": settings.sse_kms_key_id}
+    extra = {
+        "ServerSideEncryption": settings.sse,
+        "SSEKMSKeyId": settings.sse_kms_key_id,
+        "BucketKeyEnabled": settings.sse_bucket_key,
+        "ChecksumAlgorithm": settings.checksum_algorithm,
+    }
     given: dict[str, Any] = {
         "anon": settings.anon,
         "key": settings.key,
