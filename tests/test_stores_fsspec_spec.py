@@ -151,7 +151,7 @@ def test_multiprocessing_carries_filesystem_and_options() -> None:
 
 
 def test_what_the_filesystem_says_of_its_options_is_shown_without_their_values() -> None:
-    with pytest.raises(ConfigError, match="required .* 'passphrase'") as caught:
+    with pytest.raises(ConfigError, match=r"required .* 'passphrase'") as caught:
         open_store("logging-in://x", {"name": SECRET, "phrase": SECRET})
     assert caught.value.__cause__ is None
     with pytest.raises(ConfigError, match=r"\*\*\* with \*\*\* was not let in") as caught:
