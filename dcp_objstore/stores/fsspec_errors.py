@@ -98,6 +98,8 @@ def translate_fsspec(
 def status_and_code(error: BaseException) -> tuple[int | None, str | None]:
     """The HTTP status and the store's code in an error or what caused it, where they are."""
     for one in _chain(error):
+        if type(one).__module__ == "aiohttp.http_exceptions":
+            continue  # its codes are its own: 400 for a body that was cut off
         answer: Any = getattr(one, "response", None)
         if isinstance(answer, Mapping):  # botocore
             status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")

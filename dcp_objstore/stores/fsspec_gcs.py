@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 
-from dcp_objstore.errors import CorruptDataError
+from dcp_objstore.errors import CorruptDataError, UnsupportedError
 from dcp_objstore.stores.fsspec_store import FsspecStore
-from dcp_objstore.stores.protocol import ObjectMeta, Version
+from dcp_objstore.stores.protocol import IfAbsent, ObjectMeta, Precondition, Version
 
 
 class GcsfsStore(FsspecStore):
@@ -14,8 +15,20 @@ class GcsfsStore(FsspecStore):
 
     An object is created conditionally (`ifGenerationMatch=0`), but gcsfs has no call for an update
     against a generation. A large object is one resumable upload, whose parts go one after the
-    other. gcsfs retries each request five times, and that cannot be switched off.
+    other.
     """
+
+    def _put(
+        self, path: str, body: bytes, precondition: Precondition | None, *, retry: bool
+    ) -> Version:
+        if precondition is not None and not isinstance(precondition, IfAbsent):
+            raise UnsupportedError("gcsfs cannot replace an object conditionally")
+        fs = self._filesystems.fs if retry else self._filesystems.once
+        mode = "overwrite" if precondition is None else "create"
+        answer = fs.pipe_file(path, body, mode=mode)
+        if isinstance(answer, Mapping):
+            return Version(None, str(answer["generation"]))
+        return self._meta("", self._info(path)).version  # large: it tells the upload's address
 
     def _get(self, key: str, path: str, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         meta = self._meta(key, self._info(path))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
@@ -120,6 +121,7 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
         given = _s3(options, config)
         endpoint_url = given["endpoint_url"]
         fs = cls(**given, **plain)
+        _set_tries(fs, 1 + config.max_retries)
         return _with_once(fs, endpoint_url=endpoint_url)
     if url.scheme == "gs":
         endpoint_url = options.get("base_url") or options.get("endpoint_url")
@@ -131,7 +133,8 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
 
             cls = GCSFileSystem
         fs = cls(**_gs(options, endpoint_url, config), **plain)
-        return Filesystems(fs, fs, endpoint_url)
+        _set_tries(fs, 1 + config.max_retries)
+        return _with_once(fs, endpoint_url=endpoint_url)
     cls = get_filesystem_class(url.scheme)
     if url.scheme in ("file", "memory"):
         fs = cls(skip_instance_cache=True)
@@ -144,14 +147,32 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
 
 
 def _with_once(fs: Any, endpoint_url: str | None) -> Filesystems:
-    if not is_s3fs(fs):
+    if not is_s3fs(fs) and not is_gcsfs(fs):
         return Filesystems(fs, fs, endpoint_url)
     options = dict(fs.storage_options)
-    config_kwargs = {**(options.get("config_kwargs") or {}), "retries": {"total_max_attempts": 1}}
-    options |= {"config_kwargs": config_kwargs, "skip_instance_cache": True}
-    once = type(fs)(*fs.storage_args, **options)
-    once.retries = 1
+    if is_s3fs(fs):
+        config_kwargs = {**(options.get("config_kwargs") or {}), "retries": _no_retries()}
+        options["config_kwargs"] = config_kwargs
+    once = type(fs)(*fs.storage_args, **{**options, "skip_instance_cache": True})
+    _set_tries(once, 1)
     return Filesystems(fs, once, endpoint_url)
+
+
+def _no_retries() -> dict[str, int]:
+    return {"total_max_attempts": 1}
+
+
+def _set_tries(fs: Any, tries: int) -> None:
+    """How often s3fs (around botocore's own retries) and gcsfs send a request."""
+    if is_s3fs(fs):
+        fs.retries = min(tries, type(fs).retries)
+        return
+    from gcsfs.retry import retry_request
+
+    # gcsfs has the number fixed in a decorator.
+    plain = getattr(type(fs)._request, "__wrapped__", None)
+    if plain is not None:
+        fs._request = MethodType(retry_request(retries=tries)(plain), fs)
 
 
 def is_s3fs(fs: object) -> bool:
@@ -180,7 +201,12 @@ def _s3(options: Mapping[str, Any], config: TransferConfig) -> dict[str, Any]:
     settings = s3_settings(options)
     style = settings.addressing_style
     region = settings.region or os.environ.get("AWS_REGION")
-    extra = {"ServerSideEncryption": settings.sse, "SSEKMSKeyId": settings.sse_kms_key_id}
+    extra = {
+        "ServerSideEncryption": settings.sse,
+        "SSEKMSKeyId": settings.sse_kms_key_id,
+        "BucketKeyEnabled": settings.sse_bucket_key,
+        "ChecksumAlgorithm": settings.checksum_algorithm,
+    }
     given: dict[str, Any] = {
         "anon": settings.anon,
         "key": settings.key,

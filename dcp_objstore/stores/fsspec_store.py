@@ -61,13 +61,13 @@ class _Ways:
 
     Attributes:
         whole: what is written appears when it is complete, or never.
-        create: how an object is created where none is, atomically: `pipe` (the filesystem's own
-            `mode="create"`), `link`, `lock` (within this process), or not at all.
+        create: how an object is created where none is, atomically: by its `own` adapter, by
+            `link`, under a `lock` (within this process), or not at all.
         buckets: the first segment is a bucket, which may be missing.
     """
 
     whole: bool
-    create: Literal["pipe", "link", "lock"] | None
+    create: Literal["own", "link", "lock"] | None
     buckets: bool
 
 
@@ -79,7 +79,7 @@ _OBJECT_LIBRARIES = ("adlfs", "ocifs", "ossfs", "s3fs", "tosfs")
 
 def _ways(fs: object) -> _Ways:
     if is_gcsfs(fs):
-        return _Ways(whole=True, create="pipe", buckets=True)
+        return _Ways(whole=True, create="own", buckets=True)
     if _is_of(fs, "fsspec.implementations.local", "LocalFileSystem"):
         return _Ways(whole=False, create="link", buckets=False)
     if _is_of(fs, "fsspec.implementations.memory", "MemoryFileSystem"):
@@ -213,8 +213,10 @@ class FsspecStore:
         with self._errors(key) as path:
             try:
                 self._fs.rm_file(path)
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                return  # nothing, or the prefix of other keys
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+                if self._bucket_is_missing(error):
+                    raise
+                # Nothing, or the prefix of other keys.
 
     # How the filesystem is used; `fsspec_s3` has other ways.
 
@@ -227,46 +229,39 @@ class FsspecStore:
         retry: bool,  # noqa: ARG002
     ) -> Version:
         if precondition is None:
-            answer = self._write(path, body)
+            self._write(path, body)
         elif isinstance(precondition, IfAbsent):
-            answer = self._create(path, body)
+            self._create(path, body)
         else:
-            raise UnsupportedError(
-                f"{type(self._fs).__name__} cannot replace an object conditionally"
-            )
-        # Some tell the new object's metadata; of others they are asked for.
-        if isinstance(answer, Mapping) and "generation" in answer:
-            return _version(answer)
+            name = type(self._fs).__name__
+            raise UnsupportedError(f"{name} cannot replace an object conditionally")
         return _version(self._info(path))
 
-    def _write(self, path: str, body: bytes) -> object:
+    def _write(self, path: str, body: bytes) -> None:
         if self._ways.create == "lock":
             with _memory_lock:
-                return self._fs.pipe_file(path, body)
-        if self._ways.whole:
-            return self._fs.pipe_file(path, body)
-        with self._beside(path) as temporary:
-            self._fs.pipe_file(temporary, body)
-            self._move(temporary, path)
-        return None
+                self._fs.pipe_file(path, body)
+        elif self._ways.whole:
+            self._fs.pipe_file(path, body)
+        else:
+            with self._beside(path) as temporary:
+                self._fs.pipe_file(temporary, body)
+                self._move(temporary, path)
 
-    def _create(self, path: str, body: bytes) -> object:
-        if self._ways.create == "pipe":
-            return self._fs.pipe_file(path, body, mode="create")
+    def _create(self, path: str, body: bytes) -> None:
         if self._ways.create == "link":
             with self._beside(path) as temporary:
                 self._fs.pipe_file(temporary, body)
                 self._fs.link(temporary, path)
                 self._fs.rm_file(temporary)
-            return None
-        if self._ways.create == "lock":
+        elif self._ways.create == "lock":
             with _memory_lock:
                 if self._fs.exists(path):
                     raise PreconditionFailedError("there is such an object already")
-                return self._fs.pipe_file(path, body)
-        raise UnsupportedError(
-            f"{type(self._fs).__name__} has no create that is known to be atomic"
-        )
+                self._fs.pipe_file(path, body)
+        else:
+            name = type(self._fs).__name__
+            raise UnsupportedError(f"{name} has no create that is known to be atomic")
 
     def _put_stream(
         self,
