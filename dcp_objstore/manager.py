@@ -72,7 +72,7 @@ class CheckpointManager:
             one after it); or, as a `timedelta`, when so much time has passed since the last save.
         save_every_seconds: the same as a number. May be given beside a number of steps.
         metadata: small JSON values for the marker of each checkpoint, which `ls` shows.
-        busy: what `step` and `async_save` do while a save is under way: "wait" for it (default),
+        on_busy: what `step` and `async_save` do while a save is under way: "wait" for it (default),
             "skip" this one, or "raise" SaveInProgressError. All ranks do the same.
         save_on_preemption: `step` saves, and waits for the commit, where the ranks agree that the
             job is to end. Default True.
@@ -111,7 +111,7 @@ class CheckpointManager:
         save_every: int | timedelta | None = None,
         save_every_seconds: float | None = None,
         metadata: Mapping[str, object] | None = None,
-        busy: Busy = "wait",
+        on_busy: Busy = "wait",
         save_on_preemption: bool = True,
         preemption_signals: Sequence[signal.Signals] = (signal.SIGTERM,),
         preemption_check: Callable[[], bool] | None = None,
@@ -129,8 +129,8 @@ class CheckpointManager:
     ) -> None:
         self._url = Target(url, storage_options, config).spec.url.rstrip("/")
         self._every, self._every_seconds = intervals(save_every, save_every_seconds)
-        check_busy(busy)
-        self._busy = busy
+        check_busy(on_busy)
+        self._on_busy = on_busy
         self._metadata = check_user_metadata(metadata)
         self._save_on_preemption = save_on_preemption
         self._notice = Notice(preemption_signals, preemption_check)
@@ -321,22 +321,22 @@ class CheckpointManager:
         *,
         metrics: Mapping[str, object] | None = None,
         metadata: Mapping[str, object] | None = None,
-        busy: Busy | None = None,
+        on_busy: Busy | None = None,
     ) -> async_api.AsyncSaveHandle | None:
         """Copy the state, and save the copy in the background. A collective.
 
         Args:
             step, state, metrics, metadata: see `step`.
-            busy: while a save is under way; default: that of the run.
+            on_busy: while a save is under way; default: that of the run.
 
         Returns:
             The save; None: one was under way, and this one was skipped.
 
         Raises:
             As `save`. The error of this one is raised by the next call that saves, or by `close`.
-            SaveInProgressError: one is under way on some rank, and `busy` is "raise".
+            SaveInProgressError: one is under way on some rank, and `on_busy` is "raise".
         """
-        return self._own_run().async_save(step, state, metrics, metadata, busy or self._busy)
+        return self._own_run().async_save(step, state, metrics, metadata, on_busy or self._on_busy)
 
     def _own_run(self) -> RunSaves:
         """Once, before anything is loaded or saved: become the run's only job. A collective."""

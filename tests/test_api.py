@@ -393,7 +393,7 @@ def test_a_second_save_waits_or_is_refused_and_never_mixes_with_the_first(
     state = {"t": torch.ones(1000)}
     first = dos.async_save(state, first_url)
     with pytest.raises(dos.SaveInProgressError, match="still being saved"):
-        dos.async_save(state, second_url, on_busy="refuse")
+        dos.async_save(state, second_url, on_busy="raise")
     state["t"].fill_(2)
     threading.Timer(0.2, gate.open.set).start()
     second = dos.async_save(state, second_url)  # waits for the gate
@@ -460,11 +460,11 @@ def busy_on_one(rank: int, world: int, url: str, options: Options) -> str:
             first.result(30)
         dist.barrier()  # ended on rank 0, not on the others
         with pytest.raises(dos.SaveInProgressError):
-            dos.async_save(state, url + "b", storage_options=options, on_busy="refuse")
+            dos.async_save(state, url + "b", storage_options=options, on_busy="raise")
         gate.set()
         first.result(30)
         dist.barrier()
-        second = dos.async_save(state, url + "b", storage_options=options, on_busy="refuse")
+        second = dos.async_save(state, url + "b", storage_options=options, on_busy="raise")
         return second.result(30).url
     finally:
         gate.set()

@@ -329,7 +329,7 @@ pid = os.fork()
 if pid == 0:
     go_on.set()
     try:
-        dos.async_save({"w": torch.ones(2)}, root + "/child", on_busy="refuse").result(30)
+        dos.async_save({"w": torch.ones(2)}, root + "/child", on_busy="raise").result(30)
         os._exit(0)
     finally:
         os._exit(1)

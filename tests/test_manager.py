@@ -263,7 +263,7 @@ def test_metrics_and_config_stand_in_the_marker_and_in_ls(
 
 @pytest.mark.parametrize("busy", ["wait", "skip", "raise"])
 def test_a_second_save_while_one_is_under_way(url: str, held: threading.Event, busy: Any) -> None:
-    with dos.CheckpointManager(url, save_every=1, busy=busy) as run:
+    with dos.CheckpointManager(url, save_every=1, on_busy=busy) as run:
         assert run.step(1, state(1))
         if busy == "raise":
             with pytest.raises(dos.SaveInProgressError, match="step 1"):
@@ -571,7 +571,7 @@ def test_steps_that_were_deleted_cost_no_requests(
         {"save_every": 1.5},
         {"save_every_seconds": -1},
         {"save_every": timedelta(0)},
-        {"busy": "perhaps"},
+        {"on_busy": "perhaps"},
         {"keep": 3},
         {"metadata": {"a": object()}},
     ],

@@ -196,7 +196,7 @@ def skip_where_one_is_slow(rank: int, world_size: int, url: str) -> list[bool]:
     if rank == 1:
         async_api.run_save = late  # type: ignore[assignment]
     try:
-        with dos.CheckpointManager(url, save_every=1, busy="skip") as run:
+        with dos.CheckpointManager(url, save_every=1, on_busy="skip") as run:
             first = run.async_save(1, sharded(1))
             assert first is not None
             if rank == 0:

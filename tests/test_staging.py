@@ -285,7 +285,7 @@ def begin_held(writer: dos.ObjectStoreWriter, url: str, held: Held) -> Any:
 
 
 def test_a_second_save_with_a_writer_is_refused_as_asked() -> None:
-    writer, held = dos.ObjectStoreWriter(progress=False, on_busy="refuse"), Held()
+    writer, held = dos.ObjectStoreWriter(progress=False, on_busy="raise"), Held()
     urls = memory_url(), memory_url()
     first = begin_held(writer, urls[0], held)
     state = {"t": torch.zeros(1000)}

@@ -203,7 +203,7 @@ def async_save(
     user_metadata: Mapping[str, object] | None = None,
     allow_unfenced: bool = False,
     epoch: RunEpoch | None = None,
-    on_busy: Literal["wait", "refuse"] = "wait",
+    on_busy: Literal["wait", "raise"] = "wait",
     wait_for_staging: bool = True,
 ) -> AsyncSaveHandle:
     """Copy the state to host memory, return, and save the copy in the background.
@@ -216,7 +216,7 @@ def async_save(
 
     Args:
         on_busy: what to do while an earlier save is under way: "wait" for it (default), or
-            "refuse" with SaveInProgressError.
+            "raise" with SaveInProgressError.
         wait_for_staging: return when the state was copied, so that it may be changed at once.
             With False the copy is made meanwhile, and nothing that is saved may be changed before
             `handle.staged()` has returned: call it just before the optimizer's next step.
@@ -232,8 +232,8 @@ def async_save(
     """
 
     def make_writer() -> ObjectStoreWriter:
-        if on_busy not in ("wait", "refuse"):
-            raise ConfigError(f"on_busy must be 'wait' or 'refuse', got {on_busy!r}")
+        if on_busy not in ("wait", "raise"):
+            raise ConfigError(f"on_busy must be 'wait' or 'raise', got {on_busy!r}")
         return ObjectStoreWriter(
             url,
             overwrite=overwrite,
@@ -309,7 +309,7 @@ class _Save:
 def _begin(
     save: _Save,
     state: Mapping[str, Any],
-    on_busy: Literal["wait", "refuse"],
+    on_busy: Literal["wait", "raise"],
     calls: dist.ProcessGroup | None,
     *,
     wait_for_staging: bool,
@@ -330,7 +330,7 @@ def _begin(
 
 
 def _take_turn(
-    handle: AsyncSaveHandle, on_busy: Literal["wait", "refuse"], group: dist.ProcessGroup | None
+    handle: AsyncSaveHandle, on_busy: Literal["wait", "raise"], group: dist.ProcessGroup | None
 ) -> None:
     """Make `handle` the latest save; or raise, on every rank if on any.
 

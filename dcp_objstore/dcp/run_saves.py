@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 Busy: TypeAlias = Literal["wait", "skip", "raise"]
 
 
-def check_busy(busy: object) -> None:
+def check_busy(on_busy: object) -> None:
     """Raise ConfigError unless it is a word of `Busy`."""
-    if busy not in ("wait", "skip", "raise"):
-        raise ConfigError(f"busy must be 'wait', 'skip' or 'raise', got {busy!r}")
+    if on_busy not in ("wait", "skip", "raise"):
+        raise ConfigError(f"on_busy must be 'wait', 'skip' or 'raise', got {on_busy!r}")
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,10 @@ class RunSaves:
         state: Mapping[str, Any],
         metrics: Mapping[str, object] | None,
         metadata: Mapping[str, object] | None,
-        busy: Busy,
+        on_busy: Busy,
     ) -> async_api.AsyncSaveHandle | None:
         """See `CheckpointManager.async_save`."""
-        keywords = self._prepare(step, metrics, metadata, busy)
+        keywords = self._prepare(step, metrics, metadata, on_busy)
         if keywords is None:
             return None
         handle = async_api.async_save(state, step_url(self._url, step), **keywords)
@@ -135,13 +135,13 @@ class RunSaves:
         step: int,
         metrics: Mapping[str, object] | None,
         metadata: Mapping[str, object] | None,
-        busy: Busy,
+        on_busy: Busy,
     ) -> dict[str, Any] | None:
         """Wait for the turn, and give the arguments of the save; None: skip it."""
 
         def make() -> dict[str, Any]:
             check_step(step)
-            check_busy(busy)
+            check_busy(on_busy)
             if step in self._saved:
                 raise CheckpointExistsError(
                     f"this job has saved step {step} already", url=self._url
@@ -152,9 +152,9 @@ class RunSaves:
         self._team.agree(refused)
         pending = self._pending
         # Ranks see the end of a save at different times.
-        if busy != "wait" and self._team.any(pending is not None and not pending.handle.done()):
+        if on_busy != "wait" and self._team.any(pending is not None and not pending.handle.done()):
             assert pending is not None  # the same saves are begun on all ranks
-            if busy == "raise":
+            if on_busy == "raise":
                 raise SaveInProgressError(
                     f"step {pending.step} is still being saved", url=pending.handle.url
                 )

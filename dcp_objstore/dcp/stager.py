@@ -31,7 +31,7 @@ _GRACE_SECONDS = 0.5
 # It is told that a copy goes just before its tensors do; a thread of DCP's ends then, too.
 _LAST_SECONDS = 0.02
 
-OnBusy = Literal["wait", "refuse"]
+OnBusy = Literal["wait", "raise"]
 
 
 class _BackgroundSave:
@@ -84,7 +84,7 @@ class KeptStager:
 
     Args:
         on_busy: what `stage` does while an earlier save of this writer is under way: "wait" for
-            its end, or "refuse" with SaveInProgressError.
+            its end, or "raise" with SaveInProgressError.
 
     Raises:
         ConfigError: `on_busy` is neither.
@@ -94,8 +94,8 @@ class KeptStager:
     _synchronize_after_execute = False
 
     def __init__(self, on_busy: OnBusy = "wait") -> None:
-        if on_busy not in ("wait", "refuse"):
-            raise ConfigError(f"on_busy must be 'wait' or 'refuse', got {on_busy!r}")
+        if on_busy not in ("wait", "raise"):
+            raise ConfigError(f"on_busy must be 'wait' or 'raise', got {on_busy!r}")
         self._on_busy = on_busy
         self._background: _BackgroundSave | None = None
         self._staged: Staged | None = None  # not told of yet
@@ -118,7 +118,7 @@ class KeptStager:
         with plugin_errors(current_rank(), url):
             earlier = self._background
             if earlier is not None:
-                if not earlier.wait(_GRACE_SECONDS if self._on_busy == "refuse" else None):
+                if not earlier.wait(_GRACE_SECONDS if self._on_busy == "raise" else None):
                     raise SaveInProgressError(
                         "an earlier save with this writer is under way in the background; wait for"
                         " its future, or use a second writer"

@@ -111,7 +111,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         epoch: from `take_over` of the run that the checkpoint lies directly below: once another
             job has taken the run over, no save of this one counts any more, and each says so.
         on_busy: what `dcp.async_save` with this writer does while the writer's earlier save is
-            under way: "wait" for it before the state is copied (default), or "refuse" with
+            under way: "wait" for it before the state is copied (default), or "raise" with
             SaveInProgressError.
 
     Attributes:
