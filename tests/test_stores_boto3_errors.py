@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from collections.abc import Iterator
 
@@ -261,10 +262,17 @@ def test_settings_reach_the_requests(scripted: Scripted) -> None:
     assert "x-amz-request-payer" not in plain
     assert len(sent(sign_payload=True)["x-amz-content-sha256"]) == 64
     assert sent(requester_pays=True)["x-amz-request-payer"] == "requester"
-    encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "key-1"}
+    encryption = {
+        "ServerSideEncryption": "aws:kms",
+        "SSEKMSKeyId": "key-1",
+        "BucketKeyEnabled": True,
+    }
     sealed = sent(s3_additional_kwargs=encryption)
     assert sealed["x-amz-server-side-encryption"] == "aws:kms"
     assert sealed["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
+    assert sealed["x-amz-server-side-encryption-bucket-key-enabled"] == "true"
+    with pytest.raises(ConfigError, match="ChecksumAlgorithm"):
+        sent(s3_additional_kwargs={"ChecksumAlgorithm": "SHA256"})
     assert "authorization" not in sent(key=None, secret=None, anon=True)
     assert "/eu-west-3/s3/" in sent(region="eu-west-3")["authorization"]
     assert "x-amz-security-token" in sent(token="t")
@@ -291,3 +299,36 @@ def test_preconditions_become_headers(scripted: Scripted) -> None:
     assert scripted.requests[-1][2]["If-Match"] == '"e"'
     with pytest.raises(InputError, match="e_tag"):
         store.put("k", b"x", precondition=IfVersion(Version(None, "7")))
+
+
+# --- a completion whose first answer was lost
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_an_upload_that_a_first_try_completed_is_told_from_one_that_is_lost(
+    scripted: Scripted, theirs: bool
+) -> None:
+    """SeaweedFS and moto answer a second completion as the first; others say NoSuchUpload."""
+    part = hashlib.md5(b"", usedforsecurity=False)
+    whole = hashlib.md5(part.digest(), usedforsecurity=False).hexdigest() + "-1"
+    found = "0" * 32 + "-1" if theirs else whole
+
+    def answer(method: str, target: str, nth: int) -> tuple[int, dict[str, str], bytes]:
+        if "uploads" in target:
+            name = b"InitiateMultipartUploadResult"
+            return 200, {}, b"<%b><UploadId>u</UploadId></%b>" % (name, name)
+        if method == "PUT":
+            return 200, {"ETag": f'"{part.hexdigest()}"'}, b""
+        if method == "HEAD":
+            return 200, {**RANGE, "ETag": f'"{found}"'}, b""
+        return 404, {}, b"<Error><Code>NoSuchUpload</Code><Message>m</Message></Error>"
+
+    scripted.answer = answer
+    buffers = iter([bytes(5 << 20)])
+    store = scripted.store(ONCE)
+    if theirs:
+        with pytest.raises(StoreUnavailableError, match="lost this upload"):
+            store.put_stream("k", buffers, part_size_bytes=5 << 20, max_concurrency=1)
+    else:
+        version = store.put_stream("k", buffers, part_size_bytes=5 << 20, max_concurrency=1)
+        assert version.e_tag == f'"{whole}"'

@@ -27,7 +27,7 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores.boto3_bodies import BrokenOffError, body_of, receive
+from dcp_objstore.stores.boto3_bodies import BrokenOffError, JoinedBuffers, body_of, receive
 from dcp_objstore.stores.boto3_errors import status_of, translate_boto3
 from dcp_objstore.stores.boto3_upload import Upload, parts_of
 from dcp_objstore.stores.inputs import WatchedBuffers, as_buffers, check_buffer, check_range
@@ -105,7 +105,9 @@ class Boto3Store:
                 check_buffer(buffer)
             client = self._clients.write() if retry else self._clients.once()
             body = body_of([memoryview(buffer) for buffer in buffers])
-            answer = client.put_object(**target, **self._clients.sealing, **condition, Body=body)
+            answer = client.put_object(
+                **target, **self._clients.sealing, **condition, **_body(body)
+            )
             return _version(answer)
 
     def put_stream(
@@ -125,7 +127,7 @@ class Boto3Store:
                 part = next(parts, [])
                 client, sealing = self._clients.write(), self._clients.sealing
                 if sum(map(len, part)) < part_size_bytes:
-                    answer = client.put_object(**target, **sealing, Body=body_of(part))
+                    answer = client.put_object(**target, **sealing, **_body(body_of(part)))
                     return _version(answer)
                 upload = Upload(client, target, sealing, max_concurrency)
                 try:
@@ -314,6 +316,11 @@ def _condition(precondition: Precondition | None) -> dict[str, str]:
             raise InputError(f"a conditional write to s3:// needs the e_tag of {token}")
         return {"IfMatch": token.e_tag}
     raise InputError(f"not a precondition: {precondition!r}")
+
+
+def _body(body: bytes | JoinedBuffers) -> dict[str, Any]:
+    # With an empty Body, botocore before 1.44 hangs in the next request of the connection.
+    return {"Body": body} if len(body) else {}
 
 
 def _check_range_answer(answer: Mapping[str, Any], start: int, end: int) -> None:
