@@ -158,6 +158,8 @@ def test_an_error_in_the_data_ends_the_upload_and_nothing_is_visible():
 
 
 class Stuck:
+    url = "stub://stuck"
+
     """A store whose transfers do not end before they are let go; a real server cannot be told
     to accept a connection and then hold still at will in-process."""
 
@@ -381,6 +383,8 @@ def test_a_stalled_download_raises_instead_of_waiting_for_ever():
     let_go = threading.Event()
 
     class Silent:
+        url = "stub://silent"
+
         def get_range(self, key, start, end, *, into=None):
             let_go.wait(30)
             return bytes(end - start)
@@ -396,6 +400,8 @@ def test_once_a_download_has_failed_nothing_is_consumed_any_more():
     consumed: list[int] = []
 
     class SecondIsSlow:
+        url = "stub://secondisslow"
+
         def get_range(self, key, start, end, *, into=None):
             if start:
                 let_go.wait(30)
@@ -423,6 +429,8 @@ def test_the_first_error_of_a_download_ends_all_workers():
     calls: list[int] = []
 
     class Failing:
+        url = "stub://failing"
+
         def get_range(self, key, start, end, *, into=None):
             calls.append(start)
             time.sleep(0.01)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
+from dcp_objstore.stores.limiter import lane_for
 from dcp_objstore.stores.protocol import PiecewiseStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.progress import Progress
@@ -85,6 +86,7 @@ def fetch_ranges(
     tasks: queue.SimpleQueue[RangeRequest[T]] = queue.SimpleQueue()
     done: queue.SimpleQueue[RangeRequest[T] | BaseException] = queue.SimpleQueue()
     gate = _Gate(progress)
+    lane = lane_for(store, "get_range")
     for request in requests:
         tasks.put(request)
 
@@ -101,7 +103,14 @@ def fetch_ranges(
                     request = tasks.get_nowait()
                 except queue.Empty:
                     return
-                fetcher.fetch(request, None if admit is None else admit(request, progress))
+                into = None if admit is None else admit(request, progress)
+                lane.begin(id(request), progress.check_stopped)
+                answered = False
+                try:
+                    fetcher.fetch(request, into)
+                    answered = True
+                finally:
+                    lane.end(id(request), answered=answered)
                 progress.moved(request.end - request.start)
                 done.put(request)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
@@ -120,6 +129,8 @@ def fetch_ranges(
         progress.stop(error)
         gate.wait_empty()
         raise
+    finally:
+        lane.close()
 
 
 class _Gate:
