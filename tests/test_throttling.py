@@ -1,43 +1,42 @@
 """A store that answers SlowDown above a rate: saves and loads slow down with it, and end well.
 
-A proxy before a real server has a bucket of tokens, and answers 503 or 429 when it is empty.
+The server has a bucket of tokens, and answers 503 or 429 when it is empty.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 import dcp_objstore as dos
+from dcp_objstore.errors import StoreUnavailableError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.limiter import Limiter, limiter_of
+from dcp_objstore.stores.limiter import Limiter, Retry, limiter_of
 from tests.support.proxy import Asked, NetworkProxy, SlowDown
 from tests.support.servers import Bucket
+from tests.support.slow_sink import SlowSink
 
 MIB = 1024 * 1024
-pytestmark = pytest.mark.backends("seaweed")
-
-PARTS = 64
-CONFIG = dos.TransferConfig(part_size_bytes=5 * MIB, request_size_bytes=4 * MIB)
+PART_BYTES = 5 * MIB
+# A save of this has 96 parts; zeros that are never written take no memory.
+SAVED_BYTES = 96 * PART_BYTES
+CONFIG = dos.TransferConfig(part_size_bytes=PART_BYTES, request_size_bytes=4 * MIB)
 # What the requests may be, of those without a fault.
 MOST = 1.3
 
 
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcp_objstore.transfer.parts._GROWN_PART_SIZE_BYTES", PART_BYTES)
+
+
 @pytest.fixture
-def proxy(bucket: Bucket) -> Iterator[NetworkProxy]:
-    with NetworkProxy(bucket.storage_options) as proxy:
-        yield proxy
-
-
-@pytest.fixture(scope="module")
-def state() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    size = (PARTS * 5 * MIB // 2,)
-    return {
-        name: torch.randint(0, 256, size, dtype=torch.uint8, generator=generator) for name in "ab"
-    }
+def sink() -> Iterator[SlowSink]:
+    with SlowSink() as sink:
+        yield sink
 
 
 def is_transfer(asked: Asked) -> bool:
@@ -47,54 +46,120 @@ def is_transfer(asked: Asked) -> bool:
     )
 
 
-def limiter_at(url: str, proxy: NetworkProxy) -> Limiter:
-    return limiter_of(open_store(url, proxy.storage_options))
-
-
-def save(state: dict[str, torch.Tensor], url: str, proxy: NetworkProxy) -> None:
-    dos.save(state, url, storage_options=proxy.storage_options, config=CONFIG, progress=False)
-
-
-def load(state: dict[str, torch.Tensor], url: str, proxy: NetworkProxy) -> dos.LoadReport:
-    found = {name: torch.zeros_like(value) for name, value in state.items()}
-    report = dos.load(
-        found, url, storage_options=proxy.storage_options, config=CONFIG, progress=False
-    )
-    assert all(torch.equal(found[name], state[name]) for name in state)
-    return report
-
-
-@pytest.mark.parametrize("status", [503, 429])
-def test_a_throttled_save_ends_well_with_few_more_requests(
-    bucket: Bucket, proxy: NetworkProxy, state: dict[str, torch.Tensor], status: int
+def save(
+    size_bytes: int, url: str, at: SlowSink | NetworkProxy, config: dos.TransferConfig = CONFIG
 ) -> None:
-    save(state, bucket.at("step-1"), proxy)
-    usual = len(proxy.asked)
-    proxy.plan = slow = SlowDown(30, 10, status)
-    save(state, bucket.at("step-2"), proxy)
-    count = len(proxy.asked) - usual
+    state = {"zeros": torch.zeros(size_bytes, dtype=torch.uint8)}
+    dos.save(state, url, storage_options=at.storage_options, config=config, progress=False)
+
+
+def limiter_at(url: str, at: SlowSink | NetworkProxy) -> Limiter:
+    return limiter_of(open_store(url, at.storage_options))
+
+
+@pytest.mark.parametrize("status", [503, pytest.param(429, marks=pytest.mark.campaign)])
+def test_a_throttled_save_ends_well_with_few_more_requests(sink: SlowSink, status: int) -> None:
+    save(PART_BYTES, "s3://bucket/first", sink)  # the store is tried out once
+    before = len(sink.asked)
+    save(SAVED_BYTES, "s3://bucket/step-1", sink)
+    usual = len(sink.asked) - before
+    sink.plan = slow = SlowDown(20, 10, status)
+    before = len(sink.asked)
+    save(SAVED_BYTES, "s3://bucket/step-2", sink)
+    count = len(sink.asked) - before
     print(f"{count} requests instead of {usual}, {len(slow.refused)} refused with {status}")
     assert slow.refused
     assert count <= MOST * usual
-    assert not limiter_at(bucket.url, proxy).pace.is_open
-    proxy.plan = lambda asked: None
-    load(state, bucket.at("step-2"), proxy)
+    assert not limiter_at("s3://bucket", sink).pace.is_open
+    assert limiter_at("s3://bucket", sink).in_flight == 0
+    assert len(dos.steps("s3://bucket", storage_options=sink.storage_options)) == 3
+
+
+@pytest.mark.parametrize("status", [pytest.param(503, marks=pytest.mark.campaign), 429])
+def test_a_throttled_load_ends_well_with_few_more_requests(status: int) -> None:
+    saved = torch.randint(0, 256, (256 * MIB,), dtype=torch.uint8)
+    with SlowSink(keep=True) as sink:
+
+        def load() -> int:
+            before, found = len(sink.asked), {"a": torch.zeros_like(saved)}
+            dos.load(
+                found,
+                "s3://bucket/step-1",
+                storage_options=sink.storage_options,
+                config=CONFIG,
+                progress=False,
+            )
+            assert torch.equal(found["a"], saved)
+            return len(sink.asked) - before
+
+        dos.save(
+            {"a": saved}, "s3://bucket/step-1", storage_options=sink.storage_options, progress=False
+        )
+        usual = load()
+        sink.plan = slow = SlowDown(20, 10, status)
+        noted: list[Retry] = []
+        with limiter_at("s3://bucket", sink).listening(noted.append):
+            count = load()
+    print(f"{count} requests instead of {usual}, {len(slow.refused)} refused with {status}")
+    assert slow.refused
+    assert count <= MOST * usual
+    # Those are ours, so every one is known.
+    assert len(noted) == len(slow.refused)
+    assert all(retry.throttled and retry.key.startswith("step-1/") for retry in noted)
+
+
+@pytest.mark.campaign
+def test_two_saves_at_once_slow_down_together(sink: SlowSink) -> None:
+    save(PART_BYTES, "s3://bucket/first", sink)
+    before = len(sink.asked)
+    save(SAVED_BYTES, "s3://bucket/step-1", sink)
+    usual = 2 * (len(sink.asked) - before)
+    sink.plan = slow = SlowDown(30, 10)
+    before = len(sink.asked)
+    threads = [
+        threading.Thread(target=save, args=(SAVED_BYTES, f"s3://bucket/step-{n}", sink))
+        for n in (2, 3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    count = len(sink.asked) - before
+    print(f"{count} requests instead of {usual}, {len(slow.refused)} refused")
+    assert slow.refused
+    assert count <= MOST * usual
+    assert len(dos.steps("s3://bucket", storage_options=sink.storage_options)) == 4
+
+
+@pytest.mark.backends("seaweed")
+def test_a_store_that_says_slow_down_for_ever_fails_the_save_soon_and_says_so(
+    bucket: Bucket,
+) -> None:
+    """After its retries, and nothing is left where the store lets us abort."""
+    url = bucket.at("step-1")
+    config = dos.TransferConfig(part_size_bytes=PART_BYTES, max_retries=2)
+    with NetworkProxy(bucket.storage_options) as proxy:
+        proxy.plan = slow = SlowDown(0, 2, meant=is_transfer)
+        with pytest.raises(StoreUnavailableError, match=r"503.*2 retries|2 retries.*503"):
+            save(8 * PART_BYTES, url, proxy, config)
+        assert limiter_at(url, proxy).in_flight == 0
+    assert len(slow.refused) <= 8 * 3
+    assert bucket.keys("step-1") == []
     assert bucket.uploads() == []
 
 
-@pytest.mark.parametrize("status", [503, 429])
-def test_a_throttled_load_ends_well_with_few_more_requests(
-    bucket: Bucket, proxy: NetworkProxy, state: dict[str, torch.Tensor], status: int
+@pytest.mark.backends("seaweed")
+def test_a_store_that_says_slow_down_for_ever_fails_the_load_within_the_shared_budget(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("dcp_objstore.stores.limiter.RETRY_BUDGET", 6.0)
     url = bucket.at("step-1")
-    save(state, url, proxy)
-    before = len(proxy.asked)
-    load(state, url, proxy)
-    usual = len(proxy.asked) - before
-    proxy.plan = slow = SlowDown(30, 10, status)
-    before = len(proxy.asked)
-    load(state, url, proxy)
-    count = len(proxy.asked) - before
-    print(f"{count} requests instead of {usual}, {len(slow.refused)} refused with {status}")
-    assert slow.refused
-    assert count <= MOST * usual
+    with NetworkProxy(bucket.storage_options) as proxy:
+        save(8 * PART_BYTES, url, proxy)
+        proxy.plan = slow = SlowDown(0, 0, meant=is_transfer)
+        found = {"zeros": torch.ones(8 * PART_BYTES, dtype=torch.uint8)}
+        options = proxy.storage_options
+        with pytest.raises(StoreUnavailableError, match=r"throttling .*used up"):
+            dos.load(found, url, storage_options=options, config=CONFIG, progress=False)
+    # The workers' first tries, and the budget.
+    assert len(slow.refused) <= CONFIG.download_concurrency + 6

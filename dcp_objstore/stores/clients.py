@@ -13,10 +13,9 @@ from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.stores.credentials import find_gcs_credentials, find_s3_credentials
 from dcp_objstore.stores.direct import SIGNED_FOR_SECONDS, DirectLane
-from dcp_objstore.stores.limiter import Limiter, limiter_at
+from dcp_objstore.stores.limiter import HIDDEN_PAUSE_SECONDS, Limiter, limiter_at
 from dcp_objstore.stores.options import S3Settings, check_endpoint, s3_settings
 from dcp_objstore.stores.retrying import (
-    FIRST_PAUSE_SECONDS,
     LONGEST_PAUSE_SECONDS,
     PAUSE_BASE,
     Tries,
@@ -38,9 +37,10 @@ _FIRST_RETRY_TIMEOUT_SECONDS = 5.0
 SMALL_BYTES = 4 * MIB
 # However short the stall time-out is, a small request has so long.
 _LEAST_SMALL_TIMEOUT_SECONDS = 2.0
-# Those of `retrying`, for what obstore itself must retry.
+# As in `retrying`, for what obstore itself must retry; but parts of uploads are sent again no
+# sooner than after 1 s, by which the limiter tells that they were (`limiter`).
 _BACKOFF = {
-    "init_backoff": timedelta(seconds=FIRST_PAUSE_SECONDS),
+    "init_backoff": timedelta(seconds=HIDDEN_PAUSE_SECONDS),
     "max_backoff": timedelta(seconds=LONGEST_PAUSE_SECONDS),
     "base": PAUSE_BASE,
 }

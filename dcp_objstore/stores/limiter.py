@@ -34,12 +34,15 @@ _LONGEST_HOLD_SECONDS = 5.0
 _STEP_SECONDS = 0.25
 # So late may a request be begun without the next one having to wait for it.
 _BURST_SECONDS = 0.05
-# What counts as lately, for the successes per second.
-_LATELY_SECONDS = 1.0
+# What counts as lately, for the successes per second: longer than the pauses before retries.
+_LATELY_SECONDS = 2.0
+_LEAST_SPAN_SECONDS = 0.5
 _FEW = 5
-# A retry of the transport's own takes at least its first pause (0.4 s in `clients`) longer.
-_SLOW_FACTOR = 5.0
-_SLOW_SECONDS = 0.35
+# A request that the transport sends again out of sight takes at least this longer: its first
+# pause, which `clients` sets.
+HIDDEN_PAUSE_SECONDS = 1.0
+_SLOW_FACTOR = 2.5
+_SLOW_SECONDS = 0.9 * HIDDEN_PAUSE_SECONDS
 _SLOW_AMONG = 16  # of so many, two slow ones tell; one alone may be the network
 
 
@@ -102,9 +105,10 @@ class Limiter:
         """A request that was begun at `begun_at` was put off by the store."""
         with self._changed:
             now = self._clock()
-            lately = sum(1 for at in self._done if now - at <= _LATELY_SECONDS)
+            lately = [at for at in self._done if now - at <= _LATELY_SECONDS]
+            span_seconds = max(now - lately[0], _LEAST_SPAN_SECONDS) if lately else 1.0
             self._pace = self._pace.throttled(
-                now, begun_at, self._in_flight, lately / _LATELY_SECONDS
+                now, begun_at, self._in_flight, len(lately) / span_seconds
             )
 
     def succeeded(self) -> None:
@@ -210,6 +214,7 @@ class Lane:
         limiter = self._limiter
         if request in self._begun:
             return
+        self.look()
         limiter._wait_place(self, check)
         with limiter._changed:
             if self._closed:
@@ -253,7 +258,7 @@ class Lane:
     def _is_slow(self, seconds: float) -> bool:
         if not self._judged or seconds < _SLOW_SECONDS or len(self._took) < _FEW:
             return False
-        usual = sorted(self._took)[len(self._took) // 5]
+        usual = sorted(self._took)[(len(self._took) - 1) // 5]
         return seconds > max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS)
 
     def _judge(self, begun_at: float, seconds: float) -> None:

@@ -63,6 +63,7 @@ class Tries:
         Raises:
             What `request` raises; our error for the last failure where it was sent again in vain.
         """
+        self._limiter.wait_turn()
         while True:
             begun_at = time.monotonic()
             try:
