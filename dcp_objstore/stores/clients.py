@@ -10,17 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dcp_objstore.config import MIB, TransferConfig
-from dcp_objstore.errors import ConfigError, DcpObjstoreError
-from dcp_objstore.stores.credentials import find_gcs_credentials, find_s3_credentials
+from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
+from dcp_objstore.stores.credentials import Credentials, find_gcs_credentials, find_s3_credentials
 from dcp_objstore.stores.direct import SIGNED_FOR_SECONDS, DirectLane
 from dcp_objstore.stores.limiter import HIDDEN_PAUSE_SECONDS, Limiter, limiter_at
 from dcp_objstore.stores.options import S3Settings, check_endpoint, s3_settings
+from dcp_objstore.stores.renewing import Renewing
 from dcp_objstore.stores.retrying import (
     LONGEST_PAUSE_SECONDS,
     PAUSE_BASE,
     Tries,
 )
-from dcp_objstore.stores.translate import http_code, never_connected
+from dcp_objstore.stores.translate import (
+    http_code,
+    is_expired,
+    is_unknown_key,
+    never_connected,
+    translate_obstore,
+)
 
 if TYPE_CHECKING:
     from obstore.store import GCSStore, MemoryStore, S3Store
@@ -75,16 +82,17 @@ class Clients:
         endpoint_url: str | None = None,
         *,
         direct: bool = False,
+        credentials: Credentials | None = None,
     ) -> None:
         self.endpoint_url = endpoint_url
+        self._credentials = credentials
+        self._direct = direct
+        self._renewals = 0
         self.reached = False
         self.limiter = limiter
-        self._lane: DirectLane | None = None
-        if direct:
-            timeout_seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, config.request_timeout_seconds)
-            self._lane = DirectLane(self._sign, timeout_seconds)
         self._make = make
         self._config = config
+        self._lane = self._new_lane()
         third_seconds = config.stall_timeout_seconds / 3
         self._small_timeout_seconds = min(
             config.request_timeout_seconds, max(third_seconds, _LEAST_SMALL_TIMEOUT_SECONDS)
@@ -124,6 +132,62 @@ class Clients:
             patience_seconds = self._config.retry_timeout_seconds
         return Tries(self.limiter, verb, key, self._config.max_retries, patience_seconds)
 
+    def fresh(self, request: Callable[[], T]) -> T:
+        """`request()`; once more with fresh credentials where those were refused as expired.
+
+        It must ask for its client each time. A request that was refused had no effect.
+
+        Raises:
+            CredentialsError: they have expired, and there are no others; says what to do.
+        """
+        seen = self._renewals
+        try:
+            return request()
+        except Exception as error:
+            found = self._credentials
+            gone = found is not None and found.renewable and is_unknown_key(error)
+            if found is None or not (gone or is_expired(error)):
+                raise
+            failure = error
+        self.renew(failure, seen)
+        try:
+            return request()
+        except Exception as error:
+            if not is_expired(error):
+                raise
+            raise self._expired(error, "fresh ones from there were refused as well") from error
+
+    def renew(self, error: Exception, seen: int | None = None) -> None:
+        """Forget the credentials that were refused, so that the next request asks for others.
+
+        Args:
+            error: the refusal.
+            seen: how often they had been renewed when the request was made; if somebody has
+                done so since, there is nothing to do.
+
+        Raises:
+            CredentialsError: there are no others to be had.
+        """
+        found = self._credentials
+        if found is None or not found.renewable:
+            raise self._expired(error, "they cannot be refreshed from here") from error
+        with self._lock:
+            if seen is not None and seen != self._renewals:
+                return
+            self._renewals += 1
+            if isinstance(found.provider, Renewing):
+                found.provider.renew()
+            self._made.clear()  # obstore keeps credentials per client
+            self._lane = self._new_lane()
+
+    def _expired(self, error: Exception, why: str) -> CredentialsError:
+        source = "unknown" if self._credentials is None else self._credentials.source
+        return CredentialsError(
+            f"the store no longer accepts the credentials (source: {source}), and {why}. Pass new"
+            " ones, log in again (aws sso login), or use a source that renews them itself: a"
+            f" profile, a role ({translate_obstore(error).message})"
+        )
+
     def run(self, tries: Tries, request: Callable[[], T], *, repeatable: bool = True) -> T:
         """`tries.run(request)`, which gives up soon on a server that has never been reached.
 
@@ -140,13 +204,19 @@ class Clients:
             return repeatable or lost or http_code(error)[0] is not None
 
         try:
-            result = tries.run(request, may_retry)
+            result = self.fresh(lambda: tries.run(request, may_retry))
         except Exception as error:
             if not isinstance(error, DcpObjstoreError) and not never_connected(error):
                 self.reached = True
             raise
         self.reached = True
         return result
+
+    def _new_lane(self) -> DirectLane | None:
+        if not self._direct:
+            return None
+        seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, self._config.request_timeout_seconds)
+        return DirectLane(self._sign, seconds)
 
     def _sign(self, path: str) -> str:
         import obstore
@@ -217,11 +287,12 @@ def make_clients(
         make, endpoint_url = _gcs(url, options, stripped)
         return Clients(make, config, limiter_at(endpoint_url, url.scheme, url.bucket), endpoint_url)
     settings = s3_settings(options)
-    make, endpoint_url = _s3(url, settings, stripped)
+    found = find_s3_credentials(settings, stripped)
+    make, endpoint_url = _s3(url, settings, found)
     plain = endpoint_url is not None and endpoint_url.startswith("http://")
     signed = not settings.anon and not settings.requester_pays
     limiter = limiter_at(endpoint_url, url.scheme, url.bucket)
-    return Clients(make, config, limiter, endpoint_url, direct=plain and signed)
+    return Clients(make, config, limiter, endpoint_url, direct=plain and signed, credentials=found)
 
 
 def _memory_store(name: str) -> MemoryStore:
@@ -231,10 +302,9 @@ def _memory_store(name: str) -> MemoryStore:
         return _memory.setdefault(name, MemoryStore())
 
 
-def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple[Make, str | None]:
+def _s3(url: StoreUrl, settings: S3Settings, found: Credentials) -> tuple[Make, str | None]:
     from obstore.store import S3Store
 
-    found = find_s3_credentials(settings, stripped)
     environ = os.environ
     endpoint = (
         settings.endpoint_url

@@ -23,6 +23,7 @@ from typing import Any
 
 from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores.options import S3Settings
+from dcp_objstore.stores.renewing import Renewing
 
 _INSTALL_S3 = "pip install 'dcp-objstore[s3]'"
 _INSTALL_GCS = "pip install 'dcp-objstore[gcs]'"
@@ -56,6 +57,7 @@ class Credentials:
         source: where they come from, in words, for messages.
         provider: called by obstore for credentials; None where obstore finds them itself.
         config: additional settings of obstore's store.
+        renewable: whether asking for them again may give others.
         region: the profile's region, or None.
         endpoint_url: the profile's endpoint, or None.
     """
@@ -63,6 +65,7 @@ class Credentials:
     source: str
     provider: Callable[[], Any] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    renewable: bool = False
     region: str | None = None
     endpoint_url: str | None = None
 
@@ -93,7 +96,7 @@ def find_s3_credentials(settings: S3Settings, stripped: tuple[str, ...] = ()) ->
         "/latest/api/token",
         {"X-aws-ec2-metadata-token-ttl-seconds": "60"},
     ):
-        return Credentials("instance metadata")
+        return Credentials("instance metadata", renewable=True)
     raise CredentialsError(
         "no credentials for S3: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,"
         " or pass storage_options={'key': …, 'secret': …} ({'anon': True} for a public bucket)"
@@ -166,7 +169,7 @@ def _from_aws_environment() -> Credentials | None:
         return _from_boto3(profile, f"AWS_PROFILE={profile}")
     for name in _NATIVE_VARIABLES:
         if environ.get(name):
-            return Credentials(f"{name} in the environment")
+            return Credentials(f"{name} in the environment", renewable=True)
     return None
 
 
@@ -196,7 +199,9 @@ def _from_boto3(profile: str | None, source: str) -> Credentials:
         raise CredentialsError(f"{source} is read by boto3, which is not installed: {_INSTALL_S3}")
     import boto3
     from botocore.exceptions import BotoCoreError, ProfileNotFound
-    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    def load() -> Any:
+        return boto3.Session(profile_name=profile).get_credentials()
 
     wrong = None
     try:
@@ -218,7 +223,8 @@ def _from_boto3(profile: str | None, source: str) -> Credentials:
         endpoint = (named.get("s3") or {}).get("endpoint_url", endpoint)
     return Credentials(
         source,
-        Boto3CredentialProvider(session),
+        Renewing(source, load),
+        renewable=True,
         region=session.region_name,
         endpoint_url=endpoint,
     )

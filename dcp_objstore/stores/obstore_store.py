@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
     CorruptDataError,
+    CredentialsError,
     DcpObjstoreError,
     ForkedProcessError,
     InputError,
@@ -39,6 +40,7 @@ from dcp_objstore.stores.protocol import (
 from dcp_objstore.stores.translate import (
     abort_failed,
     http_code,
+    is_expired,
     is_transient,
     never_connected,
     translate_obstore,
@@ -132,16 +134,16 @@ class ObstoreStore:
             elif len(body) == 1:
                 body = body[0]  # several are copied together by obstore, one is not
             mode = _mode(precondition, self._url.scheme)
-            client = self._clients.write(size_bytes)
 
             def send() -> Any:
+                client = self._clients.write(size_bytes)
                 return obstore.put(client, path, body, use_multipart=False, mode=mode)
 
             if retry:
                 tries = self._clients.tries("put", path, size_bytes)
                 result = self._clients.run(tries, send, repeatable=precondition is None)
             else:
-                result = send()
+                result = self._clients.fresh(send)
         return _version(result)
 
     def put_stream(
@@ -171,6 +173,10 @@ class ObstoreStore:
                 return _version(result)
         except BaseException as error:
             if source.error is None:
+                if isinstance(error, CredentialsError) and is_expired(error.__cause__):
+                    # Parts cannot be sent again from here; what comes next has fresh ones.
+                    self._clients.renew(error)
+                    error.message += "; the next try asks for fresh ones"
                 raise
             if abort_failed(error.__cause__) and not isinstance(error.__cause__, FileNotFoundError):
                 if isinstance(source.error, DcpObjstoreError):
@@ -305,10 +311,9 @@ class ObstoreStore:
         import obstore
 
         with self._errors(key) as path:
-            client = self._clients.write(0)
             tries = self._clients.tries("delete", path)
             try:
-                self._clients.run(tries, lambda: obstore.delete(client, path))
+                self._clients.run(tries, lambda: obstore.delete(self._clients.write(0), path))
             except FileNotFoundError as error:
                 # GCS says 404 for an absent object, where S3 says 204.
                 found = translate_obstore(error)
@@ -326,7 +331,7 @@ class ObstoreStore:
 
         with self._errors(None):
             try:
-                pages, page = begin()
+                pages, page = clients.fresh(begin)
             except Exception as error:
                 if clients.reached or never_connected(error):
                     raise

@@ -120,6 +120,8 @@ _FULL = (
 # Of Ceph, of MinIO (twice), and of gateways in front of a file system.
 _FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded")
 _FULL_STATUS = 507
+_EXPIRED_CODES = ("ExpiredToken", "TokenRefreshRequired")
+_UNKNOWN_KEY_CODES = ("InvalidToken", "InvalidAccessKeyId")
 # AWS and most others say 503, GCS and some others 429 (RFC 6585).
 THROTTLING_STATUSES = (429, 503)
 _ADVICE: dict[type[DcpObjstoreError], str] = {
@@ -213,6 +215,16 @@ def is_transient(error: Exception) -> bool:
         return status is None or status >= 500
     full = status == _FULL_STATUS or code in _FULL_CODES
     return isinstance(translate_obstore(error), StoreUnavailableError) and not full
+
+
+def is_expired(error: BaseException | None) -> bool:
+    """Whether an obstore error says that the credentials have expired."""
+    return error is not None and http_code(error)[1] in _EXPIRED_CODES
+
+
+def is_unknown_key(error: BaseException | None) -> bool:
+    """Whether the store does not know the credentials: they are wrong, or gone since."""
+    return error is not None and http_code(error)[1] in _UNKNOWN_KEY_CODES
 
 
 def is_throttling(error: Exception) -> bool:

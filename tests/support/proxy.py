@@ -39,6 +39,7 @@ class Asked:
         query: its query, as it came.
         number: which of all requests, from 0.
         size_bytes: of its body.
+        access_key: that it was signed with, by the `SlowSink`'s account.
     """
 
     method: str
@@ -46,6 +47,7 @@ class Asked:
     query: str
     number: int
     size_bytes: int
+    access_key: str = ""
 
     @property
     def name(self) -> str:

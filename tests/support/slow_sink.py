@@ -11,12 +11,16 @@ from typing import Any
 from urllib.parse import urlencode
 
 from benchmarks.sink_objects import Objects, RefusedError
-from benchmarks.sink_server import Connection
+from benchmarks.sink_server import Connection, Throttle
 from tests.support.proxy import Asked, Plan, Refuse
 
 
 class SlowSink:
     """On loopback, until the `with` block ends.
+
+    Args:
+        keep: large bodies too, in memory.
+        bytes_per_second: that it takes of large bodies, all connections together.
 
     Attributes:
         storage_options: what reaches it.
@@ -25,11 +29,12 @@ class SlowSink:
         objects: what it holds.
     """
 
-    def __init__(self, *, keep: bool = False) -> None:
+    def __init__(self, *, keep: bool = False, bytes_per_second: float | None = None) -> None:
         self.asked: list[Asked] = []
         self.plan: Plan = lambda asked: None
         self.objects = Objects()
         self._keep = keep
+        self._throttle = None if bytes_per_second is None else Throttle(bytes_per_second)
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         endpoint_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -40,7 +45,9 @@ class SlowSink:
         with self._lock:
             query, key = urlencode(request.query), f"/{request.place}"
             size_bytes = request.length_bytes
-            asked = Asked(request.method, key, query, len(self.asked), size_bytes)
+            signed = request.headers.get("authorization", "") + f"={_given(request)}"
+            access_key = signed.partition("=")[2].partition("/")[0]
+            asked = Asked(request.method, key, query, len(self.asked), size_bytes, access_key)
             self.asked.append(asked)
             fault = self.plan(asked)
         if fault is not None:
@@ -53,7 +60,7 @@ class SlowSink:
                 accepted, _ = self._listener.accept()
             except OSError:  # closed at the end
                 return
-            connection = _Checked(accepted, self.objects, keep=self._keep, throttle=None)
+            connection = _Checked(accepted, self.objects, keep=self._keep, throttle=self._throttle)
             connection.sink = self
             threading.Thread(target=connection.serve, daemon=True).start()
 
@@ -64,6 +71,11 @@ class SlowSink:
     def __exit__(self, *_: object) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+
+
+def _given(request: Any) -> str:
+    """Of a URL that was signed (AWS SigV4, query parameters)."""
+    return str(request.query.get("X-Amz-Credential", ""))
 
 
 class _Checked(Connection):
