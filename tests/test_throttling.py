@@ -78,11 +78,12 @@ def test_a_throttled_save_ends_well_with_few_more_requests(sink: SlowSink, statu
 @pytest.mark.parametrize("status", [pytest.param(503, marks=pytest.mark.campaign), 429])
 def test_a_throttled_load_ends_well_with_few_more_requests(status: int) -> None:
     saved = torch.randint(0, 256, (256 * MIB,), dtype=torch.uint8)
+    reports: list[int | None] = []
     with SlowSink(keep=True) as sink:
 
         def load() -> int:
             before, found = len(sink.asked), {"a": torch.zeros_like(saved)}
-            dos.load(
+            report = dos.load(
                 found,
                 "s3://bucket/step-1",
                 storage_options=sink.storage_options,
@@ -90,6 +91,7 @@ def test_a_throttled_load_ends_well_with_few_more_requests(status: int) -> None:
                 progress=False,
             )
             assert torch.equal(found["a"], saved)
+            reports.append(report.retries)
             return len(sink.asked) - before
 
         dos.save(
@@ -105,6 +107,8 @@ def test_a_throttled_load_ends_well_with_few_more_requests(status: int) -> None:
     assert count <= MOST * usual
     # Those are ours, so every one is known.
     assert len(noted) == len(slow.refused)
+    assert reports[0] == 0
+    assert 0 < (reports[1] or 0) <= len(noted)  # the marker and the index come before
     assert all(retry.throttled and retry.key.startswith("step-1/") for retry in noted)
 
 

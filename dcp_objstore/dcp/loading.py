@@ -32,6 +32,7 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     ObjectNotFoundError,
 )
+from dcp_objstore.stores.limiter import counting_retries
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
@@ -154,6 +155,7 @@ def run_load(
     with (
         closing(progress_bar("load", total_bytes, shown=bar_shown)) as bar,
         nullcontext() if inbound is None else inbound,
+        counting_retries(store) as retries,
     ):
         progress = Progress(config.stall_timeout_seconds, bar.update)
         arriving = fetch_ranges(
@@ -185,6 +187,7 @@ def run_load(
         seconds=time.monotonic() - started_at,
         objects=len({request.object_number for request in requests}),
         requests=len(requests),
+        retries=retries(),
         commit_id=planned.source.commit_id,
     )
 

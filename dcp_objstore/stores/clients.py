@@ -43,7 +43,7 @@ _FIRST_RETRY_TIMEOUT_SECONDS = 5.0
 # What is sent with a longer body than this gets the time for a part of an upload.
 SMALL_BYTES = 4 * MIB
 # However short the stall time-out is, a small request has so long.
-_LEAST_SMALL_TIMEOUT_SECONDS = 2.0
+_LEAST_SMALL_TIMEOUT_SECONDS = 3.0
 # As in `retrying`, for what obstore itself must retry; but parts of uploads are sent again no
 # sooner than after 1 s, by which the limiter tells that they were (`limiter`).
 _BACKOFF = {

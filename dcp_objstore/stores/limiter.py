@@ -294,6 +294,24 @@ def lane_for(store: ObjectStore, verb: str) -> Lane:
     return limiter_of(store).lane(judged=verb not in getattr(store, "tells_throttling", ()))
 
 
+@contextmanager
+def counting_retries(store: ObjectStore) -> Iterator[Callable[[], int | None]]:
+    """Yields what tells how many requests below the store's root were sent again meanwhile.
+
+    It tells None where the adapter's transport retries reads out of sight.
+    """
+    count = 0
+    root = urlsplit(store.url).path.strip("/")
+    known = "get_range" in getattr(store, "tells_throttling", ())
+
+    def listen(retry: Retry) -> None:
+        nonlocal count
+        count += not root or retry.key.startswith(f"{root}/")
+
+    with limiter_of(store).listening(listen):
+        yield lambda: count if known else None
+
+
 def _forget_after_fork() -> None:
     global _lock  # noqa: PLW0603  the parent's may be held by a thread that is not here
     _lock = threading.Lock()
