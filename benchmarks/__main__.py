@@ -31,7 +31,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-from benchmarks.peers import PEERS, RESUME_PEERS
+from benchmarks.peers import OPTIONAL, PEERS, RESUME_PEERS
 from benchmarks.settings import MIB, Settings
 from benchmarks.table import Result, Table
 
@@ -68,9 +68,10 @@ def _add_compared(command: argparse.ArgumentParser, peers: list[str]) -> None:
         "--peers",
         nargs="+",
         choices=peers,
-        default=peers,
+        default=[name for name in peers if name not in OPTIONAL],
         metavar="PEER",
-        help=f"of {', '.join(peers)}; default all",
+        help=f"of {', '.join(peers)}; default all"
+        + "".join(f" but {name}" for name in peers if name in OPTIONAL),
     )
     _add_settings(command)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from dcp_objstore import errors
+from dcp_objstore import errors, events
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import *  # noqa: F403 - the whole error tree is public
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         open,  # noqa: A004 - `dos.open`, as gzip.open
     )
     from dcp_objstore.dcp.per_rank import PerRank
+    from dcp_objstore.dcp.random_state import RandomState
     from dcp_objstore.dcp.reader import ObjectStoreReader
     from dcp_objstore.dcp.report import LoadReport, SaveReport
     from dcp_objstore.dcp.resuming import ResumeReport, SkippedStep
@@ -50,9 +51,11 @@ if TYPE_CHECKING:
     from dcp_objstore.dcp.verify import Damage, VerifyReport
     from dcp_objstore.dcp.writer import ObjectStoreWriter
     from dcp_objstore.manager import CheckpointManager
+    from dcp_objstore.tracing import merge_traces
 
 _HOMES = {
     "PerRank": "dcp_objstore.dcp.per_rank",
+    "RandomState": "dcp_objstore.dcp.random_state",
     "CheckpointManager": "dcp_objstore.manager",
     "ResumeReport": "dcp_objstore.dcp.resuming",
     "SkippedStep": "dcp_objstore.dcp.resuming",
@@ -73,6 +76,7 @@ _HOMES = {
     "TensorEntry": "dcp_objstore.dcp.entries",
     "ValueEntry": "dcp_objstore.dcp.entries",
     "load_state_dict": "dcp_objstore.dcp.opened",
+    "merge_traces": "dcp_objstore.tracing",
     "open": "dcp_objstore.dcp.opened",
     "load": "dcp_objstore.dcp.api",
     "save": "dcp_objstore.dcp.api",
@@ -111,6 +115,7 @@ __all__ = [  # noqa: PLE0604 - errors.__all__ holds strings
     "ObjectStoreReader",
     "ObjectStoreWriter",
     "PerRank",
+    "RandomState",
     "RepairReport",
     "ResumeReport",
     "RetentionPolicy",
@@ -126,8 +131,10 @@ __all__ = [  # noqa: PLE0604 - errors.__all__ holds strings
     "VerifyReport",
     "async_save",
     "delete",
+    "events",
     "load",
     "load_state_dict",
+    "merge_traces",
     "open",
     "pin",
     "repair",

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dcp_objstore.errors import ConfigError
 
 MIB = 1024 * 1024
+# The largest object that S3 (Amazon S3 user guide, "multipart upload limits"; 48.8 TiB since the
+# end of 2025, which other servers do not know), GCS ("Quotas and limits") and Azure (190.7 TiB,
+# "Scalability targets for Blob storage") all take.
+MAX_OBJECT_SIZE_BYTES = 5 * 1024 * 1024 * MIB
+
+TRANSPORTS = ("native", "boto3", "fsspec")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig:
     """How bytes are moved. The defaults suit a cloud VM and a regional bucket.
 
-    Extra memory of a save from CPU memory: about 2 MiB (the bytes are sent from
-    the tensors' own memory); from a GPU: `(upload_concurrency + 2) x part_size_bytes` of pinned
-    memory, or 80 MiB where that is more.
+    Extra memory of a save from CPU memory: about 2 MiB, however large a part is (the bytes are
+    sent from the tensors' own memory); from a GPU: `(upload_concurrency + 2) x part_size_bytes` of
+    pinned memory, or 80 MiB where that is more. Here it is the size that parts have grown to which
+    counts: at most 32 MiB, so 320 MiB in all by default, unless `part_size_bytes` is larger, or an
+    object above 281 GiB needs larger ones (5 TiB: 583 MiB a part, so 5.7 GiB in all).
     Extra memory of a load: at most `memory_budget_bytes` for what is copied straight into the
     tensors. Where these are on a GPU that includes the pinned memory that it goes through; each
     request then counts three times, so `4 x request_size_bytes x download_concurrency` keeps all
@@ -31,7 +40,12 @@ class TransferConfig:
             in a single PUT. Grows by itself to 32 MiB for large payloads, and beyond where an
             object would need more than 10,000 parts. At least 5 MiB (the S3 minimum). Default
             16 MiB.
-        upload_concurrency: parts in flight per rank. Default 8.
+        upload_concurrency: parts in flight per rank. Default 8. The objects of one rank are
+            written one after the other, so this is the bound whatever their number.
+        max_object_size_bytes: a rank that has more than this to save writes several objects: the
+            next one is begun before a tensor that would exceed it. At most 5 TiB, which all stores
+            take, at least 5 MiB. Default 256 GiB, which keeps parts at 32 MiB. What a rank holds of
+            one tensor is never split: above this size it gets an object of its own, up to 5 TiB.
         request_size_bytes: the largest ranged GET. Default 8 MiB.
         download_concurrency: ranged GETs in flight per rank. Default 8.
         memory_budget_bytes: bytes of requests in flight held at once per rank (each counts twice,
@@ -52,6 +66,9 @@ class TransferConfig:
             (`async_save`; `save` and `load` where the default group is NCCL alone), which bounds
             the wait for a rank that hangs. It must allow the slowest rank's whole upload to end
             after the fastest one's. Elsewhere the group's own time-out holds. Default 1800.
+        transport: which library carries the requests: `native` (obstore; our own adapter for
+            file://), `boto3` (s3:// only) or `fsspec` (any scheme). The same may be said by
+            `storage_options={"transport": ...}`. Default `native`.
 
     Raises:
         ConfigError: a value is out of its bounds.
@@ -59,6 +76,7 @@ class TransferConfig:
 
     part_size_bytes: int = 16 * MIB
     upload_concurrency: int = 8
+    max_object_size_bytes: int = 256 * 1024 * MIB
     request_size_bytes: int = 8 * MIB
     download_concurrency: int = 8
     memory_budget_bytes: int = 128 * MIB
@@ -69,12 +87,14 @@ class TransferConfig:
     max_retries: int = 10
     retry_timeout_seconds: float = 180.0
     peer_timeout_seconds: float = 1800.0
+    transport: Literal["native", "boto3", "fsspec"] = "native"
 
     def __post_init__(self) -> None:
         """Check every bound once, here."""
         least: dict[str, float] = {
             "part_size_bytes": 5 * MIB,
             "upload_concurrency": 1,
+            "max_object_size_bytes": 5 * MIB,
             "request_size_bytes": 4 * MIB,
             "download_concurrency": 1,
             "memory_budget_bytes": 8 * MIB,
@@ -95,5 +115,14 @@ class TransferConfig:
                 raise ConfigError(
                     f"TransferConfig.{name} must be {kind} of at least {bound}, got {value!r}"
                 )
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(
+                f"TransferConfig.transport must be one of {', '.join(TRANSPORTS)},"
+                f" got {self.transport!r}"
+            )
         if self.part_size_bytes > 5 * 1024 * MIB:
             raise ConfigError("TransferConfig.part_size_bytes must be at most 5 GiB (S3's maximum)")
+        if self.max_object_size_bytes > MAX_OBJECT_SIZE_BYTES:
+            raise ConfigError(
+                "TransferConfig.max_object_size_bytes must be at most 5 TiB (what all stores take)"
+            )

@@ -18,6 +18,7 @@ from dcp_objstore.checkpoint.retention import RetentionPolicy, as_policy
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.dcp import api, async_api, runs, taking_over, upkeep
 from dcp_objstore.dcp.boundaries import Boundaries
+from dcp_objstore.dcp.hooks import Hooks
 from dcp_objstore.dcp.notice import Notice
 from dcp_objstore.dcp.report import LoadReport, SaveReport, logger
 from dcp_objstore.dcp.resuming import ResumeReport, SkippedStep, load_newest
@@ -29,9 +30,12 @@ from dcp_objstore.dcp.team import Team
 from dcp_objstore.errors import ConfigError
 
 if TYPE_CHECKING:
+    import os
     from types import TracebackType
 
     import torch.distributed as dist
+
+    from dcp_objstore.events import OnEvent
 
 _PREEMPTED = "preempted"
 _TIMER = "timer"
@@ -73,17 +77,24 @@ class CheckpointManager:
         save_on_preemption: `step` saves, and waits for the commit, where the ranks agree that the
             job is to end. Default True.
         preemption_signals: which ask for that. Caught from entering the block until leaving it,
-            or `close`, if this is the main thread. Default: SIGTERM.
+            or `close`, if this is the main thread. A handler of yours that was there before is
+            called as well; what it raises (`sys.exit`, say) is raised by `step`, after the state
+            was saved, or on leaving the block. Default: SIGTERM.
         preemption_check: called in a thread of its own a few times a second, and returns whether
             the job is to end; for machines that announce it otherwise.
         take_over: with the first `load` or save, make this job the only one that adds to the run;
             see `dcp_objstore.take_over`. Default True; pass False to look at a run that another
             job is writing, or where the store has no conditional writes (`allow_unfenced`).
         delete_now: remove the objects of steps that are not kept at once. Default False: they do
-            not count any more, and `sweep` removes them after its grace period, so that readers
-            are not disturbed.
+            not count any more, and a sweep removes them a day later, so that readers are not
+            disturbed.
+        sweep: after the first commit of this job, and once an hour from then on, remove what no
+            commit names and what is older than a day: objects of deleted steps, of saves that
+            died, and orphaned uploads; see `dcp_objstore.sweep`. Default True.
         storage_options, config, allow_unfenced, process_group: see `dcp_objstore.save`.
         verify, trust_pickle: see `dcp_objstore.load`.
+        on_event, trace: as of `dcp_objstore.save`, for each save and load; `trace` with `{name}`
+            in it keeps the traces of all steps, else that of the last save or load.
 
     Attributes:
         last_resume: a `ResumeReport` of the last `load`, or None.
@@ -106,12 +117,15 @@ class CheckpointManager:
         preemption_check: Callable[[], bool] | None = None,
         take_over: bool = True,
         delete_now: bool = False,
+        sweep: bool = True,
         storage_options: Mapping[str, object] | None = None,
         config: TransferConfig | None = None,
         allow_unfenced: bool = False,
         process_group: dist.ProcessGroup | None = None,
         verify: Literal["strict", "off"] = "strict",
         trust_pickle: bool = False,
+        on_event: OnEvent | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         self._url = Target(url, storage_options, config).spec.url.rstrip("/")
         self._every, self._every_seconds = intervals(save_every, save_every_seconds)
@@ -124,9 +138,13 @@ class CheckpointManager:
         self._group_given = process_group
         self._config = config
         self._access: dict[str, Any] = {"storage_options": storage_options, "config": config}
-        self._saving = {**self._access, "allow_unfenced": allow_unfenced}
-        self._loading = {**self._access, "verify": verify, "trust_pickle": trust_pickle}
-        self._retainer = Retainer(self._url, as_policy(keep), now=delete_now, **self._access)
+        Hooks(on_event, trace)  # refused now, and not at the first save
+        told: dict[str, Any] = {**self._access, "on_event": on_event, "trace": trace}
+        self._saving = {**told, "allow_unfenced": allow_unfenced}
+        self._loading = {**told, "verify": verify, "trust_pickle": trust_pickle}
+        self._retainer = Retainer(
+            self._url, as_policy(keep), now=delete_now, sweeps=sweep, **self._access
+        )
         self._saves: RunSaves | None = None
         self._boundaries: Boundaries | None = None
         self._team: Team
@@ -181,6 +199,7 @@ class CheckpointManager:
             if self._boundaries is not None:
                 self._boundaries.close()
             self._notice.restore()
+        self._notice.raise_held()
 
     def _abandon(self, error: BaseException) -> None:
         """Wait for the save under way, without the other ranks, which may be anywhere."""
@@ -254,10 +273,12 @@ class CheckpointManager:
             logger.warning("%s: this job is to end; step %d is the last one", self._url, step)
             if self._save_on_preemption:
                 saves.settle_quietly()
-                if saves.knows(step):
-                    return False
-                self.save(step, state, metrics=metrics, metadata=metadata)
-                return True
+                known = saves.knows(step)
+                if not known:
+                    self.save(step, state, metrics=metrics, metadata=metadata)
+                self._notice.raise_held()
+                return not known
+            self._notice.raise_held()
         if saves.knows(step) or not (due or _TIMER in reasons):
             return False
         return self.async_save(step, state, metrics=metrics, metadata=metadata) is not None

@@ -1,8 +1,8 @@
 """Fixtures: real stores, started once per session and only when a test asks for them.
 
 `bucket` is a fresh prefix on SeaweedFS and on moto (each test runs on both);
-`@pytest.mark.backends("gcs", …)` chooses others. `pytest --bucket-url s3://…` runs the same tests
-once, against a bucket of your own; credentials then come from your environment.
+`@pytest.mark.backends("gcs", "azure", …)` chooses others. `pytest --bucket-url s3://…` runs the
+same tests once, against a bucket of your own; credentials then come from your environment.
 """
 
 from __future__ import annotations
@@ -10,14 +10,25 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer
-from tests.support.servers import BUCKET, READ_ONLY_IDENTITY, Bucket, MotoServer
+from tests.support.azurite import AzureBucket, Azurite
+from tests.support.servers import (
+    BUCKET,
+    READ_ONLY_IDENTITY,
+    WRITE_ONLY_IDENTITY,
+    Bucket,
+    Folder,
+    MotoServer,
+    RcloneServer,
+)
 
 DEFAULT_BACKENDS = ("seaweed", "moto")
+pytest_plugins = ("tests.support.guarantees",)
+pytest.register_assert_rewrite("tests.store_contract")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,8 +54,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
+def azurite() -> Iterator[Azurite]:
+    with Azurite() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def seaweed() -> Iterator[SeaweedServer]:
-    with SeaweedServer(extra_identities=[READ_ONLY_IDENTITY]) as server:
+    with SeaweedServer(extra_identities=[READ_ONLY_IDENTITY, WRITE_ONLY_IDENTITY]) as server:
         server.create_bucket(BUCKET)
         yield server
 
@@ -62,24 +79,64 @@ def gcs_server(moto_server: MotoServer) -> MotoServer:
     return moto_server
 
 
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RcloneServer]:
+    with RcloneServer(tmp_path_factory.mktemp("rclone")) as server:
+        yield server
+
+
 @pytest.fixture
 def bucket(request: pytest.FixtureRequest) -> Bucket:
     kind: str = request.param
     name = re.sub(r"[^a-z0-9]+", "-", request.node.originalname.lower())[:60]
-    prefix = f"{name}-{secrets.token_hex(4)}"
-    if kind == "user":
-        root = request.config.getoption("--bucket-url").rstrip("/")
-        return Bucket(kind, f"{root}/{prefix}", {})
-    if kind == "seaweed":
-        options = request.getfixturevalue("seaweed").storage_options
-        return Bucket(kind, f"s3://{BUCKET}/{prefix}", options, options)
+    return _BUCKETS[kind](request, f"{name}-{secrets.token_hex(4)}")
+
+
+def _of_the_user(request: pytest.FixtureRequest, prefix: str) -> Bucket:
+    root = request.config.getoption("--bucket-url").rstrip("/")
+    return Bucket("user", f"{root}/{prefix}", {})
+
+
+def _azure(request: pytest.FixtureRequest, prefix: str) -> Bucket:
+    azure: Azurite = request.getfixturevalue("azurite")
+    return AzureBucket("azure", f"az://{BUCKET}/{prefix}", azure.storage_options, server=azure)
+
+
+def _file(request: pytest.FixtureRequest, prefix: str) -> Bucket:
+    return Folder("file", f"file://{request.getfixturevalue('tmp_path')}/{prefix}", {})
+
+
+def _seaweed(request: pytest.FixtureRequest, prefix: str) -> Bucket:
+    options = request.getfixturevalue("seaweed").storage_options
+    return Bucket("seaweed", f"s3://{BUCKET}/{prefix}", options, options)
+
+
+def _rclone(request: pytest.FixtureRequest, prefix: str) -> Bucket:
+    unfenced: RcloneServer = request.getfixturevalue("rclone")
+    options = unfenced.storage_options
+    return Bucket("rclone", f"s3://{unfenced.bucket}/{prefix}", options, options)
+
+
+def _moto(request: pytest.FixtureRequest, prefix: str) -> Bucket:
+    options = request.getfixturevalue("moto_server").storage_options
+    return Bucket("moto", f"s3://{BUCKET}/{prefix}", options, options)
+
+
+def _gcs(request: pytest.FixtureRequest, prefix: str) -> Bucket:
     moto: MotoServer = request.getfixturevalue("moto_server")
-    if kind == "moto":
-        return Bucket(kind, f"s3://{BUCKET}/{prefix}", moto.storage_options, moto.storage_options)
-    if kind == "gcs":
-        options = moto.gcs_storage_options
-        return Bucket(kind, f"gs://{BUCKET}/{prefix}", options, moto.storage_options)
-    raise ValueError(f"no backend {kind!r}")
+    options = moto.gcs_storage_options
+    return Bucket("gcs", f"gs://{BUCKET}/{prefix}", options, moto.storage_options)
+
+
+_BUCKETS: dict[str, Callable[[pytest.FixtureRequest, str], Bucket]] = {
+    "user": _of_the_user,
+    "seaweed": _seaweed,
+    "moto": _moto,
+    "gcs": _gcs,
+    "azure": _azure,
+    "file": _file,
+    "rclone": _rclone,
+}
 
 
 @pytest.fixture

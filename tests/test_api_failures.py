@@ -40,13 +40,15 @@ WRONG: dict[str, tuple[dict[str, Any], type[dos.DcpObjstoreError]]] = {
     "storage_options": ({"storage_options": {"no_such_option": 1}}, dos.ConfigError),
     "config": ({"config": {"max_retries": 2}}, dos.ConfigError),
     "user_metadata": ({"user_metadata": {"x": object()}}, dos.ConfigError),
+    "on_event": ({"on_event": "print"}, dos.ConfigError),
+    "trace": ({"trace": "s3://bucket/trace.json"}, dos.ConfigError),
     "on_busy": ({"on_busy": "skip"}, dos.ConfigError),
     "verify": ({"verify": "maybe"}, dos.ConfigError),
 }
 TAKES = {
-    "save": ["url", "storage_options", "config", "user_metadata"],
-    "async_save": ["url", "config", "user_metadata", "on_busy"],
-    "load": ["url", "config", "verify"],
+    "save": ["url", "storage_options", "config", "user_metadata", "on_event"],
+    "async_save": ["url", "config", "user_metadata", "trace", "on_busy"],
+    "load": ["url", "config", "verify", "trace"],
 }
 
 

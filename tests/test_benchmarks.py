@@ -167,6 +167,7 @@ def test_the_save_benchmark_prints_its_table() -> None:
     assert "dcp_objstore" in done.stdout
 
 
+@pytest.mark.campaign
 def test_the_load_benchmark_checks_what_it_loads() -> None:
     command = ["-m", "benchmarks", "load", "--gib", "0.05", "--rounds", "1"]
     done = subprocess.run(
@@ -248,6 +249,7 @@ def test_the_resume_benchmark_finds_a_tensor_that_differs_in_one_bit() -> None:
     assert wrong_tensors(state, expected) == [0, 1, 2]
 
 
+@pytest.mark.campaign
 def test_a_peer_that_fails_to_resume_is_reported() -> None:
     # 5 MiB is the least size of a part that is valid.
     done = _resume("--saved-by", "2", "--peers", "dcp_objstore", "--part-size-bytes", "1")

@@ -655,10 +655,48 @@ def test_damaged_marker_is_never_taken_for_absence(store: MemoryStore) -> None:
     for damaged in (b"", body[:-1], body.replace(b'"committed"', b'"deleted"'), body * 200):
         store.put(MARKER_KEY, damaged)
         with pytest.raises(CheckpointCorruptError):
-            commits.begin(store, overwrite=True)
+            commits.begin(store, overwrite=False)
         with pytest.raises(CheckpointCorruptError) as caught:
             commits.open_committed(store)
         assert caught.value.object_key == MARKER_KEY
+
+
+@pytest.mark.parametrize("damage", [lambda body: body[:-1], lambda body: body * 200])
+def test_damaged_marker_is_replaced_when_that_is_asked_for(
+    store: MemoryStore, damage: Callable[[bytes], bytes]
+) -> None:
+    save(store)
+    store.put(MARKER_KEY, damage(store.body(MARKER_KEY)))
+    committed = save(store, overwrite=True)
+    assert not committed.superseded
+    assert commits.open_committed(store)[0].commit_id == committed.commit_id
+
+
+def test_of_two_who_replace_a_damaged_marker_one_loses(store: MemoryStore) -> None:
+    store.put(MARKER_KEY, b"damaged")
+    first, second = (commits.begin(store, overwrite=True) for _ in range(2))
+    committed = finish(store, first)
+    with pytest.raises(CommitLostError):
+        finish(store, second)
+    assert commits.open_committed(store)[0].commit_id == committed.commit_id
+
+
+def test_marker_that_is_repaired_while_it_is_looked_at_is_not_replaced(store: MemoryStore) -> None:
+    save(store)
+    body = store.body(MARKER_KEY)
+    store.put(MARKER_KEY, b"damaged")
+    seen: list[str] = []
+
+    def repair(key: str) -> None:
+        seen.append(key)
+        if len(seen) == 2:  # the version was read in between
+            store.on_get = None
+            store.put(MARKER_KEY, body)
+
+    store.on_get = repair
+    with pytest.raises(RetryableError, match="another writer"):
+        commits.begin(store, overwrite=True)
+    assert store.body(MARKER_KEY) == body
 
 
 def test_a_checkpoint_of_another_library_is_not_replaced_unasked(store: MemoryStore) -> None:

@@ -61,7 +61,7 @@ def test_deleted_checkpoint_is_gone_for_readers_and_its_objects_stay(real: Objec
         commits.open_committed(real)
 
 
-@pytest.mark.backends("seaweed", "moto", "gcs")
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_delete_now_removes_exactly_what_the_commit_named(real: ObjectStore) -> None:
     torn = tear(real)
     save(real)
@@ -73,6 +73,7 @@ def test_delete_now_removes_exactly_what_the_commit_named(real: ObjectStore) -> 
     assert keys(real) == {MARKER_KEY, *torn, *others}
 
 
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_deleted_checkpoint_can_be_saved_again(real: ObjectStore) -> None:
     first = save(real)
     go(real, now=True)

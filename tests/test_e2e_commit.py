@@ -146,7 +146,7 @@ def race(rank: int, world_size: int, url: str, options: Options) -> str:
     return "won"
 
 
-@pytest.mark.backends("seaweed", "moto", "gcs")
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_of_two_jobs_racing_for_a_checkpoint_exactly_one_wins_and_is_whole(bucket: Bucket) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
     ends = run_ranks(4, race, url, options)
@@ -157,6 +157,7 @@ def test_of_two_jobs_racing_for_a_checkpoint_exactly_one_wins_and_is_whole(bucke
     assert bucket.uploads() == []
 
 
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_of_many_writers_of_one_checkpoint_exactly_one_wins(bucket: Bucket) -> None:
     """Plain processes without a group: threads of this one."""
     url, options = bucket.at("step-1"), bucket.storage_options
@@ -208,7 +209,7 @@ def test_a_committed_checkpoint_is_refused_on_every_rank_and_stays(bucket: Bucke
     assert bucket.uploads() == []
 
 
-@pytest.mark.backends("seaweed", "moto", "gcs")
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_overwrite_replaces_the_checkpoint_also_by_fewer_ranks(bucket: Bucket) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
     run_ranks(3, save_edition, "first", url, options)

@@ -58,7 +58,7 @@ def assert_whole(bucket: Bucket, name: str) -> None:
     assert bucket.uploads() == []
 
 
-@pytest.mark.backends("seaweed", "moto", "gcs")
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure", "file")
 def test_fsdp2_model_and_optimizer_saved_on_8_resume_on_4_and_on_1(bucket: Bucket) -> None:
     url = bucket.at("step-1")
     run_ranks(8, save_job, url, bucket.storage_options)
@@ -270,7 +270,7 @@ def load_big(rank: int, world_size: int, url: str, options: Options) -> None:
     assert wrong_keys(state) == []
 
 
-@pytest.mark.backends("seaweed", "moto", "gcs")
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_objects_of_several_parts_come_back_through_a_small_memory_budget(bucket: Bucket) -> None:
     (objects, parts), _ = run_ranks(2, save_big, bucket.at("step-1"), bucket.storage_options)
     assert objects == 2

@@ -55,6 +55,7 @@ def save_three(rank: int, world_size: int, root: str, options: Options) -> list[
     return commit_ids
 
 
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_one_writer_saves_many_checkpoints_and_keeps_its_options(bucket: Bucket) -> None:
     commit_ids, _ = run_ranks(2, save_three, bucket.url, bucket.storage_options)
     assert len(set(commit_ids)) == 3

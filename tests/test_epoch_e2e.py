@@ -48,6 +48,7 @@ def saver(epoch: dos.RunEpoch | None, options: Options) -> Callable[..., Any]:
     return save
 
 
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_a_superseded_job_adds_replaces_and_deletes_nothing(bucket: Bucket) -> None:
     run, options = bucket.at("run"), bucket.storage_options
     saver(None, options)(9, run=run)

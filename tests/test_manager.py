@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.listing import print_checkpoints
 from dcp_objstore.dcp import async_api
 from dcp_objstore.stores import StoreSpec
@@ -74,6 +76,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go.set()
 
 
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_saves_every_n_steps_and_the_next_job_goes_on(bucket: Bucket) -> None:
     options = bucket.storage_options
     with dos.CheckpointManager(bucket.url, save_every=3, storage_options=options) as run:
@@ -146,6 +149,19 @@ def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
         )
 
 
+def test_step_whose_marker_is_damaged_is_done_and_saved_again(bucket: Bucket) -> None:
+    options = bucket.storage_options
+    with dos.CheckpointManager(bucket.url, save_every=1, storage_options=options) as run:
+        train(run, range(1, 4))
+    StoreSpec(bucket.at("step-3"), options).open().put("_COMMIT", b"damaged")
+    with dos.CheckpointManager(bucket.url, save_every=1, storage_options=options) as run:
+        assert loaded(run)[0] == 2
+        assert run.step(3, state(30))
+    with dos.CheckpointManager(bucket.url, storage_options=options) as run:
+        start, found = loaded(run)
+        assert (start, found["step"]) == (3, 30)
+
+
 def test_where_all_are_damaged_load_raises_and_does_not_begin_anew(url: str) -> None:
     with dos.CheckpointManager(url, save_every=1) as run:
         train(run, range(1, 3))
@@ -179,6 +195,26 @@ def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
     assert [step.name for step in dos.steps(url)] == ["step-6"]
     store = StoreSpec(url).open()
     assert [meta.key for meta in store.list("step-5/")] == ["step-5/_COMMIT"]
+
+
+@pytest.mark.parametrize("sweep", [True, False])
+def test_what_died_a_day_ago_is_swept_up_and_what_is_young_stays(
+    tmp_path: Path, sweep: bool
+) -> None:
+    old, young = (
+        tmp_path / "step-1" / data_key(0, 0, new_nonce()),
+        tmp_path / "step-2" / data_key(0, 0, new_nonce()),
+    )
+    for left in (old, young):
+        left.parent.mkdir()
+        left.write_bytes(b"a save that died")
+    two_days_ago = time.time() - 2 * 86400
+    os.utime(old, (two_days_ago, two_days_ago))
+    with dos.CheckpointManager(f"file://{tmp_path}", sweep=sweep) as run:
+        run.save(3, state(3))
+    assert old.exists() is not sweep
+    assert young.exists()
+    assert [step.name for step in dos.steps(f"file://{tmp_path}")] == ["step-3"]
 
 
 def test_nothing_is_deleted_after_a_save_that_failed(
@@ -301,6 +337,45 @@ def test_a_save_whose_commit_was_never_answered_is_made_again(
             run.save(2, state(2))
         run.save(1, state(10))
         assert loaded(run)[1]["step"] == 10
+
+
+@pytest.fixture
+def exits_on_sigterm() -> Iterator[None]:
+    """A handler as many scripts have one."""
+
+    def leave(number: int, _frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    yield
+    assert signal.getsignal(signal.SIGTERM) is leave
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_ends_the_program_does_so_after_the_state_was_saved(
+    url: str, exits_on_sigterm: None
+) -> None:
+    with pytest.raises(SystemExit) as caught, dos.CheckpointManager(url) as run:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for step in range(1, 10**9):
+            run.step(step, state(step))
+            assert not run.preempted()
+    assert caught.value.code == 143
+    assert dos.steps(url)[-1].name == f"step-{step}"
+
+
+def test_a_handler_that_ends_the_program_waits_for_the_save_that_drains(
+    url: str, held: threading.Event, exits_on_sigterm: None
+) -> None:
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Timer(0.1, held.set).start()
+
+    with pytest.raises(SystemExit) as caught, dos.CheckpointManager(url) as run:
+        run.async_save(1, state(1))
+        threading.Timer(0.1, interrupt).start()
+    assert caught.value.code == 143
+    assert [step.name for step in dos.steps(url)] == ["step-1"]
 
 
 def test_a_signal_while_the_last_save_drains_does_not_cut_it_short(
@@ -434,6 +509,32 @@ def test_requests_of_latest_and_steps(url: str, monkeypatch: pytest.MonkeyPatch)
             look()
             counts.append(sum(len(store.requests) for store in stores))
     assert counts == [2 + 1 + 1, 2 + 1 + 5]
+
+
+def test_two_thousand_steps_are_listed_by_a_request_each_and_the_latest_by_one(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dos.save(state(1), f"{url}/step-1", progress=False)
+    store = StoreSpec(url).open()
+    saved = [(meta.key, store.get(meta.key, max_size_bytes=2**16)[0]) for meta in store.list()]
+    for step in range(2, 2001):
+        for key, body in saved:
+            store.put(key.replace("step-1/", f"step-{step}/"), body)
+    really = StoreSpec.open
+    stores: list[RecordingStore] = []
+
+    def recorded(spec: StoreSpec) -> Any:
+        stores.append(RecordingStore(really(spec)))
+        return stores[-1]
+
+    monkeypatch.setattr(StoreSpec, "open", recorded)
+    with dos.CheckpointManager(url) as run:
+        assert run.latest() == 2000
+        # A LIST is one here; on a server it is one for each 1,000 objects.
+        assert sum(len(store.requests) for store in stores) == 2 + 1 + 1
+        stores.clear()
+        assert run.steps() == tuple(range(1, 2001))
+        assert sum(len(store.requests) for store in stores) == 2 + 1 + 2000
 
 
 def test_steps_that_were_deleted_cost_no_requests(

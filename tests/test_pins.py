@@ -36,6 +36,7 @@ def pins_of(store: MemoryStore) -> tuple[str, ...]:
     return found[0].pins
 
 
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_a_pin_stays_until_it_is_removed_and_the_commit_with_it(bucket: Bucket) -> None:
     store = StoreSpec(bucket.at("step-1"), bucket.storage_options).open()
     done = save(store)

@@ -18,8 +18,10 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
+from dcp_objstore.stores import open_store
 from dcp_objstore.stores.protocol import Capabilities, IfAbsent, IfVersion, Version
 from tests.support.memory_store import LOST, MemoryStore, Put, TickingClock
+from tests.support.servers import Bucket
 
 URL = "s3://bucket/run/step-1"
 
@@ -223,3 +225,10 @@ def test_probe_does_not_disturb_a_committed_checkpoint(store: MemoryStore) -> No
     probes.probe(store)
     assert store.objects == before
     assert commits.MARKER_KEY not in {put.key for put in store.puts[2:]}
+
+
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
+def test_what_real_stores_claim_is_so_and_nothing_of_the_probe_stays(bucket: Bucket) -> None:
+    real = open_store(bucket.at("run/step-1"), bucket.storage_options)
+    assert probes.probe(real) == real.capabilities
+    assert bucket.keys() == []

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import secrets
+import sys
+import types
+from collections import Counter
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,8 +22,38 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
 
 
+class Counted:
+    """In place of a metrics or tracing library: any call gives itself, and is counted."""
+
+    calls: ClassVar[Counter[str]] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*_: object, **__: object) -> Counted:
+            self.calls[name] += 1
+            return self
+
+        return call
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests do not install what the recipes are for."""
+    for name in ("prometheus_client", "opentelemetry"):
+        if importlib.util.find_spec(name) is None:
+            module: Any = types.ModuleType(name)
+            module.Counter = module.Histogram = lambda *_: Counted()
+            module.trace = Counted()
+            monkeypatch.setitem(sys.modules, name, module)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_every_snippet_runs_one_after_the_other() -> None:
+def test_every_snippet_runs_one_after_the_other_and_the_recipes_hear_of_each_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     model = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     names = {
@@ -27,6 +62,10 @@ def test_every_snippet_runs_one_after_the_other() -> None:
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
         "step": 7,
+        "steps": 2,
+        "train": lambda state: 0.5,
+        "loader": {"position": 3},
+        "torch": torch,
     }
     found = blocks("python")
     assert len(found) >= 2
@@ -34,6 +73,10 @@ def test_every_snippet_runs_one_after_the_other() -> None:
     for block in found:
         exec(block.replace("s3://bucket", bucket).replace("gs://bucket", f"{bucket}/gs"), names)
     names["future"].result()
+    if isinstance(names["moved"], Counted):
+        assert min(Counted.calls[name] for name in ("inc", "observe", "start_span", "end")) >= 4
+    else:
+        assert names["moved"].labels("PartUploaded", "0")._value.get() >= 12
     assert names["state"]["step"] == 7
 
 

@@ -66,6 +66,7 @@ def test_the_marker_is_rewritten_only_where_that_can_lose_no_save(store: MemoryS
     assert not written(can_update=False)
 
 
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_dot_metadata_of_the_replaced_commit_is_written_anew(real: ObjectStore) -> None:
     save(real)
     save(real, overwrite=True, publish=False)

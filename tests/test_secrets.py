@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcp_objstore as dos
 from dcp_objstore.stores import StoreSpec, open_store
 from tests.support import hostile
+from tests.support.listening import Heard
 from tests.support.servers import Bucket
 from tests.support.tampering import TamperingProxy
 
@@ -312,9 +313,12 @@ def test_nothing_shows_stores_or_pickles_the_credentials(
         given["profile"] = "train"
     url = bucket.at("run")
     state = {"w": torch.arange(300_000.0), "step": 3}
-    writer = dos.ObjectStoreWriter(url, storage_options=given)
+    told, traces = Heard(), no_environment / "traces"
+    watched: Any = {"on_event": told, "trace": traces / "save.json"}
+    writer = dos.ObjectStoreWriter(url, storage_options=given, **watched)
     dcp.save(dict(state), storage_writer=writer, no_dist=True)
-    reader = dos.ObjectStoreReader(url, storage_options=given)
+    watched["trace"] = traces / "load.json"
+    reader = dos.ObjectStoreReader(url, storage_options=given, **watched)
     loaded = {"w": torch.zeros(300_000), "step": 0}
     dcp.load(loaded, storage_reader=reader, no_dist=True)
     assert torch.equal(loaded["w"], state["w"])  # type: ignore[arg-type]
@@ -324,7 +328,9 @@ def test_nothing_shows_stores_or_pickles_the_credentials(
     shown = [writer, reader, opened, writer.last_save, reader.last_load, opened.last_read, handle,
              handle.result(), opened["w"], opened["step"], opened.verify(progress=False), QUICK,
              StoreSpec(url, given), open_store(url, given), writer._target, reader._target]  # fmt: skip
-    hidden(*map(repr, shown), *map(str, shown))
+    hidden(*map(repr, shown), *map(str, shown), *map(repr, told))
+    assert len(told) > 8
+    hidden(*((traces / f"{name}.json").read_bytes() for name in ("save", "load")))
     for value in (writer, reader, opened, StoreSpec(url, given)):
         hidden(pickle.dumps(value))
         if how == "options":

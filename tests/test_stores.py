@@ -3,79 +3,112 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dcp_objstore.stores import ObjectStore, open_store
+from dcp_objstore.checkpoint.probe import probe, require_fencing
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import ObjectNotFoundError, StoreUnavailableError, UnsupportedError
+from dcp_objstore.stores import ObjectStore, Precondition, open_store
+from dcp_objstore.stores.protocol import Capabilities
 from dcp_objstore.stores.wrappers import FaultStore, LatencyStore, RecordingStore
-from tests.store_contract import PART, ExpectedError, StoreContract
+from tests.store_contract import BucketContract, StoreContract
 from tests.support.servers import Bucket
+from tests.support.side_doors import BucketDoor, FolderDoor, SideDoor
+
+ONCE = TransferConfig(max_retries=0, connect_timeout_seconds=5, request_timeout_seconds=20)
 
 
 class TestMemory(StoreContract):
+    endpoint = "`memory://`"
+    lacks = frozenset({"multipart"})
+
     @pytest.fixture
     def store(self) -> ObjectStore:
         return open_store(f"memory://{secrets.token_hex(4)}/pre fix")
 
 
 class TestFile(StoreContract):
+    endpoint = "`file://`"
+    lacks = frozenset({"multipart"})
+
     @pytest.fixture
     def store(self, tmp_path: Path) -> ObjectStore:
         return open_store(f"file://{tmp_path}/pre fix/not yet there")
 
+    @pytest.fixture
+    def side_door(self, tmp_path: Path) -> SideDoor:
+        return FolderDoor(tmp_path / "pre fix" / "not yet there")
 
-class TestBucket(StoreContract):
+
+class TestBucket(BucketContract):
     """SeaweedFS and moto (or `--bucket-url`)."""
 
-    @pytest.fixture
-    def store(self, bucket: Bucket) -> ObjectStore:
-        return open_store(f"{bucket.url}/pre fix #1", bucket.storage_options)
+    endpoint = {  # noqa: RUF012
+        "seaweed": "SeaweedFS (`s3://`)",
+        "moto": "moto (`s3://`)",
+        "user": "your bucket",
+    }
+    lacks = dict.fromkeys(("seaweed", "moto", "user"), frozenset())
+    dialect = "s3"
+    # A loser on SeaweedFS sleeps a second before it asks again for the lock.
+    race_rounds = 1
+    races_at_once = 8
 
-    def test_an_aborted_stream_leaves_no_upload_behind(
+    def store_at(self, endpoint_url: str) -> ObjectStore:
+        options = {"key": "a", "secret": "b", "endpoint_url": endpoint_url}
+        return open_store("s3://bucket/run", options, ONCE)
+
+    def test_the_server_tells_the_same_parts_as_the_requests(
         self, bucket: Bucket, store: ObjectStore
     ) -> None:
-        def broken():
-            for _ in range(3):
-                yield bytes(PART)
-            raise ExpectedError
-
-        with pytest.raises(ExpectedError):
-            store.put_stream("k", broken(), part_size_bytes=PART, max_concurrency=2)
-        assert bucket.uploads() == []
-        assert bucket.keys() == []
-
-    def test_all_parts_but_the_last_have_the_same_size(
-        self, bucket: Bucket, store: ObjectStore
-    ) -> None:
-        if bucket.kind == "seaweed":
-            pytest.skip("SeaweedFS does not answer GetObject with a part number as S3 does")
-        sizes = [1, PART - 7, PART, 3_000_000, 17]
-        total = sum(sizes)
-        pieces = iter([bytes(size) for size in sizes])
-        store.put_stream("k", pieces, part_size_bytes=PART, max_concurrency=2)
-        key = f"{bucket.prefix}pre fix #1/k"
-        first = bucket.client().head_object(Bucket=bucket.name, Key=key, PartNumber=1)
-        last = bucket.client().head_object(Bucket=bucket.name, Key=key, PartNumber=3)
-        assert first["PartsCount"] == 3
-        assert first["ContentLength"] == PART
-        assert last["ContentLength"] == total - 2 * PART
-
-    def test_a_listing_longer_than_a_page_is_whole(self, store: ObjectStore) -> None:
-        # One page of S3 has at most 1000 keys.
-        from concurrent.futures import ThreadPoolExecutor
-
-        names = [f"many/{number:04d}" for number in range(1003)]
-        with ThreadPoolExecutor(16) as pool:
-            list(pool.map(lambda name: store.put(name, b""), names))
-        assert sorted(meta.key for meta in store.list("many/")) == names
+        store.put_stream("k", iter([bytes(6 << 20)]), part_size_bytes=5 << 20, max_concurrency=2)
+        told = BucketDoor(bucket, self.below).part_sizes("k")
+        assert told == [5 << 20, 1 << 20]
 
 
 @pytest.mark.backends("gcs")
-class TestGcs(StoreContract):
+class TestGcs(BucketContract):
+    endpoint = "moto (`gs://`)"
+    lacks = frozenset({"listed_versions"})
+    dialect = "gcs-xml"
+    below = "pre fix"
+
+    def store_at(self, endpoint_url: str) -> ObjectStore:
+        options = {"token": "dummy", "endpoint_url": endpoint_url}
+        return open_store("gs://bucket/run", options, ONCE)
+
+
+@pytest.mark.backends("rclone")
+class TestUnfenced(BucketContract):
+    """A server that ignores conditions (the probe finds out, a save is refused) and ranges."""
+
+    endpoint = "`rclone serve s3` (`s3://`)"
+    lacks = frozenset({"conditional_create", "conditional_update", "ranges"})
+    dialect = "s3"
+
     @pytest.fixture
-    def store(self, bucket: Bucket) -> ObjectStore:
-        return open_store(f"{bucket.url}/pre fix", bucket.storage_options)
+    def capabilities(self, store: ObjectStore) -> Capabilities:
+        return replace(probe(store), ranges=False)
+
+    def store_at(self, endpoint_url: str) -> ObjectStore:
+        return TestBucket().store_at(endpoint_url)
+
+    def assert_refused(self, store: ObjectStore, key: str, precondition: Precondition) -> None:
+        with pytest.raises(UnsupportedError, match="does not keep two writers apart"):
+            require_fencing(store, overwrite=True, allow_unfenced=False)
+
+    def test_a_prefix_of_keys_is_no_object(self, bucket: Bucket) -> None:
+        # rclone answers 500 where it should say that there is no such object.
+        store = open_store(bucket.url, bucket.storage_options, ONCE)
+        store.put("a/b", b"x")
+        with pytest.raises(ObjectNotFoundError):
+            store.head("a")
+        with pytest.raises(StoreUnavailableError):
+            store.delete("a")
+        assert bucket.keys() == ["a/b"]
 
 
 class TestWrapped(StoreContract):

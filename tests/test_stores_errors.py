@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -26,8 +23,9 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
-from dcp_objstore.stores import IfAbsent, ObjectStore, open_store
+from dcp_objstore.stores import IfAbsent, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.translate import translate_obstore
+from tests.support.scripted import ScriptedServer
 from tests.support.servers import MotoServer
 
 MIB = 1024 * 1024
@@ -135,54 +133,21 @@ def test_a_server_that_never_answers(verb: str) -> None:
             VERBS[verb](open_store("s3://bucket/run", options, config))
 
 
-class Scripted:
-    """An HTTP server that answers what `answer(method, target, nth)` says."""
+class Scripted(ScriptedServer):
+    """The scripted server, and the S3 store in front of it."""
 
-    def __init__(self) -> None:
-        self.requests: list[tuple[str, str, dict[str, str]]] = []
-        self.answer: Callable[[str, str, int], tuple[int, dict[str, str], bytes]]
-        outer = self
-        count = itertools.count(1)
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def handle_any(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                outer.requests.append((self.command, self.path, dict(self.headers.items())))
-                status, headers, body = outer.answer(self.command, self.path, next(count))
-                self.send_response(status)
-                for name, value in {"Content-Length": str(len(body)), **headers}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(body)
-                if "Content-Length" in headers:
-                    self.close_connection = True
-
-            def __getattr__(self, name: str) -> Callable[[], None]:
-                if name.startswith("do_"):
-                    return self.handle_any
-                raise AttributeError(name)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+    def spec(self, config: TransferConfig = ONCE, **options: object) -> StoreSpec:
+        base: dict[str, object] = {"key": "a", "secret": "b", "endpoint_url": self.endpoint_url}
+        return StoreSpec("s3://bucket/run", {**base, **options}, config)
 
     def store(self, config: TransferConfig = ONCE, **options: object) -> ObjectStore:
-        endpoint = f"http://127.0.0.1:{self.server.server_port}"
-        base: dict[str, object] = {"key": "a", "secret": "b", "endpoint_url": endpoint}
-        return open_store("s3://bucket/run", {**base, **options}, config)
+        return self.spec(config, **options).open()
 
 
 @pytest.fixture
 def scripted() -> Iterator[Scripted]:
-    found = Scripted()
-    yield found
-    found.server.shutdown()
-    found.server.server_close()
+    with Scripted() as found:
+        yield found
 
 
 @pytest.mark.parametrize(

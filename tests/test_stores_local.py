@@ -7,15 +7,20 @@ import gc
 import multiprocessing
 import os
 import stat
+import time
 import weakref
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
 from dcp_objstore.errors import InputError, PermissionDeniedError, PreconditionFailedError
 from dcp_objstore.stores import IfAbsent, IfVersion, ObjectStore, StoreSpec, local, open_store
+from dcp_objstore.stores.uploads import open_uploads
 from tests.store_contract import ExpectedError, keys, read
 
 
@@ -169,6 +174,106 @@ def test_every_change_of_an_object_holds_the_folders_lock(
     store.put("k", b"3")
     store.delete("k")
     assert held == ["_check_version", "replace", "replace", "unlink"]
+
+
+def _create(spec: StoreSpec, barrier: Barrier, rounds: int, told: Connection) -> None:
+    store = spec.open()
+    wins = []
+    for number in range(rounds):
+        barrier.wait(60)
+        try:
+            store.put(f"race-{number}", b"%d" % os.getpid(), precondition=IfAbsent(), retry=False)
+        except PreconditionFailedError:
+            continue
+        wins.append(number)
+    told.send((os.getpid(), wins))
+
+
+def test_of_creators_in_many_processes_exactly_one_wins(store: ObjectStore, root: Path) -> None:
+    rounds, racers = 100, 4
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(racers)
+    spec = StoreSpec(f"file://{root}")
+    children, ends = [], []
+    for _ in range(racers):
+        ours, theirs = context.Pipe()
+        child = context.Process(target=_create, args=(spec, barrier, rounds, theirs))
+        child.start()
+        theirs.close()
+        children.append(child)
+        ends.append(ours)
+    won = [(number, pid) for pid, wins in (end.recv() for end in ends) for number in wins]
+    for child in children:
+        child.join(60)
+    assert sorted(number for number, _ in won) == list(range(rounds))
+    assert all(read(store, f"race-{number}") == b"%d" % pid for number, pid in won)
+
+
+def _stream_for_ever(spec: StoreSpec, key: str, half: Connection) -> None:
+    def endless() -> Iterator[bytes]:
+        yield b"half of it"
+        yield b""
+        half.send("half")
+        half.recv()
+
+    spec.open().put_stream(key, endless(), part_size_bytes=99, max_concurrency=1)
+
+
+@pytest.mark.parametrize("where", ["in a stream", "under the lock"])
+def test_a_killed_writer_leaves_the_old_object_and_what_a_sweep_removes(
+    root: Path, where: str
+) -> None:
+    from dcp_objstore.dcp.sweeping import sweep  # with torch, which the children do without
+
+    spec = StoreSpec(f"file://{root}/run")
+    store = spec.at(f"{spec.url}/step-1").open()
+    key = data_key(0, 0, new_nonce())
+    for name in (key, MARKER_KEY) if where == "in a stream" else (key,):
+        store.put(name, b"old")
+        ours, theirs = multiprocessing.Pipe()
+        target = _stream_for_ever if where == "in a stream" else _replace_for_ever
+        context = multiprocessing.get_context("spawn")
+        child = context.Process(target=target, args=(spec.at(store.url), name, theirs))
+        child.start()
+        theirs.close()
+        assert ours.recv() == "half"
+        child.kill()
+        child.join(60)
+        assert read(store, name) == b"old"
+        # Nobody waits for a lock of the dead.
+        store.put(name, b"newer", precondition=IfVersion(store.head(name).version))
+        store.delete(name)
+    assert keys(store) == []
+    left = open_uploads(spec).list()
+    assert {one.key for one in left} == {f"step-1/{key}", f"step-1/{MARKER_KEY}"} - (
+        {f"step-1/{MARKER_KEY}"} if where == "under the lock" else set()
+    )
+    assert {one.size_bytes for one in left} <= {len(b"half of it"), len(b"new")}
+    young = sweep(spec.url)
+    assert young.uploads_aborted == 0
+    assert len(open_uploads(spec).list()) == len(left), "it may still be under way"
+    old = time.time() - 2 * 24 * 3600
+    for place in root.rglob("*"):
+        os.utime(place, (old, old))
+    report = sweep(spec.url)
+    assert report.uploads_aborted == len(left)
+    assert report.uploads_unseen is None
+    assert [name for name in names(root) if ".tmp" in name] == []
+
+
+def _replace_for_ever(spec: StoreSpec, key: str, half: Connection) -> None:
+    def stop(*_: object) -> None:
+        half.send("half")
+        half.recv()
+
+    Path.replace = stop  # type: ignore[method-assign,assignment]
+    spec.open().put(key, b"new")
+
+
+def test_names_too_long_to_be_told_in_a_temporary_one_work_all_the_same(store: ObjectStore) -> None:
+    for key in ("x" * 255, "a/" + "ü" * 127):
+        store.put(key, b"1", precondition=IfAbsent())
+        assert read(store, key) == b"1"
 
 
 def _count_up(spec: StoreSpec, times: int) -> None:

@@ -15,7 +15,12 @@ from pathlib import Path
 import pytest
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import CredentialsError, DcpObjstoreError, ForkedProcessError
+from dcp_objstore.errors import (
+    ConfigError,
+    CredentialsError,
+    DcpObjstoreError,
+    ForkedProcessError,
+)
 from dcp_objstore.stores import StoreSpec, open_store
 from tests.support.servers import Bucket
 
@@ -203,3 +208,36 @@ def test_a_file_store_works_in_a_forked_child(tmp_path: Path) -> None:
         "assert os.wait()[1] == 0\nassert store.get('k', max_size_bytes=9)[0] == b'child'\n"
     )
     subprocess.run([sys.executable, "-c", code, f"file://{tmp_path}/s"], check=True)
+
+
+# --- the transport
+
+
+def test_a_transport_given_twice_must_be_the_same() -> None:
+    with pytest.raises(ConfigError, match="say it once"):
+        StoreSpec("s3://b", {"transport": "native"}, TransferConfig(transport="boto3"))
+    with pytest.raises(ConfigError, match="say it once"):
+        StoreSpec("s3://b", {"transport": "boto3"}, TransferConfig(transport="fsspec"))
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/x", "file:///tmp/x", "memory://x"])
+def test_a_transport_that_does_not_carry_a_scheme_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="'boto3' does not carry"):
+        StoreSpec(url, {"transport": "boto3"})
+    with pytest.raises(ConfigError, match="'boto3' does not carry"):
+        StoreSpec(url, None, TransferConfig(transport="boto3"))
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    with pytest.raises(ConfigError, match="native, boto3, fsspec"):
+        TransferConfig(transport="boto")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="native, boto3, fsspec"):
+        StoreSpec("s3://b", {"transport": "boto"})
+    with pytest.raises(ConfigError, match="did you mean 'transport'"):
+        StoreSpec("s3://b", {"transprot": "boto3"})
+
+
+def test_a_transport_survives_pickling() -> None:
+    spec = StoreSpec("s3://bucket/x", {**OPTIONS, "transport": "boto3"})
+    assert pickle.loads(pickle.dumps(spec)).config.transport == "boto3"
+    assert spec.at("s3://bucket/y").config.transport == "boto3"

@@ -97,7 +97,7 @@ def go(store: ObjectStore, **changes) -> CheckpointSweep:
     return sweep(store, **{"dot_metadata": DESCRIBED, "clock": Offset(), **changes})
 
 
-@pytest.mark.backends("seaweed", "moto", "gcs")
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_old_orphans_of_a_committed_checkpoint_go_and_nothing_else(real: AgedStore) -> None:
     torn = tear(real)
     save(real)
@@ -113,6 +113,7 @@ def test_old_orphans_of_a_committed_checkpoint_go_and_nothing_else(real: AgedSto
     named(real)
 
 
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_what_an_overwrite_replaced_goes_after_the_grace_period(real: AgedStore) -> None:
     save(real)
     replaced = named(real)
@@ -277,7 +278,7 @@ def test_young_marker_is_seen_by_the_stores_clock_too(store: AgedStore) -> None:
     assert replaced <= keys(store)
 
 
-@pytest.mark.backends("seaweed", "moto", "gcs")
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_unfinished_deletion_is_finished_and_nothing_more(real: AgedStore) -> None:
     save(real)
     data = named(real)

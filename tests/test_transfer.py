@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dcp_objstore.config import MIB, TransferConfig
@@ -21,29 +21,74 @@ from dcp_objstore.errors import (
     TransferStalledError,
     UnsupportedError,
 )
+from dcp_objstore.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.wrappers import RecordingStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests, digest_count
 from dcp_objstore.transfer.download import fetch_ranges, worker_count
-from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count, plan_parts
+from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, check_item_size, part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, cut, plan_requests
 from dcp_objstore.transfer.upload import run_watched, upload_object
 from dcp_objstore.transfer.workers import spawn
+from tests.support.listening import heard_channel, of
 
 PART = 5 * MIB
 
 
-@given(st.integers(0, 2**52), st.integers(5 * MIB, 5 * 1024 * MIB))
-def test_no_plan_exceeds_10000_parts_or_the_limits_of_a_part(total_bytes, least):
-    plan = plan_parts(total_bytes, least)
+TIB = 1024 * 1024 * MIB
+LEAST = st.integers(5 * MIB, 64 * MIB) | st.integers(5 * MIB, 5 * 1024 * MIB)
+
+
+@example(6 * TIB, 5 * MIB, 5 * MIB, 5 * TIB - MIB)
+@given(st.integers(0, 2**52), LEAST, st.integers(5 * MIB, 5 * TIB), st.integers(0, 5 * TIB - MIB))
+def test_no_plan_exceeds_10000_parts_or_the_limits_of_a_part(total_bytes, least, limit, largest):
+    largest = min(largest, total_bytes)
+    plan = plan_parts(total_bytes, least, max_object_size_bytes=limit, largest_item_bytes=largest)
     assert least <= plan.part_size_bytes <= 5 * 1024 * MIB
-    assert plan.max_object_size_bytes <= 5 * 1024 * 1024 * MIB
-    assert part_count(plan.max_object_size_bytes, plan.part_size_bytes) <= MAX_PARTS
+    assert plan.max_object_size_bytes <= limit
+    # The limit is kept to as far as one object can have so much at all.
+    assert plan.max_object_size_bytes >= min(total_bytes, limit)
     assert plan.slice_size_bytes % BLOCK_SIZE_BYTES == 0
     assert 0 < plan.slice_size_bytes <= plan.part_size_bytes
-    # What was asked for fits one object where one object can hold it at all.
-    assert plan.max_object_size_bytes >= min(total_bytes, 5 * 1024 * 1024 * MIB)
+    # Any object of the plan, and one with the largest item alone, its framing included.
+    for size in (plan.max_object_size_bytes, largest + MIB, min(total_bytes, limit)):
+        assert part_count(size, plan.part_size_bytes) <= MAX_PARTS
+
+
+@given(st.integers(1, 5 * TIB), LEAST)
+def test_parts_are_equal_but_for_the_last_and_within_the_limits(size_bytes, least):
+    part = plan_parts(size_bytes, least).part_size_bytes
+    count = part_count(size_bytes, part)
+    last = size_bytes - (count - 1) * part
+    assert 1 <= count <= MAX_PARTS
+    assert 0 < last <= part
+    assert 5 * MIB <= part <= 5 * 1024 * MIB
+
+
+def test_parts_of_the_default_limit_stay_small_and_those_of_5_tib_are_as_documented():
+    """The figures in the docstring of `TransferConfig`."""
+    config = TransferConfig()
+    usual = plan_parts(
+        100 * TIB, config.part_size_bytes, max_object_size_bytes=config.max_object_size_bytes
+    )
+    assert usual.part_size_bytes == 32 * MIB
+    assert usual.max_object_size_bytes == 256 * 1024 * MIB
+    assert plan_parts(281 * 1024 * MIB, 16 * MIB).part_size_bytes == 32 * MIB
+    assert plan_parts(282 * 1024 * MIB, 16 * MIB).part_size_bytes > 32 * MIB
+    largest = plan_parts(5 * TIB, 16 * MIB).part_size_bytes
+    assert largest == 583 * MIB
+    assert round((config.upload_concurrency + 2) * largest / 1024**3, 1) == 5.7
+
+
+def test_an_item_above_5_tib_is_refused_and_the_limit_of_objects_is_bounded():
+    check_item_size(5 * TIB - MIB)
+    with pytest.raises(UnsupportedError, match="more ranks"):
+        check_item_size(5 * TIB)
+    with pytest.raises(ConfigError, match="5 TiB"):
+        TransferConfig(max_object_size_bytes=5 * TIB + 1)
+    with pytest.raises(ConfigError, match="max_object_size_bytes"):
+        TransferConfig(max_object_size_bytes=5 * MIB - 1)
 
 
 def test_large_payloads_go_in_larger_parts_while_there_are_still_many():
@@ -134,12 +179,20 @@ def test_an_upload_of_any_size_arrives_whole_and_reports_its_parts(size_bytes, t
     store = RecordingStore(open_store(f"file://{tmp_path}"))
     body = random_bytes(size_bytes)
     pieces = (body[n : n + 2 * MIB] for n in range(0, size_bytes, 2 * MIB))
-    moved: list[int] = []
-    done = upload_object(store, "o", pieces, plan(), config(), Progress(60, moved.append))
+    channel, heard = heard_channel()
+    progress = Progress(60, channel)
+    done = upload_object(store, "o", pieces, plan(), config(), progress)
+    channel.settle()
     assert store.get("o", max_size_bytes=100 * MIB)[0] == body.tobytes()
     assert done.size_bytes == size_bytes
     assert done.parts == part_count(size_bytes, PART)
-    assert sum(moved) == size_bytes
+    assert progress.moved_bytes == size_bytes
+    told = of(PartUploaded, heard)
+    assert [part.part for part in told] == list(range(done.parts if size_bytes else 0))
+    full, rest = divmod(size_bytes, PART)
+    assert [part.size_bytes for part in told] == [PART] * full + [rest] * bool(rest)
+    (whole,) = of(ObjectUploaded, heard)
+    assert (whole.object_key, whole.size_bytes, whole.parts) == ("o", size_bytes, done.parts)
     verbs = [request.verb for request in store.requests if request.verb.startswith("put")]
     assert verbs == (["put"] if size_bytes <= PART else ["put_stream"])
 
@@ -231,19 +284,39 @@ def test_an_uploads_own_time_out_is_passed_on():
         run_watched(time_out, "upload", Progress(60))
 
 
+def test_a_part_under_way_has_the_lowest_number_that_is_free():
+    class Holding:
+        """Lets go of the second of three parts, takes another, and lets go of all."""
+
+        def put_stream(self, key, buffers, **_):
+            held = [next(buffers) for _ in range(3)]
+            del held[1]
+            held.append(next(buffers))
+            assert next(buffers, None) is None
+
+    channel, heard = heard_channel()
+    pieces = (random_bytes(PART) for _ in range(4))
+    upload_object(Holding(), "o", pieces, plan(), config(), Progress(60, channel))
+    channel.settle()
+    workers = {part.part: part.worker for part in of(PartUploaded, heard)}
+    assert workers == {0: 0, 1: 1, 2: 2, 3: 1}
+    assert of(PartUploaded, heard)[0].part == 1
+
+
 def test_bytes_reported_in_the_midst_of_a_report_are_counted():
-    seen: list[int] = []
+    calls: list[float] = []
 
-    def on_bytes(count: int) -> None:
-        seen.append(count)
-        if len(seen) == 1:
-            progress.moved(2)  # as when this callback frees the last reference to a buffer
+    def clock() -> float:
+        calls.append(time.monotonic())
+        if len(calls) == 2:
+            progress.moved(2)  # as when a report frees the last reference to a buffer
+        return calls[-1]
 
-    progress = Progress(60, on_bytes)
+    progress = Progress(60, clock=clock)
     thread = spawn(lambda: progress.moved(1), "finalizer")
     thread.join(10)
     assert not thread.is_alive()
-    assert seen == [1, 2]
+    assert len(calls) == 3
     assert progress.moved_bytes == 3
 
 

@@ -112,6 +112,7 @@ def test_repair_after_a_crash_in_an_overwrite_makes_stock_torch_read_the_new_one
     assert torch.equal(stock_weight(bucket, "step-1", tmp_path / "after"), WEIGHT * 2)
 
 
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_newest_committed_step_of_a_run_is_not_deleted_by_mistake(bucket: Bucket) -> None:
     options = bucket.storage_options
     for step in (9, 10, 11):
@@ -144,6 +145,7 @@ def test_pinned_checkpoint_is_protected_through_the_door(bucket: Bucket) -> None
     dos.delete(url, storage_options=options, even_newest=True)
 
 
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStore) -> None:
     options = bucket.storage_options
     save(bucket, "step-1")  # nothing to do

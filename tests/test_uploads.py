@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -21,10 +22,13 @@ from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.uploads import (
     Upload,
     covering_days,
+    incomplete_upload_rule,
     lifecycle_configuration,
     open_uploads,
+    versioning,
 )
 from tests.support.servers import READ_ONLY, Bucket
+from tests.test_stores_errors import Scripted
 
 PART = b"x" * 5 * 1024 * 1024
 
@@ -84,9 +88,8 @@ def test_errors_are_ours(bucket: Bucket) -> None:
 
 
 def test_stores_that_have_none_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    for url in ("file:///tmp/x", "memory://x/y"):
-        with pytest.raises(UnsupportedError, match="no multipart uploads"):
-            open_uploads(StoreSpec(url))
+    with pytest.raises(UnsupportedError, match="no multipart uploads"):
+        open_uploads(StoreSpec("memory://x/y"))
     with pytest.raises(UnsupportedError, match="lifecycle rule"):
         open_uploads(StoreSpec("gs://bucket/x", {"anon": True}))
     monkeypatch.setitem(sys.modules, "boto3", None)
@@ -155,3 +158,62 @@ def test_rule_for_gcs_is_in_its_own_form() -> None:
     (one,) = json.loads(lifecycle_configuration("gs", "run/"))["rule"]
     assert one["action"] == {"type": "AbortIncompleteMultipartUpload"}
     assert one["condition"] == {"age": 2, "matchesPrefix": ["run/"]}
+
+
+# --- what the bucket says of itself
+
+
+@pytest.mark.backends("moto")
+def test_days_after_which_the_bucket_removes_uploads_are_those_of_its_rule(bucket: Bucket) -> None:
+    spec = StoreSpec(bucket.url, bucket.storage_options)
+    assert incomplete_upload_rule(spec) is None
+    client = bucket.client()
+    client.put_bucket_lifecycle_configuration(
+        Bucket=bucket.name,
+        LifecycleConfiguration=json.loads(lifecycle_configuration("s3", bucket.prefix, days=5)),
+    )
+    try:
+        assert incomplete_upload_rule(spec) == 5
+        assert incomplete_upload_rule(spec.at(f"s3://{bucket.name}/elsewhere")) is None
+    finally:
+        client.delete_bucket_lifecycle(Bucket=bucket.name)
+
+
+@pytest.mark.backends("moto")
+def test_versioning_is_what_the_bucket_says(bucket: Bucket) -> None:
+    client = bucket.client()
+    client.create_bucket(Bucket="with-versions")
+    spec = StoreSpec("s3://with-versions/run", bucket.storage_options)
+    assert versioning(spec) is None
+    for status in ("Enabled", "Suspended"):
+        client.put_bucket_versioning(
+            Bucket="with-versions", VersioningConfiguration={"Status": status}
+        )
+        assert versioning(spec) == status
+
+
+def test_a_bucket_without_rules_or_versions_has_none(bucket: Bucket) -> None:
+    spec = StoreSpec(bucket.url, bucket.storage_options)
+    assert incomplete_upload_rule(spec) is None
+    assert versioning(spec) is None
+
+
+@pytest.mark.parametrize("question", [incomplete_upload_rule, versioning])
+def test_what_a_server_refuses_to_say_is_a_typed_error(
+    question: Callable[[StoreSpec], object],
+) -> None:
+    scripted = Scripted()
+    spec = scripted.spec()
+    for status, code, expected in (
+        (501, "NotImplemented", UnsupportedError),
+        (405, "MethodNotAllowed", UnsupportedError),
+        (403, "AccessDenied", PermissionDeniedError),
+    ):
+        body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
+        scripted.answer = lambda *_, s=status, b=body: (s, {}, b)
+        with pytest.raises(expected):
+            question(spec)
+    scripted.server.shutdown()
+    scripted.server.server_close()
+    with pytest.raises(UnsupportedError):
+        question(StoreSpec("memory://x"))

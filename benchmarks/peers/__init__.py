@@ -97,6 +97,18 @@ PEERS = {
             "dcp_objstore", "benchmarks.peers.ours", (("dcp-objstore", "0.1"),), "dcp_objstore"
         ),
         PeerInfo(
+            "dcp_objstore-told",
+            "benchmarks.peers.ours_told",
+            (("dcp-objstore", "0.1"),),
+            "dcp_objstore, on_event and trace",
+        ),
+        PeerInfo(
+            "dcp_objstore-boto3",
+            "benchmarks.peers.ours_boto3",
+            (("dcp-objstore", "0.1"), ("boto3", "1.40")),
+            "dcp_objstore over boto3",
+        ),
+        PeerInfo(
             "s3torchconnector",
             "benchmarks.peers.connector",
             (("s3torchconnector", "1.5"),),
@@ -110,6 +122,8 @@ PEERS = {
         ),
     )
 }
+# Measured only where they are asked for.
+OPTIONAL = frozenset({"dcp_objstore-told"})
 # Those that several ranks can load with; ours in two ways.
 RESUME_PEERS = {
     "dcp_objstore": PEERS["dcp_objstore"],

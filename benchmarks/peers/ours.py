@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -10,13 +10,19 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import dcp_objstore as dos
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from benchmarks.peers import State
     from benchmarks.settings import Settings
     from benchmarks.targets import Place
+    from dcp_objstore.events import OnEvent
+
+Transport = Literal["native", "boto3"]
 
 
-def _config(settings: Settings) -> dos.TransferConfig:
+def _config(settings: Settings, transport: Transport) -> dos.TransferConfig:
     return dos.TransferConfig(
+        transport=transport,
         part_size_bytes=settings.part_size_bytes,
         upload_concurrency=settings.upload_concurrency,
         request_size_bytes=settings.request_size_bytes,
@@ -29,18 +35,32 @@ class Ours:
 
     Args:
         read_once: see `ObjectStoreReader`.
+        on_event, trace: see `ObjectStoreWriter`.
+        transport: see `TransferConfig`.
     """
 
-    def __init__(self, *, read_once: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        read_once: bool = True,
+        on_event: OnEvent | None = None,
+        trace: Path | None = None,
+        transport: Transport = "native",
+    ) -> None:
         self._read_once = read_once
+        self._on_event = on_event
+        self._trace = trace
+        self._transport: Transport = transport
 
     def writer(self, place: Place, settings: Settings) -> dos.ObjectStoreWriter:
         """See `DcpPeer`."""
         return dos.ObjectStoreWriter(
             place.url,
             storage_options=place.storage_options,
-            config=_config(settings),
+            config=_config(settings, self._transport),
             progress=False,
+            on_event=self._on_event,
+            trace=self._trace,
         )
 
     def save(self, state: State, place: Place, settings: Settings) -> None:
@@ -52,8 +72,10 @@ class Ours:
         return dos.ObjectStoreReader(
             place.url,
             storage_options=place.storage_options,
-            config=_config(settings),
+            config=_config(settings, self._transport),
             progress=False,
+            on_event=self._on_event,
+            trace=self._trace,
             read_once=self._read_once,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 # No request that changes a marker or `.metadata` begins later than this after the first.
@@ -46,18 +47,37 @@ class Retries:
     Args:
         deadline_seconds: from now. It bounds when a try may start, not how long a request takes.
         clock: see `Clock`.
+        on_retry: called before a pause that was given an error, with the number of the try that
+            follows it, from 2, and the error.
+
+    Attributes:
+        tries: begun so far: one, and one after each pause.
     """
 
-    def __init__(self, deadline_seconds: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        deadline_seconds: float,
+        clock: Clock,
+        on_retry: Callable[[int, Exception], None] | None = None,
+    ) -> None:
+        self.tries = 1
+        self._on_retry = on_retry
         self._clock = clock
         self._deadline = clock.monotonic() + deadline_seconds
         self._longest = _FIRST_PAUSE_SECONDS
 
-    def pause(self) -> bool:
-        """Sleep and return True, or return False at once when the deadline has come."""
+    def pause(self, error: Exception | None = None) -> bool:
+        """Sleep and return True, or return False at once when the deadline has come.
+
+        Args:
+            error: of the try before.
+        """
         left = self._deadline - self._clock.monotonic()
         if left <= 0:
             return False
+        self.tries += 1
+        if error is not None and self._on_retry is not None:
+            self._on_retry(self.tries, error)
         # Full jitter, so that writers that collided do not collide again. No secret hangs on it.
         self._clock.sleep(min(left, random.uniform(0, self._longest)))
         self._longest = min(2 * self._longest, _LONGEST_PAUSE_SECONDS)

@@ -28,6 +28,7 @@ the numbers of the design; 3 is `names`, 6 stands in `publishing`, 7 in `opening
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -71,6 +72,8 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Precondition, Version
 
+_log = logging.getLogger("dcp_objstore")
+
 
 @dataclass(frozen=True)
 class BeginToken:
@@ -78,8 +81,9 @@ class BeginToken:
 
     Attributes:
         url: the checkpoint.
-        marker: the content; a tombstone or, with overwrite, a committed marker; None: none.
-        version: the store's token of that state; None exactly where `marker` is.
+        marker: the content; a tombstone or, with overwrite, a committed marker; None: there is
+            none or, with overwrite, one that cannot be read.
+        version: the store's token of that state; None: there is no marker.
         epoch: of the job that saves; 0: none.
     """
 
@@ -102,11 +106,13 @@ class Committed:
         commit_id: of this commit.
         superseded: somebody has replaced or deleted it since, before we saw our answer.
         marker: as this commit wrote it.
+        attempts: PUTs of the marker that were sent.
     """
 
     commit_id: str
     superseded: bool
     marker: Marker
+    attempts: int = 1
 
 
 def begin(store: ObjectStore, *, overwrite: bool, epoch: int = 0) -> BeginToken:
@@ -115,8 +121,8 @@ def begin(store: ObjectStore, *, overwrite: bool, epoch: int = 0) -> BeginToken:
 
     Args:
         store: rooted at the checkpoint.
-        overwrite: replace what is committed. What an earlier epoch than ours has committed does
-            not count any more and is replaced in any case (rule E5 of `epoch`).
+        overwrite: replace what is committed, or damaged. What an earlier epoch than ours has
+            committed does not count any more and is replaced in any case (rule E5 of `epoch`).
         epoch: of the job that saves; 0: none.
 
     Raises:
@@ -124,9 +130,15 @@ def begin(store: ObjectStore, *, overwrite: bool, epoch: int = 0) -> BeginToken:
         CheckpointExistsError: it is committed and `overwrite` is False, or it is pinned; or,
             without `overwrite`, there is a `.metadata` without a marker.
         RetryableError: somebody is deleting it.
-        CheckpointCorruptError, UnsupportedError: the marker cannot be read.
+        CheckpointCorruptError: the marker is damaged, and `overwrite` is False.
+        UnsupportedError: a newer version wrote the marker.
     """
-    found = read_marker(store)
+    try:
+        found = read_marker(store)
+    except CheckpointCorruptError as error:
+        if not overwrite:
+            raise
+        return _begin_on_damage(store, error, epoch)
     if found is None:
         if not overwrite:
             _refuse_foreign(store)
@@ -152,6 +164,23 @@ def begin(store: ObjectStore, *, overwrite: bool, epoch: int = 0) -> BeginToken:
             url=store.url,
         )
     return BeginToken(store.url, marker, version, epoch)
+
+
+def _begin_on_damage(store: ObjectStore, error: CheckpointCorruptError, epoch: int) -> BeginToken:
+    """The token of a marker that nobody can read any more: a run must not end for ever at it.
+
+    What it named stays where it is, until a sweep finds that no commit names it.
+    """
+    try:
+        version = store.head(MARKER_KEY).version
+        # Read again after the version was: if it is whole now, somebody else is at work here.
+        read_marker(store)
+    except CheckpointCorruptError:
+        _log.warning("the checkpoint at %s is to be replaced: %s", store.url, error)
+        return BeginToken(store.url, None, version, epoch)
+    raise RetryableError(
+        "the marker changed while it was being read; another writer is at work", url=store.url
+    )
 
 
 def refuse_later(store: ObjectStore, marker: Marker, epoch: int) -> None:
@@ -196,6 +225,7 @@ def commit(
     deadline_seconds: float = DEADLINE_SECONDS,
     fenced: bool = True,
     clock: Clock = SYSTEM_CLOCK,
+    on_retry: Callable[[int, Exception], None] | None = None,
 ) -> Committed:
     """Make the checkpoint exist (rules 4 and 5). Call once, after all ranks have reported.
 
@@ -212,6 +242,7 @@ def commit(
             that is under way may take the transport's time-out longer.
         fenced: False on a store without conditional writes (rule 11).
         clock: for tests.
+        on_retry: see `Retries`.
 
     Raises:
         CheckpointCorruptError: an object is missing or of another size; nothing was committed.
@@ -248,7 +279,10 @@ def commit(
             raise _lost(store, found[0] if found is not None else None, begin.epoch) from None
         raise
     store.put(index_key(nonce), index)
-    token, retries = (begin.marker, begin.version), Retries(deadline_seconds, clock)
+    if begin.marker is None and begin.version is not None:
+        marker = msgspec.structs.replace(marker, put_on="")  # it is not known on what
+    token, retries = (begin.marker, begin.version), Retries(deadline_seconds, clock, on_retry)
+    beaten = 0
     while True:
         outcome = put_marker(
             store,
@@ -262,10 +296,10 @@ def commit(
         seen = outcome.seen
         if outcome.landed:
             superseded = seen is not None and (seen.commit_id != ours or not seen.is_committed)
-            return Committed(ours, superseded, marker)
+            return Committed(ours, superseded, marker, retries.tries + beaten)
         if outcome.found is None or not _yields(outcome.found[0], token[0], begin.epoch):
             raise _lost(store, seen, begin.epoch)
-        token = outcome.found
+        token, beaten = outcome.found, beaten + 1
         marker = make(token[0])
 
 

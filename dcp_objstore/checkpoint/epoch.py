@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, TypeAlias, TypeVar
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -49,20 +49,13 @@ from dcp_objstore.errors import (
     SupersededError,
 )
 from dcp_objstore.stores.protocol import ObjectStore, Version
-from dcp_objstore.transfer.workers import DaemonPool
+from dcp_objstore.transfer.workers import WAVE, in_waves
 
 FORMAT: Final = 1
 MAX_SIZE_BYTES: Final = 4096
 _WHAT = "the run's _EPOCH"
 _log = logging.getLogger(__name__)
 
-# Requests for markers are small: as many at once as a connection pool has room for.
-_AT_ONCE = 16
-# Ctrl-C ends the waiting between two waves; what a wave has begun goes on, and does no harm.
-_WAVE = 4 * _AT_ONCE
-
-T = TypeVar("T")
-R = TypeVar("R")
 OpenStep: TypeAlias = Callable[[str], ObjectStore]
 
 
@@ -252,7 +245,7 @@ def _adopt(
         return rewrite_marker(step.store, step.found, what, retries, epoch=number) is not None
 
     todo = [step for step in found if counts(step.marker, base) and step.marker.epoch < number]
-    return all(list(_in_waves(adopt, todo)))
+    return all(list(in_waves(adopt, todo)))
 
 
 def _last_epoch(found: Sequence[Step]) -> int:
@@ -343,23 +336,12 @@ def _steps_backwards(
     if but_bare:
         names &= holding
     ordered = sorted((name for name in names if name), key=natural_order, reverse=True)
-    wave = _WAVE if newest is None else max(1, min(newest, _WAVE))
-    return (step for step in _in_waves(read, ordered, wave) if step is not None)
+    wave = WAVE if newest is None else max(1, min(newest, WAVE))
+    return (step for step in in_waves(read, ordered, wave) if step is not None)
 
 
 def _read_steps(run: ObjectStore, open_step: OpenStep) -> list[Step]:
     return list(_steps_backwards(run, open_step))
-
-
-def _in_waves(do: Callable[[T], R], items: Sequence[T], wave: int = _WAVE) -> Iterator[R]:
-    """`do` of each, some at once, in order."""
-    if not items:
-        return
-    with DaemonPool(min(_AT_ONCE, len(items), wave), "steps") as pool:
-        for start in range(0, len(items), wave):
-            futures = [pool.submit(do, item) for item in items[start : start + wave]]
-            for future in futures:
-                yield future.result()
 
 
 # --- E4

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, Retries
 from dcp_objstore.checkpoint.commit import BeginToken
@@ -37,7 +38,8 @@ _LOCAL_SCHEMES = ("file", "memory")
 _UNTOLD = object()
 
 _Bucket = tuple[str, str, str]
-_known: dict[_Bucket, Capabilities] = {}
+# Two adapters may claim different things of one bucket.
+_known: dict[tuple[_Bucket, Capabilities], Capabilities] = {}
 
 
 def probe(
@@ -69,7 +71,7 @@ def probe(
     retries = Retries(deadline_seconds, clock)
     while True:
         try:
-            return _probe_once(store)
+            return _probe_once(store, retries)
         except StoreUnavailableError:
             # Tried again under another name: an unanswered create may yet land under this one.
             if not retries.pause():
@@ -164,12 +166,13 @@ def _capabilities(
 ) -> Capabilities:
     """As `probe` found them, now or before in this process."""
     bucket = bucket_of(store)
-    found = _known.get(bucket) if bucket is not None else None
+    claims = store.capabilities
+    found = _known.get((bucket, claims)) if bucket is not None else None
     if found is None:
         # No lock: two threads that probe at once find the same.
         found = probe(store, deadline_seconds=deadline_seconds, clock=clock)
         if bucket is not None:
-            _known[bucket] = found
+            _known[bucket, claims] = found
     return found
 
 
@@ -197,7 +200,7 @@ def forget() -> None:
     _known.clear()
 
 
-def _probe_once(store: ObjectStore) -> Capabilities:
+def _probe_once(store: ObjectStore, retries: Retries) -> Capabilities:
     claims = store.capabilities
     nonce = new_nonce()
     keys = (f".probe-{nonce}", f".probe-{nonce}-race")
@@ -206,26 +209,47 @@ def _probe_once(store: ObjectStore) -> Capabilities:
     try:
         if claims.conditional_create:
             used.append(keys[0])
-            create = _creates_once(store, keys[0])
+            create = _creates_once(store, keys[0], retries)
         if create and claims.conditional_update:
-            update = _updates_once(store, keys[0])
+            update = _updates_once(store, keys[0], retries)
         if create:
             used.append(keys[1])
             create = _race_has_one_winner(store, keys[1])
     finally:
         for key in used:
             _remove(store, key)
-    return Capabilities(create, create and update, claims.multipart)
+    return replace(claims, conditional_create=create, conditional_update=create and update)
 
 
-def _creates_once(store: ObjectStore, key: str) -> bool:
-    return _holds(store, key, b"1", IfAbsent()) and not _holds(store, key, b"2", IfAbsent())
+def _creates_once(store: ObjectStore, key: str, retries: Retries) -> bool:
+    return _holds(store, key, b"1", IfAbsent()) and not _holds_at_last(
+        store, key, b"2", IfAbsent(), retries
+    )
 
 
-def _updates_once(store: ObjectStore, key: str) -> bool:
+def _updates_once(store: ObjectStore, key: str, retries: Retries) -> bool:
     _, meta = store.get(key, max_size_bytes=16)
     token = IfVersion(meta.version)
-    return _holds(store, key, b"3", token) and not _holds(store, key, b"4", token)
+    return _holds_at_last(store, key, b"3", token, retries) and not _holds_at_last(
+        store, key, b"4", token, retries
+    )
+
+
+def _holds_at_last(
+    store: ObjectStore, key: str, data: bytes, precondition: Precondition, retries: Retries
+) -> bool:
+    """As `_holds`, with patience: GCS takes one write of an object in a second (429)."""
+    clear = True
+    while True:
+        try:
+            held = _holds(store, key, data, precondition)
+        except StoreUnavailableError:
+            clear = False
+            if not retries.pause():
+                raise
+        else:
+            # What had no answer may have been written all the same.
+            return held or (not clear and store.get(key, max_size_bytes=16)[0] == data)
 
 
 def _race_has_one_winner(store: ObjectStore, key: str) -> bool:

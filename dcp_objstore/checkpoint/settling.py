@@ -98,7 +98,7 @@ def settle_put(
                 return Outcome(True, found)
             if (found[1] if found is not None else None) != version:
                 return Outcome(False, found)
-        if not retries.pause():
+        if not retries.pause(last):
             raise _unknown(store, what, last) from last
 
 

@@ -16,7 +16,6 @@ from dcp_objstore.checkpoint.names import (
     MARKER_KEY,
     is_ours,
     is_probe_key,
-    parse_data_key,
     parse_index_key,
 )
 from dcp_objstore.errors import ConfigError
@@ -81,7 +80,8 @@ def plan_sweep(
     probes = [meta for meta in here if is_probe_key(meta.key)]
     # A young probe: somebody is about to save, or to sweep.
     young = tuple(meta for meta in (*loose, *probes) if meta.last_modified >= oldest_kept)
-    ours = [upload for upload in uploads if parse_data_key(upload.key) is not None]
+    # Of data; on `file://`, where any object may have been left half written, of all that is ours.
+    ours = [one for one in uploads if is_ours(one.key) or one.key in (MARKER_KEY, DOT_METADATA_KEY)]
     uploads_young = tuple(upload for upload in ours if upload.initiated >= oldest_kept)
     kept = {MARKER_KEY, DOT_METADATA_KEY, EPOCH_KEY, *named}
     outcome: Outcome = "waiting"

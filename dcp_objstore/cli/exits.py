@@ -20,7 +20,7 @@ from dcp_objstore.errors import (
 EXPLAINED = """\b
 Exit status:
   0    success
-  1    an unexpected failure
+  1    an unexpected failure; doctor: a check failed
   2    the command, URL, settings or credentials need a change, or there is
        no such checkpoint
   3    try again: the store did not answer
@@ -55,8 +55,7 @@ def exits() -> Iterator[None]:
 
     SIGTERM and SIGHUP end the command as Ctrl-C does, so that it cleans up behind itself.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
+    before = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
         sys.stdout.flush()
@@ -70,6 +69,10 @@ def exits() -> Iterator[None]:
         # Whoever read our output has gone; nothing more can be written, at exit neither.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # one that Python did not set cannot be set again
+                signal.signal(number, handler)
 
 
 def _end(number: int, _frame: object) -> None:

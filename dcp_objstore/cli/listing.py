@@ -14,6 +14,7 @@ from dcp_objstore.checkpoint.epoch import EpochRecord, counts, read_epoch
 from dcp_objstore.checkpoint.listing import explain_absence
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import EPOCH_KEY, MARKER_KEY, natural_order, parse_data_key
+from dcp_objstore.cli.access import chosen
 from dcp_objstore.cli.exits import fail, status_of
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -24,6 +25,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.transfer.workers import in_waves
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 # How often jobs may take the runs over while we list them.
@@ -49,7 +51,7 @@ def print_checkpoints(url: str, *, as_json: bool) -> None:
         DcpObjstoreError: as the store or a damaged marker at the URL itself says.
         SystemExit: something below cannot be read.
     """
-    spec = StoreSpec(url)
+    spec = StoreSpec(url, chosen())
     store = spec.open()
     entry = _describe(store, _base_above(spec))
     entries = [entry] if entry is not None else []
@@ -121,22 +123,30 @@ def _below_once(
             epochs[prefix] = _epoch_of(spec, prefix, unread)
         elif parse_data_key(name) is not None:
             sizes[prefix] = sizes.get(prefix, 0) + meta.size_bytes
-    entries = []
-    for prefix in sorted(marked | sizes.keys(), key=natural_order):
-        if but_itself and not prefix:
-            continue
-        url = f"{spec.url}/{prefix}" if prefix else spec.url
+
+    def describe(
+        at: tuple[str, StoreSpec, ObjectStore],
+    ) -> tuple[dict[str, Any], DcpObjstoreError | None]:
+        prefix, one, opened = at
         # The last segment is the step's name, and what is before it the run.
         epoch = epochs.get(prefix.rpartition("/")[0]) if prefix else None
+        size_bytes = sizes.get(prefix, 0)
         entry = None
         if prefix in marked:
             try:
-                entry = _describe(spec.at(url).open(), epoch.base if epoch is not None else 0)
+                entry = _describe(opened, epoch.base if epoch is not None else 0)
             except (CheckpointCorruptError, UnsupportedError) as error:
-                unread.append(error)
-                entry = _unreadable(url, sizes.get(prefix, 0), error)
-        entries.append(entry or _uncommitted(url, sizes.get(prefix, 0)))
-    return entries, unread, epochs
+                return _unreadable(one.url, size_bytes, error), error
+        return entry or _uncommitted(one.url, size_bytes), None
+
+    places = []
+    for prefix in sorted(marked | sizes.keys(), key=natural_order):
+        if prefix or not but_itself:
+            one = spec.at(f"{spec.url}/{prefix}") if prefix else spec
+            places.append((prefix, one, one.open()))
+    described = list(in_waves(describe, places))
+    unread += [error for _, error in described if error is not None]
+    return [entry for entry, _ in described], unread, epochs
 
 
 def _epoch_of(spec: StoreSpec, run: str, unread: list[DcpObjstoreError]) -> EpochRecord | None:

@@ -8,6 +8,7 @@ import re
 import shlex
 from typing import TYPE_CHECKING, Any
 
+from dcp_objstore.cli.access import chosen, chosen_arguments
 from dcp_objstore.cli.exits import fail
 from dcp_objstore.dcp.report import size_text
 from dcp_objstore.errors import ConfigError
@@ -30,7 +31,9 @@ def remove(url: str, *, now: bool, yes: bool, even_newest: bool, as_json: bool) 
     """
     from dcp_objstore.dcp.upkeep import delete
 
-    report = delete(url, now=now, even_newest=even_newest, dry_run=not yes)
+    report = delete(
+        url, now=now, even_newest=even_newest, dry_run=not yes, storage_options=chosen()
+    )
     if as_json:
         _print_json(report)
         return
@@ -61,7 +64,7 @@ def collect(url: str, *, grace: str, yes: bool, as_json: bool) -> None:
     """
     from dcp_objstore.dcp.sweeping import sweep
 
-    report = sweep(url, grace_seconds=_seconds(grace), dry_run=not yes)
+    report = sweep(url, grace_seconds=_seconds(grace), dry_run=not yes, storage_options=chosen())
     if as_json:
         totals = ("deleted", "deleted_bytes", "uploads_aborted", "uploads_bytes")
         _print_json(report, **{name: getattr(report, name) for name in totals})
@@ -80,7 +83,7 @@ def mend(url: str, *, dry_run: bool, as_json: bool) -> None:
     """
     from dcp_objstore.dcp.upkeep import repair
 
-    report = repair(url, dry_run=dry_run)
+    report = repair(url, dry_run=dry_run, storage_options=chosen())
     if as_json:
         _print_json(report)
         return
@@ -101,8 +104,8 @@ def protect(url: str, name: str, *, wanted: bool, as_json: bool) -> None:
     """
     from dcp_objstore.dcp.upkeep import pin, unpin
 
-    pins = (pin if wanted else unpin)(url, name)
-    where = StoreSpec(url).url
+    pins = (pin if wanted else unpin)(url, name, storage_options=chosen())
+    where = StoreSpec(url, chosen()).url
     if as_json:
         print(json.dumps({"url": where, "pins": list(pins)}))
     else:
@@ -126,8 +129,8 @@ def _print_sweep(report: SweepReport, grace: str) -> None:
     print(
         f"{_count(report.deleted, 'object')} ({size_text(report.deleted_bytes)}) {removed}{older}"
     )
-    if report.url.startswith(("file:", "memory:")):
-        pass  # they have none
+    if report.url.startswith("memory:"):
+        pass  # it has none
     elif report.uploads_unseen is None:
         uploads = _count(report.uploads_aborted, "unfinished upload")
         young = sum(one.uploads_young for one in report.checkpoints)
@@ -205,7 +208,7 @@ def _name(report: SweepReport, one: CheckpointSweep) -> str:
 
 def _print_how(command: list[str]) -> None:
     print("nothing was changed; to do it:")
-    print(f"  dcp-objstore {shlex.join(command)} --yes")
+    print(f"  dcp-objstore {shlex.join([*chosen_arguments(), *command])} --yes")
 
 
 def _print_json(report: Any, **more: object) -> None:

@@ -21,9 +21,12 @@ from dcp_objstore.dcp.writer import ObjectStoreWriter
 from dcp_objstore.errors import DcpObjstoreError
 
 if TYPE_CHECKING:
+    import os
+
     from dcp_objstore.checkpoint.epoch import RunEpoch
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.dcp.report import LoadReport, SaveReport
+    from dcp_objstore.events import OnEvent
 
 
 _PARTLY = (
@@ -40,6 +43,8 @@ def save(
     storage_options: Mapping[str, object] | None = None,
     config: TransferConfig | None = None,
     progress: bool = True,
+    on_event: OnEvent | None = None,
+    trace: str | os.PathLike[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
     user_metadata: Mapping[str, object] | None = None,
     allow_unfenced: bool = False,
@@ -56,8 +61,8 @@ def save(
             of its parameters.
         url: the checkpoint, the same on every rank.
         process_group: the ranks that save together. Default: all.
-        overwrite, storage_options, config, progress, user_metadata, allow_unfenced, epoch: see
-            `ObjectStoreWriter`.
+        overwrite, storage_options, config, progress, on_event, trace, user_metadata,
+        allow_unfenced, epoch: see `ObjectStoreWriter`.
 
     Returns:
         The report of all ranks' work, the same on every rank.
@@ -76,6 +81,8 @@ def save(
             storage_options=storage_options,
             config=config,
             progress=progress,
+            on_event=on_event,
+            trace=trace,
             allow_unfenced=allow_unfenced,
             user_metadata=user_metadata,
             epoch=epoch,
@@ -83,10 +90,22 @@ def save(
     )
     # Also on a rank whose arguments were refused: some modules make their state in collectives.
     converted, failed = attempt(lambda: ConvertedState(state, loading=False))
-    agree(refused or failed, aim(writer), group)
-    assert writer is not None
-    assert converted is not None
-    return run_save(writer, converted.state_dict, group)
+    with telling_failures(writer):
+        agree(refused or failed, aim(writer), group)
+        assert writer is not None
+        assert converted is not None
+        return run_save(writer, converted.state_dict, group)
+
+
+@contextlib.contextmanager
+def telling_failures(plugin: ObjectStoreWriter | ObjectStoreReader | None) -> Iterator[None]:
+    """Tell of an error that leaves, unless the plug-in has told of it itself."""
+    try:
+        yield
+    except BaseException as error:
+        if plugin is not None:
+            plugin._tell_failed(error)
+        raise
 
 
 def aim(plugin: ObjectStoreWriter | ObjectStoreReader | None) -> str | None:
@@ -125,6 +144,8 @@ def load(
     storage_options: Mapping[str, object] | None = None,
     config: TransferConfig | None = None,
     progress: bool = True,
+    on_event: OnEvent | None = None,
+    trace: str | os.PathLike[str] | None = None,
     verify: Literal["strict", "off"] = "strict",
     trust_pickle: bool = False,
     read_once: bool = True,
@@ -146,7 +167,7 @@ def load(
             out, and the report names them. Default True. What the checkpoint has beyond the state
             (an optimizer, where only the weights are asked for) is never an error.
         process_group: the ranks that load together. Default: all.
-        storage_options, config, progress, verify, trust_pickle, read_once: see
+        storage_options, config, progress, on_event, trace, verify, trust_pickle, read_once: see
             `ObjectStoreReader`.
 
     Returns:
@@ -169,6 +190,8 @@ def load(
             storage_options=storage_options,
             config=config,
             progress=progress,
+            on_event=on_event,
+            trace=trace,
             verify=verify,
             trust_pickle=trust_pickle,
             read_once=read_once,
@@ -177,10 +200,11 @@ def load(
     )
     converted, failed = attempt(lambda: ConvertedState(state, loading=True))
     try:
-        agree(refused or failed, aim(reader), group)
-        assert reader is not None
-        assert converted is not None
-        return _run_load(reader, converted, group, strict=strict)
+        with telling_failures(reader):
+            agree(refused or failed, aim(reader), group)
+            assert reader is not None
+            assert converted is not None
+            return _run_load(reader, converted, group, strict=strict)
     except BaseException:
         if converted is not None:
             converted.undo()

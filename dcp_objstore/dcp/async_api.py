@@ -11,12 +11,14 @@ import atexit
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from dcp_objstore.dcp.api import aim, run_save
+from dcp_objstore.dcp import hooks
+from dcp_objstore.dcp.api import aim, run_save, telling_failures
 from dcp_objstore.dcp.failures import agree, attempt, typed_failures, without_frames
 from dcp_objstore.dcp.groups import current_rank, own_group
 from dcp_objstore.dcp.report import SaveReport, logger
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from dcp_objstore.checkpoint.epoch import RunEpoch
     from dcp_objstore.config import TransferConfig
+    from dcp_objstore.events import OnEvent
 
 T = TypeVar("T")
 
@@ -194,6 +197,8 @@ def async_save(
     storage_options: Mapping[str, object] | None = None,
     config: TransferConfig | None = None,
     progress: bool = False,
+    on_event: OnEvent | None = None,
+    trace: str | os.PathLike[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
     user_metadata: Mapping[str, object] | None = None,
     allow_unfenced: bool = False,
@@ -216,8 +221,8 @@ def async_save(
             With False the copy is made meanwhile, and nothing that is saved may be changed before
             `handle.staged()` has returned: call it just before the optimizer's next step.
         progress: show a bar; it would be drawn over the training's output. Default False.
-        state, url, process_group, overwrite, storage_options, config, user_metadata,
-        allow_unfenced, epoch: see `dcp_objstore.save`.
+        state, url, process_group, overwrite, storage_options, config, on_event, trace,
+        user_metadata, allow_unfenced, epoch: see `dcp_objstore.save`.
 
     Raises:
         SaveInProgressError: see `on_busy`.
@@ -235,6 +240,8 @@ def async_save(
             storage_options=storage_options,
             config=config,
             progress=progress,
+            on_event=on_event,
+            trace=trace,
             allow_unfenced=allow_unfenced,
             user_metadata=user_metadata,
             epoch=epoch,
@@ -261,9 +268,12 @@ class _Save:
         self._group = group
         self._staging: Staging | None = None
         self._failed: DcpObjstoreError | None = None
+        self._began_at = 0.0
 
     def begin_staging(self, state: Mapping[str, Any]) -> None:
         """Allocate, and begin what copies by itself. What fails is raised by the save."""
+
+        self._began_at = time.monotonic()
 
         def begin() -> Staging:
             return Staging(ConvertedState(state, loading=False).state_dict, staging_memory())
@@ -275,6 +285,8 @@ class _Save:
         if self._staging is not None and not self.handle.staging_completion.done():
             _, failed = attempt(self._staging.finish)
             self._failed = self._failed or failed
+            size_bytes = self._staging.state.size_bytes
+            self._writer._staged = hooks.staged(self.handle.url, size_bytes, self._began_at)
         if not self.handle.staging_completion.done():
             if self._failed is None:
                 self.handle.staging_completion.set_result(None)
@@ -283,10 +295,11 @@ class _Save:
 
     def run(self) -> SaveReport:
         """Save the copy. The other ranks are told if it could not be made."""
-        self.finish_staging()
-        agree(self._failed, self.handle.url, self._group)
-        assert self._staging is not None
-        return run_save(self._writer, self._staging.state, self._group)
+        with telling_failures(self._writer):
+            self.finish_staging()
+            agree(self._failed, self.handle.url, self._group)
+            assert self._staging is not None
+            return run_save(self._writer, self._staging.state, self._group)
 
     def forget_state(self) -> None:
         """Nothing here holds the copy any more."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from dcp_objstore.dcp.report import LoadReport
     from dcp_objstore.dcp.source import Source
     from dcp_objstore.dcp.target import Target
+    from dcp_objstore.telling import Channel
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -68,7 +68,7 @@ def fill(
     *,
     verify: bool,
     trust_pickle: bool,
-    bar_shown: bool,
+    channel: Channel,
 ) -> tuple[LoadReport, dict[str, Any]]:
     """Read boxes of tensors into memory of their size, and values, in one parallel read.
 
@@ -76,7 +76,7 @@ def fill(
         tensors: by key, what is wanted of it and where it goes.
         values: keys of values.
         verify, trust_pickle: see `ObjectStoreReader`.
-        bar_shown: show a progress bar where standard error is a terminal.
+        channel: where it is told of.
 
     Returns:
         The report, and the values by key.
@@ -85,7 +85,6 @@ def fill(
         CheckpointCorruptError: also where the chunks of a tensor leave a part of its box out.
         The other errors of `run_load`.
     """
-    started_at = time.monotonic()
     items: list[ReadItem] = []
     for key, (box, _) in tensors.items():
         saved = source.metadata.state_dict_metadata[key]
@@ -106,8 +105,7 @@ def fill(
         planner,
         target.config,
         trust_pickle=trust_pickle,
-        started_at=started_at,
-        bar_shown=bar_shown,
+        channel=channel,
     )
     return report, planner.values
 

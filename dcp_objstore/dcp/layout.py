@@ -21,8 +21,9 @@ import xxhash
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_objstore.dcp import blob
-from dcp_objstore.errors import DcpObjstoreError, RankFailedError
+from dcp_objstore.errors import DcpObjstoreError, RankFailedError, UnsupportedError
 from dcp_objstore.transfer.digests import block_digest, block_digests
+from dcp_objstore.transfer.parts import check_item_size
 
 if TYPE_CHECKING:
     from dcp_objstore.dcp.device import Outbound
@@ -63,6 +64,20 @@ def item_bytes(item: WriteItem) -> int:
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
+def check_item(item: WriteItem) -> None:
+    """Refuse what cannot be saved, before anything is sent.
+
+    Raises:
+        UnsupportedError: a layout that DCP cannot place, or a chunk that fits no object.
+    """
+    if item.tensor_data is not None:
+        blob.check_layout(item.tensor_data.properties.layout, item.index.fqn)
+    try:
+        check_item_size(item_bytes(item))
+    except UnsupportedError as error:
+        raise error.at(key=item.index.fqn) from None
+
+
 @dataclass(slots=True)
 class Layout:
     """The items of one object, as they are laid out.
@@ -70,10 +85,11 @@ class Layout:
     Args:
         pending: items still to be written by this rank, in order, each with its `item_bytes`; the
             object takes from the left and leaves what would exceed `plan.max_object_size_bytes`
-            to the next one.
+            to the next one; a larger item gets an object of its own.
         resolve: DCP's `planner.resolve_data`.
         on_value: called with each pickled value's key and bytes.
         outbound: the way out of a GPU's memory.
+        digests_of: `block_digests`, or the same with something around it; runs in the hashers.
     """
 
     pending: deque[tuple[WriteItem, int]]
@@ -83,6 +99,7 @@ class Layout:
     on_value: Callable[[str, bytes], None]
     rank: int
     outbound: Outbound
+    digests_of: Callable[[ByteArray], bytes] = block_digests
     placed: list[Placed] = field(default_factory=list)
     _position: int = 0
     _framing: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
@@ -180,7 +197,7 @@ class Layout:
         if pieces is None:
             pieces = blob.payload_slices(payload, self.plan.slice_size_bytes)
         for piece in pieces:
-            digests.append(self.hashers.submit(block_digests, piece))
+            digests.append(self.hashers.submit(self.digests_of, piece))
             yield piece
         self._position += size_bytes
         self._frame(frame.trailer)
@@ -200,7 +217,7 @@ class Layout:
         digests = []
         for start in range(0, size_bytes, self.plan.slice_size_bytes):
             piece = body[start : start + self.plan.slice_size_bytes]
-            digests.append(self.hashers.submit(block_digests, piece))
+            digests.append(self.hashers.submit(self.digests_of, piece))
             yield piece
         self._position += size_bytes
         self.placed.append(Placed(item, offset, size_bytes, offset, size_bytes, pickled, digests))

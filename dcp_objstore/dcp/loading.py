@@ -24,7 +24,7 @@ from dcp_objstore.dcp.reads import (
     stored_of,
     warn_if_lossy,
 )
-from dcp_objstore.dcp.report import LoadReport, progress_bar
+from dcp_objstore.dcp.report import LoadReport
 from dcp_objstore.dcp.values import check_safe
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -32,6 +32,7 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     ObjectNotFoundError,
 )
+from dcp_objstore.events import Loaded, Planned
 from dcp_objstore.stores.limiter import counting_retries
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.download import fetch_ranges
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from dcp_objstore.dcp.exchange import Exchange
     from dcp_objstore.dcp.source import Source
     from dcp_objstore.stores import ObjectStore
+    from dcp_objstore.telling import Channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,7 @@ def run_load(
     config: TransferConfig,
     *,
     trust_pickle: bool,
-    started_at: float,
-    bar_shown: bool,
+    channel: Channel,
     exchange: Exchange | None = None,
 ) -> LoadReport:
     """Read every item of a plan into what the planner resolves it to. A plan is run once.
@@ -101,8 +102,7 @@ def run_load(
     Args:
         store: rooted at the checkpoint.
         trust_pickle: see `ObjectStoreReader`.
-        started_at: `time.monotonic()` when the load began, for the report.
-        bar_shown: show a progress bar where standard error is a terminal.
+        channel: where this load is told of; it began when that was made.
         exchange: the part of it that the ranks do together.
 
     Raises:
@@ -152,12 +152,21 @@ def run_load(
     def explain(request: RangeRequest[Block], error: DcpObjstoreError) -> DcpObjstoreError:
         return _explained(planned.source, store, request, error)
 
+    objects = len({request.object_number for request in requests})
+    channel.tell(
+        Planned,
+        channel.began_at,
+        operation=channel.operation,
+        items=len(planned.items),
+        size_bytes=total_bytes,
+        objects=objects,
+        requests=len(requests),
+    )
     with (
-        closing(progress_bar("load", total_bytes, shown=bar_shown)) as bar,
         nullcontext() if inbound is None else inbound,
         counting_retries(store) as retries,
     ):
-        progress = Progress(config.stall_timeout_seconds, bar.update)
+        progress = Progress(config.stall_timeout_seconds, channel)
         arriving = fetch_ranges(
             store,
             planned.source.object_keys,
@@ -179,17 +188,29 @@ def run_load(
             read.finish()
         if not is_value(item):
             planner.commit_tensor(item, destinations[id(item)])
-    return LoadReport(
+    report = LoadReport(
         url=store.url,
         total_bytes=total_bytes,
         needed_bytes=sum(_needed_bytes(read) for read in planned.reads),
         received_bytes=0 if exchange is None else exchange.received_bytes,
-        seconds=time.monotonic() - started_at,
-        objects=len({request.object_number for request in requests}),
+        seconds=time.monotonic() - channel.began_at,
+        objects=objects,
         requests=len(requests),
         retries=retries(),
         commit_id=planned.source.commit_id,
     )
+    channel.tell(
+        Loaded,
+        channel.began_at,
+        seconds=report.seconds,
+        size_bytes=total_bytes,
+        needed_bytes=report.needed_bytes,
+        received_bytes=report.received_bytes,
+        objects=objects,
+        requests=len(requests),
+        commit_id=report.commit_id,
+    )
+    return report
 
 
 def _bind(planned: PlannedLoad, planner: LoadPlanner, backlog: Backlog) -> dict[int, torch.Tensor]:

@@ -15,7 +15,8 @@ class Notice:
     """Remembers that one of some signals came, instead of ending the job, or asks a check.
 
     A handler runs between two instructions of the main thread, also while that holds a lock; so it
-    sets one attribute, takes none, and calls a handler in Python that was there before.
+    sets one attribute, takes none, and calls a handler in Python that was there before. What that
+    one raises, `SystemExit` mostly, is held until the state is safe: see `raise_held`.
 
     Args:
         signals: which.
@@ -28,6 +29,7 @@ class Notice:
         self._before: dict[signal.Signals, Any] = {}
         self._signalled = False
         self._warned = False
+        self._held: BaseException | None = None
 
     def came(self) -> bool:
         """Whether notice was given. May take as long as the check does, whose errors are logged."""
@@ -66,4 +68,13 @@ class Notice:
         self._signalled = True
         before = self._before.get(signal.Signals(number))
         if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
+            try:
+                before(number, frame)
+            except BaseException as error:  # noqa: BLE001 - raised by `raise_held`
+                self._held = error
+
+    def raise_held(self) -> None:
+        """Raise what a handler that was there before has raised, once."""
+        held, self._held = self._held, None
+        if held is not None:
+            raise held

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from dcp_objstore.dcp.entries import TensorEntry, ValueEntry
 from dcp_objstore.dcp.filling import fill, new_tensor, whole
+from dcp_objstore.dcp.hooks import Hooks, show
 from dcp_objstore.dcp.parts import Patterns, matching, nested
 from dcp_objstore.dcp.planner import nearest
 from dcp_objstore.dcp.report import size_text
@@ -29,15 +30,18 @@ from dcp_objstore.errors import (
     ConfigError,
     StateMismatchError,
 )
+from dcp_objstore.events import Opened
 from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
+    import os
     from datetime import datetime
 
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.dcp.geometry import Box
     from dcp_objstore.dcp.report import LoadReport
     from dcp_objstore.dcp.source import Source
+    from dcp_objstore.events import OnEvent
 
 
 class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
@@ -53,13 +57,16 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         last_read: report of the last read that ended, or None.
     """
 
-    def __init__(self, target: Target, source: Source, *, verify: bool, trust_pickle: bool) -> None:
+    def __init__(
+        self, target: Target, source: Source, *, verify: bool, trust_pickle: bool, hooks: Hooks
+    ) -> None:
         self.url = target.spec.url
         self.last_read: LoadReport | None = None
         self._target = target
         self._source = source
         self._verify = verify
         self._trust_pickle = trust_pickle
+        self._hooks = hooks
 
     def __repr__(self) -> str:
         tensors = sum(isinstance(entry, TensorEntry) for entry in self.values())
@@ -192,13 +199,16 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             CheckpointGoneError: it was replaced or deleted meanwhile.
             StoreUnavailableError, PermissionDeniedError: as they say.
         """
-        return verify_source(
-            self._target.spec.open(),
-            self._source,
-            self._target.config,
-            deep=deep,
-            bar_shown=progress,
-        )
+        channel = self._hooks.channel("verify", self.url)
+        show(channel, bar=progress, summary=False)
+        with channel.watching():
+            return verify_source(
+                self._target.spec.open(),
+                self._source,
+                self._target.config,
+                channel,
+                deep=deep,
+            )
 
     def nested(self, flat: Mapping[str, Any]) -> dict[str, Any]:
         """What `read` gave, as the nested dict that was saved.
@@ -221,15 +231,18 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         progress: bool,
     ) -> dict[str, Any]:
         """Read boxes into tensors; returns the values."""
-        self.last_read, found = fill(
-            self._target,
-            self._source,
-            tensors,
-            values,
-            verify=self._verify,
-            trust_pickle=self._trust_pickle,
-            bar_shown=progress,
-        )
+        channel = self._hooks.channel("read", self.url)
+        show(channel, bar=progress, summary=False)
+        with channel.watching():
+            self.last_read, found = fill(
+                self._target,
+                self._source,
+                tensors,
+                values,
+                verify=self._verify,
+                trust_pickle=self._trust_pickle,
+                channel=channel,
+            )
         return found
 
 
@@ -240,12 +253,15 @@ def open(  # noqa: A001 - `dos.open`, as gzip.open
     config: TransferConfig | None = None,
     verify: Literal["strict", "off"] = "strict",
     trust_pickle: bool = False,
+    on_event: OnEvent | None = None,
+    trace: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint to look into: two requests, no process group.
 
     Args:
         url: the checkpoint, ours or another library's.
         storage_options, config, verify, trust_pickle: see `ObjectStoreReader`.
+        on_event, trace: as of `ObjectStoreWriter`, for each read and verification.
 
     Raises:
         CheckpointNotFoundError: nothing is committed at this URL.
@@ -256,8 +272,14 @@ def open(  # noqa: A001 - `dos.open`, as gzip.open
     if verify not in ("strict", "off"):
         raise ConfigError(f"verify must be 'strict' or 'off', got {verify!r}")
     target = Target(url, storage_options, config)
-    source = wait_for(open_source, target.spec.open())
-    return Checkpoint(target, source, verify=verify == "strict", trust_pickle=trust_pickle)
+    hooks = Hooks(on_event, trace)
+    channel = hooks.channel("open", target.spec.url)
+    with channel.watching():
+        source = wait_for(open_source, target.spec.open())
+        channel.tell(Opened, channel.began_at, commit_id=source.commit_id)
+    return Checkpoint(
+        target, source, verify=verify == "strict", trust_pickle=trust_pickle, hooks=hooks
+    )
 
 
 def load_state_dict(
@@ -271,6 +293,8 @@ def load_state_dict(
     verify: Literal["strict", "off"] = "strict",
     trust_pickle: bool = False,
     progress: bool = True,
+    on_event: OnEvent | None = None,
+    trace: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """A state dict, or a part of one, as new tensors; no state to load into is needed.
 
@@ -282,7 +306,7 @@ def load_state_dict(
         nested: as the nested dict that was saved (default); otherwise flat, by key.
         device: where the tensors are made. Default: CPU memory.
         progress: show a bar where standard error is a terminal. Default True.
-        url, storage_options, config, verify, trust_pickle: see `open`.
+        url, storage_options, config, verify, trust_pickle, on_event, trace: see `open`.
 
     Raises:
         As `open` and `Checkpoint.read`.
@@ -293,6 +317,8 @@ def load_state_dict(
         config=config,
         verify=verify,
         trust_pickle=trust_pickle,
+        on_event=on_event,
+        trace=trace,
     )
     found = checkpoint.read(keys, device=device, progress=progress)
     return checkpoint.nested(found) if nested else found

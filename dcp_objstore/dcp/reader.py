@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 import uuid
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -23,9 +22,10 @@ from torch.futures import Future
 
 from dcp_objstore.dcp.exchange import Exchange, Share
 from dcp_objstore.dcp.groups import current_rank, own_group
+from dcp_objstore.dcp.hooks import Hooks, show
 from dcp_objstore.dcp.loading import PlannedLoad, plan_load, run_load
 from dcp_objstore.dcp.plugin import plugin_errors
-from dcp_objstore.dcp.report import LoadReport, log_load, logger
+from dcp_objstore.dcp.report import LoadReport, logger
 from dcp_objstore.dcp.source import Source, open_source
 from dcp_objstore.dcp.target import Target
 from dcp_objstore.dcp.together import Offer, all_come, make_offer, open_once, share_out
@@ -35,6 +35,7 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     UnsupportedError,
 )
+from dcp_objstore.events import Opened
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer.workers import wait_for
 
@@ -44,7 +45,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
     from dcp_objstore.config import TransferConfig
+    from dcp_objstore.events import OnEvent
     from dcp_objstore.stores import StoreSpec
+    from dcp_objstore.telling import Channel
 
 
 @dataclass(slots=True)
@@ -52,7 +55,7 @@ class _Load:
     """One load on one rank, from the metadata to its end."""
 
     spec: StoreSpec
-    started_at: float
+    channel: Channel
     source: Source | None = None
     together: bool = False  # with other ranks, as far as this one knows
     planned: PlannedLoad | None = None
@@ -75,6 +78,7 @@ class ObjectStoreReader(StorageReader):
             environment.
         config: sizes, concurrency, time-outs and the memory budget.
         progress: show a bar on rank 0 where standard error is a terminal. Default True.
+        on_event, trace: as of `ObjectStoreWriter`, for loads.
         verify: "strict" (default): no unverified byte reaches a tensor; reads are widened to
             whole 4 MiB blocks. "off": only what is needed is read, and not checked.
         trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses, which may run
@@ -117,6 +121,8 @@ class ObjectStoreReader(StorageReader):
         storage_options: Mapping[str, object] | None = None,
         config: TransferConfig | None = None,
         progress: bool = True,
+        on_event: OnEvent | None = None,
+        trace: str | os.PathLike[str] | None = None,
         verify: Literal["strict", "off"] = "strict",
         trust_pickle: bool = False,
         read_once: bool = True,
@@ -127,6 +133,7 @@ class ObjectStoreReader(StorageReader):
             raise ConfigError(f"verify must be 'strict' or 'off', got {verify!r}")
         self._target = Target(url, storage_options, config)
         self._progress = progress
+        self._hooks = Hooks(on_event, trace)
         self._verify = verify == "strict"
         self._trust_pickle = trust_pickle
         self._read_once = read_once
@@ -136,7 +143,7 @@ class ObjectStoreReader(StorageReader):
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings only, without secrets, process group or an opened checkpoint."""
-        kept = ("_target", "_progress", "_verify", "_trust_pickle", "_read_once")
+        kept = ("_target", "_progress", "_hooks", "_verify", "_trust_pickle", "_read_once")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -171,7 +178,8 @@ class ObjectStoreReader(StorageReader):
         DCP turns whatever is raised here into a bare AssertionError (up to torch 2.11 without its
         text), but lets through what `set_up_storage_reader` raises.
         """
-        load = _Load(self._target.spec, time.monotonic())
+        spec = self._target.spec
+        load = _Load(spec, self._hooks.channel("load", spec.url))
         self._of_thread.load = load
         try:
             with plugin_errors(None, load.spec.url):
@@ -179,6 +187,7 @@ class ObjectStoreReader(StorageReader):
         except DcpObjstoreError as error:
             load.error = error
             return Metadata(state_dict_metadata={})
+        load.channel.tell(Opened, load.channel.began_at, commit_id=load.source.commit_id)
         return load.source.metadata
 
     def _open(self, load: _Load) -> Source:
@@ -215,8 +224,20 @@ class ObjectStoreReader(StorageReader):
         load = self._opened()
         load.rank = kwargs.get("rank")
         load.is_coordinator = is_coordinator
-        if load.error is not None:
-            raise load.error.at(rank=load.rank)
+        with load.channel.watching():
+            show(load.channel, bar=self._progress and is_coordinator, summary=is_coordinator)
+            if load.error is not None:
+                raise load.error.at(rank=load.rank)
+
+    def _tell_failed(self, error: BaseException) -> None:
+        """Tell of the end of this thread's load, for what fails outside of the methods here."""
+        load: _Load | None = getattr(self._of_thread, "load", None)
+        if load is None:
+            channel = self._hooks.channel("load", str(self.checkpoint_id))
+        else:
+            channel = load.channel
+        channel.fail(error)
+        channel.settle()
 
     def _opened(self) -> _Load:
         """The load that this thread has under way: DCP makes all calls of one from one thread."""
@@ -267,13 +288,10 @@ class ObjectStoreReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fetch, verify and place all that this rank's plan asks for; returns when done."""
         load = self._opened()
-        with plugin_errors(load.rank, load.spec.url):
+        with load.channel.watching(), plugin_errors(load.rank, load.spec.url):
             if load.error is not None:
                 raise load.error
-            report = self._read(load, plan, planner)
-            self.last_load = report
-            if load.is_coordinator:
-                log_load(report)
+            self.last_load = self._read(load, plan, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -308,7 +326,6 @@ class ObjectStoreReader(StorageReader):
                 planner,
                 self._target.config,
                 trust_pickle=self._trust_pickle,
-                started_at=load.started_at,
-                bar_shown=self._progress and load.is_coordinator,
+                channel=load.channel,
                 exchange=exchange,
             )

@@ -1,12 +1,19 @@
-"""What a save or load did, as data, and the one log line and progress bar made of it."""
+"""What a save or load did, as data; and the log line and the progress bar, made of its events."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
+
+from dcp_objstore.events import Loaded, PartUploaded, Planned, RangeRead, Saved
+
+if TYPE_CHECKING:
+    from dcp_objstore.events import AnyEvent
 
 logger = logging.getLogger("dcp_objstore")
 
@@ -90,36 +97,37 @@ def size_text(count_bytes: float) -> str:
     return f"{count_bytes:.0f} B"
 
 
-def log_save(report: SaveReport) -> None:
-    """The one INFO line of a save."""
-    logger.info(
-        "saved %s: %s in %.2f s (%s/s), %d objects, %d parts%s",
-        report.url,
-        size_text(report.total_bytes),
-        report.seconds,
-        size_text(report.gib_per_second * GIB),
-        report.objects,
-        report.parts,
-        "" if report.retries is None else f", {report.retries} retries",
-    )
+class SummaryLine:
+    """A listener that logs the one INFO line of a save or load."""
 
+    name = "the log line"
 
-def log_load(report: LoadReport) -> None:
-    """The one INFO line of a load."""
-    logger.info(
-        "loaded %s: %s in %.2f s (%s/s), %d objects, %d requests%s",
-        report.url,
-        size_text(report.total_bytes),
-        report.seconds,
-        size_text(report.gib_per_second * GIB),
-        report.objects,
-        report.requests,
-        "" if report.retries is None else f", {report.retries} retries",
-    )
+    def take(self, event: AnyEvent) -> None:
+        """See `Listener`."""
+        match event:
+            case Saved():
+                self._log("saved", event, f"{event.parts} parts")
+            case Loaded():
+                self._log("loaded", event, f"{event.requests} requests")
+
+    def _log(self, verb: str, event: Saved | Loaded, requests: str) -> None:
+        logger.info(
+            "%s %s: %s in %.2f s (%s/s), %d objects, %s",
+            verb,
+            event.url,
+            size_text(event.size_bytes),
+            event.seconds,
+            size_text(event.size_bytes / max(event.seconds, 1e-9)),
+            event.objects,
+            requests,
+        )
+
+    def settle(self) -> None:
+        """See `Listener`."""
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """tqdm without the thread that it starts, even for a bar that is not shown, to redraw bars."""
+    """tqdm without the thread that it starts to redraw bars."""
 
     monitor_interval = 0
 
@@ -129,14 +137,41 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
 _Bar.set_lock(threading.RLock())
 
 
-def progress_bar(label: str, total_bytes: int, *, shown: bool) -> tqdm[None]:
-    """A byte-counting bar on standard error; shown only where that is a terminal."""
-    return _Bar(
-        desc=label,
-        total=total_bytes,
-        unit="B",
-        unit_scale=True,
-        unit_divisor=1024,
-        disable=None if shown else True,
-        leave=False,
-    )
+class Bar:
+    """A listener that draws a byte-counting bar on standard error.
+
+    Args:
+        label: what it says before the figures.
+    """
+
+    name = "the progress bar"
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._bar: tqdm[None] | None = None
+
+    @staticmethod
+    def is_seen() -> bool:
+        """Whether standard error is a terminal; there are no bars elsewhere."""
+        return sys.stderr is not None and sys.stderr.isatty()
+
+    def take(self, event: AnyEvent) -> None:
+        """See `Listener`."""
+        match event:
+            case Planned():
+                self._bar = _Bar(
+                    desc=self._label,
+                    total=event.size_bytes,
+                    unit="B",
+                    unit_scale=True,
+                    unit_divisor=1024,
+                    leave=False,
+                )
+            case PartUploaded() | RangeRead() if self._bar is not None:
+                self._bar.update(event.size_bytes)
+
+    def settle(self) -> None:
+        """See `Listener`."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

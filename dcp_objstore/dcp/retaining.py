@@ -1,4 +1,5 @@
-"""Retention at work: after each commit, the steps of a run that no policy wants are deleted.
+"""Retention at work: after each commit, the steps of a run that no policy wants are deleted, and
+now and then what is left of deleted steps and of saves that died is swept up.
 
 By one rank, in the background. The run belongs to this job, so its steps are listed once; from
 then on what this job commits and deletes is known.
@@ -8,14 +9,21 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint.retention import RetentionPolicy, StepFacts, plan_deletions
 from dcp_objstore.dcp.report import logger
 from dcp_objstore.dcp.runs import steps
+from dcp_objstore.dcp.sweeping import sweep
 from dcp_objstore.dcp.upkeep import delete
-from dcp_objstore.errors import CheckpointNotFoundError, CheckpointPinnedError, DcpObjstoreError
+from dcp_objstore.errors import (
+    CheckpointNotFoundError,
+    CheckpointPinnedError,
+    DcpObjstoreError,
+    UnsupportedError,
+)
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.epoch import RunEpoch
@@ -24,6 +32,8 @@ if TYPE_CHECKING:
 
 # One commit is not followed by hours of deletions; the next one goes on with them.
 _AT_A_TIME = 64
+# A sweep costs a listing of the run and a request for each step; what it removes is a day old.
+_SWEEP_EVERY_SECONDS = 3600.0
 _STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})\Z")
 
 
@@ -63,6 +73,7 @@ class Retainer:
         run_url: the run.
         policy: what to keep; None: everything, and no request is made.
         now: remove the objects of a deleted step at once, not after a sweep's grace period.
+        sweeps: sweep the run after the first commit, and once an hour from then on.
         storage_options, config: as for `save`.
     """
 
@@ -72,12 +83,15 @@ class Retainer:
         policy: RetentionPolicy | None,
         *,
         now: bool,
+        sweeps: bool,
         storage_options: Mapping[str, object] | None,
         config: TransferConfig | None,
     ) -> None:
         self._run_url = run_url
         self._policy = policy
         self._now = now
+        self._sweeps = sweeps
+        self._swept_at: float | None = None
         self._storage_options = storage_options
         self._config = config
         self._lock = threading.Lock()
@@ -93,11 +107,10 @@ class Retainer:
 
     def committed(self, step: int, metrics: Mapping[str, object]) -> None:
         """A newer step is durable: delete what is not kept any more. Raises nothing of ours."""
-        if self._policy is None:
-            return
         with self._lock:
             try:
-                self._apply(StepFacts(step=step, metrics=metrics))
+                if self._policy is not None:
+                    self._apply(StepFacts(step=step, metrics=metrics))
             except DcpObjstoreError as error:
                 logger.warning(
                     "old steps of %s were not deleted, and will be tried again after the next"
@@ -105,6 +118,10 @@ class Retainer:
                     self._run_url,
                     error,
                 )
+            try:
+                self._sweep()
+            except DcpObjstoreError as error:
+                logger.warning("%s was not swept: %s", self._run_url, error)
 
     def _apply(self, newest: StepFacts) -> None:
         if self._known is None:
@@ -119,6 +136,27 @@ class Retainer:
         in_use = {newest.step} | ({self.resumed} if self.resumed is not None else set())
         for step in plan_deletions(self._known.values(), self._policy, in_use=in_use)[:_AT_A_TIME]:
             self._delete(step)
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        rested = self._swept_at is None or now - self._swept_at >= _SWEEP_EVERY_SECONDS
+        if not (self._sweeps and rested):
+            return
+        self._swept_at = now
+        try:
+            swept = sweep(self._run_url, storage_options=self._storage_options, config=self._config)
+        except UnsupportedError as error:
+            self._sweeps = False
+            logger.info("%s is not swept: %s", self._run_url, error)
+            return
+        if swept.deleted or swept.uploads_aborted:
+            logger.info(
+                "swept %s: %d objects (%d bytes) and %d uploads that nobody needs were removed",
+                self._run_url,
+                swept.deleted,
+                swept.deleted_bytes,
+                swept.uploads_aborted,
+            )
 
     def _delete(self, step: int) -> None:
         assert self._known is not None

@@ -8,17 +8,22 @@ copy that it holds, do.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from dcp_objstore.dcp import hooks
 from dcp_objstore.dcp.groups import current_rank
 from dcp_objstore.dcp.plugin import plugin_errors
 from dcp_objstore.dcp.report import logger
 from dcp_objstore.dcp.staging import StagedState, stage, staging_memory
 from dcp_objstore.errors import ConfigError, SaveInProgressError
+
+if TYPE_CHECKING:
+    from dcp_objstore.events import Staged
 
 _POLL_SECONDS = 0.05
 # A save whose result was returned may still be about to end its thread.
@@ -93,6 +98,7 @@ class KeptStager:
             raise ConfigError(f"on_busy must be 'wait' or 'refuse', got {on_busy!r}")
         self._on_busy = on_busy
         self._background: _BackgroundSave | None = None
+        self._staged: Staged | None = None  # not told of yet
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -118,7 +124,9 @@ class KeptStager:
                         " its future, or use a second writer"
                     )
                 self._background = None
+            began_at = time.monotonic()
             staged = stage(state_dict)
+            self._staged = hooks.staged(str(url), staged.size_bytes, began_at)
             self._background = _BackgroundSave(staged)
         return staged
 

@@ -48,7 +48,13 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class StagedState(dict[str, Any]):
-    """The copy. A dict that can be weakly referenced: when it goes, the save has ended."""
+    """The copy. A dict that can be weakly referenced: when it goes, the save has ended.
+
+    Attributes:
+        size_bytes: of the memory that was copied into.
+    """
+
+    size_bytes: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -131,6 +137,7 @@ class Staging:
             self.state = StagedState(
                 (name, _rebuilt(value, copies)) for name, value in state_dict.items()
             )
+            self.state.size_bytes = sum(region.size_bytes for region in regions)
         # Their memory is read until `finish` has returned.
         self._sources = list(tensors.values())
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import sweep as rule
-from dcp_objstore.checkpoint.names import MARKER_KEY, is_ours, is_probe_key, parse_data_key
+from dcp_objstore.checkpoint.names import MARKER_KEY, is_ours, is_probe_key
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, check_grace
 from dcp_objstore.dcp.derived import StockDotMetadata
@@ -26,6 +26,7 @@ from dcp_objstore.stores.uploads import covering_days, lifecycle_configuration, 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores import StoreSpec
+    from dcp_objstore.stores.local_uploads import LocalUploads
     from dcp_objstore.stores.uploads import S3Uploads
 
 
@@ -113,10 +114,11 @@ def sweep(
     spec = Target(url, storage_options, config).spec
     store = PromptStore(spec.open())
     listed = [meta.key for meta in store.list()]
-    uploads, unseen = None, None
+    uploads: S3Uploads | LocalUploads | None = None
+    unseen = None
     try:
         uploads = open_uploads(spec)
-        listed += [one.key for one in uploads.list() if parse_data_key(_name(one.key)) is not None]
+        listed += [one.key for one in uploads.list()]
     except (InputError, RetryableError) as error:
         uploads, unseen = None, error.message
     names = {key.rpartition("/")[0] for key in listed if _is_known(_name(key))}
@@ -144,7 +146,11 @@ def sweep(
 
 
 def _sweep_one(
-    spec: StoreSpec, uploads: S3Uploads | None, grace_seconds: float, *, dry_run: bool
+    spec: StoreSpec,
+    uploads: S3Uploads | LocalUploads | None,
+    grace_seconds: float,
+    *,
+    dry_run: bool,
 ) -> CheckpointSweep:
     store = PromptStore(spec.open())
     try:
@@ -175,7 +181,7 @@ def _is_known(name: str) -> bool:
 
 
 def _lifecycle(
-    spec: StoreSpec, uploads: S3Uploads | None
+    spec: StoreSpec, uploads: S3Uploads | LocalUploads | None
 ) -> tuple[int | None, str | None, str | None]:
     """Days that the bucket waits, else the configuration that it lacks; why that is not known."""
     url = spec.parsed

@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import MARKER_KEY
-from dcp_objstore.dcp.report import progress_bar
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CorruptDataError,
     ObjectNotFoundError,
     UnsupportedError,
 )
+from dcp_objstore.events import Planned, Verified
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, block_digest
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
@@ -27,13 +27,13 @@ from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
 from dcp_objstore.transfer.workers import DaemonPool
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
     from typing_extensions import Buffer
 
     from dcp_objstore.checkpoint.index import ObjectEntry
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.dcp.source import Source, Stored
     from dcp_objstore.stores import ObjectStore
+    from dcp_objstore.telling import Channel
 
 _SHOWN = 3  # keys of a missing object that are named
 
@@ -195,7 +195,7 @@ class _Comparison:
 
 
 def verify_source(
-    store: ObjectStore, source: Source, config: TransferConfig, *, deep: bool, bar_shown: bool
+    store: ObjectStore, source: Source, config: TransferConfig, channel: Channel, *, deep: bool
 ) -> VerifyReport:
     """See `Checkpoint.verify`."""
     if source.objects is None:
@@ -213,19 +213,35 @@ def verify_source(
             comparison.differs(span)
     framing = _between(source, spans, whole) if deep else []
     comparison.begin(whole if deep else ())
-    with closing(progress_bar("verify", _size(spans) + _size(framing), shown=bar_shown)) as bar:
-        broken = _compare(store, source, [*spans, *framing], comparison, config, bar)
-        again = comparison.differing_framing()
-        if again:  # a damaged transfer is no damaged checkpoint, here as for blocks
-            comparison.begin(again)
-            framing = [span for span in framing if span.object_number in again]
-            broken |= _compare(store, source, framing, comparison, config, bar)
+    requests = plan_requests([*spans, *framing], request_size_bytes=config.request_size_bytes)
+    channel.tell(
+        Planned,
+        channel.began_at,
+        operation="verify",
+        items=len(source.items),
+        size_bytes=_size(spans) + _size(framing),
+        objects=len({request.object_number for request in requests}),
+        requests=len(requests),
+    )
+    broken = _compare(store, source, requests, comparison, config, channel)
+    again = comparison.differing_framing()
+    if again:  # a damaged transfer is no damaged checkpoint, here as for blocks
+        comparison.begin(again)
+        framing = [span for span in framing if span.object_number in again]
+        requests = plan_requests(framing, request_size_bytes=config.request_size_bytes)
+        broken |= _compare(store, source, requests, comparison, config, channel)
     for entry in comparison.differing_framing().values():
         if entry.key not in broken:
             text = f"{entry.key}: framing or padding differs from what was saved"
             comparison.damaged.add(Damage(entry.key, "framing", text=text))
     if deep:
         comparison.damaged.update(_miscounted(source))
+    channel.tell(
+        Verified,
+        channel.began_at,
+        size_bytes=comparison.total_bytes,
+        damaged=len(comparison.damaged),
+    )
     return VerifyReport(
         url=store.url,
         commit_id=source.commit_id,
@@ -262,10 +278,10 @@ def _sizes(
 def _compare(
     store: ObjectStore,
     source: Source,
-    spans: Sequence[Span[_Piece]],
+    requests: Sequence[RangeRequest[_Piece]],
     comparison: _Comparison,
     config: TransferConfig,
-    bar: tqdm[None],
+    channel: Channel,
 ) -> set[str]:
     """Fetch and compare; returns the keys of objects that turned out to be missing or too short.
 
@@ -273,14 +289,13 @@ def _compare(
     been there with their size a moment ago, so there are few, or the checkpoint is gone.
     """
     keys = source.object_keys
-    requests = plan_requests(spans, request_size_bytes=config.request_size_bytes)
     broken: set[str] = set()
     check_gone = _GoneCheck(store, source)
     while True:
         left = [
             r for r in requests if keys[r.object_number] not in broken and not comparison.is_done(r)
         ]
-        progress = Progress(config.stall_timeout_seconds, bar.update)
+        progress = Progress(config.stall_timeout_seconds, channel)
         try:
             with closing(
                 fetch_ranges(store, keys, left, comparison.consume, config, progress)

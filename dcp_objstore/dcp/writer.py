@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,26 +23,28 @@ from dcp_objstore.checkpoint import commit, probe
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.clock import deadline_seconds_for
 from dcp_objstore.checkpoint.marker import Counts, check_user_metadata
-from dcp_objstore.checkpoint.names import data_key, new_nonce
-from dcp_objstore.dcp.blob import check_layout
+from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
 from dcp_objstore.dcp.device import Outbound, settle_streams
 from dcp_objstore.dcp.dot_metadata import encode_metadata
-from dcp_objstore.dcp.layout import Layout, item_bytes
+from dcp_objstore.dcp.hooks import Hooks, show
+from dcp_objstore.dcp.layout import Layout, check_item, item_bytes
 from dcp_objstore.dcp.metadata import StoredItem, StoredObject, build_index, stock_metadata
 from dcp_objstore.dcp.plugin import plugin_errors
-from dcp_objstore.dcp.report import SaveReport, log_save, logger, progress_bar
+from dcp_objstore.dcp.report import SaveReport, logger
 from dcp_objstore.dcp.runs import check_epoch, confirm
 from dcp_objstore.dcp.stager import KeptStager, OnBusy, note_children
 from dcp_objstore.dcp.target import Target
 from dcp_objstore.dcp.values import warn_unsafe_value
 from dcp_objstore.errors import SaveInProgressError, UnsupportedError
+from dcp_objstore.events import Committed, Hashed, Planned, Retried, Saved
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.urls import is_supported_url
-from dcp_objstore.transfer.parts import plan_parts
+from dcp_objstore.transfer.digests import block_digests
+from dcp_objstore.transfer.parts import part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
 from dcp_objstore.transfer.upload import Uploaded, upload_object
-from dcp_objstore.transfer.workers import DaemonPool, wait_for
+from dcp_objstore.transfer.workers import DaemonPool, wait_for, worker_number
 
 if TYPE_CHECKING:
     import os
@@ -51,7 +53,10 @@ if TYPE_CHECKING:
 
     from dcp_objstore.checkpoint.epoch import RunEpoch
     from dcp_objstore.config import TransferConfig
+    from dcp_objstore.events import OnEvent
     from dcp_objstore.stores import ObjectStore
+    from dcp_objstore.telling import Channel
+    from dcp_objstore.transfer.upload import ByteArray
 
 
 @dataclass(slots=True)
@@ -62,8 +67,8 @@ class _Save:
     thread: threading.Thread
     rank: int
     is_coordinator: bool
+    channel: Channel
     nonce: str = field(default_factory=new_nonce)
-    started_at: float = field(default_factory=time.monotonic)
     begin: commit.BeginToken | None = None
     fenced: bool = True
     world_size: int = 1
@@ -82,7 +87,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     once rank 0 has committed it, whole, and not before.
 
     Args:
-        url: the checkpoint, as `s3://bucket/run/step-1000` (also `gs://`, `file://`,
+        url: the checkpoint, as `s3://bucket/run/step-1000` (also `gs://`, `az://`, `file://`,
             `memory://`). May be left out when `dcp.save(..., checkpoint_id=url)` gives it.
         overwrite: replace a committed checkpoint at this URL. Its data objects stay until a sweep
             removes them, so readers of the old one are not disturbed. Default False: refuse.
@@ -90,6 +95,17 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             `endpoint_url`, `profile`, `anon`, ...). Default: from the environment.
         config: sizes, concurrency and time-outs.
         progress: show a bar on rank 0 where standard error is a terminal. Default True.
+        on_event: called with each thing that happens in a save on this rank; see
+            `dcp_objstore.events`. It is called in a thread of its own, with one event of a save at
+            a time, in their order, and with the last before the save returns or raises; saves and
+            loads under way at the same time each call it, so it must be thread-safe. What it raises
+            is logged, once in a save, which goes on; so it does where a call takes more than 10 s
+            at its end. In process mode of `async_save` it is pickled and called in the child.
+        trace: name of a local file that gets each save as a trace for Perfetto
+            (https://ui.perfetto.dev) or chrome://tracing, also if the save fails. Each save
+            replaces it, unless it holds `{name}`, for the last element of the URL. Where there are
+            several ranks each writes its own: `{rank}` stands for the number, else "save.json"
+            becomes "save.rank3.json". See `dcp_objstore.merge_traces`.
         allow_unfenced: save even to a store without conditional writes, where two writers of one
             checkpoint are not kept apart. Default False: refuse.
         user_metadata: small JSON values stored in the commit marker (metrics, step, config).
@@ -125,6 +141,8 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         storage_options: Mapping[str, object] | None = None,
         config: TransferConfig | None = None,
         progress: bool = True,
+        on_event: OnEvent | None = None,
+        trace: str | os.PathLike[str] | None = None,
         allow_unfenced: bool = False,
         user_metadata: Mapping[str, object] | None = None,
         epoch: RunEpoch | None = None,
@@ -134,6 +152,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         self._target = Target(url, storage_options, config)
         self._overwrite = overwrite
         self._progress = progress
+        self._hooks = Hooks(on_event, trace)
         self._allow_unfenced = allow_unfenced
         # Checked here and not only when it is stored, after all the data was uploaded.
         self._user_metadata = check_user_metadata(user_metadata)
@@ -148,7 +167,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         """Settings only, without secrets, locks or the save under way."""
         kept = ("_target", "_overwrite", "_progress", "_allow_unfenced", "_user_metadata")
-        of_saves = ("_epoch", "_on_busy")
+        of_saves = ("_epoch", "_on_busy", "_hooks", "_staged")
         return {name: getattr(self, name) for name in kept + of_saves}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -190,14 +209,17 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **kwargs: Any) -> None:
         """Begin a save: on the coordinator, read the begin token and refuse what cannot be."""
         rank = kwargs.get("rank")
-        with self._logged(), plugin_errors(rank, self.checkpoint_id):
+        url = self.checkpoint_id
+        channel = self._hooks.channel("save", str(url))
+        with self._logged(), channel.watching(), plugin_errors(rank, url):
+            show(channel, bar=self._progress and is_coordinator, summary=is_coordinator)
             if not kwargs.get("use_collectives", True):
                 raise UnsupportedError(
                     "use_collectives=False makes every rank write a checkpoint of its own;"
                     " a commit needs all ranks together, so leave it at True"
                 )
             number = check_epoch(self._epoch, self._target.spec)
-            save = self._begin_save(rank or 0, is_coordinator)
+            save = self._begin_save(rank or 0, is_coordinator, channel)
             store = save.open()
             if is_coordinator:
                 save.begin = wait_for(
@@ -217,7 +239,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def _deadline_seconds(self) -> float:
         return deadline_seconds_for(self._target.config.stall_timeout_seconds)
 
-    def _begin_save(self, rank: int, is_coordinator: bool) -> _Save:
+    def _begin_save(self, rank: int, is_coordinator: bool, channel: Channel) -> _Save:
         spec = self._target.spec
         with self._lock:
             current = self._save
@@ -232,8 +254,11 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                     f"this writer is saving {current.spec.url} in another thread; wait for it or"
                     " use a second writer"
                 )
-            self._save = _Save(spec, here, rank, is_coordinator)
-            return self._save
+            self._save = _Save(spec, here, rank, is_coordinator, channel)
+            staged, self._staged = self._staged, None
+        if staged is not None:
+            channel.pass_on(staged)
+        return self._save
 
     def _errors(self) -> AbstractContextManager[None]:
         save = self._save
@@ -251,6 +276,25 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             )
         return save
 
+    @contextmanager
+    def _watched(self) -> Iterator[_Save]:
+        """Around a part of the save that this thread began, which is told of meanwhile."""
+        with self._errors():
+            save = self._current_save()
+        with save.channel.watching(), self._errors():
+            yield save
+
+    def _tell_failed(self, error: BaseException) -> None:
+        """Tell of the end of this thread's save, for what fails outside of the methods here."""
+        save = self._save
+        here = save is not None and save.thread is threading.current_thread()
+        if save is not None and here:
+            channel = save.channel
+        else:
+            channel = self._hooks.channel("save", str(self.checkpoint_id))
+        channel.fail(error)
+        channel.settle()
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse what cannot be saved, before anything is sent.
 
@@ -258,8 +302,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """
         with self._errors():
             for item in plan.items:
-                if item.tensor_data is not None:
-                    check_layout(item.tensor_data.properties.layout, item.index.fqn)
+                check_item(item)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -270,8 +313,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload this rank's items; returns when all of them are on the store."""
-        with self._logged(), self._errors():
-            save = self._current_save()
+        with self._logged(), self._watched() as save:
             save.busy = True
             try:
                 results = self._upload(save, plan, planner)
@@ -291,13 +333,27 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         sized.sort(key=lambda pair: (pair[0].tensor_data is not None, pair[1] > DEFAULT_GAP_BYTES))
         pending = deque(sized)
         payload_bytes = sum(size_bytes for _, size_bytes in pending)
-        part_plan = plan_parts(payload_bytes, self._target.config.part_size_bytes)
+        config = self._target.config
+        part_plan = plan_parts(
+            payload_bytes,
+            config.part_size_bytes,
+            max_object_size_bytes=config.max_object_size_bytes,
+            largest_item_bytes=max((size_bytes for _, size_bytes in pending), default=0),
+        )
         results: list[WriteResult] = []
         objects: list[StoredObject] = []
-        bar = progress_bar("save", payload_bytes, shown=self._progress and save.is_coordinator)
-        with closing(bar), DaemonPool(self._target.config.hash_threads, "hash") as hashers:
-            progress = Progress(self._target.config.stall_timeout_seconds, bar.update)
-            outbound = Outbound(part_plan, self._target.config, progress.check_stopped)
+        save.channel.tell(
+            Planned,
+            save.channel.began_at,
+            operation="save",
+            items=len(pending),
+            size_bytes=payload_bytes,
+            objects=max(1, -(-payload_bytes // part_plan.max_object_size_bytes)),
+            requests=part_count(payload_bytes, part_plan.part_size_bytes),
+        )
+        with DaemonPool(config.hash_threads, "hash") as hashers:
+            progress = Progress(config.stall_timeout_seconds, save.channel)
+            outbound = Outbound(part_plan, config, progress.check_stopped)
             while pending:
                 layout = Layout(
                     pending,
@@ -307,11 +363,10 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                     lambda key, body: warn_unsafe_value(body, key, self._warned_keys),
                     save.rank,
                     outbound,
+                    block_digests if progress.channel is None else _told(progress.channel),
                 )
                 key = data_key(save.rank, len(objects), save.nonce)
-                uploaded = upload_object(
-                    store, key, layout.buffers(), part_plan, self._target.config, progress
-                )
+                uploaded = upload_object(store, key, layout.buffers(), part_plan, config, progress)
                 stored = _stored_object(key, uploaded, layout)
                 objects.append(stored)
                 results.extend(_write_results(stored, layout))
@@ -321,8 +376,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, after all ranks have reported: commit."""
-        with self._logged(), self._errors():
-            save = self._current_save()
+        with self._logged(), self._watched() as save:
             save.busy = True
             try:
                 self._commit(save, metadata, results)
@@ -333,10 +387,23 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         self, save: _Save, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
     ) -> None:
         assert save.begin is not None
-        store = save.open()
+        store, channel = save.open(), save.channel
         metadata.storage_meta = StorageMeta(checkpoint_id=save.spec.url, save_id=save.nonce)
         index, objects = build_index(metadata, results)
         stock = stock_metadata(metadata, index)
+        began_at = time.monotonic()
+
+        def retried(attempt: int, error: Exception) -> None:
+            text = f"{type(error).__name__}: {error}"
+            channel.tell(
+                Retried,
+                began_at,
+                what="commit",
+                attempt=attempt,
+                error=text,
+                object_key=MARKER_KEY,
+            )
+
         committed = wait_for(
             commit.commit,
             store,
@@ -354,6 +421,10 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             nonce=save.nonce,
             deadline_seconds=self._deadline_seconds,
             fenced=save.fenced,
+            on_retry=retried,
+        )
+        channel.tell(
+            Committed, began_at, commit_id=committed.commit_id, attempts=committed.attempts
         )
         report = _report(save, objects, committed.commit_id)
         if self._epoch is None:
@@ -370,10 +441,30 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         if self._epoch is not None:
             wait_for(confirm, self._epoch, save.spec)
             self.last_save = report
-        log_save(report)
+        channel.tell(
+            Saved,
+            channel.began_at,
+            seconds=report.seconds,
+            size_bytes=report.total_bytes,
+            objects=report.objects,
+            parts=report.parts,
+            commit_id=committed.commit_id,
+        )
 
 
 note_children(ObjectStoreWriter)
+
+
+def _told(channel: Channel) -> Callable[[ByteArray], bytes]:
+    """`block_digests` that is told of."""
+
+    def digests_of(piece: ByteArray) -> bytes:
+        began_at = time.monotonic()
+        digests = block_digests(piece)
+        channel.tell(Hashed, began_at, size_bytes=piece.nbytes, worker=worker_number())
+        return digests
+
+    return digests_of
 
 
 def _stored_object(key: str, uploaded: Uploaded, layout: Layout) -> StoredObject:
@@ -404,7 +495,7 @@ def _report(save: _Save, objects: Sequence[StoredObject], commit_id: str | None)
     return SaveReport(
         url=save.spec.url,
         total_bytes=sum(stored.entry.size_bytes for stored in objects),
-        seconds=time.monotonic() - save.started_at,
+        seconds=time.monotonic() - save.channel.began_at,
         objects=len(objects),
         parts=sum(stored.parts for stored in objects),
         commit_id=commit_id,

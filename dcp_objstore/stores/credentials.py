@@ -1,12 +1,9 @@
-"""Where credentials come from, in order; nothing here ever prints one.
+"""Where credentials for S3 come from, in order; nothing here ever prints one.
 
-S3: `anon`; `key` and `secret`; `profile`; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY;
+`anon`; `key` and `secret`; `profile`; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY;
 AWS_PROFILE; web identity and container variables; the shared AWS files; instance metadata.
 Profiles, SSO and the shared files are read by boto3 (extra `s3`), as they are by every other tool;
 the rest obstore does itself.
-
-GCS: `token`; `anon`; Application Default Credentials, by obstore for service accounts and user
-credentials, by google-auth (extra `gcs`) for the other kinds.
 """
 
 from __future__ import annotations
@@ -14,19 +11,17 @@ from __future__ import annotations
 import configparser
 import http.client
 import importlib.util
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dcp_objstore.errors import ConfigError, CredentialsError
+from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores.options import S3Settings
 from dcp_objstore.stores.renewing import Renewing
 
 _INSTALL_S3 = "pip install 'dcp-objstore[s3]'"
-_INSTALL_GCS = "pip install 'dcp-objstore[gcs]'"
 # Time to establish a connection to the metadata service, two tries, as boto3 does by default one.
 _METADATA_TIMEOUT_SECONDS = 1.0
 _METADATA_TRIES = 2
@@ -90,63 +85,22 @@ def find_s3_credentials(settings: S3Settings, stripped: tuple[str, ...] = ()) ->
     if _default_profile_has_credentials():
         return _from_boto3(None, "the default profile of the shared AWS files")
     disabled = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
-    if not disabled and _metadata_answers(
+    if not disabled and metadata_answers(
         os.environ.get("AWS_METADATA_ENDPOINT") or "http://169.254.169.254",
         "PUT",
         "/latest/api/token",
         {"X-aws-ec2-metadata-token-ttl-seconds": "60"},
     ):
         return Credentials("instance metadata", renewable=True)
-    raise CredentialsError(
+    raise no_s3_credentials(stripped)
+
+
+def no_s3_credentials(stripped: tuple[str, ...]) -> CredentialsError:
+    """What to raise where none are found."""
+    return CredentialsError(
         "no credentials for S3: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,"
         " or pass storage_options={'key': …, 'secret': …} ({'anon': True} for a public bucket)"
-        + _lost(stripped)
-    )
-
-
-def find_gcs_credentials(
-    options: Mapping[str, Any], base_url: str | None, stripped: tuple[str, ...] = ()
-) -> Credentials:
-    """Find credentials for GCS in the order of the module's docstring.
-
-    Args:
-        options: the user's options.
-        base_url: an endpoint other than Google's, which is not asked for Google credentials
-            without a `token`.
-        stripped: names of options that were left behind when the spec was pickled.
-
-    Raises:
-        CredentialsError: there are none, or google-auth is needed and is not installed.
-        ConfigError: `token` has a form that we do not know.
-    """
-    token = options.get("token")
-    if options.get("anon") or token == "anon":
-        return Credentials("anonymous", config={"skip_signature": True})
-    if token is not None and token not in ("google_default", "cloud"):
-        return _from_gcs_token(token)
-    if os.environ.get("GOOGLE_BEARER_TOKEN") or any(
-        os.environ.get(name)
-        for name in (
-            "GOOGLE_SERVICE_ACCOUNT",
-            "GOOGLE_SERVICE_ACCOUNT_PATH",
-            "GOOGLE_SERVICE_ACCOUNT_KEY",
-        )
-    ):
-        return Credentials("GOOGLE_* in the environment")
-    kind = _adc_kind()
-    if kind in ("service_account", "authorized_user"):
-        return Credentials(f"application default credentials ({kind})")
-    if kind is not None:
-        return _from_google_auth(None, f"application default credentials ({kind})")
-    host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
-    if base_url is None and _metadata_answers(
-        f"http://{host}", "GET", "/", {"Metadata-Flavor": "Google"}
-    ):
-        return Credentials("instance metadata")
-    raise CredentialsError(
-        "no credentials for GCS: run `gcloud auth application-default login`, set"
-        " GOOGLE_APPLICATION_CREDENTIALS, or pass storage_options={'token': …}"
-        " ({'anon': True} for a public bucket)" + _lost(stripped)
+        + lost(stripped)
     )
 
 
@@ -173,7 +127,8 @@ def _from_aws_environment() -> Credentials | None:
     return None
 
 
-def _lost(stripped: tuple[str, ...]) -> str:
+def lost(stripped: tuple[str, ...]) -> str:
+    """What an error adds about options that pickling has left behind."""
     if not stripped:
         return ""
     return (
@@ -197,37 +152,69 @@ def _static(settings: S3Settings) -> Callable[[], Any]:
 def _from_boto3(profile: str | None, source: str) -> Credentials:
     if importlib.util.find_spec("boto3") is None:
         raise CredentialsError(f"{source} is read by boto3, which is not installed: {_INSTALL_S3}")
+    found = open_boto3_session(source, profile_name=profile)
+    if not found.has_credentials:
+        raise CredentialsError(f"{source} holds no credentials")
+
+    def load() -> Any:
+        return open_boto3_session(source, profile_name=profile).session.get_credentials()
+
+    return Credentials(
+        source,
+        Renewing(source, load),
+        renewable=True,
+        region=found.region,
+        endpoint_url=found.endpoint_url,
+    )
+
+
+@dataclass(frozen=True)
+class Boto3Session:
+    """A session of boto3 and what its profile says.
+
+    Attributes:
+        session: a `boto3.Session`.
+        has_credentials: whether boto3's chain finds any; it has then been asked.
+        region: the profile's (or the environment's) region, or None.
+        endpoint_url: the profile's endpoint for S3, or None.
+    """
+
+    session: Any
+    has_credentials: bool
+    region: str | None
+    endpoint_url: str | None
+
+
+def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
+    """A session of boto3, which reads the AWS files and finds credentials now.
+
+    Args:
+        source: what is read, in words, for messages.
+        arguments: of `boto3.Session`.
+
+    Raises:
+        CredentialsError: the profile does not exist, or the files cannot be read.
+    """
     import boto3
     from botocore.exceptions import BotoCoreError, ProfileNotFound
 
-    def load() -> Any:
-        return boto3.Session(profile_name=profile).get_credentials()
-
     wrong = None
     try:
-        session = boto3.Session(profile_name=profile)
+        session = boto3.Session(**arguments)
         found = session.get_credentials()
         scoped = session._session.get_scoped_config()
     except ProfileNotFound as error:
         raise CredentialsError(f"{source}: {error}") from error
     except (BotoCoreError, configparser.Error) as error:
-        wrong = f"{source}: the AWS settings cannot be read: {_without_text(error)}"
+        wrong = f"{source}: the AWS settings cannot be read: {without_text(error)}"
     if wrong is not None:
         raise CredentialsError(wrong)
-    if found is None:
-        raise CredentialsError(f"{source} holds no credentials")
     services = scoped.get("services")
     endpoint = scoped.get("endpoint_url")
     if services:
         named = session._session.full_config.get("services", {}).get(services, {})
         endpoint = (named.get("s3") or {}).get("endpoint_url", endpoint)
-    return Credentials(
-        source,
-        Renewing(source, load),
-        renewable=True,
-        region=session.region_name,
-        endpoint_url=endpoint,
-    )
+    return Boto3Session(session, found is not None, session.region_name, endpoint)
 
 
 def _default_profile_has_credentials() -> bool:
@@ -242,7 +229,7 @@ def _default_profile_has_credentials() -> bool:
         try:
             parser.read(path, encoding="utf-8")
         except (configparser.Error, UnicodeDecodeError) as error:
-            wrong = f"the AWS settings in {path.name} cannot be read: {_without_text(error)}"
+            wrong = f"the AWS settings in {path.name} cannot be read: {without_text(error)}"
         if wrong is not None:
             raise CredentialsError(wrong)
         if parser.has_section("default") and any(
@@ -252,7 +239,7 @@ def _default_profile_has_credentials() -> bool:
     return False
 
 
-def _without_text(error: Exception) -> str:
+def without_text(error: Exception) -> str:
     """Of an error whose text may quote a line with a secret in it: its class, and where.
 
     What is raised with it is raised outside of the handler: the error must not be its context.
@@ -262,7 +249,7 @@ def _without_text(error: Exception) -> str:
     return type(error).__name__ + (f", line {', '.join(lines)}" if lines else "")
 
 
-def _metadata_answers(base: str, method: str, path: str, headers: dict[str, str]) -> bool:
+def metadata_answers(base: str, method: str, path: str, headers: dict[str, str]) -> bool:
     """Whether a machine's metadata service is there.
 
     obstore would try for minutes to find out; a laptop or a container without one is common.
@@ -278,79 +265,3 @@ def _metadata_answers(base: str, method: str, path: str, headers: dict[str, str]
         finally:
             connection.close()
     return False
-
-
-def _from_gcs_token(token: object) -> Credentials:
-    if isinstance(token, Mapping):
-        return Credentials(
-            "storage_options", config={"service_account_key": json.dumps(dict(token))}
-        )
-    if isinstance(token, str):
-        if token.lstrip().startswith("{"):
-            return Credentials("storage_options", config={"service_account_key": token})
-        path = _existing(token)
-        if path is not None:
-            return Credentials("storage_options", config={"application_credentials": str(path)})
-        if token.endswith(".json"):
-            raise CredentialsError("the credentials named by storage_options['token'] are missing")
-        # Through a provider, so that a service account in the environment does not win.
-        return Credentials("storage_options", lambda: {"token": token, "expires_at": None})
-    if hasattr(token, "refresh"):
-        return _from_google_auth(token, "storage_options")
-    raise ConfigError(
-        "'token' must be 'anon', 'google_default', an access token, a path to or the content of a"
-        f" key in JSON, or google-auth credentials; got {type(token).__name__}"
-    )
-
-
-def _existing(token: str) -> Path | None:
-    """The key that a token names, if it does; a token may be too long for a name, for one."""
-    try:
-        path = Path(token).expanduser()
-        return path if path.is_file() else None
-    except (OSError, ValueError, RuntimeError):
-        return None
-
-
-def _from_google_auth(credentials: object | None, source: str) -> Credentials:
-    if (
-        importlib.util.find_spec("google") is None
-        or importlib.util.find_spec("google.auth") is None
-    ):
-        raise CredentialsError(
-            f"{source} are read by google-auth, which is not installed: {_INSTALL_GCS}"
-        )
-    import google.auth
-    from google.auth.exceptions import GoogleAuthError
-    from obstore.auth.google import GoogleCredentialProvider
-
-    try:
-        if credentials is None:
-            credentials, _ = google.auth.default(
-                scopes=["https://www.googleapis.com/auth/devstorage.read_write"]
-            )
-        return Credentials(source, GoogleCredentialProvider(credentials))
-    except GoogleAuthError as error:
-        raise CredentialsError(f"{source}: {error}") from error
-
-
-def _adc_kind() -> str | None:
-    """The `type` in the file of application default credentials, or None if there is no file."""
-    named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
-    folder = Path(os.environ.get("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
-    path = Path(named) if named else folder / "application_default_credentials.json"
-    if not path.is_file():
-        if named:
-            raise CredentialsError("GOOGLE_APPLICATION_CREDENTIALS names a file that is not there")
-        return None
-    wrong = None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        wrong = f"application default credentials cannot be read: {_without_text(error)}"
-    if wrong is not None:  # a JSONDecodeError carries the whole document
-        raise CredentialsError(wrong)
-    kind = content.get("type") if isinstance(content, dict) else None
-    if not isinstance(kind, str):
-        raise CredentialsError("application default credentials have no 'type'")
-    return kind

@@ -8,6 +8,16 @@ it guarantees, on a POSIX file system:
   exclusive `flock` of its folder, so compare-and-swap is atomic between threads and processes.
 - A version is (mtime in ns, inode, size). The mtime is set by us from the clock in full
   nanoseconds, so rewriting equal content gives another version.
+- A process that is killed leaves a temporary object at most, which `list` never shows and a sweep
+  removes (`local_uploads`). Its lock goes with it.
+
+On a shared file system all of that is as good as its rename, link and locks. NFS keeps them (Linux
+sends `flock` to the server as a lock of the whole file) unless it is mounted with `nolock` or
+`local_lock=flock`: then a lock keeps out only writers on the same machine, and updates by jobs on
+different machines may both succeed; creating (a commit of a new step) stays safe. A server that
+keeps times in less than nanoseconds makes the version that `put` returned look changed: an update
+then fails instead of succeeding twice. FUSE mounts of buckets keep none of it: use the bucket's
+URL.
 """
 
 from __future__ import annotations
@@ -49,6 +59,9 @@ if TYPE_CHECKING:
 
 _OURS = ".dcp-objstore."  # names that start so are temporary or locks, and are no objects
 _LOCK_NAME = f"{_OURS}lock"
+# Random digits, then the name of the object that it becomes.
+TEMPORARY = f"{_OURS}tmp.*"
+_NAME_BYTES = 255
 
 _BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
     errno.ENOENT: ObjectNotFoundError,
@@ -164,7 +177,7 @@ class LocalStore:
         if precondition is not None and not isinstance(precondition, (IfAbsent, IfVersion)):
             raise InputError(f"not a precondition: {precondition!r}")
         _make_folder(path.parent)
-        temporary = path.parent / f"{_OURS}{secrets.token_hex(8)}.tmp"
+        temporary = path.parent / _temporary_name(path.name)
         try:
             status = _write_synced(temporary, buffers)
             if isinstance(precondition, IfAbsent):
@@ -213,6 +226,21 @@ class LocalStore:
             raise
         except (OSError, ValueError, TypeError, BufferError) as error:
             raise _translate(error).at(object_key=key, url=self.url) from error
+
+
+def _temporary_name(name: str) -> str:
+    start = f"{_OURS}tmp.{secrets.token_hex(8)}."
+    fits = len(os.fsencode(start + name)) <= _NAME_BYTES
+    return start + (name if fits else "")
+
+
+def key_of_temporary(name: str) -> str:
+    """The name of the object that a temporary one would have become; its own if that is unknown.
+
+    Args:
+        name: matches `TEMPORARY`.
+    """
+    return name.removeprefix(f"{_OURS}tmp.").partition(".")[2] or name
 
 
 def _translate(error: Exception) -> DcpObjstoreError:

@@ -1,7 +1,7 @@
 """`storage_options` in fsspec's spelling: known names, aliases, secrets, and settings made of them.
 
-The names are those of s3fs and gcsfs, so that options move over unchanged; their names that only
-tune fsspec itself (`default_block_size`, `listings_expiry_time`, …) are errors here.
+The names are those of s3fs, gcsfs and adlfs, so that options move over unchanged; their names that
+only tune fsspec itself (`default_block_size`, `listings_expiry_time`, …) are errors here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores import option_table
 
 # What each option must be. A tuple of types as for isinstance.
 _TEXT = (str,)
@@ -34,6 +35,7 @@ _S3: dict[str, tuple[type, ...]] = {
     "client_kwargs": (Mapping,),
     "config_kwargs": (Mapping,),
     "s3_additional_kwargs": (Mapping,),
+    "transport": _TEXT,
 }
 _S3_CLIENT: dict[str, tuple[type, ...]] = {
     "endpoint_url": _TEXT,
@@ -46,16 +48,40 @@ _S3_CLIENT: dict[str, tuple[type, ...]] = {
 }
 _S3_CONFIG: dict[str, tuple[type, ...]] = {"s3": (Mapping,)}
 _S3_ADDRESSING: dict[str, tuple[type, ...]] = {"addressing_style": _TEXT}
-_S3_EXTRA: dict[str, tuple[type, ...]] = {"ServerSideEncryption": _TEXT, "SSEKMSKeyId": _TEXT}
+_S3_EXTRA: dict[str, tuple[type, ...]] = {
+    "ServerSideEncryption": _TEXT,
+    "SSEKMSKeyId": _TEXT,
+    "BucketKeyEnabled": _FLAG,
+    "ChecksumAlgorithm": _TEXT,
+}
+_SSE = ("AES256", "aws:kms", "aws:kms:dsse")
+# "none" is ours: it turns the default off.
+_CHECKSUMS = ("CRC64NVME", "SHA256", "none")
 _GS: dict[str, tuple[type, ...]] = {
     "token": (object,),
     "project": _TEXT,
+    "requester_pays": (bool, str),
     "anon": _FLAG,
     "endpoint_url": _TEXT,
     "base_url": _TEXT,
     "verify": (bool, str),
+    "transport": _TEXT,
 }
-_KNOWN = {"s3": _S3, "gs": _GS, "file": dict[str, tuple[type, ...]](), "memory": {}}
+_AZ: dict[str, tuple[type, ...]] = {
+    "account_name": _TEXT,
+    "account_key": _TEXT,
+    "sas_token": _TEXT,
+    "connection_string": _TEXT,
+    "credential": (object,),
+    "tenant_id": _TEXT,
+    "client_id": _TEXT,
+    "client_secret": _TEXT,
+    "anon": _FLAG,
+    "account_host": _TEXT,
+    "endpoint_url": _TEXT,
+    "verify": (bool, str),
+}
+_KNOWN = {"s3": _S3, "gs": _GS, "az": _AZ, "file": dict[str, tuple[type, ...]](), "memory": {}}
 _SECRETS = {
     "key",
     "secret",
@@ -63,7 +89,35 @@ _SECRETS = {
     "aws_access_key_id",
     "aws_secret_access_key",
     "aws_session_token",
+    "account_key",
+    "sas_token",
+    "connection_string",
+    "credential",
+    "client_secret",
 }
+# Names that fsspec's filesystems give to what is no secret. Any other option of a scheme that is
+# not in `_KNOWN` is taken for one.
+_PUBLIC_NAMES = {
+    "account_name",
+    "anon",
+    "auto_mkdir",
+    "default_location",
+    "endpoint_override",
+    "endpoint_type",
+    "endpoint_url",
+    "host",
+    "port",
+    "profile",
+    "project",
+    "project_id",
+    "protocol",
+    "region",
+    "region_name",
+    "timeout",
+    "use_ssl",
+    "verify",
+}
+_FILESYSTEM = "fs"
 # Values of GCS's `token` that name a method.
 PUBLIC_TOKENS = ("anon", "google_default", "cloud")
 
@@ -86,6 +140,8 @@ class S3Settings:
     sign_payload: bool = False
     sse: str | None = None
     sse_kms_key_id: str | None = None
+    sse_bucket_key: bool | None = None
+    checksum_algorithm: str | None = None
 
     def __repr__(self) -> str:
         return f"S3Settings(endpoint_url={self.endpoint_url!r}, region={self.region!r})"
@@ -95,8 +151,9 @@ def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str
     """A copy of the options, after checking names, types and combinations.
 
     Args:
-        scheme: `s3`, `gs`, `file` or `memory`.
-        options: as the user gave them. A value of None counts as not given.
+        scheme: `s3`, `gs`, `az`, `file` or `memory`; of any other the filesystem knows the options.
+        options: as the user gave them. A value of None counts as not given. `fs` stands alone: a
+            filesystem of fsspec.
 
     Raises:
         ConfigError: an unknown name (with the nearest known one), a wrong type, or options that
@@ -104,8 +161,14 @@ def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str
     """
     if options is None:
         return {}
-    given = _checked(options, _KNOWN[scheme], f"storage_options for {scheme}://")
-    endpoints = [given.get("endpoint_url"), given.get("base_url")]
+    if isinstance(options, Mapping) and options.get(_FILESYSTEM) is not None:
+        from dcp_objstore.stores.fsspec_options import check_filesystem
+
+        return check_filesystem(scheme, {k: v for k, v in options.items() if v is not None})
+    if scheme not in _KNOWN:
+        return _foreign(options, scheme)
+    given = _checked(options, _KNOWN[scheme], f"storage_options for {scheme}://", scheme)
+    endpoints = [given.get(name) for name in ("endpoint_url", "base_url", "account_host")]
     if scheme == "s3":
         endpoints.append(s3_settings(given).endpoint_url)
     for endpoint in endpoints:
@@ -153,7 +216,14 @@ def s3_settings(options: Mapping[str, Any]) -> S3Settings:
         sign_payload=bool(options.get("sign_payload", False)),
         sse=extra.get("ServerSideEncryption"),
         sse_kms_key_id=extra.get("SSEKMSKeyId"),
+        sse_bucket_key=extra.get("BucketKeyEnabled"),
+        checksum_algorithm=extra.get("ChecksumAlgorithm"),
     )
+    _check_s3(found)
+    return found
+
+
+def _check_s3(found: S3Settings) -> None:
     if (found.key is None) != (found.secret is None):
         missing = "secret" if found.secret is None else "key"
         raise ConfigError(f"storage_options need both 'key' and 'secret'; {missing!r} is missing")
@@ -164,30 +234,56 @@ def s3_settings(options: Mapping[str, Any]) -> S3Settings:
         raise ConfigError("choose one of 'anon', 'key' with 'secret', and 'profile'")
     if found.addressing_style not in (None, "path", "virtual", "auto"):
         raise ConfigError("'addressing_style' must be 'path', 'virtual' or 'auto'")
-    return found
+    if found.sse not in (None, *_SSE):
+        raise ConfigError(f"'ServerSideEncryption' must be one of {', '.join(_SSE)}")
+    of_kms = (found.sse_kms_key_id, found.sse_bucket_key)
+    if any(value is not None for value in of_kms) and found.sse in (None, "AES256"):
+        raise ConfigError(
+            "'SSEKMSKeyId' and 'BucketKeyEnabled' need 'ServerSideEncryption': 'aws:kms'"
+        )
+    if found.checksum_algorithm not in (None, *_CHECKSUMS):
+        raise ConfigError(f"'ChecksumAlgorithm' must be one of {', '.join(_CHECKSUMS)}")
 
 
-def is_secret(name: str, value: object = None) -> bool:
-    """Whether an option holds a credential."""
+def is_foreign(scheme: str) -> bool:
+    """Whether the options of a scheme are not ours to know."""
+    return scheme not in _KNOWN
+
+
+def is_secret(name: str, value: object = None, *, foreign: bool = False) -> bool:
+    """Whether an option holds, or may hold, a credential.
+
+    Args:
+        name: of the option.
+        value: of the option.
+        foreign: the scheme is none of ours, so only what is known to be public is.
+    """
+    if name == _FILESYSTEM:
+        return True  # its own options hold what it logs in with
+    if foreign:
+        odd = isinstance(value, str) and any(character in value for character in "@?")
+        return name not in _PUBLIC_NAMES or isinstance(value, Mapping) or odd
     return name in _SECRETS and not (isinstance(value, str) and value in PUBLIC_TOKENS)
 
 
-def secret_names(options: Mapping[str, object]) -> list[str]:
+def secret_names(options: Mapping[str, object], *, foreign: bool = False) -> list[str]:
     """Names of all options, nested ones too, that hold credentials."""
-    names = [name for name, value in options.items() if is_secret(name, value)]
+    names = [name for name, value in options.items() if is_secret(name, value, foreign=foreign)]
     for value in options.values():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not foreign:
             names += secret_names(value)
     return sorted(names)
 
 
-def public_options(options: Mapping[str, object], *, mask: bool) -> dict[str, object]:
+def public_options(
+    options: Mapping[str, object], *, mask: bool, foreign: bool = False
+) -> dict[str, object]:
     """The options without credentials, or, with `mask`, with `***` in their place."""
     shown: dict[str, object] = {}
     for name, value in options.items():
-        if is_secret(name, value):
+        if is_secret(name, value, foreign=foreign):
             if mask:
-                shown[name] = "***"
+                shown[name] = f"<{type(value).__name__}>" if name == _FILESYSTEM else "***"
         elif isinstance(value, Mapping):
             shown[name] = public_options(value, mask=mask)
         else:
@@ -195,13 +291,28 @@ def public_options(options: Mapping[str, object], *, mask: bool) -> dict[str, ob
     return shown
 
 
-def _checked(options: object, known: Mapping[str, tuple[type, ...]], where: str) -> dict[str, Any]:
+def _foreign(options: object, scheme: str) -> dict[str, object]:
+    where = f"storage_options for {scheme}://"
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{where} must be a mapping, got {type(options).__name__}")
+    if not all(isinstance(name, str) for name in options):
+        raise ConfigError(f"the names of {where} must be str")
+    return {
+        name: dict(value) if isinstance(value, Mapping) else value
+        for name, value in options.items()
+        if value is not None
+    }
+
+
+def _checked(
+    options: object, known: Mapping[str, tuple[type, ...]], where: str, scheme: str = "s3"
+) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise ConfigError(f"{where} must be a mapping, got {type(options).__name__}")
     result: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:
-            raise ConfigError(_unknown(name, known, where))
+            raise ConfigError(_unknown(name, known, where, scheme))
         if value is None:
             continue
         if not isinstance(value, known[name]):
@@ -218,25 +329,41 @@ def _cannot_be_sent(secret: str) -> bool:
     return not secret.lstrip().startswith("{") and re.search(r"[\x00-\x1f\x7f]", secret) is not None
 
 
-def _unknown(name: object, known: Mapping[str, object], where: str) -> str:
-    aliases = {
-        "access_key": "key",
-        "access_key_id": "key",
-        "aws_access_key_id": "key",
-        "secret_key": "secret",
-        "secret_access_key": "secret",
-        "aws_secret_access_key": "secret",
-        "session_token": "token",
-        "aws_session_token": "token",
-        "endpoint": "endpoint_url",
-        "anonymous": "anon",
-        "credentials": "token",
-    }
+# What other tools call an option: the first of these names that a store has is meant.
+_OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "access_key": ("key", "account_key"),
+    "access_key_id": ("key",),
+    "aws_access_key_id": ("key",),
+    "secret_key": ("secret",),
+    "secret_access_key": ("secret",),
+    "aws_secret_access_key": ("secret",),
+    "session_token": ("token",),
+    "aws_session_token": ("token",),
+    "bearer_token": ("token", "credential"),
+    "token": ("credential",),
+    "credentials": ("token", "credential"),
+    "service_account": ("token",),
+    "service_account_key": ("token",),
+    "application_credentials": ("token",),
+    "user_project": ("requester_pays",),
+    "key": ("account_key",),
+    "sas_key": ("sas_token",),
+    "account": ("account_name",),
+    "endpoint": ("endpoint_url",),
+    "account_url": ("endpoint_url",),
+    "anonymous": ("anon",),
+    "skip_signature": ("anon",),
+}
+
+
+def _unknown(name: object, known: Mapping[str, object], where: str, scheme: str) -> str:
     text = str(name)
     close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
-    alias = aliases.get(text)
-    nearest = alias if alias in known else (close[0] if close else None)
+    meant = [other for other in _OTHER_NAMES.get(text, ()) if other in known]
+    nearest = next(iter([*meant, *close]), None)
     hint = f"; did you mean {nearest!r}?" if nearest else ""
+    spelled = option_table.hint(scheme, text, known)
+    hint = f"; {spelled}" if spelled else hint
     if not known:
         return f"{where} take no options, got {text!r}"
     return f"unknown option {text!r} in {where}{hint} Known: {', '.join(known)}."

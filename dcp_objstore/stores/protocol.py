@@ -67,17 +67,44 @@ class ObjectMeta:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an adapter claims; `checkpoint.probe` does not trust it but tries it.
+    """What an adapter claims; the default is everything.
+
+    `tests/store_contract` holds each adapter to its claims, and `checkpoint.probe` tries the first
+    two on the server that is really there. A store that lacks one says so here and refuses what
+    it cannot do with `UnsupportedError`; it never does something weaker in silence.
 
     Attributes:
-        conditional_create: `put(..., precondition=IfAbsent())` is atomic.
-        conditional_update: `put(..., precondition=IfVersion(v))` is atomic.
-        multipart: `put_stream` uploads parts in parallel.
+        conditional_create: `put(..., precondition=IfAbsent())` is atomic: of any number of
+            writers exactly one succeeds. Without it, such a put raises `UnsupportedError`.
+        conditional_update: `put(..., precondition=IfVersion(v))` is atomic, and `put`,
+            `put_stream`, `get` and `head` give the same token for the same state. Without it, such
+            a put raises `UnsupportedError`, and a `Version` may be empty.
+        multipart: `put_stream` uploads parts in parallel. Without it a stream is written in order.
+        listed_versions: `list` gives the tokens that `head` gives, to be used in an `IfVersion`.
+            Without it (GCS), ask `head` first; a listed token is none or another one.
+        equal_parts: all parts of an upload but the last have exactly `part_size_bytes`, which
+            some servers (Cloudflare R2) ask for. True as well where there are no parts.
+        clean_abort: a stream whose iterator raises leaves nothing behind on the store: no
+            object, no open upload, no parts. Without it, what is left is unseen by `list`.
+        atomic_put: an object appears whole or not at all, also when a stream or the process ends
+            in the middle, and a reader never sees a part of it. Without it, a broken write may
+            leave a short object, or none where there was one.
+        modified_times: `last_modified` is when the object was written, by the store's clock.
+            Without it the time is that of the request, so nothing ever looks old.
+        ranges: `get_range` gives any part of an object. Without it (a server that ignores `Range`,
+            as `rclone serve s3` does), a part is an error, never other bytes; nothing can be
+            loaded from there.
     """
 
     conditional_create: bool = True
     conditional_update: bool = True
     multipart: bool = True
+    listed_versions: bool = True
+    equal_parts: bool = True
+    clean_abort: bool = True
+    atomic_put: bool = True
+    modified_times: bool = True
+    ranges: bool = True
 
 
 @runtime_checkable

@@ -9,21 +9,24 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.stores.options import check_options, public_options, secret_names
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores.options import check_options, is_foreign, public_options, secret_names
 from dcp_objstore.stores.urls import StoreUrl, parse_url
 
 if TYPE_CHECKING:
-    from dcp_objstore.stores.clients import Clients
+    from dcp_objstore.stores.boto3_clients import Boto3Clients
     from dcp_objstore.stores.protocol import ObjectStore
 
+C = TypeVar("C")
+
 _MAX_CACHED_CLIENTS = 32
-_cache: OrderedDict[object, Clients] = OrderedDict()
+_cache: OrderedDict[object, object] = OrderedDict()
 _cache_lock = threading.Lock()
 
 
@@ -46,12 +49,15 @@ class StoreSpec:
 
     Attributes:
         url: the root, in its normal form.
-        storage_options: in fsspec spelling; see `dcp_objstore.stores.options`.
-        config: time-outs and retries.
+        storage_options: in fsspec spelling; see `dcp_objstore.stores.options`. Or
+            `{"fs": filesystem}`, a filesystem of fsspec, which then carries the requests; it counts
+            as a secret as a whole.
+        config: time-outs and retries; and the transport, also where it was given as a storage
+            option.
 
     Raises:
         InvalidUrlError: see `parse_url`.
-        ConfigError: an unknown or contradictory storage option.
+        ConfigError: an unknown or contradictory storage option; a transport that does not fit.
     """
 
     url: str
@@ -61,15 +67,18 @@ class StoreSpec:
 
     def __post_init__(self) -> None:
         """Check everything that needs no connection."""
-        parsed = parse_url(self.url)
-        options = check_options(parsed.scheme, self.storage_options)
+        parsed = parse_url(self.url, _schemes_of(self.storage_options))
+        given, config = _with_transport(self.storage_options, self.config)
+        options = check_options(parsed.scheme, given)
+        _opener(parsed.scheme, options, config)
         object.__setattr__(self, "url", str(parsed))
         object.__setattr__(self, "storage_options", options)
+        object.__setattr__(self, "config", config)
 
     @property
     def parsed(self) -> StoreUrl:
         """The URL taken apart."""
-        return parse_url(self.url)
+        return parse_url(self.url, _schemes_of(self.storage_options))
 
     def at(self, url: str) -> StoreSpec:
         """The same options and settings for another URL.
@@ -87,40 +96,45 @@ class StoreSpec:
             CredentialsError: there are no credentials.
             ForkedProcessError: in a child forked after a store was used.
         """
+        options = self.storage_options or {}
+        return _opener(self.parsed.scheme, options, self.config)(self)
+
+    def boto3_clients(self) -> Boto3Clients:
+        """Clients of boto3 for an s3:// URL, whatever the transport; shared like those of `open`.
+
+        Raises:
+            ConfigError, CredentialsError: see `Boto3Clients`.
+        """
+        from dcp_objstore.stores.boto3_clients import Boto3Clients
+
+        return self._shared(Boto3Clients)
+
+    def _shared(self, make: Callable[..., C]) -> C:
+        """The clients that `make` made for this bucket, options, settings and environment."""
         url = self.parsed
-        if url.scheme == "file":
-            from dcp_objstore.stores.local import LocalStore
-
-            return LocalStore(url)
-        from dcp_objstore.stores.obstore_store import ObstoreStore, guard_fork
-
-        guard_fork()
-        return ObstoreStore(url, self._clients(url))
-
-    def _clients(self, url: StoreUrl) -> Clients:
-        from dcp_objstore.stores.clients import make_clients
-
         # The environment is part of the key: credentials in it may have been renewed.
         environment = tuple(
             sorted(
                 (name, value)
                 for name, value in os.environ.items()
-                if name.startswith(("AWS_", "GOOGLE_"))
+                if name.startswith(("AWS_", "GOOGLE_", "CLOUDSDK_", "AZURE_"))
             )
         )
-        key = (url.scheme, url.bucket, _frozen(self.storage_options), self.config, environment)
+        options = self.storage_options or {}
+        key = (make, url.scheme, url.bucket, _frozen(options), self.config, environment)
         with _cache_lock:
             found = _cache.get(key)
             if found is None:
-                found = make_clients(url, self.storage_options or {}, self.config, self.stripped)
+                found = make(url, options, self.config, self.stripped)
                 _cache[key] = found
                 while len(_cache) > _MAX_CACHED_CLIENTS:
                     _cache.popitem(last=False)
             _cache.move_to_end(key)
-        return found
+        return cast("C", found)
 
     def __repr__(self) -> str:
-        shown = public_options(self.storage_options or {}, mask=True)
+        foreign = is_foreign(self.parsed.scheme)
+        shown = public_options(self.storage_options or {}, mask=True, foreign=foreign)
         return f"StoreSpec({self.url!r}, storage_options={shown!r}, config={self.config!r})"
 
     def __eq__(self, other: object) -> bool:
@@ -141,8 +155,9 @@ class StoreSpec:
     def __reduce__(self) -> tuple[object, ...]:
         """For `pickle.dumps`: without secrets, but with their names, for a helpful error."""
         options = self.storage_options or {}
-        kept = public_options(options, mask=False)
-        gone = tuple(sorted({*self.stripped, *secret_names(options)}))
+        foreign = is_foreign(self.parsed.scheme)
+        kept = public_options(options, mask=False, foreign=foreign)
+        gone = tuple(sorted({*self.stripped, *secret_names(options, foreign=foreign)}))
         return StoreSpec, (self.url, kept, self.config, gone)
 
 
@@ -154,6 +169,99 @@ def _reduce_for_child(spec: StoreSpec) -> tuple[Any, ...]:
 ForkingPickler.register(StoreSpec, _reduce_for_child)
 
 
+def _open_local(spec: StoreSpec) -> ObjectStore:
+    from dcp_objstore.stores.local import LocalStore
+
+    return LocalStore(spec.parsed)
+
+
+def _open_obstore(spec: StoreSpec) -> ObjectStore:
+    from dcp_objstore.stores.clients import make_clients
+    from dcp_objstore.stores.obstore_store import ObstoreStore, guard_fork
+
+    guard_fork()
+    return ObstoreStore(spec.parsed, spec._shared(make_clients))
+
+
+def _open_boto3(spec: StoreSpec) -> ObjectStore:
+    from dcp_objstore.stores.boto3_store import Boto3Store
+
+    return Boto3Store(spec.parsed, spec.boto3_clients())
+
+
+def _open_fsspec(spec: StoreSpec) -> ObjectStore:
+    from dcp_objstore.stores.fsspec_gcs import GcsfsStore
+    from dcp_objstore.stores.fsspec_options import is_gcsfs, is_s3fs, make_filesystems
+    from dcp_objstore.stores.fsspec_s3 import S3fsStore
+    from dcp_objstore.stores.fsspec_store import FsspecStore
+
+    filesystems = spec._shared(make_filesystems)
+    kind = FsspecStore
+    if is_s3fs(filesystems.fs):
+        kind = S3fsStore
+    elif is_gcsfs(filesystems.fs):
+        kind = GcsfsStore
+    return kind(spec.parsed, filesystems)
+
+
+# What carries the requests to which store; fsspec carries them to any.
+_OPEN: dict[tuple[str, str], Callable[[StoreSpec], ObjectStore]] = {
+    ("az", "native"): _open_obstore,
+    ("file", "native"): _open_local,
+    ("gs", "native"): _open_obstore,
+    ("memory", "native"): _open_obstore,
+    ("s3", "native"): _open_obstore,
+    ("s3", "boto3"): _open_boto3,
+}
+
+
+def _with_transport(
+    options: Mapping[str, object] | None, config: TransferConfig
+) -> tuple[Mapping[str, object] | None, TransferConfig]:
+    """The options without a `transport`, and the settings with it.
+
+    Raises:
+        ConfigError: there is no such transport, or the two contradict each other.
+    """
+    chosen = options.get("transport") if isinstance(options, Mapping) else None
+    if options is None or chosen is None:
+        return options, config
+    # What is not "native" was said, not left as it was.
+    if config.transport not in ("native", chosen):
+        raise ConfigError(
+            f"storage_options say transport={chosen!r}, TransferConfig says {config.transport!r};"
+            " say it once"
+        )
+    rest = {name: value for name, value in options.items() if name != "transport"}
+    return rest, replace(config, transport=chosen)  # type: ignore[arg-type]  # it checks that
+
+
+def _opener(
+    scheme: str, options: Mapping[str, object], config: TransferConfig
+) -> Callable[[StoreSpec], ObjectStore]:
+    transport = config.transport
+    if transport == "native" and ("fs" in options or is_foreign(scheme)):
+        transport = "fsspec"
+    if transport == "fsspec":
+        return _open_fsspec
+    if (scheme, transport) not in _OPEN or "fs" in options:
+        fitting = [one for to, one in _OPEN if to == scheme and "fs" not in options]
+        raise ConfigError(
+            f"transport {transport!r} does not carry {scheme}:// with these options; use"
+            f" {' or '.join(map(repr, [*fitting, 'fsspec']))}"
+        )
+    return _OPEN[scheme, transport]
+
+
+def _schemes_of(options: Mapping[str, object] | None) -> Collection[str]:
+    """The schemes of a filesystem among the options."""
+    if not isinstance(options, Mapping) or options.get("fs") is None:
+        return ()
+    from dcp_objstore.stores.fsspec_options import protocols
+
+    return protocols(options["fs"])
+
+
 def open_store(
     url: str,
     storage_options: Mapping[str, object] | None = None,
@@ -162,7 +270,8 @@ def open_store(
     """Open the store at a URL.
 
     Args:
-        url: `s3://`, `gs://`, `gcs://`, `file://` or `memory://`.
+        url: `s3://`, `gs://`, `az://`, `file://`, `memory://`, or what fsspec knows; see
+            `parse_url`.
         storage_options: in fsspec spelling (`key`, `secret`, `endpoint_url`, …).
         config: time-outs and retries; `TransferConfig()` by default.
 

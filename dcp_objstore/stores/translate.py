@@ -30,6 +30,10 @@ from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
+# Azure's objects are deleted by a batch request even if it is one; of its answer obstore keeps the
+# status and the phrase behind it.
+_IN_BATCH = re.compile(r"Bulk delete request failed for key .*: (.*) \(code: (\d{3})\)")
+_PHRASES = {"The specified container does not exist.": "ContainerNotFound"}
 # The store's answer around its code and message, which is all that a reader needs of it.
 _ANSWER = re.compile(
     r"(?:<\?xml[^>]*>\s*)?<Error>.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*?</Error>", re.S
@@ -56,10 +60,13 @@ _INSTANCE_METADATA = "http://169.254.169.254/"
 _REDIRECT = "inner: BareRedirect"
 # What a ranged GET was answered with, where that was not the range. It may come from a cache or a
 # proxy on the way, and only once: bytes that are not those asked for, of which readers ask again.
+_WHOLE = "source: NotPartial"
 _NOT_THE_RANGE = {
-    "source: NotPartial": "the store ignores Range: it sends whole objects where a part was asked"
+    _WHOLE: "the store ignores Range: it sends whole objects where a part was asked"
     " for (or something on the way to it does)",
     "source: UnexpectedRange": "the store sent another range than was asked for",
+    "source: ParseContentRange": "the store's answer does not say which range it is",
+    "source: InvalidRangeRequest": "the object is shorter than the range that was asked for",
 }
 _REQUEST = re.compile(r"Error performing ([A-Z]+) (\S+) in ([\d.]+\w+)(?:, after (\d+) retries)?")
 # The request never got as far as a connection.
@@ -67,7 +74,9 @@ _NOT_CONNECTED = "legacy::Error( Connect,"
 # A server that wants TLS says so in words, with status 400: Go's (MinIO, rclone), then nginx.
 _WANTS_TLS = ("HTTP request to an HTTPS server", "HTTP request was sent to HTTPS port")
 
-# Error codes of S3 (docs: "Error responses"), which GCS's XML API shares where it has them.
+# Error codes of S3 (docs: "Error responses"), which GCS's XML API shares where it has them (docs:
+# "XML API: HTTP status and error codes"), then GCS's own, then Azure's (docs: "Blob Storage error
+# codes" and "Common REST API error codes").
 _BY_CODE: dict[str, type[DcpObjstoreError]] = {
     "NoSuchBucket": BucketNotFoundError,
     "InvalidBucketName": BucketNotFoundError,
@@ -97,6 +106,31 @@ _BY_CODE: dict[str, type[DcpObjstoreError]] = {
     "NotImplemented": UnsupportedError,
     "EntityTooLarge": InputError,
     "KeyTooLongError": InputError,
+    "KeyTooLong": InputError,
+    "UserProjectMissing": ConfigError,
+    "UserProjectInconsistent": ConfigError,
+    "UserProjectInvalid": ConfigError,
+    "InvalidBucketState": StoreUnavailableError,
+    "ContainerNotFound": BucketNotFoundError,
+    "ContainerBeingDeleted": BucketNotFoundError,
+    "ContainerDisabled": PermissionDeniedError,
+    "BlobNotFound": ObjectNotFoundError,
+    "AuthenticationFailed": CredentialsError,
+    "InvalidAuthenticationInfo": CredentialsError,
+    "NoAuthenticationInformation": CredentialsError,
+    "KeyBasedAuthenticationNotPermitted": CredentialsError,
+    "PublicAccessNotPermitted": PermissionDeniedError,
+    "AccountRequiresHttps": ConfigError,
+    "BlobAlreadyExists": PreconditionFailedError,
+    "ConditionNotMet": PreconditionFailedError,
+    # Neither says that another writer was first: a lease or a policy stands in everybody's way.
+    "LeaseIdMissing": PermissionDeniedError,
+    "LeaseIdMismatchWithBlobOperation": PermissionDeniedError,
+    "BlobImmutableDueToPolicy": PermissionDeniedError,
+    "BlockCountExceedsLimit": InputError,
+    "RequestBodyTooLarge": InputError,
+    "ServerBusy": StoreUnavailableError,
+    "OperationTimedOut": StoreUnavailableError,
 }
 _BY_STATUS: dict[int, type[DcpObjstoreError]] = {
     301: ConfigError,
@@ -198,6 +232,9 @@ def http_code(error: BaseException) -> tuple[int | None, str | None]:
     if _REDIRECT in dump:
         return 301, None
     status, code = _STATUS.search(text), _CODE.search(text)
+    batch = _IN_BATCH.search(text)
+    if batch is not None:
+        return int(batch[2]), _PHRASES.get(batch[1])
     return (int(status[1]) if status else None, code[1] if code else None)
 
 
@@ -231,6 +268,31 @@ def is_throttling(error: Exception) -> bool:
     """Whether an obstore error says that the store wants to be asked less."""
     status, code = http_code(error)
     return status in THROTTLING_STATUSES or code == "SlowDown"
+
+
+def answer_of(error: BaseException) -> str | None:
+    """What the store answered, behind an error of ours: `403 AccessDenied: Access Denied`.
+
+    None where no answer is behind it, or none that we can read.
+    """
+    cause = error.__cause__
+    if cause is None or isinstance(cause, DcpObjstoreError):
+        return None
+    status, code = http_code(cause)
+    if status is None or code is None:
+        return None
+    told = _ANSWER.search(_parts(cause)[0])
+    return f"{status} {code}" + (f": {told[2].strip().rstrip('.')}" if told else "")
+
+
+def advice_of(kind: type[DcpObjstoreError]) -> str | None:
+    """What an error of this kind says by itself, without the store's answer."""
+    return _ADVICE.get(kind)
+
+
+def sent_whole(error: BaseException) -> bool:
+    """A ranged GET was answered with 200, as a server may do if the range is the whole object."""
+    return _WHOLE in str(error)
 
 
 def translate_obstore(
@@ -281,13 +343,20 @@ def _answer(error: Exception) -> DcpObjstoreError:
     status, code = http_code(error)
     text, dump = _parts(error)
     summary = _ANSWER.sub(r"\1: \2", text).strip()
-    if status == _FULL_STATUS or code in _FULL_CODES:
-        advice: str | None = _FULL
-    elif any(words in text for words in _WANTS_TLS):
-        kind, advice = ConfigError, _USE_HTTPS
-    else:
-        advice = _not_the_range(status, dump) or _ADVICE.get(kind)
+    wants_tls = any(words in text for words in _WANTS_TLS)
+    if wants_tls and status != _FULL_STATUS and code not in _FULL_CODES:
+        return ConfigError(f"{_USE_HTTPS}: {summary}")
+    advice = _not_the_range(status, dump) or advice_on(kind, status, code)
     return kind(f"{advice}: {summary}" if advice else f"{type(error).__name__}: {summary}")
+
+
+def advice_on(
+    kind: type[DcpObjstoreError], status: int | None = None, code: str | None = None
+) -> str | None:
+    """What an error of ours means to the user, for the beginning of its text; None: no idea."""
+    if status == _FULL_STATUS or code in _FULL_CODES:
+        return _FULL
+    return _ADVICE.get(kind)
 
 
 def _not_the_range(status: int | None, dump: str) -> str | None:
@@ -306,13 +375,13 @@ def _no_answer(
     reason = next((reason for reason in _NO_ANSWERS if reason.sign in dump), None)
     if reason is None:
         return None
+    # "REDACTED" where it would show a signature
     method, url, took, retries = request.groups()
     if our_retries:
         took, retries = f"{elapsed_seconds:.1f} s", our_retries
     tries = f"{method} {url}, {retries or 0} retries in {took}"
-    return reason.kind(
-        f"cannot reach {urlsplit(url).netloc}: {reason.what}; {reason.advice} ({tries})"
-    )
+    whom = urlsplit(url).netloc or "the store"
+    return reason.kind(f"cannot reach {whom}: {reason.what}; {reason.advice} ({tries})")
 
 
 def _failed_abort(error: Exception, found: DcpObjstoreError) -> DcpObjstoreError:

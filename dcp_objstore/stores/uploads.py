@@ -1,7 +1,8 @@
 """Multipart uploads that were neither completed nor aborted: they are unseen, and billed.
 
-obstore has no call for them, so for S3 this goes through boto3 (extra `s3`), with the endpoint and
-the credentials that obstore gets. A lifecycle rule of the bucket removes them without any sweep.
+Beside them, what the bucket does by itself: its lifecycle rule for such uploads, and versioning,
+which keeps what is deleted. obstore has no call for any of these, so for S3 this goes through
+boto3 (extra `s3`), with the endpoint and the credentials that obstore gets.
 """
 
 from __future__ import annotations
@@ -12,25 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
-from dcp_objstore.errors import (
-    ConfigError,
-    CredentialsError,
-    DcpObjstoreError,
-    StoreUnavailableError,
-    UnsupportedError,
-)
-from dcp_objstore.stores.options import s3_settings
-from dcp_objstore.stores.translate import kind_of_answer
+from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
+from dcp_objstore.stores.boto3_errors import code_of, is_upload_gone, translate_boto3
 
 if TYPE_CHECKING:
-    from dcp_objstore.stores.options import S3Settings
+    from dcp_objstore.stores.local_uploads import LocalUploads
     from dcp_objstore.stores.spec import StoreSpec
 
 LIFECYCLE_DAYS: Final = 2
 _RULE_ID: Final = "dcp-objstore-incomplete-uploads"
-_GONE: Final = "NoSuchUpload"
 _NO_RULES: Final = "NoSuchLifecycleConfiguration"
 
 
@@ -83,7 +77,7 @@ class S3Uploads:
         Raises:
             As every verb of `ObjectStore`; UnsupportedError if the server has no such call.
         """
-        with _errors(self._url):
+        with boto_errors(self._url):
             pages = self._client.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self._bucket, Prefix=self._root, **self._extra
             )
@@ -103,14 +97,14 @@ class S3Uploads:
         try:
             size_bytes = sum(part["Size"] for page in pages for part in page.get("Parts", ()))
         except self._client.exceptions.ClientError as error:
-            if _code(error) != _GONE:  # completed or aborted since it was listed
+            if not is_upload_gone(error):  # completed or aborted since it was listed
                 raise
         key = entry["Key"].removeprefix(self._root)
         return Upload(key, entry["UploadId"], entry["Initiated"], size_bytes)
 
     def abort(self, upload: Upload) -> None:
         """See `Uploads`."""
-        with _errors(self._url):
+        with boto_errors(self._url):
             try:
                 self._client.abort_multipart_upload(
                     Bucket=self._bucket,
@@ -119,7 +113,7 @@ class S3Uploads:
                     **self._extra,
                 )
             except self._client.exceptions.ClientError as error:
-                if _code(error) != _GONE:
+                if not is_upload_gone(error):
                     raise
 
     def lifecycle_rules(self) -> Sequence[Mapping[str, Any]]:
@@ -128,14 +122,29 @@ class S3Uploads:
         Raises:
             As `list`.
         """
-        with _errors(self._url):
+        with boto_errors(self._url):
             try:
                 answer = self._client.get_bucket_lifecycle_configuration(Bucket=self._bucket)
             except self._client.exceptions.ClientError as error:
-                if _code(error) != _NO_RULES:
+                if code_of(error) != _NO_RULES:
                     raise
                 return ()
             return tuple(answer.get("Rules", ()))
+
+    def versioning(self) -> Literal["Enabled", "Suspended"] | None:
+        """Whether the bucket keeps what is overwritten and deleted; None if it never did.
+
+        Raises:
+            As `list`.
+        """
+        with boto_errors(self._url):
+            answer = self._client.get_bucket_versioning(Bucket=self._bucket)
+        status = answer.get("Status") or None
+        if status not in ("Enabled", "Suspended", None):
+            raise UnsupportedError(
+                f"the server calls the bucket's versioning {status!r}", url=self._url
+            )
+        return cast('Literal["Enabled", "Suspended"] | None', status)
 
     @property
     def prefix(self) -> str:
@@ -147,16 +156,34 @@ class S3Uploads:
         return f"s3://{self._bucket}/{self._root}".rstrip("/")
 
 
-def open_uploads(spec: StoreSpec) -> S3Uploads:
-    """Look at the multipart uploads below a URL.
+def open_uploads(spec: StoreSpec) -> S3Uploads | LocalUploads:
+    """Look at the multipart uploads below a URL; on `file://` at temporary objects.
 
     Raises:
-        UnsupportedError: not S3, or boto3 is not installed; says what to do instead.
+        As `open_s3_uploads`.
+    """
+    if spec.parsed.scheme == "file":
+        from dcp_objstore.stores.local_uploads import LocalUploads
+
+        return LocalUploads(Path(spec.parsed.prefix))
+    return open_s3_uploads(spec)
+
+
+def open_s3_uploads(spec: StoreSpec) -> S3Uploads:
+    """Look at the multipart uploads below a URL, and at what the bucket does with them.
+
+    Raises:
+        UnsupportedError: it is not S3, or boto3 is not installed; says what to do instead.
         ConfigError, CredentialsError: as for the store.
     """
     url = spec.parsed
     if url.scheme in ("file", "memory"):
         raise UnsupportedError(f"{url.scheme}:// has no multipart uploads")
+    if url.scheme == "az":
+        raise UnsupportedError(
+            "unfinished uploads to az:// cannot be listed; Azure removes their blocks by itself, a"
+            " week after the last one"
+        )
     if url.scheme != "s3":
         raise UnsupportedError(
             f"unfinished uploads to {url.scheme}:// cannot be listed; a lifecycle rule of the"
@@ -166,46 +193,36 @@ def open_uploads(spec: StoreSpec) -> S3Uploads:
         raise UnsupportedError(
             "boto3 is not installed, which lists unfinished uploads: pip install 'dcp-objstore[s3]'"
         )
-    settings = s3_settings(spec.storage_options or {})
-    with _errors(spec.url):
-        client = _client(spec, settings)
-    extra = {"RequestPayer": "requester"} if settings.requester_pays else {}
-    return S3Uploads(client, url.bucket, f"{url.prefix}/" if url.prefix else "", extra)
+    with boto_errors(spec.url):
+        clients = spec.boto3_clients()
+        client = clients.write()
+    root = f"{url.prefix}/" if url.prefix else ""
+    return S3Uploads(client, url.bucket, root, clients.payer)
 
 
-def _client(spec: StoreSpec, settings: S3Settings) -> Any:
-    import boto3
-    import botocore
-    from botocore.config import Config
+def incomplete_upload_rule(spec: StoreSpec) -> int | None:
+    """After how many days the bucket removes unfinished uploads below a URL; None: never.
 
-    endpoint: str | None = getattr(spec.open(), "endpoint_url", None)
-    # As in `clients`.
-    virtual = settings.addressing_style == "virtual" or (
-        settings.addressing_style in (None, "auto")
-        and endpoint is None
-        and "." not in spec.parsed.bucket
-    )
-    session = boto3.Session(
-        aws_access_key_id=settings.key,
-        aws_secret_access_key=settings.secret,
-        aws_session_token=settings.token,
-        profile_name=settings.profile,
-        region_name=settings.region,
-    )
-    config = Config(
-        s3={"addressing_style": "virtual" if virtual else "path"},
-        connect_timeout=spec.config.connect_timeout_seconds,
-        read_timeout=spec.config.request_timeout_seconds,
-        retries={"mode": "standard", "total_max_attempts": 1 + spec.config.max_retries},
-        **({"signature_version": botocore.UNSIGNED} if settings.anon else {}),
-    )
-    return session.client(
-        "s3",
-        endpoint_url=endpoint,
-        region_name=session.region_name or "us-east-1",
-        verify=settings.verify,
-        config=config,
-    )
+    One request (`s3:GetLifecycleConfiguration`).
+
+    Raises:
+        UnsupportedError: not S3, boto3 is not installed, or the server has no such call.
+        PermissionDeniedError: common, as it takes a right that a training job does not need.
+        Otherwise as every verb of `ObjectStore`.
+    """
+    uploads = open_s3_uploads(spec)
+    return covering_days(uploads.lifecycle_rules(), uploads.prefix)
+
+
+def versioning(spec: StoreSpec) -> Literal["Enabled", "Suspended"] | None:
+    """Whether the bucket keeps what is overwritten and deleted, which is then billed for ever.
+
+    One request (`s3:GetBucketVersioning`). None: it never had versions.
+
+    Raises:
+        As `incomplete_upload_rule`.
+    """
+    return open_s3_uploads(spec).versioning()
 
 
 def covering_days(rules: Sequence[Mapping[str, Any]], prefix: str) -> int | None:
@@ -256,31 +273,12 @@ def lifecycle_configuration(
 
 
 @contextmanager
-def _errors(url: str) -> Iterator[None]:
-    """Errors of boto3 as ours, by type and code."""
-    from botocore import exceptions as boto
-
+def boto_errors(url: str) -> Iterator[None]:
+    """Errors of boto3 as ours."""
     try:
         yield
     except DcpObjstoreError as error:
         error.at(url=url)
         raise
-    except boto.ClientError as error:
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        kind = kind_of_answer(status, _code(error)) or DcpObjstoreError
-        raise kind(f"{error}", url=url) from error
-    except (
-        boto.CredentialRetrievalError,
-        boto.NoCredentialsError,
-        boto.PartialCredentialsError,
-        boto.TokenRetrievalError,
-    ) as error:
-        raise CredentialsError(f"{error}", url=url) from error
-    except (boto.HTTPClientError, boto.ConnectionError) as error:
-        raise StoreUnavailableError(f"{error}", url=url) from error
-    except boto.BotoCoreError as error:
-        raise ConfigError(f"{error}", url=url) from error
-
-
-def _code(error: Any) -> str:
-    return str(error.response.get("Error", {}).get("Code", ""))
+    except Exception as error:
+        raise translate_boto3(error).at(url=url) from error

@@ -9,22 +9,39 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 from dcp_objstore.errors import InvalidUrlError
+from dcp_objstore.stores.fsspec_schemes import is_known
 
-Scheme = Literal["s3", "gs", "file", "memory"]
-SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "file", "memory")
+Scheme = Literal["s3", "gs", "az", "file", "memory"]
+SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "az", "file", "memory")
 _ALIASES: dict[str, Scheme] = {
     "s3": "s3",
     "gs": "gs",
     "gcs": "gs",
+    "az": "az",
+    "azure": "az",
+    "abfs": "az",
+    "abfss": "az",
     "file": "file",
     "memory": "memory",
 }
 # Spellings that other tools use for what we have under another name.
-_FOREIGN = {"s3a": "s3", "s3n": "s3", "minio": "s3", "local": "file", "mem": "memory"}
+_FOREIGN = {
+    "s3a": "s3",
+    "s3n": "s3",
+    "minio": "s3",
+    "wasb": "az",
+    "wasbs": "az",
+    "adl": "az",
+    "local": "file",
+    "mem": "memory",
+}
+# `abfss://container@account.dfs.core.windows.net/prefix`, as Hadoop and Azure's portal write it.
+_AZURE_ACCOUNT = re.compile(r"([a-z0-9-]+)@([a-z0-9]{3,24})\.(?:dfs|blob)\.[a-z.]+\Z")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -34,13 +51,16 @@ class StoreUrl:
     """A checked URL.
 
     Attributes:
-        scheme: one of `SCHEMES`; `gcs` became `gs`.
-        bucket: the bucket; for `memory` the name of the store; empty for `file`.
+        scheme: one of `SCHEMES`; `gcs` became `gs`, and `azure`, `abfs` and `abfss` became `az`. Or
+            a foreign one, that fsspec knows.
+        bucket: the bucket (Azure: the container); for `memory` the name of the store; empty for
+            `file`. Of a foreign scheme all that stands before the first slash: a host, a container,
+            or nothing.
         prefix: what all keys start with, without slashes at its ends; for `file` the absolute
             path of the root.
     """
 
-    scheme: Scheme
+    scheme: str
     bucket: str
     prefix: str
 
@@ -51,12 +71,15 @@ class StoreUrl:
         return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
 
 
-def parse_url(url: object) -> StoreUrl:
+def parse_url(url: object, also: Collection[str] = ()) -> StoreUrl:
     """Take a URL apart.
 
     Args:
-        url: `s3://bucket/prefix`, `gs://` or `gcs://bucket/prefix`, `file:///absolute/path` or
-            `memory://name/prefix`. A slash at the end is dropped.
+        url: `s3://bucket/prefix`, `gs://` or `gcs://bucket/prefix`, `az://container/prefix` (also
+            `azure`, `abfs` and `abfss`), `file:///absolute/path` or `memory://name/prefix`; or one
+            of a scheme that fsspec knows (`sftp://host/prefix`, `hf://…`). A slash at the end is
+            dropped.
+        also: schemes that are known besides: those of a filesystem that the caller has.
 
     Raises:
         InvalidUrlError: not a `str`, no or an unknown scheme, no bucket, credentials inside the
@@ -67,20 +90,34 @@ def parse_url(url: object) -> StoreUrl:
     head, found, rest = url.partition("://")
     if not found or "/" in head or "@" in head:
         raise InvalidUrlError(_no_scheme(url))
+    if "::" in head:
+        raise InvalidUrlError(
+            f"{_shown(url)} chains filesystems; make the outer one yourself, with fsspec, and pass"
+            " storage_options={'fs': filesystem}"
+        )
     scheme = _ALIASES.get(head.lower())
     if scheme is None:
+        if head.lower() in also or (head.lower() not in _FOREIGN and is_known(head.lower())):
+            return _foreign_url(url, head.lower(), rest)
         raise InvalidUrlError(_unknown_scheme(head))
     if scheme == "file":
         return _file_url(url, rest)
     bucket, _, prefix = rest.partition("/")
     if "@" in bucket:
+        azure = _AZURE_ACCOUNT.match(bucket) if scheme == "az" else None
+        if azure:
+            raise InvalidUrlError(
+                f"the storage account does not belong in an az:// URL: write"
+                f" {_shown(f'az://{azure[1]}/{prefix}')} with storage_options="
+                f"{{'account_name': {azure[2]!r}}}"
+            )
         # The URL is not repeated: what stands before the @ may be a secret.
         raise InvalidUrlError(
             f"credentials do not belong in a {scheme}:// URL; pass storage_options="
             "{'key': …, 'secret': …} or set the environment"
         )
     if not bucket:
-        what = "store name" if scheme == "memory" else "bucket"
+        what = {"memory": "store name", "az": "container"}.get(scheme, "bucket")
         raise InvalidUrlError(
             f"{_shown(url)} names no {what}; write {scheme}://{what.rsplit(maxsplit=1)[-1]}/prefix"
         )
@@ -88,6 +125,8 @@ def parse_url(url: object) -> StoreUrl:
         raise InvalidUrlError(
             f"{_shown(url)} has no bucket name: letters, digits, '.', '-' and '_' only"
         )
+    if scheme == "az" and "\\" in prefix:
+        raise InvalidUrlError(f"{_shown(url)} has a backslash, which Azure makes a '/'; remove it")
     return StoreUrl(
         scheme, bucket, _check_segments(prefix.removesuffix("/"), _shown(url), empty_ok=True)
     )
@@ -156,6 +195,33 @@ def _file_url(url: str, rest: str) -> StoreUrl:
     return StoreUrl("file", "", "/" + _check_segments(trimmed, _shown(url)))
 
 
+# Where `org:repo@branch` is no user with a password.
+_COLON_IS_NO_PASSWORD = ("github",)
+
+
+def _foreign_url(url: str, scheme: str, rest: str) -> StoreUrl:
+    authority, _, prefix = rest.partition("/")
+    user, at, _ = authority.rpartition("@")
+    if at and ":" in user and scheme not in _COLON_IS_NO_PASSWORD:
+        # Not repeated: it is a password.
+        raise InvalidUrlError(
+            f"a password does not belong in a {scheme}:// URL; pass it in storage_options"
+        )
+    if scheme in ("http", "https") and "?" in rest:
+        raise InvalidUrlError(
+            f"{_shown(url)} has a query; keys would follow it. Pass what the server wants to know"
+            " in storage_options"
+        )
+    if not authority and not prefix.strip("/"):
+        raise InvalidUrlError(f"{_shown(url)} names no place; write {scheme}://place/prefix")
+    if authority:
+        _check_segments(authority, _shown(url))
+    shown = _shown(url)
+    return StoreUrl(
+        scheme, authority, _check_segments(prefix.removesuffix("/"), shown, empty_ok=True)
+    )
+
+
 def _not_a_string(url: object) -> str:
     if isinstance(url, os.PathLike):
         # Path('s3://b/k') has already become 's3:/b/k': it cannot be repaired safely.
@@ -168,7 +234,7 @@ def _not_a_string(url: object) -> str:
 
 def _no_scheme(url: str) -> str:
     broken = re.match(r"([A-Za-z0-9]+):/(?!/)(.*)", url)
-    if broken and broken[1].lower() in _ALIASES:
+    if broken and (broken[1].lower() in _ALIASES or is_known(broken[1].lower())):
         whole = f"{broken[1]}://{broken[2]}"
         return f"{_shown(url)} has lost a slash (pathlib does that): write {_shown(whole)}"
     known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
@@ -179,7 +245,7 @@ def _unknown_scheme(head: str) -> str:
     close = difflib.get_close_matches(head.lower(), list(_ALIASES), n=1, cutoff=0.5)
     nearest = _FOREIGN.get(head.lower(), close[0] if close else None)
     hint = f"; did you mean {nearest}://?" if nearest else ""
-    known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+    known = ", ".join(f"{scheme}://" for scheme in SCHEMES) + " and those of fsspec"
     return (
         f"unknown scheme '{head}://'{hint} Known are {known}."
         if hint

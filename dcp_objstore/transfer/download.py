@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
+from dcp_objstore.events import RangeRead, Retried
 from dcp_objstore.stores.limiter import lane_for
 from dcp_objstore.stores.protocol import PiecewiseStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores.protocol import ObjectStore
+    from dcp_objstore.telling import Channel
 
 T = TypeVar("T")
 
@@ -94,8 +98,10 @@ def fetch_ranges(
         with gate:
             consume(request, body)
 
-    def work() -> None:
-        fetcher = _Fetcher(store, object_keys, guarded, explain)
+    channel = progress.channel
+
+    def work(number: int) -> None:
+        fetcher = _Fetcher(store, object_keys, guarded, explain, channel)
         try:
             while True:
                 progress.check_stopped()
@@ -105,20 +111,31 @@ def fetch_ranges(
                     return
                 into = None if admit is None else admit(request, progress)
                 lane.begin(id(request), progress.check_stopped)
+                began_at = time.monotonic()
                 answered = False
                 try:
                     fetcher.fetch(request, into)
                     answered = True
                 finally:
                     lane.end(id(request), answered=answered)
+                del into
                 progress.moved(request.end - request.start)
+                if channel is not None:
+                    channel.tell(
+                        RangeRead,
+                        began_at,
+                        object_key=object_keys[request.object_number],
+                        offset=request.start,
+                        size_bytes=request.end - request.start,
+                        worker=number,
+                    )
                 done.put(request)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             done.put(error)
 
     budget_bytes = config.memory_budget_bytes if budget_bytes is None else budget_bytes
     for number in range(worker_count(requests, config.download_concurrency, budget_bytes)):
-        spawn(work, f"download-{number}")
+        spawn(partial(work, number), f"download-{number}")
     try:
         for _ in requests:
             outcome = _next_outcome(done, progress)
@@ -165,6 +182,7 @@ class _Fetcher(Generic[T]):
     object_keys: Sequence[str]
     consume: Callable[[RangeRequest[T], Buffer], None]
     explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None
+    channel: Channel | None
 
     def __post_init__(self) -> None:
         self._scratch = memoryview(b"")
@@ -177,12 +195,22 @@ class _Fetcher(Generic[T]):
                 pieces = cut(request, BLOCK_SIZE_BYTES)
             into = self._memory(max(piece.end - piece.start for piece in pieces))
         consumed = 0
+        began_at = time.monotonic()
         try:
             with closing(self._arriving(pieces, into)) as bodies:
                 for body in bodies:
                     self.consume(pieces[consumed], body)
                     consumed += 1
-        except CorruptDataError:
+        except CorruptDataError as error:
+            if self.channel is not None:
+                self.channel.tell(
+                    Retried,
+                    began_at,
+                    what="range",
+                    attempt=2,
+                    error=f"{type(error).__name__}: {error.message}",
+                    object_key=self.object_keys[request.object_number],
+                )
             rest = pieces[consumed]
             if consumed < len(pieces) - 1:
                 spans = [span for piece in pieces[consumed:] for span in piece.spans]

@@ -9,8 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from dcp_objstore.errors import TransferStalledError
+
+if TYPE_CHECKING:
+    from dcp_objstore.telling import Channel
 
 
 class Progress:
@@ -18,22 +22,25 @@ class Progress:
 
     Args:
         stall_timeout_seconds: `check_stalled` raises when nothing moved for this long.
-        on_bytes: called with the number of bytes that were just moved, from any thread, one call
-            at a time.
+        channel: where parts and ranges are told of, if anybody wants to hear.
         clock: monotonic seconds.
+
+    Attributes:
+        channel: that; None where nobody listens to such detail.
+        moved_bytes: so far.
     """
 
     def __init__(
         self,
         stall_timeout_seconds: float,
-        on_bytes: Callable[[int], None] | None = None,
+        channel: Channel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stall_timeout_seconds = stall_timeout_seconds
-        self._on_bytes = on_bytes
+        self.channel = channel if channel is not None and channel.detailed else None
         self._clock = clock
         self._last_move_at = clock()
-        # Re-entrant: bytes are reported by weak references, also in the midst of such a report.
+        # Re-entrant: bytes are reported by weak references, which may be dropped anywhere.
         self._lock = threading.RLock()
         self._stop: BaseException | None = None
         self.moved_bytes = 0
@@ -43,8 +50,6 @@ class Progress:
         with self._lock:
             self.moved_bytes += count_bytes
             self._last_move_at = self._clock()
-            if self._on_bytes is not None:
-                self._on_bytes(count_bytes)
 
     def alive(self) -> None:
         """Report work that moves no bytes yet (resolving data, copying from a device)."""

@@ -15,18 +15,21 @@ its part is uploaded, and a weak reference to it tells.
 
 from __future__ import annotations
 
+import heapq
 import logging
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
+from dcp_objstore.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores.limiter import Lane, lane_for
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count
@@ -36,6 +39,7 @@ from dcp_objstore.transfer.workers import run_into, spawn
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores.protocol import ObjectStore, Version
+    from dcp_objstore.telling import Channel
 
 T = TypeVar("T")
 
@@ -59,17 +63,97 @@ class Uploaded:
     parts: int
 
 
+@dataclass(slots=True)
+class _Part:
+    """One part: its buffers that the transport holds, and whether it was handed all of them."""
+
+    number: int
+    worker: int
+    began_at: float
+    size_bytes: int = 0
+    held: set[int] = field(default_factory=set)
+    whole: bool = False
+
+
+class _Parts:
+    """Tells of each part of one object as the transport lets go of its last buffer.
+
+    Buffers are let go of in any thread, and perhaps in the midst of another call here; so there are
+    no locks, and each step is one that the interpreter does at once.
+    """
+
+    def __init__(self, channel: Channel, object_key: str, part_size_bytes: int) -> None:
+        self._channel = channel
+        self._object_key = object_key
+        self._part_size_bytes = part_size_bytes
+        self._under_way: dict[int, _Part] = {}
+        self._filling: _Part | None = None
+        self._free: list[int] = []
+        self._workers = 0
+
+    def hand(self, token: int, end: int, size_bytes: int) -> _Part:
+        """A buffer that ends at `end` in the object is handed over; returns its part."""
+        number = max(0, end - 1) // self._part_size_bytes
+        part = self._filling
+        if part is None or part.number != number:
+            self.close()
+            part = self._under_way[number] = _Part(number, self._worker(), time.monotonic())
+            self._filling = part
+        part.size_bytes += size_bytes
+        part.held.add(token)
+        return part
+
+    def _worker(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        self._workers += 1
+        return self._workers - 1
+
+    def close(self) -> None:
+        """No more buffers come for the part that is being filled."""
+        part, self._filling = self._filling, None
+        if part is not None:
+            part.whole = True
+            self._tell_if_done(part)
+
+    def let_go(self, part: _Part, token: int) -> None:
+        """The transport has let go of a buffer."""
+        part.held.discard(token)
+        self._tell_if_done(part)
+
+    def _tell_if_done(self, part: _Part) -> None:
+        # Of several that see it done, one gets the part.
+        if part.whole and not part.held and self._under_way.pop(part.number, None) is not None:
+            self._channel.tell(
+                PartUploaded,
+                part.began_at,
+                object_key=self._object_key,
+                part=part.number,
+                size_bytes=part.size_bytes,
+                worker=part.worker,
+            )
+            heapq.heappush(self._free, part.worker)
+
+
 class _Tracked:
     """Passes buffers on, and reports to `progress` when the transport lets go of each."""
 
     def __init__(
-        self, buffers: Iterable[ByteArray], progress: Progress, part_size_bytes: int, lane: Lane
+        self,
+        buffers: Iterable[ByteArray],
+        progress: Progress,
+        part_size_bytes: int,
+        key: str,
+        lane: Lane,
     ) -> None:
         self._lane = lane
         self._buffers = iter(buffers)
         self._part_size_bytes = part_size_bytes
         self._progress = progress
         self._pending: dict[int, weakref.ref[Any]] = {}
+        channel = progress.channel
+        self._parts = None if channel is None else _Parts(channel, key, part_size_bytes)
+        self._rest: ByteArray | None = None
         self.size_bytes = 0
 
     def __iter__(self) -> Iterator[ByteArray]:
@@ -78,7 +162,7 @@ class _Tracked:
     def __next__(self) -> ByteArray:
         self._progress.check_stopped()
         self._progress.alive()
-        buffer = next(self._buffers)
+        buffer = next(self._buffers) if self._parts is None else self._within_a_part(self._parts)
         if self.size_bytes + buffer.nbytes > self._part_size_bytes * MAX_PARTS:
             # Pickled values have no size before they are written, so no plan allows for them.
             raise UnsupportedError(
@@ -93,19 +177,37 @@ class _Tracked:
         self.track(view)
         return view
 
+    def _within_a_part(self, parts: _Parts) -> ByteArray:
+        """The next buffer, cut where a part ends: it would be held until both parts are done."""
+        buffer, self._rest = self._rest, None
+        if buffer is None:
+            try:
+                buffer = next(self._buffers)
+            except StopIteration:
+                parts.close()
+                raise
+        room_bytes = self._part_size_bytes - self.size_bytes % self._part_size_bytes
+        if buffer.nbytes > room_bytes:
+            buffer, self._rest = buffer[:room_bytes], buffer[room_bytes:]
+        return buffer
+
     def track(self, view: ByteArray) -> None:
         count_bytes = view.nbytes
         start = self.size_bytes
         self.size_bytes += count_bytes
         token, lane, part_size_bytes = id(view), self._lane, self._part_size_bytes
+        parts = self._parts
+        part = None if parts is None else parts.hand(token, self.size_bytes, count_bytes)
 
         def done(_: object) -> None:
             self._pending.pop(token, None)
             if count_bytes:
                 first, last = (at // part_size_bytes for at in (start, start + count_bytes - 1))
-                for part in range(first, last + 1):
-                    lane.end(part)
+                for number in range(first, last + 1):
+                    lane.end(number)
             self._progress.moved(count_bytes)
+            if parts is not None and part is not None:
+                parts.let_go(part, token)
 
         self._pending[token] = weakref.ref(view, done)
 
@@ -133,7 +235,8 @@ def upload_object(
     the error where that is not certain.
     """
     lane = lane_for(store, "put_stream")
-    tracked = _Tracked(buffers, progress, plan.part_size_bytes, lane)
+    began_at = time.monotonic()
+    tracked = _Tracked(buffers, progress, plan.part_size_bytes, key, lane)
 
     def send() -> Version:
         head: list[ByteArray] = []
@@ -159,11 +262,13 @@ def upload_object(
 
     with closing(lane):
         version = run_watched(send, f"upload of {key}", progress)
-    return Uploaded(
-        size_bytes=tracked.size_bytes,
-        version=version,
-        parts=part_count(tracked.size_bytes, plan.part_size_bytes),
-    )
+    size_bytes = tracked.size_bytes
+    parts = part_count(size_bytes, plan.part_size_bytes)
+    if progress.channel is not None:
+        progress.channel.tell(
+            ObjectUploaded, began_at, object_key=key, size_bytes=size_bytes, parts=parts
+        )
+    return Uploaded(size_bytes=size_bytes, version=version, parts=parts)
 
 
 def _chain(head: list[ByteArray], rest: Iterator[ByteArray]) -> Iterator[ByteArray]:

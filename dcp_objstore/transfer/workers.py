@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+R = TypeVar("R")
+
+# Small requests: as many at once as a connection pool has room for.
+AT_ONCE = 16
+# Ctrl-C ends the waiting between two waves; what a wave has begun goes on, and does no harm.
+WAVE = 4 * AT_ONCE
 
 
 class DaemonPool:
@@ -53,6 +59,21 @@ class DaemonPool:
             self._tasks.put(None)
 
 
+def in_waves(do: Callable[[T], R], items: Sequence[T], wave: int = WAVE) -> Iterator[R]:
+    """`do(item)` of each, `AT_ONCE` of them at a time, in their order.
+
+    Args:
+        wave: so many are begun before the first of them is given.
+    """
+    if not items:
+        return
+    with DaemonPool(min(AT_ONCE, len(items), wave), "requests") as pool:
+        for start in range(0, len(items), wave):
+            futures = [pool.submit(do, item) for item in items[start : start + wave]]
+            for future in futures:
+                yield future.result()
+
+
 def run_into(future: Future[Any], function: Callable[[], Any]) -> None:
     """Run `function` and put its result or error into `future`."""
     try:
@@ -69,6 +90,12 @@ def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
     future: Future[T] = Future()
     spawn(lambda: run_into(future, lambda: function(*args, **settings)), "request")
     return future.result()
+
+
+def worker_number() -> int:
+    """Of the thread that this is called in, in its `DaemonPool`; 0 elsewhere."""
+    number = threading.current_thread().name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 def spawn(function: Callable[[], object], name: str) -> threading.Thread:

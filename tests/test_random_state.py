@@ -1,0 +1,94 @@
+"""`RandomState`: what is drawn after a load is what would have been drawn after the save."""
+
+from __future__ import annotations
+
+import copy
+import random
+import secrets
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dcp_objstore as dos
+from tests.support.ranks import run_ranks
+
+
+def draw() -> list[float]:
+    # Of `gauss` and `randn` one more value waits for the next call.
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        torch.rand(()).item(),
+        *([torch.rand((), device="cuda").item()] if torch.cuda.is_initialized() else []),
+    ]
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+    draw()
+
+
+def test_draws_go_on_where_they_were_saved() -> None:
+    url = f"memory://{secrets.token_hex(6)}/step-1"
+    seed(1)
+    dos.save({"random": dos.RandomState()}, url, progress=False)
+    expected = [draw() for _ in range(3)]
+    seed(2)
+    dos.load({"random": dos.RandomState()}, url, progress=False)
+    assert [draw() for _ in range(3)] == expected
+
+
+def _save(rank: int, world_size: int, url: str) -> list[float]:
+    seed(rank)
+    dos.save({"random": dos.PerRank(dos.RandomState())}, url, progress=False)
+    return draw()
+
+
+def _load(rank: int, world_size: int, url: str) -> tuple[bool, list[float]]:
+    seed(100)
+    state = {"random": dos.PerRank(dos.RandomState())}
+    dos.load(state, url, progress=False)
+    return state["random"].restored, draw()
+
+
+def test_each_rank_draws_its_own(tmp_path: Any) -> None:
+    url = (tmp_path / "step-1").as_uri()
+    drawn = run_ranks(2, _save, url)
+    assert drawn[0] != drawn[1]
+    assert run_ranks(2, _load, url) == [(True, one) for one in drawn]
+
+
+@pytest.mark.gpu
+def test_cuda_draws_go_on_where_they_were_saved() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    torch.cuda.init()
+    test_draws_go_on_where_they_were_saved()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("numpy"),
+        lambda state: state.update(python=None),
+        lambda state: state.update(torch=torch.zeros(3, dtype=torch.uint8)),
+        lambda state: state.update(numpy=(*state["numpy"][:1], torch.zeros(3), 0, 0, 0.0)),
+    ],
+)
+def test_what_is_no_such_state_is_refused_and_sets_nothing(change: Any) -> None:
+    seed(1)
+    state = copy.deepcopy(dos.RandomState().state_dict())
+    change(state)
+    seed(2)
+    before = dos.RandomState().state_dict()
+    with pytest.raises(dos.StateMismatchError, match="RandomState"):
+        dos.RandomState().load_state_dict(state)
+    expected = draw()
+    dos.RandomState().load_state_dict(before)
+    assert draw() == expected

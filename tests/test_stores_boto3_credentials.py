@@ -1,0 +1,145 @@
+"""boto3's own chain finds the credentials, and renews those that expire in the middle of a save."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.errors import ConfigError, CredentialsError
+from dcp_objstore.stores import StoreSpec, open_store
+from tests.support.expiring import ExpiringKeys, short_lived_profile
+from tests.support.servers import Bucket
+from tests.support.states import fill, tensor_state, wrong_keys
+
+MIB = 1024 * 1024
+CONFIG = dos.TransferConfig(
+    transport="boto3", part_size_bytes=5 * MIB, request_size_bytes=4 * MIB, max_retries=2
+)
+SHAPES = {"big": (3001, 4096), "small": (3, 3)}  # 12 MiB of bytes
+USES = 5
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.mark.backends("moto")
+def test_keys_that_expire_in_the_middle_of_a_save_are_renewed(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    state = tensor_state("plain", SHAPES, torch.uint8)
+    fill(state)
+    back = tensor_state("plain", SHAPES, torch.uint8)
+    with ExpiringKeys(bucket.storage_options, USES) as server:
+        for name, value in short_lived_profile(tmp_path, server.endpoint_url).items():
+            monkeypatch.setenv(name, value)
+        dos.save(dict(state), bucket.at("step-1"), config=CONFIG, progress=False)
+        saved_with = len(server.used)
+        dos.load(back, bucket.at("step-1"), config=CONFIG, progress=False)
+    assert wrong_keys(back) == []
+    assert saved_with >= 3, "the save was too short to show anything"
+    assert len(server.used) > saved_with
+    assert server.refused == 0
+    assert bucket.uploads() == []
+
+
+@pytest.mark.backends("moto")
+def test_keys_that_expire_and_have_no_source_end_the_save(bucket: Bucket) -> None:
+    state = tensor_state("plain", SHAPES, torch.uint8)
+    with ExpiringKeys(bucket.storage_options, USES) as server:
+        options = {"key": "static", "secret": "s", "endpoint_url": server.endpoint_url}
+        with pytest.raises(CredentialsError, match="ExpiredToken"):
+            dos.save(
+                dict(state),
+                bucket.at("step-1"),
+                config=CONFIG,
+                storage_options=options,
+                progress=False,
+            )
+        assert server.refused
+    assert "_COMMIT" not in bucket.keys("step-1")
+
+
+def write_profile(folder: Path, name: str, bucket: Bucket, secret: object = None) -> None:
+    options = bucket.storage_options
+    (folder / "credentials").write_text(
+        f"[{name}]\naws_access_key_id = {options['key']}\n"
+        f"aws_secret_access_key = {secret or options['secret']}\n"
+    )
+    section = name if name == "default" else f"profile {name}"
+    (folder / "config").write_text(
+        f"[{section}]\nregion = eu-west-3\nendpoint_url = {options['endpoint_url']}\n"
+    )
+
+
+def works(bucket: Bucket, options: dict[str, object] | None = None) -> bool:
+    open_store(bucket.url, options, CONFIG).put("k", b"x")
+    return open_store(bucket.url, bucket.storage_options).head("k").size_bytes == 1
+
+
+@pytest.mark.backends("seaweed")
+def test_a_profile_by_option_by_variable_and_by_default(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_profile(tmp_path, "train", bucket)
+    assert works(bucket, {"profile": "train"})
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_PROFILE", "train")
+        assert works(bucket)
+    write_profile(tmp_path, "default", bucket)
+    assert works(bucket)
+
+
+@pytest.mark.backends("seaweed")
+def test_keys_of_the_environment_come_before_aws_profile_and_options_before_both(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_profile(tmp_path, "train", bucket, secret="wrong")
+    monkeypatch.setenv("AWS_PROFILE", "train")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(bucket.storage_options["key"]))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(bucket.storage_options["secret"]))
+    assert works(bucket, {"endpoint_url": bucket.storage_options["endpoint_url"]})
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert works(bucket, dict(bucket.storage_options))
+
+
+def test_no_credentials_at_all() -> None:
+    with pytest.raises(CredentialsError, match="AWS_ACCESS_KEY_ID"):
+        open_store("s3://bucket/x", None, CONFIG)
+
+
+def test_a_profile_that_does_not_exist() -> None:
+    with pytest.raises(CredentialsError, match="missing-profile"):
+        open_store("s3://bucket/x", {"profile": "missing-profile"}, CONFIG)
+
+
+def test_a_credential_process_that_fails_is_an_error_about_credentials(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config").write_text("[profile broken]\ncredential_process = /bin/false\n")
+    with pytest.raises(CredentialsError):
+        open_store("s3://bucket/x", {"profile": "broken"}, CONFIG)
+
+
+def test_credentials_that_were_left_behind_by_a_pickle_are_named() -> None:
+    spec = StoreSpec("s3://bucket/x", {"key": "k", "secret": "s"}, CONFIG)
+    bare = StoreSpec(spec.url, None, CONFIG, ("key", "secret"))
+    with pytest.raises(CredentialsError, match="key, secret were given"):
+        bare.open()
+
+
+def test_certificates_that_are_not_there() -> None:
+    spec = StoreSpec("s3://bucket/x", {"anon": True, "verify": "/nowhere/ca.pem"}, CONFIG)
+    with pytest.raises(ConfigError, match="verify"):
+        spec.open().head("k")

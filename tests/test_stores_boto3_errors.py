@@ -1,0 +1,293 @@
+"""Every failure of a store met through boto3 is the same typed error of ours as through obstore."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import (
+    BucketNotFoundError,
+    ConfigError,
+    CorruptDataError,
+    CredentialsError,
+    DcpObjstoreError,
+    InputError,
+    PermissionDeniedError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+    UnsupportedError,
+)
+from dcp_objstore.stores import IfAbsent, IfVersion, Version, open_store
+from tests.support.servers import READ_ONLY, Bucket
+from tests.test_stores_errors import READS, VERBS, Scripted, check
+
+ONCE = TransferConfig(
+    max_retries=0, connect_timeout_seconds=5, request_timeout_seconds=20, transport="boto3"
+)
+RANGE = {
+    "ETag": '"e"',
+    "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
+}
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[Scripted]:
+    """One for all tests here, whose clients are then made once."""
+    found = Scripted()
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (400, "ExpiredToken", CredentialsError),
+        (400, "InvalidToken", CredentialsError),
+        (403, "InvalidAccessKeyId", CredentialsError),
+        (403, "SignatureDoesNotMatch", CredentialsError),
+        (403, "RequestTimeTooSkewed", CredentialsError),
+        (401, "", CredentialsError),
+        (403, "AccessDenied", PermissionDeniedError),
+        (403, "", PermissionDeniedError),
+        (404, "NoSuchBucket", BucketNotFoundError),
+        (400, "InvalidArgument", InputError),
+        (400, "RequestTimeout", StoreUnavailableError),
+        (412, "PreconditionFailed", PreconditionFailedError),
+        (409, "ConditionalRequestConflict", PreconditionFailedError),
+        (409, "OperationAborted", StoreUnavailableError),
+        (416, "InvalidRange", CorruptDataError),
+        (429, "SlowDown", StoreUnavailableError),
+        (500, "InternalError", StoreUnavailableError),
+        (501, "NotImplemented", UnsupportedError),
+        (502, "", StoreUnavailableError),
+        (503, "SlowDown", StoreUnavailableError),
+        (504, "", StoreUnavailableError),
+        (418, "", DcpObjstoreError),
+    ],
+)
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_answer_is_one_error(
+    scripted: Scripted, verb: str, status: int, code: str, expected: type[DcpObjstoreError]
+) -> None:
+    body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode() if code else b""
+    scripted.answer = lambda *_: (status, {}, body)
+    store = scripted.store(ONCE)
+    with pytest.raises(DcpObjstoreError) as caught:
+        VERBS[verb](store)
+    assert type(caught.value) is expected
+    check(caught.value, store, verb)
+
+
+@pytest.mark.parametrize("code", ["PermanentRedirect", "AuthorizationHeaderMalformed"])
+def test_a_bucket_in_another_region(scripted: Scripted, code: str) -> None:
+    status = 301 if code == "PermanentRedirect" else 400
+    body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
+    # AWS names the region in a header, with which botocore tries once more.
+    scripted.answer = lambda *_: (status, {"x-amz-bucket-region": "eu-west-3"}, body)
+    for verb in VERBS.values():
+        with pytest.raises(ConfigError, match="another region"):
+            verb(scripted.store(ONCE))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_missing_bucket(bucket: Bucket, verb: str) -> None:
+    store = open_store("s3://no-such-bucket/run", bucket.storage_options, ONCE)
+    with pytest.raises(BucketNotFoundError) as caught:
+        VERBS[verb](store)
+    check(caught.value, store, verb)
+
+
+@pytest.mark.backends("seaweed")
+@pytest.mark.parametrize("wrong", ["key", "secret"])
+def test_wrong_credentials(bucket: Bucket, wrong: str) -> None:
+    options = {**bucket.storage_options, wrong: "wrong"}
+    store = open_store(bucket.url, options, ONCE)
+    for name, verb in VERBS.items():
+        with pytest.raises(CredentialsError) as caught:
+            verb(store)
+        check(caught.value, store, name)
+        assert str(bucket.storage_options["secret"]) not in str(caught.value)
+
+
+@pytest.mark.backends("seaweed")
+def test_an_identity_without_the_right_to_write(bucket: Bucket) -> None:
+    bucket.put("k", b"as it was")
+    store = open_store(bucket.url, {**bucket.storage_options, **READ_ONLY}, ONCE)
+    for name, verb in VERBS.items():
+        if name in READS:
+            verb(store)
+            continue
+        with pytest.raises(PermissionDeniedError) as caught:
+            verb(store)
+        check(caught.value, store, name)
+    assert bucket.keys() == ["k"]
+    assert bucket.get("k") == b"as it was"
+    assert bucket.uploads() == []
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as held:  # bound and not listening: refused, and nobody else gets it
+        held.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
+        options = {"key": "a", "secret": "b", "endpoint_url": endpoint}
+        config = TransferConfig(max_retries=1, transport="boto3")
+        store = open_store("s3://bucket/run", options, config)
+        for name, verb in VERBS.items():
+            with pytest.raises(StoreUnavailableError, match="no connection") as caught:
+                verb(store)
+            check(caught.value, store, name)
+
+
+def test_a_server_that_never_answers() -> None:
+    config = TransferConfig(max_retries=0, request_timeout_seconds=0.2, transport="boto3")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        options = {"key": "a", "secret": "b", "endpoint_url": endpoint}
+        store = open_store("s3://bucket/run", options, config)
+        for verb in READS.values():
+            with pytest.raises(StoreUnavailableError, match="in time"):
+                verb(store)
+        with pytest.raises(StoreUnavailableError, match="in time"):
+            store.put("k", b"x")
+
+
+def test_http_where_tls_is_and_the_reverse_say_so(scripted: Scripted) -> None:
+    options = scripted.spec(ONCE).storage_options
+    assert options is not None
+    endpoint = str(options["endpoint_url"]).replace("http://", "https://")
+    with pytest.raises(ConfigError, match="http://"):
+        open_store("s3://bucket/run", {**options, "endpoint_url": endpoint}, ONCE).head("k")
+
+
+# --- retries
+
+
+def test_retry_false_sends_one_request(scripted: Scripted) -> None:
+    scripted.answer = lambda *_: (503, {}, b"")
+    store = scripted.store(TransferConfig(max_retries=2, transport="boto3"))
+    before = len(scripted.requests)
+    with pytest.raises(StoreUnavailableError):
+        store.put("k", b"x", precondition=IfAbsent(), retry=False)
+    assert len(scripted.requests) == before + 1
+    with pytest.raises(StoreUnavailableError):
+        store.put("k", b"x")
+    assert len(scripted.requests) == before + 1 + 3
+
+
+def test_no_retry_begins_after_the_retry_timeout(scripted: Scripted) -> None:
+    scripted.answer = lambda *_: (503, {}, b"")
+    config = TransferConfig(max_retries=5, retry_timeout_seconds=0, transport="boto3")
+    store = scripted.store(config)
+    before = len(scripted.requests)
+    with pytest.raises(StoreUnavailableError):
+        store.head("k")
+    assert len(scripted.requests) == before + 1
+
+
+def test_a_body_that_breaks_off_is_asked_for_again(scripted: Scripted) -> None:
+    data = bytes(range(100))
+    wanted: list[str] = []
+    first = len(scripted.requests)
+
+    def answer(method: str, target: str, nth: int) -> tuple[int, dict[str, str], bytes]:
+        headers = scripted.requests[-1][2]
+        wanted.append(headers["Range"])
+        start, end = (int(n) for n in headers["Range"].removeprefix("bytes=").split("-"))
+        body = data[start : end + 1]
+        given = {"Content-Range": f"bytes {start}-{end}/100", "Content-Length": str(len(body))}
+        broken = len(scripted.requests) - first == 1
+        return 206, {**RANGE, **given}, body[:50] if broken else body
+
+    scripted.answer = answer
+    store = scripted.store(TransferConfig(max_retries=2, transport="boto3"))
+    into = memoryview(bytearray(40))
+    pieces = [bytes(piece) for piece in store.get_pieces("k", (0, 40, 80, 100), into)]
+    assert b"".join(pieces) == data
+    assert wanted == ["bytes=0-99", "bytes=40-99"]  # from the piece that was not whole
+
+
+def test_a_body_shorter_than_announced_is_an_error(scripted: Scripted) -> None:
+    headers = {**RANGE, "Content-Length": "100", "Content-Range": "bytes 0-99/100"}
+    scripted.answer = lambda *_: (206, headers, b"only this")
+    store = scripted.store(ONCE)
+    with pytest.raises(StoreUnavailableError):
+        store.get("k", max_size_bytes=100)
+    with pytest.raises(StoreUnavailableError):
+        store.get_range("k", 0, 100)
+
+
+# --- answers that are not what was asked for
+
+
+def test_a_server_that_ignores_the_range_is_an_error(scripted: Scripted) -> None:
+    scripted.answer = lambda *_: (200, RANGE, b"0123456789")
+    with pytest.raises(CorruptDataError, match="ignores Range"):
+        scripted.store(ONCE).get_range("k", 2, 4)
+
+
+def test_another_range_than_was_asked_for_is_an_error(scripted: Scripted) -> None:
+    scripted.answer = lambda *_: (206, {**RANGE, "Content-Range": "bytes 2-4/10"}, b"234")
+    for start, end in ((2, 6), (1, 5)):
+        with pytest.raises(CorruptDataError, match="another range"):
+            scripted.store(ONCE).get_range("k", start, end)
+
+
+def test_get_does_not_read_a_body_that_is_too_large(scripted: Scripted) -> None:
+    headers = {**RANGE, "Content-Length": str(1 << 40)}
+    scripted.answer = lambda *_: (200, headers, b"the first bytes")
+    with pytest.raises(CorruptDataError, match="1099511627776 bytes"):
+        scripted.store(ONCE).get("k", max_size_bytes=1000)
+
+
+# --- what is sent
+
+
+def test_settings_reach_the_requests(scripted: Scripted) -> None:
+    scripted.answer = lambda *_: (200, RANGE, b"")
+
+    def sent(**options: object) -> dict[str, str]:
+        scripted.store(ONCE, **options).put("k", b"x")
+        method, target, headers = scripted.requests[-1]
+        assert (method, target) == ("PUT", "/bucket/run/k")
+        return {name.lower(): value for name, value in headers.items()}
+
+    plain = sent()
+    assert plain["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+    assert not any("checksum" in name or name == "content-md5" for name in plain)
+    assert "x-amz-request-payer" not in plain
+    assert len(sent(sign_payload=True)["x-amz-content-sha256"]) == 64
+    assert sent(requester_pays=True)["x-amz-request-payer"] == "requester"
+    encryption = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "key-1"}
+    sealed = sent(s3_additional_kwargs=encryption)
+    assert sealed["x-amz-server-side-encryption"] == "aws:kms"
+    assert sealed["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
+    assert "authorization" not in sent(key=None, secret=None, anon=True)
+    assert "/eu-west-3/s3/" in sent(region="eu-west-3")["authorization"]
+    assert "x-amz-security-token" in sent(token="t")
+
+
+def test_given_keys_are_not_mixed_with_a_token_of_the_environment(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "of-another-key")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    scripted.answer = lambda *_: (200, RANGE, b"")
+    scripted.store(ONCE).put("k", b"x")
+    headers = {name.lower(): value for name, value in scripted.requests[-1][2].items()}
+    assert "x-amz-security-token" not in headers
+    assert "Credential=a/" in headers["authorization"]
+
+
+def test_preconditions_become_headers(scripted: Scripted) -> None:
+    scripted.answer = lambda *_: (200, RANGE, b"")
+    store = scripted.store(ONCE)
+    store.put("k", b"x", precondition=IfAbsent())
+    assert scripted.requests[-1][2]["If-None-Match"] == "*"
+    store.put("k", b"x", precondition=IfVersion(Version('"e"')))
+    assert scripted.requests[-1][2]["If-Match"] == '"e"'
+    with pytest.raises(InputError, match="e_tag"):
+        store.put("k", b"x", precondition=IfVersion(Version(None, "7")))

@@ -1,0 +1,130 @@
+"""Storage options: the table says what is taken, obstore knows its names, hints tell the right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from obstore.exceptions import BaseError, UnknownConfigurationKeyError
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores import StoreSpec, options
+from dcp_objstore.stores.option_table import OPTIONS, markdown
+from tests.support.servers import Bucket
+from tests.test_stores_s3_settings import requests_of
+
+# Of HTTP clients in general, not of S3: obstore takes them elsewhere.
+OF_CLIENTS = {"allow_http", "allow_invalid_certificates", "root_certificate"}
+
+
+def taken() -> set[str]:
+    """Every name that S3's options may have, the nested ones with a dot."""
+    nested = {
+        "client_kwargs": options._S3_CLIENT,
+        "s3_additional_kwargs": options._S3_EXTRA,
+        "config_kwargs.s3": options._S3_ADDRESSING,
+    }
+    plain = set(options._S3) - {"client_kwargs", "s3_additional_kwargs", "config_kwargs"}
+    return plain | {f"{place}.{name}" for place, names in nested.items() for name in names}
+
+
+def test_the_table_of_s3_has_every_option_once_and_no_other() -> None:
+    named = [name for row in OPTIONS["s3"] for name in (row.name, *row.also)]
+    assert len(named) == len(set(named))
+    assert set(named) == taken()
+
+
+@pytest.mark.parametrize(("scheme", "known"), [("gs", options._GS), ("az", options._AZ)])
+def test_the_tables_of_gcs_and_azure_have_every_option_once(
+    scheme: str, known: dict[str, object]
+) -> None:
+    named = [name for row in OPTIONS[scheme] for name in (row.name, *row.also)]
+    assert len(named) == len(set(named))
+    assert set(named) == set(known)
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_local_stores_have_no_options(scheme: str) -> None:
+    assert OPTIONS[scheme] == ()
+    with pytest.raises(ConfigError, match="take no options"):
+        StoreSpec(f"{scheme}:///tmp/x" if scheme == "file" else "memory://x", {"key": "x"})
+
+
+@pytest.mark.parametrize(
+    ("scheme", "store"), [("s3", S3Store), ("gs", GCSStore), ("az", AzureStore)]
+)
+def test_obstore_knows_its_names(scheme: str, store: Any) -> None:
+    bucket = "container_name" if scheme == "az" else "bucket"
+    for name in {name for row in OPTIONS[scheme] for name in row.native} - OF_CLIENTS:
+        try:
+            store(config={bucket: "b", name: "true"})
+        except BaseError as error:  # "true" is no checksum, say
+            assert not isinstance(error, UnknownConfigurationKeyError), name
+
+
+@pytest.mark.backends("moto")
+def test_the_environment_sets_what_the_table_says(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What other tests do not show: those of credentials, endpoint and region do theirs."""
+    monkeypatch.setenv("AWS_REQUEST_PAYER", "requester")
+    monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
+    monkeypatch.setenv("AWS_SSE_KMS_KEY_ID", "key-1")
+    monkeypatch.setenv("AWS_SSE_BUCKET_KEY_ENABLED", "true")
+    monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "SHA256")
+    found = requests_of(bucket, {})
+    assert all(asked.headers["x-amz-request-payer"] == "requester" for asked in found.values())
+    for name in ("put", "begin"):
+        headers = found[name].headers
+        assert headers["x-amz-server-side-encryption"] == "aws:kms"
+        assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
+        assert headers["x-amz-server-side-encryption-bucket-key-enabled"] == "true"
+    assert "x-amz-checksum-sha256" in found["part"].headers
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"aws_endpoint_url": "x"}, "did you mean 'endpoint_url'?"),
+        ({"virtual_hosted_style_request": True}, "did you mean 'addressing_style'?"),
+        ({"unsigned_payload": True}, "did you mean 'sign_payload'?"),
+        ({"skip_signature": True}, "did you mean 'anon'?"),
+        (
+            {"ServerSideEncryption": "AES256"},
+            "did you mean 's3_additional_kwargs': {'ServerSideEncryption': …}?",
+        ),
+        (
+            {"sse_kms_key_id": "x"},
+            "did you mean 's3_additional_kwargs': {'SSEKMSKeyId': …}?",
+        ),
+        (
+            {"s3_additional_kwargs": {"server_side_encryption": "x"}},
+            "did you mean 'ServerSideEncryption'?",
+        ),
+        ({"s3_additional_kwargs": {"RequestPayer": "x"}}, "in s3_additional_kwargs"),
+        ({"client_kwargs": {"key": "x"}}, "did you mean 'aws_access_key_id'?"),
+        ({"client_kwargs": {"secret_access_key": "x"}}, "did you mean 'aws_secret_access_key'?"),
+        ({"client_kwargs": {"profile": "x"}}, "did you mean 'profile', outside of this mapping?"),
+        (
+            {"config_kwargs": {"addressing_style": "path"}},
+            "did you mean 'addressing_style', outside of this mapping?",
+        ),
+        ({"s3_express": True}, "no need for it"),
+        ({"max_retries": 3}, "TransferConfig(max_retries=…)"),
+    ],
+)
+def test_another_spelling_gets_the_right_one(given: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        StoreSpec("s3://bucket", given)
+    assert text in caught.value.message
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_the_readme_has_the_table_as_it_is(scheme: str) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    header = markdown(scheme).splitlines()[0]
+    if header not in readme:
+        pytest.skip("the README does not have the tables yet")
+    assert markdown(scheme) in readme

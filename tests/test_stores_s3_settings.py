@@ -1,0 +1,212 @@
+"""Every setting for S3 reaches the wire, on every request that it concerns, and on no other."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.errors import ConfigError, DcpObjstoreError
+from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
+from dcp_objstore.stores.clients import s3_checksum
+from dcp_objstore.stores.options import S3Settings
+from tests.support.servers import Bucket
+from tests.support.tampering import Asked, TamperingProxy
+
+PART = 5 * MIB
+ONCE = TransferConfig(max_retries=0)
+
+
+def requests_of(bucket: Bucket, more: Mapping[str, object]) -> dict[str, Asked]:
+    """What each kind of request carried, by its kind."""
+    with TamperingProxy(bucket.storage_options) as proxy:
+        store = open_store(bucket.url, {**proxy.storage_options, **more}, ONCE)
+        store.put("one", b"one")
+        parts = iter([bytes(PART), b"last"])
+        store.put_stream("many", parts, part_size_bytes=PART, max_concurrency=1)
+        body = memoryview(bytearray(PART))
+        store.get_range("many", 0, PART, into=body)
+        assert store.get("one", max_size_bytes=10)[0] == b"one"
+        assert {meta.key for meta in store.list()} == {"one", "many"}
+        store.head("one")
+        store.delete("one")
+        asked = proxy.asked
+    kinds = ["put", "begin", "part", "part", "complete", "range", "get", "list", "head", "delete"]
+    methods = ["PUT", "POST", "PUT", "PUT", "POST", "GET", "GET", "GET", "HEAD", "DELETE"]
+    assert [one.method for one in asked] == methods
+    return dict(zip(kinds, asked, strict=True))
+
+
+def carrying(found: Mapping[str, Asked], header: str) -> set[str]:
+    return {kind for kind, asked in found.items() if header in asked.headers}
+
+
+@pytest.mark.backends("moto")
+def test_without_settings_a_compatible_server_gets_plain_unsigned_bodies(bucket: Bucket) -> None:
+    found = requests_of(bucket, {})
+    assert found["put"].headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+    for kind, asked in found.items():
+        extra = {name for name in asked.headers if name.startswith("x-amz-")}
+        assert extra <= {"x-amz-content-sha256", "x-amz-date"}, kind
+
+
+@pytest.mark.backends("moto")
+def test_signed_bodies(bucket: Bucket) -> None:
+    found = requests_of(bucket, {"sign_payload": True})
+    assert len(found["put"].headers["x-amz-content-sha256"]) == 64
+    assert len(found["part"].headers["x-amz-content-sha256"]) == 64
+
+
+@pytest.mark.backends("moto")
+@pytest.mark.parametrize("transport", ["native", "boto3"])
+def test_requester_pays_is_on_every_request(bucket: Bucket, transport: str) -> None:
+    found = requests_of(bucket, {"requester_pays": True, "transport": transport})
+    assert carrying(found, "x-amz-request-payer") == set(found)
+    assert not any(asked.signed_url for asked in found.values())  # it could not be there
+
+
+@pytest.mark.backends("moto")
+@pytest.mark.parametrize("transport", ["native", "boto3"])
+def test_encryption_is_asked_for_where_an_object_begins(bucket: Bucket, transport: str) -> None:
+    extra: dict[str, object] = {"ServerSideEncryption": "AES256"}
+    found = requests_of(bucket, {"s3_additional_kwargs": extra, "transport": transport})
+    assert carrying(found, "x-amz-server-side-encryption") == {"put", "begin"}
+    extra = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "key-1", "BucketKeyEnabled": True}
+    found = requests_of(bucket, {"s3_additional_kwargs": extra, "transport": transport})
+    for kind in ("put", "begin"):
+        headers = found[kind].headers
+        assert headers["x-amz-server-side-encryption"] == "aws:kms"
+        assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
+        assert headers["x-amz-server-side-encryption-bucket-key-enabled"] == "true"
+
+
+@pytest.mark.parametrize("algorithm", ["CRC64NVME", "SHA256"])
+def test_a_checksum_goes_with_every_body(bucket: Bucket, algorithm: str) -> None:
+    found = requests_of(bucket, {"s3_additional_kwargs": {"ChecksumAlgorithm": algorithm}})
+    assert carrying(found, f"x-amz-checksum-{algorithm.lower()}") == {"put", "part"}
+    assert found["begin"].headers["x-amz-checksum-algorithm"] == algorithm
+    assert found["put"].headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+
+
+@pytest.mark.backends("seaweed")
+def test_a_body_damaged_on_its_way_is_refused_where_a_checksum_goes_with_it(
+    bucket: Bucket,
+) -> None:
+    def store(algorithm: str) -> ObjectStore:
+        extra = {"ChecksumAlgorithm": algorithm}
+        options = {**proxy.storage_options, "s3_additional_kwargs": extra}
+        return open_store(bucket.url, options, ONCE)
+
+    with TamperingProxy(bucket.storage_options) as proxy:
+        proxy.damage = lambda asked: asked.method == "PUT"
+        with pytest.raises(DcpObjstoreError):
+            store("CRC64NVME").put("k", b"body")
+        assert bucket.keys() == []
+        store("none").put("k", b"body")  # nobody sees it before it is loaded
+        assert bucket.get("k") != b"body"
+
+
+def test_aws_gets_a_checksum_and_other_servers_only_where_it_is_asked_for() -> None:
+    asked = S3Settings(checksum_algorithm="SHA256")
+    off = S3Settings(checksum_algorithm="none")
+    for aws in (
+        None,
+        "https://s3.eu-west-1.amazonaws.com",
+        "https://vpce-1.s3.us-east-1.vpce.amazonaws.com",
+    ):
+        assert s3_checksum(S3Settings(), aws) == "CRC64NVME"
+        assert s3_checksum(asked, aws) == "SHA256"
+        assert s3_checksum(off, aws) is None
+    for other in ("http://127.0.0.1:9000", "https://account.r2.cloudflarestorage.com"):
+        assert s3_checksum(S3Settings(), other) is None
+        assert s3_checksum(asked, other) == "SHA256"
+
+
+def test_boto3_refuses_a_checksum_that_it_would_not_send() -> None:
+    extra = {"ChecksumAlgorithm": "SHA256"}
+    with pytest.raises(ConfigError, match="native"):
+        open_store("s3://b", {**KEY, "transport": "boto3", "s3_additional_kwargs": extra})
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"ServerSideEncryption": "aes"},
+        {"SSEKMSKeyId": "key-1"},
+        {"ServerSideEncryption": "AES256", "BucketKeyEnabled": True},
+        {"ChecksumAlgorithm": "MD5"},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(extra: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        StoreSpec("s3://bucket", {"s3_additional_kwargs": extra})
+
+
+class Gate:
+    """An HTTP proxy that sends nothing on: it tells where requests were to go."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.heads: list[str] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            with connection:
+                self.heads.append(connection.recv(65536).decode("latin-1"))
+                connection.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    found = Gate()
+    url = f"http://127.0.0.1:{found.listener.getsockname()[1]}"
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, url)
+    for name in ("no_proxy", "NO_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    yield found
+    found.listener.close()
+
+
+KEY = {"key": "k", "secret": "s", "region": "eu-west-1"}
+EXPRESS = "name--euw1-az2--x-s3"
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "line"),
+    [
+        ("s3://bkt/x", {}, "CONNECT bkt.s3.eu-west-1.amazonaws.com:443"),
+        ("s3://bkt/x", {"addressing_style": "path"}, "CONNECT s3.eu-west-1.amazonaws.com:443"),
+        ("s3://dotted.bkt/x", {}, "CONNECT s3.eu-west-1.amazonaws.com:443"),
+        (
+            f"s3://{EXPRESS}/x",
+            {},
+            f"CONNECT {EXPRESS}.s3express-euw1-az2.eu-west-1.amazonaws.com:443",
+        ),
+        ("s3://bkt/x", {"endpoint_url": "http://s3.invalid"}, "PUT http://s3.invalid/bkt/x/key"),
+        (
+            "s3://bkt/x",
+            {"endpoint_url": "http://s3.invalid", "addressing_style": "virtual"},
+            "PUT http://bkt.s3.invalid/x/key",
+        ),
+    ],
+)
+def test_the_bucket_is_in_the_host_or_in_the_path(
+    gate: Gate, url: str, options: dict[str, object], line: str
+) -> None:
+    with pytest.raises(DcpObjstoreError):
+        open_store(url, {**KEY, **options}, ONCE).put("key", b"body")
+    head = gate.heads[0]
+    assert head.startswith(f"{line} ")
+    host = line.removeprefix("CONNECT ").removeprefix("PUT http://").split("/")[0]
+    assert f"\r\nhost: {host}\r\n" in head.lower()
