@@ -286,6 +286,8 @@ def test_an_uploads_own_time_out_is_passed_on():
 
 def test_a_part_under_way_has_the_lowest_number_that_is_free():
     class Holding:
+        url = "stub://holding"
+
         """Lets go of the second of three parts, takes another, and lets go of all."""
 
         def put_stream(self, key, buffers, **_):
