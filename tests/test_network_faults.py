@@ -21,6 +21,7 @@ import dcp_objstore as dos
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import (
     CheckpointNotFoundError,
+    CommitUnknownError,
     RankFailedError,
     RetryableError,
     TransferStalledError,
@@ -119,7 +120,7 @@ def test_a_stalled_rank_fails_the_save_soon_and_typed_on_every_rank(
     began = time.monotonic()
     outcomes = try_ranks(world_size, save, url, ways, IMPATIENT, timeout_seconds=SOON_SECONDS)
     print(f"{world_size} ranks failed {time.monotonic() - began:.1f} s after they began")
-    assert held.reached
+    assert held.reached, [str(outcome) for outcome in outcomes]
     for outcome in outcomes:
         assert isinstance(outcome.error, TransferStalledError), str(outcome)
         assert outcome.error.rank == stalled
@@ -141,20 +142,71 @@ def test_a_stalled_rank_fails_the_save_soon_and_typed_on_every_rank(
 def test_a_coordinator_that_is_stalled_before_the_commit_fails_the_save_on_every_rank(
     bucket: Bucket, proxy: NetworkProxy, what: Meant
 ) -> None:
-    """Small requests have no stall time-out: they end by their own and that of retries; those of
-    the probe are tried for 30 s.
-    """
+    """Small requests obey the stall time-out, although their own time-outs are minutes."""
     url, options = bucket.at("step-1"), bucket.storage_options
     held = proxy.hold(what)
-    config = dos.TransferConfig(
-        request_timeout_seconds=1, max_retries=1, retry_timeout_seconds=1, stall_timeout_seconds=2
-    )
     ways = [proxy.storage_options, options]
-    for outcome in try_ranks(2, save, url, ways, config, timeout_seconds=45):
+    began = time.monotonic()
+    for outcome in try_ranks(2, save, url, ways, IMPATIENT, timeout_seconds=SOON_SECONDS):
         assert isinstance(outcome.error, RetryableError), str(outcome)
         assert outcome.error.rank == 0
+    print(f"failed {time.monotonic() - began:.1f} s after it began")
     assert held.reached
     assert_nothing_visible(bucket, "step-1")
+    held.release()
+
+
+@pytest.mark.parametrize("reading", [True, False], ids=["store", "put-alone"])
+def test_a_store_that_stalls_at_the_commit_leaves_its_outcome_unknown_soon(
+    bucket: Bucket, proxy: NetworkProxy, reading: bool
+) -> None:
+    """Whether the marker can be read meanwhile or not: what was sent may still land."""
+    url, options = bucket.at("step-1"), bucket.storage_options
+
+    def meant(asked: Asked) -> bool:
+        if asked.name != "_COMMIT":
+            return False
+        return asked.method == "PUT" or (
+            reading and any(a.name == "_COMMIT" and a.method == "PUT" for a in proxy.asked)
+        )
+
+    held = proxy.hold(meant)
+    ways = [proxy.storage_options, options]
+    began = time.monotonic()
+    for outcome in try_ranks(2, save, url, ways, IMPATIENT, timeout_seconds=SOON_SECONDS):
+        assert isinstance(outcome.error, CommitUnknownError), str(outcome)
+    print(f"failed {time.monotonic() - began:.1f} s after it began")
+    assert held.reached
+    assert_nothing_visible(bucket, "step-1")
+    held.release()
+
+
+def test_a_store_that_stalls_after_the_commit_does_not_hold_the_save_up(
+    bucket: Bucket, proxy: NetworkProxy
+) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    held = proxy.hold(lambda asked: asked.name == ".metadata" and asked.method == "PUT")
+    ways = [proxy.storage_options, options]
+    outcomes = try_ranks(2, save, url, ways, IMPATIENT, timeout_seconds=SOON_SECONDS)
+    assert not any(outcome.failed for outcome in outcomes), str(outcomes)
+    assert held.reached
+    assert_loads(url, options)
+    held.release()
+
+
+@pytest.mark.parametrize("name", ["_COMMIT", "index."])
+def test_a_load_that_is_stalled_before_its_first_byte_fails_soon_on_every_rank(
+    bucket: Bucket, proxy: NetworkProxy, name: str
+) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    assert not any(one.failed for one in try_ranks(2, save, url, [options], IMPATIENT))
+    held = proxy.hold(lambda asked: asked.name.startswith(name), "answer", after_bytes=20)
+    ways = [proxy.storage_options]
+    began = time.monotonic()
+    for outcome in try_ranks(2, load, url, ways, IMPATIENT, timeout_seconds=SOON_SECONDS):
+        assert isinstance(outcome.error, RetryableError), str(outcome)
+    print(f"failed {time.monotonic() - began:.1f} s after it began")
+    assert held.reached
     held.release()
 
 

@@ -211,6 +211,8 @@ def test_an_error_in_the_data_ends_the_upload_and_nothing_is_visible():
 
 
 class Stuck:
+    url = "stub://stuck"
+
     """A store whose transfers do not end before they are let go; a real server cannot be told
     to accept a connection and then hold still at will in-process."""
 
@@ -284,6 +286,8 @@ def test_an_uploads_own_time_out_is_passed_on():
 
 def test_a_part_under_way_has_the_lowest_number_that_is_free():
     class Holding:
+        url = "stub://holding"
+
         """Lets go of the second of three parts, takes another, and lets go of all."""
 
         def put_stream(self, key, buffers, **_):
@@ -454,6 +458,8 @@ def test_a_stalled_download_raises_instead_of_waiting_for_ever():
     let_go = threading.Event()
 
     class Silent:
+        url = "stub://silent"
+
         def get_range(self, key, start, end, *, into=None):
             let_go.wait(30)
             return bytes(end - start)
@@ -469,6 +475,8 @@ def test_once_a_download_has_failed_nothing_is_consumed_any_more():
     consumed: list[int] = []
 
     class SecondIsSlow:
+        url = "stub://secondisslow"
+
         def get_range(self, key, start, end, *, into=None):
             if start:
                 let_go.wait(30)
@@ -496,6 +504,8 @@ def test_the_first_error_of_a_download_ends_all_workers():
     calls: list[int] = []
 
     class Failing:
+        url = "stub://failing"
+
         def get_range(self, key, start, end, *, into=None):
             calls.append(start)
             time.sleep(0.01)

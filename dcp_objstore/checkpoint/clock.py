@@ -13,6 +13,15 @@ _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
 
 
+def deadline_seconds_for(stall_timeout_seconds: float) -> float:
+    """The deadline for small requests of a job that is to fail soon when the store stalls.
+
+    A third: the stores give one small request another third, and the last one begins before the
+    deadline and is followed by a read that finds out what became of it.
+    """
+    return min(DEADLINE_SECONDS, stall_timeout_seconds / 3)
+
+
 class Clock:
     """Monotonic time and sleep; tests pass a subclass that needs no real time."""
 

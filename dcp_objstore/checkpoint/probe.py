@@ -32,7 +32,7 @@ from dcp_objstore.transfer.workers import DaemonPool
 
 _log = logging.getLogger(__name__)
 _RACERS = 4
-_DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 30.0
 
 _LOCAL_SCHEMES = ("file", "memory")
 _UNTOLD = object()
@@ -42,7 +42,12 @@ _Bucket = tuple[str, str, str]
 _known: dict[tuple[_Bucket, Capabilities], Capabilities] = {}
 
 
-def probe(store: ObjectStore, *, clock: Clock = SYSTEM_CLOCK) -> Capabilities:
+def probe(
+    store: ObjectStore,
+    *,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Capabilities:
     """Try conditional writes with objects `.probe-…` under the store's root, and remove them.
 
     11 requests in the good case: two creates in a row, a GET for the token, an update with it, a
@@ -53,16 +58,17 @@ def probe(store: ObjectStore, *, clock: Clock = SYSTEM_CLOCK) -> Capabilities:
     Args:
         store: any; needs the right to PUT and GET. Without the right to delete, the probe's
             objects stay (a few bytes each, which nothing reads).
+        deadline_seconds: it is not tried again later than this. Default 30.
         clock: for tests.
 
     Returns:
         What was seen, never more than the adapter claims.
 
     Raises:
-        StoreUnavailableError: no clear answers for 30 s.
+        StoreUnavailableError: no clear answers until the deadline.
         InputError: no rights, credentials or bucket.
     """
-    retries = Retries(_DEADLINE_SECONDS, clock)
+    retries = Retries(deadline_seconds, clock)
     while True:
         try:
             return _probe_once(store, retries)
@@ -78,6 +84,7 @@ def require_fencing(
     overwrite: bool,
     allow_unfenced: bool,
     begin: BeginToken | None = None,
+    deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Capabilities:
     """Refuse a save that this store could not fence (rule 11 of `commit`).
@@ -90,6 +97,7 @@ def require_fencing(
             `publish_dot_metadata`, that is `fenced=result.conditional_create`.
         begin: where it is known, only what is really there needs a conditional update: with
             nothing at the URL yet, overwriting is creating.
+        deadline_seconds: see `probe`.
         clock: for tests.
 
     Returns:
@@ -100,7 +108,7 @@ def require_fencing(
         UnsupportedError: the store has no conditional create and `allow_unfenced` is False; or it
             has create but no update, and there is or may be something to overwrite.
     """
-    found = _capabilities(store, clock)
+    found = _capabilities(store, clock, deadline_seconds)
     if not found.conditional_create:
         if not allow_unfenced:
             raise UnsupportedError(
@@ -153,14 +161,16 @@ def can_rewrite(store: ObjectStore, *, clock: Clock = SYSTEM_CLOCK) -> bool:
     return found.conditional_create and found.conditional_update
 
 
-def _capabilities(store: ObjectStore, clock: Clock) -> Capabilities:
+def _capabilities(
+    store: ObjectStore, clock: Clock, deadline_seconds: float = DEADLINE_SECONDS
+) -> Capabilities:
     """As `probe` found them, now or before in this process."""
     bucket = bucket_of(store)
     claims = store.capabilities
     found = _known.get((bucket, claims)) if bucket is not None else None
     if found is None:
         # No lock: two threads that probe at once find the same.
-        found = probe(store, clock=clock)
+        found = probe(store, deadline_seconds=deadline_seconds, clock=clock)
         if bucket is not None:
             _known[bucket, claims] = found
     return found

@@ -33,6 +33,7 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
 )
 from dcp_objstore.events import Loaded, Planned
+from dcp_objstore.stores.limiter import counting_retries
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
@@ -161,7 +162,10 @@ def run_load(
         objects=objects,
         requests=len(requests),
     )
-    with nullcontext() if inbound is None else inbound:
+    with (
+        nullcontext() if inbound is None else inbound,
+        counting_retries(store) as retries,
+    ):
         progress = Progress(config.stall_timeout_seconds, channel)
         arriving = fetch_ranges(
             store,
@@ -192,6 +196,7 @@ def run_load(
         seconds=time.monotonic() - channel.began_at,
         objects=objects,
         requests=len(requests),
+        retries=retries(),
         commit_id=planned.source.commit_id,
     )
     channel.tell(

@@ -32,7 +32,7 @@ class SaveReport:
         seconds: from set-up to commit (elsewhere than on the coordinator: of the upload).
         objects: data objects.
         parts: requests that carried their bytes (single PUTs and multipart parts).
-        retries: None, where the transport does not report them (obstore does not).
+        retries: None, where the transport does not report them (obstore does not, of parts).
         commit_id: of the commit; None on ranks that do not commit.
     """
 
@@ -66,7 +66,8 @@ class LoadReport:
         seconds: from reading the marker to the last byte in place.
         objects: data objects read from.
         requests: ranged GETs.
-        retries: None, where the transport does not report them.
+        retries: of requests for the checkpoint, while its data was fetched; None, where the
+            transport retries reads out of sight.
         commit_id: of the checkpoint; None for one that another library wrote.
     """
 

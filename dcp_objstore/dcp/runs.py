@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.checkpoint import epoch as rule
+from dcp_objstore.checkpoint.clock import deadline_seconds_for
 from dcp_objstore.checkpoint.epoch import RunEpoch
 from dcp_objstore.dcp.target import Target
 from dcp_objstore.errors import ConfigError, InputError
@@ -136,4 +137,8 @@ def check_epoch(epoch: RunEpoch | None, step: StoreSpec) -> int | None:
 
 def confirm(epoch: RunEpoch, step: StoreSpec) -> None:
     """Rule E4, after a commit; see `checkpoint.epoch.confirm`."""
-    rule.confirm(step.at(epoch.run_url).open(), epoch.number)
+    rule.confirm(
+        step.at(epoch.run_url).open(),
+        epoch.number,
+        deadline_seconds=deadline_seconds_for(step.config.stall_timeout_seconds),
+    )

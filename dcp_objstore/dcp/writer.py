@@ -21,6 +21,7 @@ from torch.futures import Future
 
 from dcp_objstore.checkpoint import commit, probe
 from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.clock import deadline_seconds_for
 from dcp_objstore.checkpoint.marker import Counts, check_user_metadata
 from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
 from dcp_objstore.dcp.device import Outbound, settle_streams
@@ -231,7 +232,12 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                     # An epoch is nothing without conditional writes.
                     allow_unfenced=self._allow_unfenced and number is None,
                     begin=save.begin,
+                    deadline_seconds=min(probe.DEADLINE_SECONDS, self._deadline_seconds),
                 ).conditional_create
+
+    @property
+    def _deadline_seconds(self) -> float:
+        return deadline_seconds_for(self._target.config.stall_timeout_seconds)
 
     def _begin_save(self, rank: int, is_coordinator: bool, channel: Channel) -> _Save:
         spec = self._target.spec
@@ -413,6 +419,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             world_size=save.world_size,
             user_metadata=self._user_metadata,
             nonce=save.nonce,
+            deadline_seconds=self._deadline_seconds,
             fenced=save.fenced,
             on_retry=retried,
         )
@@ -424,7 +431,13 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             # Now, because what follows may be interrupted, and the checkpoint is committed.
             self.last_save = report
         metadata.storage_data, metadata.version = stock.storage_data, stock.version
-        _publish_for_stock_readers(store, committed.commit_id, stock, fenced=save.fenced)
+        _publish_for_stock_readers(
+            store,
+            committed.commit_id,
+            stock,
+            deadline_seconds=self._deadline_seconds,
+            fenced=save.fenced,
+        )
         if self._epoch is not None:
             wait_for(confirm, self._epoch, save.spec)
             self.last_save = report
@@ -490,12 +503,19 @@ def _report(save: _Save, objects: Sequence[StoredObject], commit_id: str | None)
 
 
 def _publish_for_stock_readers(
-    store: ObjectStore, commit_id: str, stock: Metadata, *, fenced: bool
+    store: ObjectStore, commit_id: str, stock: Metadata, *, deadline_seconds: float, fenced: bool
 ) -> None:
     """Write `.metadata`. The checkpoint is committed already, so a failure only warns."""
     try:
         body = encode_metadata(stock)
-        wait_for(commit.publish_dot_metadata, store, commit_id, body, fenced=fenced)
+        wait_for(
+            commit.publish_dot_metadata,
+            store,
+            commit_id,
+            body,
+            deadline_seconds=deadline_seconds,
+            fenced=fenced,
+        )
     except Exception as error:  # noqa: BLE001 - whatever it is, the save has succeeded
         logger.warning(
             "%s is committed, but .metadata, by which stock torch readers find it, could not be"

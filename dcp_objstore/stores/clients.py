@@ -7,16 +7,30 @@ import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import ConfigError
+from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
 from dcp_objstore.stores.azure_credentials import find_azure_credentials
 from dcp_objstore.stores.credentials import Credentials, find_s3_credentials
 from dcp_objstore.stores.direct import SIGNED_FOR_SECONDS, DirectLane
 from dcp_objstore.stores.google_credentials import find_gcs_credentials
+from dcp_objstore.stores.limiter import HIDDEN_PAUSE_SECONDS, Limiter, limiter_at
 from dcp_objstore.stores.options import S3Settings, check_endpoint, s3_settings
+from dcp_objstore.stores.renewing import Renewing
+from dcp_objstore.stores.retrying import (
+    LONGEST_PAUSE_SECONDS,
+    PAUSE_BASE,
+    Tries,
+)
+from dcp_objstore.stores.translate import (
+    http_code,
+    is_expired,
+    is_unknown_key,
+    never_connected,
+    translate_obstore,
+)
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
@@ -29,14 +43,20 @@ _READ_PROGRESS_TIMEOUT_SECONDS = 30.0
 _DEFAULT_REGION = "us-east-1"
 # Before a server has ever been reached, a wrong endpoint is likelier than an outage.
 _FIRST_RETRY_TIMEOUT_SECONDS = 5.0
-# With obstore's default base of 2 the jitter eats up the growth: ten retries of a refused
-# connection took 1.5 to 8.5 s, so a store that restarted failed every save. With these, 7 to 64 s,
-# half of them above 28 s (each pause is random between the first and thrice the last).
+# What is sent with a longer body than this gets the time for a part of an upload.
+SMALL_BYTES = 4 * MIB
+# However short the stall time-out is, a small request has so long.
+_LEAST_SMALL_TIMEOUT_SECONDS = 3.0
+# As in `retrying`, for what obstore itself must retry; but parts of uploads are sent again no
+# sooner than after 1 s, by which the limiter tells that they were (`limiter`).
 _BACKOFF = {
-    "init_backoff": timedelta(seconds=0.4),
-    "max_backoff": timedelta(seconds=10),
-    "base": 3,
+    "init_backoff": timedelta(seconds=HIDDEN_PAUSE_SECONDS),
+    "max_backoff": timedelta(seconds=LONGEST_PAUSE_SECONDS),
+    "base": PAUSE_BASE,
 }
+_Kind = Literal["stream", "write", "small", "read", "range", "list", "first"]
+
+T = TypeVar("T")
 
 Make = Callable[[dict[str, Any], dict[str, Any]], "S3Store | GCSStore | AzureStore | MemoryStore"]
 
@@ -47,79 +67,201 @@ _memory_lock = threading.Lock()
 class Clients:
     """Makes each client on first use. They differ because time-outs and retries are per client.
 
+    Only what cannot be sent again from here is retried by obstore: the parts of an upload, and the
+    pages of a listing. A small request (marker, index, listing) is given up within the stall
+    time-out, like a transfer: a try has a third of that, and no retry begins after a third of it.
+
     Attributes:
         endpoint_url: the server, or None for the provider's own.
         reached: whether the server has ever answered, in whatever way.
-        retries: whether requests are tried again at all.
+        limiter: of the bucket.
     """
 
     def __init__(
         self,
         make: Make,
         config: TransferConfig,
+        limiter: Limiter,
         endpoint_url: str | None = None,
         *,
         direct: bool = False,
+        credentials: Credentials | None = None,
     ) -> None:
         self.endpoint_url = endpoint_url
+        self._credentials = credentials
+        self._direct = direct
+        self._renewals = 0
         self.reached = False
-        self.retries = config.max_retries > 0
-        self._lane: DirectLane | None = None
-        if direct:
-            timeout_seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, config.request_timeout_seconds)
-            self._lane = DirectLane(self._sign, timeout_seconds)
+        self.limiter = limiter
         self._make = make
         self._config = config
+        self._lane = self._new_lane()
+        third_seconds = config.stall_timeout_seconds / 3
+        self._small_timeout_seconds = min(
+            config.request_timeout_seconds, max(third_seconds, _LEAST_SMALL_TIMEOUT_SECONDS)
+        )
+        self._small_patience_seconds = min(config.retry_timeout_seconds, third_seconds)
         self._made: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def write(self) -> Any:
-        """Retries; the whole request has `request_timeout_seconds`."""
-        return self._get("write", retries=self._config.max_retries)
+    def stream(self) -> Any:
+        """For multipart uploads: retries by obstore; each part has `request_timeout_seconds`."""
+        return self._get("stream")
 
-    def once(self) -> Any:
-        """As `write`, without retries."""
-        return self._get("once", retries=0)
+    def write(self, size_bytes: int) -> Any:
+        """For one PUT or DELETE, sent once."""
+        return self._get("small" if size_bytes <= SMALL_BYTES else "write")
 
     def read(self) -> Any:
-        """Retries; also gives up on a body that makes no progress."""
-        return self._get("read", retries=self._config.max_retries)
+        """For a small object, sent once; gives up on a body that makes no progress."""
+        return self._get("read")
 
-    def first(self) -> Any:
-        """As `read`, for a server that was never reached: no retry starts after 5 s."""
-        return self._get("first", retries=self._config.max_retries)
+    def range(self) -> Any:
+        """For a range, sent once; gives up on a body that makes no progress."""
+        return self._get("range")
+
+    def listing(self) -> Any:
+        """For listings: retries by obstore; no retry begins after 5 s if it was never reached."""
+        return self._get("list" if self.reached else "first")
 
     def direct(self) -> DirectLane | None:
         """For reads over plain HTTP whose URL can be signed, without further headers."""
         return self._lane
 
+    def tries(self, verb: str, key: str, size_bytes: int = 0) -> Tries:
+        """For one request of at most `size_bytes`, whose client sends it once."""
+        patience_seconds = self._small_patience_seconds
+        if size_bytes > SMALL_BYTES or verb == "get_range":
+            patience_seconds = self._config.retry_timeout_seconds
+        return Tries(self.limiter, verb, key, self._config.max_retries, patience_seconds)
+
+    def fresh(self, request: Callable[[], T]) -> T:
+        """`request()`; once more with fresh credentials where those were refused as expired.
+
+        It must ask for its client each time. A request that was refused had no effect.
+
+        Raises:
+            CredentialsError: they have expired, and there are no others; says what to do.
+        """
+        seen = self._renewals
+        try:
+            return request()
+        except Exception as error:
+            found = self._credentials
+            gone = found is not None and found.renewable and is_unknown_key(error)
+            if found is None or not (gone or is_expired(error)):
+                raise
+            failure = error
+        self.renew(failure, seen)
+        try:
+            return request()
+        except Exception as error:
+            if not is_expired(error):
+                raise
+            raise self._expired(error, "fresh ones from there were refused as well") from error
+
+    def renew(self, error: Exception, seen: int | None = None) -> None:
+        """Forget the credentials that were refused, so that the next request asks for others.
+
+        Args:
+            error: the refusal.
+            seen: how often they had been renewed when the request was made; if somebody has
+                done so since, there is nothing to do.
+
+        Raises:
+            CredentialsError: there are no others to be had.
+        """
+        found = self._credentials
+        if found is None or not found.renewable:
+            raise self._expired(error, "they cannot be refreshed from here") from error
+        with self._lock:
+            if seen is not None and seen != self._renewals:
+                return
+            self._renewals += 1
+            if isinstance(found.provider, Renewing):
+                found.provider.renew()
+            self._made.clear()  # obstore keeps credentials per client
+            self._lane = self._new_lane()
+
+    def _expired(self, error: Exception, why: str) -> CredentialsError:
+        source = "unknown" if self._credentials is None else self._credentials.source
+        return CredentialsError(
+            f"the store no longer accepts the credentials (source: {source}), and {why}. Pass new"
+            " ones, log in again (aws sso login), or use a source that renews them itself: a"
+            f" profile, a role ({translate_obstore(error).message})"
+        )
+
+    def run(self, tries: Tries, request: Callable[[], T], *, repeatable: bool = True) -> T:
+        """`tries.run(request)`, which gives up soon on a server that has never been reached.
+
+        Args:
+            repeatable: False for what must not be sent again after an answer that was lost.
+        """
+
+        def may_retry(error: Exception) -> bool:
+            lost = never_connected(error)
+            if not lost:
+                self.reached = True  # it is there, and busy: have the patience that was asked for
+            elif not self.reached:
+                tries.patience_seconds = min(_FIRST_RETRY_TIMEOUT_SECONDS, tries.patience_seconds)
+            return repeatable or lost or http_code(error)[0] is not None
+
+        try:
+            result = self.fresh(lambda: tries.run(request, may_retry))
+        except Exception as error:
+            if not isinstance(error, DcpObjstoreError) and not never_connected(error):
+                self.reached = True
+            raise
+        self.reached = True
+        return result
+
+    def _new_lane(self) -> DirectLane | None:
+        if not self._direct:
+            return None
+        seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, self._config.request_timeout_seconds)
+        return DirectLane(self._sign, seconds)
+
     def _sign(self, path: str) -> str:
         import obstore
 
         lasting = timedelta(seconds=SIGNED_FOR_SECONDS)
-        return obstore.sign(self.read(), "GET", path, lasting)
+        return obstore.sign(self.range(), "GET", path, lasting)
 
-    def _get(self, name: str, *, retries: int) -> Any:
+    def _get(self, kind: _Kind) -> Any:
         with self._lock:
-            if name not in self._made:
-                config = self._config
-                timeouts = {
-                    "timeout": timedelta(seconds=config.request_timeout_seconds),
-                    "connect_timeout": timedelta(seconds=config.connect_timeout_seconds),
-                }
-                if name in ("read", "first"):
-                    seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, config.request_timeout_seconds)
-                    timeouts["read_timeout"] = timedelta(seconds=seconds)
-                patience_seconds = config.retry_timeout_seconds
-                if name == "first":
-                    patience_seconds = min(_FIRST_RETRY_TIMEOUT_SECONDS, patience_seconds)
-                retry = {
-                    "max_retries": retries,
-                    "retry_timeout": timedelta(seconds=patience_seconds),
-                    "backoff": dict(_BACKOFF),
-                }
-                self._made[name] = self._make(dict(timeouts), retry)
-            return self._made[name]
+            if kind not in self._made:
+                self._made[kind] = self._make(self._timeouts(kind), self._retries(kind))
+            return self._made[kind]
+
+    def _timeouts(self, kind: _Kind) -> dict[str, Any]:
+        config = self._config
+        whole_seconds = config.request_timeout_seconds
+        if kind in ("small", "list", "first"):
+            whole_seconds = self._small_timeout_seconds
+        timeouts = {
+            "timeout": timedelta(seconds=whole_seconds),
+            "connect_timeout": timedelta(
+                seconds=min(config.connect_timeout_seconds, whole_seconds)
+            ),
+        }
+        if kind in ("read", "range", "list", "first"):
+            progress_seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, whole_seconds)
+            if kind != "range":
+                progress_seconds = min(progress_seconds, self._small_timeout_seconds)
+            timeouts["read_timeout"] = timedelta(seconds=progress_seconds)
+        return timeouts
+
+    def _retries(self, kind: _Kind) -> dict[str, Any]:
+        patience_seconds = self._small_patience_seconds
+        if kind == "stream":
+            patience_seconds = self._config.retry_timeout_seconds
+        elif kind == "first":
+            patience_seconds = min(_FIRST_RETRY_TIMEOUT_SECONDS, patience_seconds)
+        return {
+            "max_retries": self._config.max_retries if kind in ("stream", "list", "first") else 0,
+            "retry_timeout": timedelta(seconds=patience_seconds),
+            "backoff": dict(_BACKOFF),
+        }
 
 
 def make_clients(
@@ -141,19 +283,22 @@ def make_clients(
         ConfigError: an endpoint or certificate that we cannot use.
     """
     if url.scheme == "memory":
-        return Clients(lambda _client, _retry: _memory_store(url.bucket), config)
+        limiter = limiter_at(None, url.scheme, url.bucket)
+        return Clients(lambda _client, _retry: _memory_store(url.bucket), config, limiter)
     if url.scheme == "gs":
         # To sign a URL, GCS would ask for a private key or make a request.
         make, endpoint_url = _gcs(url, options, stripped)
-        return Clients(make, config, endpoint_url)
+        return Clients(make, config, limiter_at(endpoint_url, url.scheme, url.bucket), endpoint_url)
     if url.scheme == "az":
         make, endpoint_url = _azure(url, options, stripped)
-        return Clients(make, config, endpoint_url)
+        return Clients(make, config, limiter_at(endpoint_url, url.scheme, url.bucket), endpoint_url)
     settings = s3_settings(options)
-    make, endpoint_url = _s3(url, settings, stripped)
+    found = find_s3_credentials(settings, stripped)
+    make, endpoint_url = _s3(url, settings, found)
     plain = endpoint_url is not None and endpoint_url.startswith("http://")
     signed = not settings.anon and not s3_requester_pays(settings)
-    return Clients(make, config, endpoint_url, direct=plain and signed)
+    limiter = limiter_at(endpoint_url, url.scheme, url.bucket)
+    return Clients(make, config, limiter, endpoint_url, direct=plain and signed, credentials=found)
 
 
 def _memory_store(name: str) -> MemoryStore:
@@ -187,10 +332,9 @@ def s3_server(settings: S3Settings, found: Credentials) -> tuple[str | None, str
     return endpoint, region
 
 
-def _s3(url: StoreUrl, settings: S3Settings, stripped: tuple[str, ...]) -> tuple[Make, str | None]:
+def _s3(url: StoreUrl, settings: S3Settings, found: Credentials) -> tuple[Make, str | None]:
     from obstore.store import S3Store
 
-    found = find_s3_credentials(settings, stripped)
     endpoint, region = s3_server(settings, found)
     config: dict[str, Any] = {
         "bucket": url.bucket,

@@ -19,6 +19,7 @@ from typing import Any
 
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores.options import S3Settings
+from dcp_objstore.stores.renewing import Renewing
 
 _INSTALL_S3 = "pip install 'dcp-objstore[s3]'"
 # Time to establish a connection to the metadata service, two tries, as boto3 does by default one.
@@ -51,6 +52,7 @@ class Credentials:
         source: where they come from, in words, for messages.
         provider: called by obstore for credentials; None where obstore finds them itself.
         config: additional settings of obstore's store.
+        renewable: whether asking for them again may give others.
         region: the profile's region, or None.
         endpoint_url: the profile's endpoint, or None.
     """
@@ -58,6 +60,7 @@ class Credentials:
     source: str
     provider: Callable[[], Any] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    renewable: bool = False
     region: str | None = None
     endpoint_url: str | None = None
 
@@ -88,7 +91,7 @@ def find_s3_credentials(settings: S3Settings, stripped: tuple[str, ...] = ()) ->
         "/latest/api/token",
         {"X-aws-ec2-metadata-token-ttl-seconds": "60"},
     ):
-        return Credentials("instance metadata")
+        return Credentials("instance metadata", renewable=True)
     raise no_s3_credentials(stripped)
 
 
@@ -120,7 +123,7 @@ def _from_aws_environment() -> Credentials | None:
         return _from_boto3(profile, f"AWS_PROFILE={profile}")
     for name in _NATIVE_VARIABLES:
         if environ.get(name):
-            return Credentials(f"{name} in the environment")
+            return Credentials(f"{name} in the environment", renewable=True)
     return None
 
 
@@ -149,14 +152,17 @@ def _static(settings: S3Settings) -> Callable[[], Any]:
 def _from_boto3(profile: str | None, source: str) -> Credentials:
     if importlib.util.find_spec("boto3") is None:
         raise CredentialsError(f"{source} is read by boto3, which is not installed: {_INSTALL_S3}")
-    from obstore.auth.boto3 import Boto3CredentialProvider
-
     found = open_boto3_session(source, profile_name=profile)
     if not found.has_credentials:
         raise CredentialsError(f"{source} holds no credentials")
+
+    def load() -> Any:
+        return open_boto3_session(source, profile_name=profile).session.get_credentials()
+
     return Credentials(
         source,
-        Boto3CredentialProvider(found.session),
+        Renewing(source, load),
+        renewable=True,
         region=found.region,
         endpoint_url=found.endpoint_url,
     )

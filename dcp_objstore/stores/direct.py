@@ -24,6 +24,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import pairwise
 from urllib.parse import urlsplit
 
+from dcp_objstore.stores.translate import THROTTLING_STATUSES
+
 logger = logging.getLogger("dcp_objstore")
 
 # Signed for longer than it is used: the clocks of client and store may differ by minutes.
@@ -34,6 +36,15 @@ _IDLE_SECONDS = 10.0
 _MOST_FAILURES = 3  # in a row, after which we stop trying
 # Below this the transport costs no more than signing and Python's HTTP client.
 WORTHWHILE_BYTES = 256 * 1024
+
+
+class PutOffError(Exception):
+    """The store is throttling: whoever asks is to wait before asking again, in whatever way."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
 
 _Connection = http.client.HTTPConnection
 
@@ -61,11 +72,16 @@ class DirectLane:
             cuts: where the range begins, where each piece ends and the next one begins.
             into: writable bytes, as many as the largest piece has. Each piece is put here, over
                 the one before. Without a piece it may hold anything.
+
+        Raises:
+            PutOffError: before the first piece; the lane is as good as before.
         """
         if cuts[-1] - cuts[0] < WORTHWHILE_BYTES or self._failures >= _MOST_FAILURES:
             return
         try:
             yield from self._receive(self._url(path), cuts, into)
+        except PutOffError:
+            raise
         # Whatever goes wrong here, signing included, the transport is asked next and reports it.
         except Exception as error:  # noqa: BLE001
             with self._lock:
@@ -175,6 +191,8 @@ def _fill(piece: memoryview, connected: socket.socket) -> None:
 
 def _check(answer: http.client.HTTPResponse, start: int, end: int) -> None:
     """Raise unless the body is exactly bytes `[start, end)`, as they are (RFC 9110, section 14)."""
+    if answer.status in THROTTLING_STATUSES:
+        raise PutOffError(answer.status)
     given = answer.getheader("Content-Range", "")
     if (
         answer.status != http.client.PARTIAL_CONTENT

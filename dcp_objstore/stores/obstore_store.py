@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
     CorruptDataError,
+    CredentialsError,
     DcpObjstoreError,
     ForkedProcessError,
     InputError,
     ObjectNotFoundError,
     StoreUnavailableError,
 )
+from dcp_objstore.stores.direct import PutOffError
 from dcp_objstore.stores.inputs import WatchedBuffers, as_buffers, check_buffer, check_range
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
@@ -38,6 +42,8 @@ from dcp_objstore.stores.protocol import (
 from dcp_objstore.stores.translate import (
     abort_failed,
     http_code,
+    is_expired,
+    is_transient,
     never_connected,
     sent_whole,
     translate_obstore,
@@ -45,14 +51,12 @@ from dcp_objstore.stores.translate import (
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
-    from obstore import Bytes
     from typing_extensions import Buffer
 
     from dcp_objstore.stores.clients import Clients
-
-T = TypeVar("T")
+    from dcp_objstore.stores.retrying import Tries
 
 _log = logging.getLogger("dcp_objstore")
 
@@ -82,6 +86,9 @@ def guard_fork() -> None:
 
 class ObstoreStore:
     """A store rooted at one URL, over obstore's blocking calls (which release the GIL)."""
+
+    # What is retried here and not by obstore; see `limiter.lane_for`.
+    tells_throttling = frozenset(("put", "get", "get_range", "head", "delete"))
 
     def __init__(self, url: StoreUrl, clients: Clients) -> None:
         self._url = url
@@ -129,17 +136,26 @@ class ObstoreStore:
         """See `ObjectStore.put`."""
         import obstore
 
-        client = self._clients.write if retry else self._clients.once
         with self._errors(key) as path:
             body: Any = list(as_buffers(data))
             for buffer in body:
                 check_buffer(buffer)
+            size_bytes = sum(memoryview(buffer).nbytes for buffer in body)
             if self._url.scheme == "memory" or not body:
                 body = b"".join(body)  # obstore's memory store would keep the caller's memory
             elif len(body) == 1:
                 body = body[0]  # several are copied together by obstore, one is not
             mode = _mode(precondition, self._url.scheme)
-            result = obstore.put(client(), path, body, use_multipart=False, mode=mode)
+
+            def send() -> Any:
+                client = self._clients.write(size_bytes)
+                return obstore.put(client, path, body, use_multipart=False, mode=mode)
+
+            if retry:
+                tries = self._clients.tries("put", path, size_bytes)
+                result = self._clients.run(tries, send, repeatable=precondition is None)
+            else:
+                result = self._clients.fresh(send)
         return _version(result)
 
     def put_stream(
@@ -157,7 +173,7 @@ class ObstoreStore:
         try:
             with self._errors(key) as path:
                 result = obstore.put(
-                    self._clients.write(),
+                    self._clients.stream(),
                     path,
                     # obstore's memory store would hold them all until the last has come: whoever
                     # has only so many would wait for ever to have one back.
@@ -169,6 +185,10 @@ class ObstoreStore:
                 return _version(result)
         except BaseException as error:
             if source.error is None:
+                if isinstance(error, CredentialsError) and is_expired(error.__cause__):
+                    # Parts cannot be sent again from here; what comes next has fresh ones.
+                    self._clients.renew(error)
+                    error.message += "; the next try asks for fresh ones"
                 raise
             if abort_failed(error.__cause__) and not isinstance(error.__cause__, FileNotFoundError):
                 if isinstance(source.error, DcpObjstoreError):
@@ -183,13 +203,17 @@ class ObstoreStore:
         import obstore
 
         with self._errors(key) as path:
-            answer = self._read(lambda client: obstore.get(client, path))
-            meta = self._meta(answer.meta)
-            if meta.size_bytes > max_size_bytes:
-                raise CorruptDataError(
-                    f"the object has {meta.size_bytes} bytes, at most {max_size_bytes} expected"
-                )
-            body = bytes(answer.bytes())
+
+            def read() -> tuple[ObjectMeta, bytes]:
+                answer = obstore.get(self._clients.read(), path)
+                meta = self._meta(answer.meta)
+                if meta.size_bytes > max_size_bytes:
+                    raise CorruptDataError(
+                        f"the object has {meta.size_bytes} bytes, at most {max_size_bytes} expected"
+                    )
+                return meta, bytes(answer.bytes())
+
+            meta, body = self._clients.run(self._clients.tries("get", path), read)
         if len(body) != meta.size_bytes:
             raise CorruptDataError(
                 f"the store announced {meta.size_bytes} bytes and sent {len(body)}"
@@ -200,29 +224,18 @@ class ObstoreStore:
         self, key: str, start: int, end: int, *, into: memoryview | None = None
     ) -> Buffer:
         """See `ObjectStore.get_range`. An empty range is answered without a request."""
-        import obstore
 
         check_range(start, end)
         if start == end:
             check_key(key)
             return b""
+        cuts = (start, end)
         with self._errors(key) as path:
-            if self._url.scheme == "memory":
-                # obstore's memory store tells a range past the end by its text alone.
-                size = obstore.head(self._clients.read(), path)["size"]
-                if size < end:
-                    raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size} bytes")
-            lane = self._clients.direct() if into is not None else None
-            if into is not None and lane is not None:
-                whole = list(lane.read(path, (start, end), into))
-                if whole:
-                    return whole[0]
-            body = self._range(path, start, end)
-            if len(body) != end - start:
-                raise CorruptDataError(
-                    f"bytes [{start}, {end}) asked for, but {len(body)} bytes came"
-                )
-        return body
+            tries = self._clients.tries("get_range", path)
+            if into is not None:
+                for piece in self._direct(path, cuts, into, tries):
+                    return piece
+            return self._range(path, start, end, tries)
 
     def get_pieces(
         self, key: str, cuts: Sequence[int], into: memoryview
@@ -230,26 +243,74 @@ class ObstoreStore:
         """See `PiecewiseStore.get_pieces`."""
         check_range(cuts[0], cuts[-1])
         given = 0
-        lane = self._clients.direct()
-        if lane is not None:
-            with self._errors(key) as path:
-                pieces = lane.read(path, cuts, into)
-            for piece in pieces:
-                yield piece
-                given += 1
+        with self._errors(key) as path:
+            tries = self._clients.tries("get_range", path)
+        pieces = self._direct(path, cuts, into, tries)
+        while True:
+            with self._errors(key):
+                piece = next(pieces, None)
+            if piece is None:
+                break
+            yield piece
+            given += 1
         rest = cuts[given:]
         if len(rest) > 1:
-            body = memoryview(self.get_range(key, rest[0], rest[-1]))
+            with self._errors(key):
+                body = memoryview(self._range(path, rest[0], rest[-1], tries))
             for start, end in pairwise(rest):
                 yield body[start - rest[0] : end - rest[0]]
+
+    def _direct(
+        self, path: str, cuts: Sequence[int], into: memoryview, tries: Tries
+    ) -> Generator[Buffer, None, None]:
+        """What comes over the direct lane; fewer pieces than asked for if it cannot be had so."""
+        lane = self._clients.direct()
+        while lane is not None:
+            begun_at = time.monotonic()
+            try:
+                yield from lane.read(path, cuts, into)
+            except PutOffError as error:  # before the first piece
+                text = f"the store was throttling (status {error.status}, {tries.retries} retries)"
+                failed = StoreUnavailableError(text)
+            else:
+                return
+            tries.failed(failed, throttled=True, begun_at=begun_at)
+
+    def _range(self, path: str, start: int, end: int, tries: Tries) -> Buffer:
+        import obstore
+
+        def read() -> Buffer:
+            if self._url.scheme == "memory":
+                # obstore's memory store tells a range past the end by its text alone.
+                size = obstore.head(self._clients.range(), path)["size"]
+                if size < end:
+                    raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size} bytes")
+            try:
+                return obstore.get_range(self._clients.range(), path, start=start, end=end)
+            except Exception as error:
+                # A server may say 200 where the range is the whole object: it is what was asked
+                # for.
+                if start != 0 or not sent_whole(error):
+                    raise
+                answer = obstore.get(self._clients.range(), path)
+                if answer.meta["size"] != end:
+                    raise
+                return answer.bytes()
+
+        body = self._clients.run(tries, read)
+        if len(memoryview(body)) != end - start:
+            raise CorruptDataError(
+                f"bytes [{start}, {end}) asked for, but {len(memoryview(body))} bytes came"
+            )
+        return body
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""
         import obstore
 
-        with self._errors(key) as path:
+        def read(path: str) -> ObjectMeta:
             try:
-                return self._meta(self._read(lambda client: obstore.head(client, path)))
+                return self._meta(obstore.head(self._clients.read(), path))
             except Exception as error:
                 status, code = http_code(error)
                 if status not in _UNCLEAR_IN_HEAD or code is not None:
@@ -257,6 +318,9 @@ class ObstoreStore:
                 # A GET of nearly nothing says it.
                 answer = obstore.get(self._clients.read(), path, options={"range": (0, 1)})
                 return self._meta(answer.meta)
+
+        with self._errors(key) as path:
+            return self._clients.run(self._clients.tries("head", path), partial(read, path))
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """See `ObjectStore.list`. GCS lists no generations: `head` an object to update it."""
@@ -269,37 +333,35 @@ class ObstoreStore:
         import obstore
 
         with self._errors(key) as path:
+            tries = self._clients.tries("delete", path)
             try:
-                obstore.delete(self._clients.write(), path)
+                self._clients.run(tries, lambda: obstore.delete(self._clients.write(0), path))
             except FileNotFoundError as error:
                 # GCS and Azure say 404 for an absent object, where S3 says 204.
                 found = translate_obstore(error)
                 if not isinstance(found, ObjectNotFoundError):
                     raise found from error
 
-    def _range(self, path: str, start: int, end: int) -> Bytes:
-        import obstore
-
-        try:
-            return obstore.get_range(self._clients.read(), path, start=start, end=end)
-        except Exception as error:
-            # A server may say 200 where the range is the whole object: it is what was asked for.
-            if start != 0 or not sent_whole(error):
-                raise
-            answer = obstore.get(self._clients.read(), path)
-            if answer.meta["size"] != end:
-                raise
-            return answer.bytes()
-
     def _pages(self, folder: str) -> Iterator[ObjectMeta]:
         import obstore
 
-        def begin(client: Any) -> tuple[Any, Any]:
-            pages = iter(obstore.list(client, prefix=folder or None))
+        clients = self._clients
+
+        def begin() -> tuple[Any, Any]:
+            pages = iter(obstore.list(clients.listing(), prefix=folder or None))
             return pages, next(pages, None)
 
         with self._errors(None):
-            pages, page = self._read(begin)
+            try:
+                pages, page = clients.fresh(begin)
+            except Exception as error:
+                if clients.reached or never_connected(error):
+                    raise
+                clients.reached = True
+                if not is_transient(error):
+                    raise
+                pages, page = begin()  # it is there, and busy: as patiently as was asked for
+            clients.reached = True
         while page is not None:
             for meta in page:
                 if self._url.scheme == "az":
@@ -307,28 +369,6 @@ class ObstoreStore:
                 yield self._meta(meta)
             with self._errors(None):
                 page = next(pages, None)
-
-    def _read(self, request: Callable[[Any], T]) -> T:
-        """`request(client)`, which gives up soon on a server that has never been reached.
-
-        A save, a load and `ls` all begin with one of these.
-        """
-        clients = self._clients
-        if not clients.reached:
-            try:
-                result = request(clients.first())
-            except Exception as error:
-                if never_connected(error):
-                    raise
-                clients.reached = True
-                busy = isinstance(translate_obstore(error), StoreUnavailableError)
-                if not busy or not clients.retries:
-                    raise
-                # It is there, and busy: have the patience that was asked for.
-            else:
-                clients.reached = True
-                return result
-        return request(clients.read())
 
     @contextmanager
     def _errors(self, key: str | None) -> Iterator[str]:

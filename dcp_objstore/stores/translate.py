@@ -154,6 +154,10 @@ _FULL = (
 # Of Ceph, of MinIO (twice), and of gateways in front of a file system.
 _FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded")
 _FULL_STATUS = 507
+_EXPIRED_CODES = ("ExpiredToken", "TokenRefreshRequired")
+_UNKNOWN_KEY_CODES = ("InvalidToken", "InvalidAccessKeyId")
+# AWS and most others say 503, GCS and some others 429 (RFC 6585).
+THROTTLING_STATUSES = (429, 503)
 _ADVICE: dict[type[DcpObjstoreError], str] = {
     BucketNotFoundError: "the bucket does not exist (or is at another endpoint)",
     ObjectNotFoundError: "there is no such object",
@@ -239,6 +243,33 @@ def never_connected(error: BaseException) -> bool:
     return http_code(error)[0] is None and _NOT_CONNECTED in _parts(error)[1]
 
 
+def is_transient(error: Exception) -> bool:
+    """Whether what an obstore call raised may pass if the request is sent again."""
+    if isinstance(error, DcpObjstoreError):
+        return False  # found by us in an answer that came
+    status, code = http_code(error)
+    if _INSTANCE_METADATA in str(error):
+        return status is None or status >= 500
+    full = status == _FULL_STATUS or code in _FULL_CODES
+    return isinstance(translate_obstore(error), StoreUnavailableError) and not full
+
+
+def is_expired(error: BaseException | None) -> bool:
+    """Whether an obstore error says that the credentials have expired."""
+    return error is not None and http_code(error)[1] in _EXPIRED_CODES
+
+
+def is_unknown_key(error: BaseException | None) -> bool:
+    """Whether the store does not know the credentials: they are wrong, or gone since."""
+    return error is not None and http_code(error)[1] in _UNKNOWN_KEY_CODES
+
+
+def is_throttling(error: Exception) -> bool:
+    """Whether an obstore error says that the store wants to be asked less."""
+    status, code = http_code(error)
+    return status in THROTTLING_STATUSES or code == "SlowDown"
+
+
 def answer_of(error: BaseException) -> str | None:
     """What the store answered, behind an error of ours: `403 AccessDenied: Access Denied`.
 
@@ -264,8 +295,15 @@ def sent_whole(error: BaseException) -> bool:
     return _WHOLE in str(error)
 
 
-def translate_obstore(error: Exception) -> DcpObjstoreError:
+def translate_obstore(
+    error: Exception, retries: int = 0, elapsed_seconds: float = 0.0
+) -> DcpObjstoreError:
     """Turn what an obstore call raised into an error of ours, by code, status, then type.
+
+    Args:
+        error: as raised by obstore.
+        retries: how often we had sent the request again ourselves.
+        elapsed_seconds: since it was sent first, where that is so.
 
     The text keeps the store's answer and drops obstore's debug dump. Errors without a status come
     from the transport when they are `GenericError`s of a request: the text then says why there was
@@ -276,7 +314,10 @@ def translate_obstore(error: Exception) -> DcpObjstoreError:
         return error
     # In place, because it stays as the cause of ours and is shown with it.
     error.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in error.args)
-    found = _no_answer(error) or _answer(error)
+    found = _no_answer(error, retries, elapsed_seconds) or _answer(error)
+    if retries and http_code(error)[0] is not None:
+        slow = "the store was throttling; " if is_throttling(error) else ""
+        found.message += f" ({slow}{retries} retries in {elapsed_seconds:.1f} s)"
     return _failed_abort(error, found) if abort_failed(error) else found
 
 
@@ -323,7 +364,9 @@ def _not_the_range(status: int | None, dump: str) -> str | None:
     return next((advice for sign, advice in signs if sign in dump), None)
 
 
-def _no_answer(error: Exception) -> DcpObjstoreError | None:
+def _no_answer(
+    error: Exception, our_retries: int, elapsed_seconds: float
+) -> DcpObjstoreError | None:
     """The error for a request that got no answer, if it was one."""
     text, dump = _parts(error)
     request = _REQUEST.search(text)
@@ -332,7 +375,10 @@ def _no_answer(error: Exception) -> DcpObjstoreError | None:
     reason = next((reason for reason in _NO_ANSWERS if reason.sign in dump), None)
     if reason is None:
         return None
-    method, url, took, retries = request.groups()  # "REDACTED" where it would show a signature
+    # "REDACTED" where it would show a signature
+    method, url, took, retries = request.groups()
+    if our_retries:
+        took, retries = f"{elapsed_seconds:.1f} s", our_retries
     tries = f"{method} {url}, {retries or 0} retries in {took}"
     whom = urlsplit(url).netloc or "the store"
     return reason.kind(f"cannot reach {whom}: {reason.what}; {reason.advice} ({tries})")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -95,6 +95,12 @@ class WrappedStore:
     def endpoint_url(self) -> str | None:
         """The inner store's."""
         return getattr(self.inner, "endpoint_url", None)
+
+    @property
+    def tells_throttling(self) -> Collection[str]:
+        """The inner store's; see `limiter.lane_for`."""
+        told: Collection[str] = getattr(self.inner, "tells_throttling", ())
+        return told
 
     @property
     def capabilities(self) -> Capabilities:

@@ -22,6 +22,7 @@ import numpy as np
 
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.events import RangeRead, Retried
+from dcp_objstore.stores.limiter import lane_for
 from dcp_objstore.stores.protocol import PiecewiseStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.progress import Progress
@@ -89,6 +90,7 @@ def fetch_ranges(
     tasks: queue.SimpleQueue[RangeRequest[T]] = queue.SimpleQueue()
     done: queue.SimpleQueue[RangeRequest[T] | BaseException] = queue.SimpleQueue()
     gate = _Gate(progress)
+    lane = lane_for(store, "get_range")
     for request in requests:
         tasks.put(request)
 
@@ -108,8 +110,14 @@ def fetch_ranges(
                 except queue.Empty:
                     return
                 into = None if admit is None else admit(request, progress)
+                lane.begin(id(request), progress.check_stopped)
                 began_at = time.monotonic()
-                fetcher.fetch(request, into)
+                answered = False
+                try:
+                    fetcher.fetch(request, into)
+                    answered = True
+                finally:
+                    lane.end(id(request), answered=answered)
                 del into
                 progress.moved(request.end - request.start)
                 if channel is not None:
@@ -138,6 +146,8 @@ def fetch_ranges(
         progress.stop(error)
         gate.wait_empty()
         raise
+    finally:
+        lane.close()
 
 
 class _Gate:

@@ -5,6 +5,10 @@ thread waits in short steps, so Ctrl-C and the stall watchdog act at once: they 
 raise, which makes the transport abort its multipart upload, and if even that takes too long the
 thread is left behind and the possible orphan is named in the error.
 
+Each part waits for its turn where the store is throttling (`stores.limiter`): the transport pulls
+what it sends next, so it can be held back there. Parts are told by their place in the stream: one
+is under way from when its last byte is handed over until a buffer that reaches into it is dropped.
+
 Progress is seen without any help from the transport: a buffer that is handed over is dropped when
 its part is uploaded, and a weak reference to it tells.
 """
@@ -18,6 +22,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +30,7 @@ import numpy as np
 
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.events import ObjectUploaded, PartUploaded
+from dcp_objstore.stores.limiter import Lane, lane_for
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count
 from dcp_objstore.transfer.progress import Progress
@@ -133,8 +139,14 @@ class _Tracked:
     """Passes buffers on, and reports to `progress` when the transport lets go of each."""
 
     def __init__(
-        self, buffers: Iterable[ByteArray], progress: Progress, part_size_bytes: int, key: str
+        self,
+        buffers: Iterable[ByteArray],
+        progress: Progress,
+        part_size_bytes: int,
+        key: str,
+        lane: Lane,
     ) -> None:
+        self._lane = lane
         self._buffers = iter(buffers)
         self._part_size_bytes = part_size_bytes
         self._progress = progress
@@ -157,6 +169,9 @@ class _Tracked:
                 f"an object would need more than {MAX_PARTS} parts of {self._part_size_bytes}"
                 " bytes; raise TransferConfig.part_size_bytes"
             )
+        ended = self.size_bytes + buffer.nbytes
+        for part in range(self.size_bytes // self._part_size_bytes, ended // self._part_size_bytes):
+            self._lane.begin(part, self._progress.check_stopped)
         # A view of our own: the caller may keep the array that it gave us.
         view = buffer[:]
         self.track(view)
@@ -178,13 +193,18 @@ class _Tracked:
 
     def track(self, view: ByteArray) -> None:
         count_bytes = view.nbytes
+        start = self.size_bytes
         self.size_bytes += count_bytes
-        token = id(view)
+        token, lane, part_size_bytes = id(view), self._lane, self._part_size_bytes
         parts = self._parts
         part = None if parts is None else parts.hand(token, self.size_bytes, count_bytes)
 
         def done(_: object) -> None:
             self._pending.pop(token, None)
+            if count_bytes:
+                first, last = (at // part_size_bytes for at in (start, start + count_bytes - 1))
+                for number in range(first, last + 1):
+                    lane.end(number)
             self._progress.moved(count_bytes)
             if parts is not None and part is not None:
                 parts.let_go(part, token)
@@ -214,8 +234,9 @@ def upload_object(
     Nothing is visible under `key` unless it returns; a multipart upload is aborted, or named in
     the error where that is not certain.
     """
+    lane = lane_for(store, "put_stream")
     began_at = time.monotonic()
-    tracked = _Tracked(buffers, progress, plan.part_size_bytes, key)
+    tracked = _Tracked(buffers, progress, plan.part_size_bytes, key, lane)
 
     def send() -> Version:
         head: list[ByteArray] = []
@@ -227,7 +248,11 @@ def upload_object(
             if head_bytes > plan.part_size_bytes:
                 break
         else:
-            return store.put(key, head)
+            lane.begin(0, progress.check_stopped)
+            try:
+                return store.put(key, head)
+            finally:
+                lane.end(0)
         return store.put_stream(
             key,
             _chain(head, tracked),
@@ -235,7 +260,8 @@ def upload_object(
             max_concurrency=config.upload_concurrency,
         )
 
-    version = run_watched(send, f"upload of {key}", progress)
+    with closing(lane):
+        version = run_watched(send, f"upload of {key}", progress)
     size_bytes = tracked.size_bytes
     parts = part_count(size_bytes, plan.part_size_bytes)
     if progress.channel is not None:

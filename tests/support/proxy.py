@@ -1,5 +1,7 @@
 """A TCP proxy in front of an HTTP server that holds, cuts and throttles connections when told to.
 
+It can also answer requests in the server's place: `Refuse`, and by a `SlowDown` above a rate.
+
 with NetworkProxy(bucket.storage_options) as proxy:
     held = proxy.hold(lambda asked: asked.name == "_COMMIT" and asked.method == "PUT")
     ...  # a save with proxy.storage_options
@@ -17,12 +19,13 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
-_CHUNK_BYTES = 64 * 1024
+_CHUNK_BYTES = 256 * 1024
 # No test waits longer for something that is to happen.
 WAIT_SECONDS = 60.0
 
@@ -36,6 +39,7 @@ class Asked:
         query: its query, as it came.
         number: which of all requests, from 0.
         size_bytes: of its body.
+        access_key: that it was signed with, by the `SlowSink`'s account.
     """
 
     method: str
@@ -43,6 +47,7 @@ class Asked:
     query: str
     number: int
     size_bytes: int
+    access_key: str = ""
 
     @property
     def name(self) -> str:
@@ -103,8 +108,56 @@ class Hold:
         await self._released.wait()
 
 
-Fault = Cut | Hold
+@dataclass(frozen=True)
+class Refuse:
+    """Answer with an error in the server's place, which never hears of the request."""
+
+    status: int
+    code: str
+
+
+Fault = Cut | Hold | Refuse
 Plan = Callable[[Asked], Fault | None]
+
+
+class SlowDown:
+    """A plan: what a store does that is asked too often. It has a bucket of tokens.
+
+    Args:
+        per_second: requests that it answers; 0: none, after the first `burst`.
+        burst: tokens that the bucket holds, and has at first.
+        status: 503 as AWS, 429 as others.
+        meant: only these requests.
+        clock: monotonic seconds.
+
+    Attributes:
+        refused: what was refused so far.
+    """
+
+    def __init__(
+        self,
+        per_second: float,
+        burst: int,
+        status: int = 503,
+        meant: Meant = lambda asked: True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.per_second, self.burst, self.status, self.meant = per_second, burst, status, meant
+        self.refused: list[Asked] = []
+        self._clock = clock
+        self._tokens, self._at = float(burst), clock()
+
+    def __call__(self, asked: Asked) -> Fault | None:
+        if not self.meant(asked):
+            return None
+        now = self._clock()
+        self._tokens = min(self.burst, self._tokens + (now - self._at) * self.per_second)
+        self._at = now
+        if self._tokens >= 1:
+            self._tokens -= 1
+            return None
+        self.refused.append(asked)
+        return Refuse(self.status, "SlowDown" if self.status == 503 else "TooManyRequests")
 
 
 class NetworkProxy:
@@ -181,7 +234,9 @@ class NetworkProxy:
         asyncio.run_coroutine_threadsafe(work, self.loop).result(WAIT_SECONDS)
 
     async def _serve(self) -> None:
-        self._server = await asyncio.start_server(self._accepted, sock=self._listener)
+        self._server = await asyncio.start_server(
+            self._accepted, sock=self._listener, limit=_CHUNK_BYTES
+        )
 
     async def _end(self) -> None:
         self._server.close()
@@ -197,7 +252,9 @@ class NetworkProxy:
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            theirs = await asyncio.open_connection(self.behind.hostname, self.behind.port)
+            theirs = await asyncio.open_connection(
+                self.behind.hostname, self.behind.port, limit=_CHUNK_BYTES
+            )
         except OSError:  # the server is down: whoever connects directly is refused
             _abort(writer)
             return
@@ -253,6 +310,9 @@ class _Connection:
         while True:
             head = await reader.readuntil(b"\r\n\r\n")
             asked, fault = self.proxy.seen(head[:-4])
+            if isinstance(fault, Refuse):
+                await self._refuse(asked, fault)
+                continue
             self.request = _Flow(0, fault if fault and fault.side == "request" else None)
             self.answer = _Flow(0, fault if fault and fault.side == "answer" else None)
             await self._pass(self.request, head, writer)
@@ -265,6 +325,24 @@ class _Connection:
                     return
                 left -= len(data)
                 await self._pass(self.request, data, writer)
+
+    async def _refuse(self, asked: Asked, fault: Refuse) -> None:
+        reader, writer = self.client
+        self.request = _Flow()
+        left = asked.size_bytes
+        while left:
+            data = await reader.read(min(left, _CHUNK_BYTES))
+            if not data:
+                return
+            left -= len(data)
+        text = f"<Error><Code>{fault.code}</Code><Message>Refused.</Message></Error>"
+        body = b"" if asked.method == "HEAD" else text.encode()
+        head = (
+            f"HTTP/1.1 {fault.status} Refused\r\nContent-Type: application/xml\r\n"
+            f"Content-Length: {len(text)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        await writer.drain()
 
     async def _answers(self) -> None:
         reader, writer = self.server[0], self.client[1]

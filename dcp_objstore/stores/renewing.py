@@ -1,0 +1,115 @@
+"""`Renewing`: the credentials of a profile, as obstore wants them, fresh for as long as it asks.
+
+boto3 knows when temporary credentials end (SSO, an assumed role, `credential_process`), and renews
+them in their last 10 minutes, but only when it is asked. obstore's own helper asks every half hour,
+so credentials of an hour, or fewer minutes, expire in the middle of a save. Here they are asked for
+again some time before they end: 10 minutes, or a third of what they last. That is longer than a
+request with all its retries takes, which are sent as they were signed at first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from dcp_objstore.errors import CredentialsError
+
+_log = logging.getLogger("dcp_objstore")
+
+# boto3 renews what it is asked for this long before it ends, not earlier.
+_MARGIN = timedelta(minutes=10)
+_AGAIN_AFTER = timedelta(seconds=10)
+
+
+class Renewing:
+    """Called by obstore for credentials, which it keeps until what we say is their end.
+
+    Args:
+        source: where they come from, in words.
+        load: gives botocore's credentials, read anew, or None.
+        now: the time, for tests.
+    """
+
+    # obstore would call for every request in the last 5 minutes; we name an earlier end instead.
+    refresh_threshold = timedelta(0)
+
+    def __init__(
+        self,
+        source: str,
+        load: Callable[[], Any],
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._source = source
+        self._load = load
+        self._now = now
+        self._lock = threading.Lock()
+        self._held: Any = None
+        self._kept: dict[str, Any] | None = None
+        self._ends_at: datetime | None = None
+
+    def __repr__(self) -> str:
+        return f"Renewing({self._source!r})"
+
+    def __call__(self) -> dict[str, Any]:
+        """Credentials for now.
+
+        Raises:
+            CredentialsError: there are none (any more); says what to do.
+        """
+        with self._lock:
+            kept = self._kept
+            if kept is not None and (
+                kept["expires_at"] is None or self._now() < kept["expires_at"]
+            ):
+                return dict(kept)
+            self._kept = self._fetch()
+            return dict(self._kept)
+
+    def renew(self) -> None:
+        """Read them anew for the next request: those that we have were refused."""
+        with self._lock:
+            self._held = self._kept = self._ends_at = None
+
+    def _fetch(self) -> dict[str, Any]:
+        from botocore.exceptions import BotoCoreError
+
+        failure = None
+        try:
+            if self._held is None:
+                self._held = self._load()
+            frozen = self._held.get_frozen_credentials() if self._held is not None else None
+        except BotoCoreError as error:
+            # Not its text, which may quote what a credential process printed.
+            failure, frozen = type(error).__name__, None
+        if frozen is None or frozen.access_key is None:
+            return self._as_before(failure or "none were found")
+        now = self._now()
+        # Not public; `tests/test_credentials_expire.py` fails should it go.
+        self._ends_at = getattr(self._held, "_expiry_time", None)
+        until = None
+        if self._ends_at is not None:
+            early = self._ends_at - min(_MARGIN, (self._ends_at - now) / 3)
+            until = early.astimezone(UTC)  # obstore takes no other time zone, not even an equal one
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": until,
+        }
+
+    def _as_before(self, failure: str) -> dict[str, Any]:
+        """What we have, while it lasts: what failed may work next time."""
+        now = self._now()
+        if self._kept is not None and self._ends_at is not None and now < self._ends_at:
+            _log.warning("%s: the credentials could not be renewed (%s)", self._source, failure)
+            return {
+                **self._kept,
+                "expires_at": min(now + _AGAIN_AFTER, self._ends_at).astimezone(UTC),
+            }
+        raise CredentialsError(
+            f"{self._source}: the credentials could not be renewed ({failure}). Log in again (aws"
+            " sso login), or look at what gives them, and try again"
+        )

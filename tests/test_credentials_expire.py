@@ -1,0 +1,251 @@
+"""Credentials that end while they are used, on a server that looks at when they end.
+
+A key is named by the moment of its end, so whatever hands one out and whoever checks it agree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.errors import CredentialsError
+from dcp_objstore.stores import open_store
+from dcp_objstore.stores.renewing import Renewing
+from tests.support.proxy import Asked, Fault, Refuse
+from tests.support.slow_sink import SlowSink
+
+MIB = 1024 * 1024
+CONFIG = dos.TransferConfig(part_size_bytes=5 * MIB, request_size_bytes=4 * MIB)
+SAVED = torch.zeros(320 * MIB, dtype=torch.uint8)
+LASTING_SECONDS = 4.5
+# What a profile's credential_process runs: JSON as AWS documents it ("Sourcing credentials with
+# an external process").
+PROCESS = """
+import datetime, json, sys, time
+end = time.time() + float(sys.argv[1])
+expiration = datetime.datetime.fromtimestamp(end, datetime.timezone.utc).isoformat()
+print(json.dumps({"Version": 1, "AccessKeyId": f"K{end:.3f}", "SecretAccessKey": "s",
+                  "SessionToken": "t", "Expiration": expiration}))
+"""
+
+
+class Guard:
+    """A plan: refuses what is signed with a key that has ended, and what `revoked` names."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+        self.revoked: set[str] = set()
+        self.refused: list[Asked] = []
+
+    def __call__(self, asked: Asked) -> Fault | None:
+        self.keys.add(asked.access_key)
+        if asked.access_key in self.revoked or time.time() > float(asked.access_key[1:]):
+            self.refused.append(asked)
+            return Refuse(403, "ExpiredToken")
+        return None
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in list(os.environ):
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture
+def guard() -> Guard:
+    return Guard()
+
+
+@pytest.fixture
+def sink(guard: Guard) -> Iterator[SlowSink]:
+    """A save of `SAVED` takes it longer than a key lasts, a part a fraction of that."""
+    with SlowSink(bytes_per_second=60 * MIB) as sink:
+        sink.plan = guard
+        yield sink
+
+
+def profile(tmp_path: Path, lasting_seconds: float) -> dict[str, object]:
+    script = tmp_path / "give.py"
+    script.write_text(PROCESS)
+    (tmp_path / "config").write_text(
+        f"[profile short]\ncredential_process = {sys.executable} {script} {lasting_seconds}\n"
+    )
+    return {"profile": "short"}
+
+
+def save(sink: SlowSink, options: dict[str, object]) -> None:
+    options = {**options, "endpoint_url": sink.storage_options["endpoint_url"]}
+    dos.save(
+        {"zeros": SAVED}, "s3://bucket/x", storage_options=options, config=CONFIG, progress=False
+    )
+
+
+def test_a_save_outlives_the_credentials_of_a_process(
+    sink: SlowSink, guard: Guard, tmp_path: Path
+) -> None:
+    save(sink, profile(tmp_path, LASTING_SECONDS))
+    print(f"{len(guard.keys)} keys for {len(sink.asked)} requests")
+    assert len(guard.keys) > 1
+    # Asked for in time, and not for every request.
+    assert guard.refused == []
+    assert len(guard.keys) < len(sink.asked) / 4
+
+
+@pytest.fixture
+def container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """The endpoint that gives a container its credentials, as EKS has it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            end = time.time() + LASTING_SECONDS
+            answer = {
+                "AccessKeyId": f"K{end:.3f}",
+                "SecretAccessKey": "s",
+                "Token": "t",
+                "Expiration": datetime.fromtimestamp(end, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            }
+            body = json.dumps(answer).encode()
+            self.send_response(200 if self.headers["Authorization"] == "let-me-in" else 401)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    (tmp_path / "token").write_text("let-me-in")
+    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_save_outlives_the_credentials_of_a_container(
+    sink: SlowSink, guard: Guard, container: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", container)
+    save(sink, {})
+    assert len(guard.keys) > 1
+    assert guard.refused == []
+
+
+VERBS: dict[str, Callable[[dos.stores.ObjectStore], object]] = {
+    "get": lambda store: store.get("k", max_size_bytes=100),
+    "get_range": lambda store: store.get_range("k", 0, 1),
+    "head": lambda store: store.head("k"),
+    "list": lambda store: list(store.list()),
+    "put": lambda store: store.put("k", b"x"),
+    "put once": lambda store: store.put("k", b"x", retry=False),
+    "delete": lambda store: store.delete("k"),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_credentials_that_are_refused_before_their_time_are_renewed_once(
+    sink: SlowSink, guard: Guard, tmp_path: Path, verb: str
+) -> None:
+    options = {**profile(tmp_path, 3600), "endpoint_url": sink.storage_options["endpoint_url"]}
+    store = open_store("s3://bucket/x", options)
+    store.put("k", b"x")
+    guard.revoked |= guard.keys
+    VERBS[verb](store)
+    assert len(guard.keys) == 2
+    assert len(guard.refused) == (2 if verb == "head" else 1)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_fresh_credentials_that_are_refused_too_say_what_to_do(
+    sink: SlowSink, guard: Guard, tmp_path: Path, verb: str
+) -> None:
+    options = {**profile(tmp_path, -3600), "endpoint_url": sink.storage_options["endpoint_url"]}
+    (tmp_path / "give.py").write_text(PROCESS.replace('"Expiration": expiration', '"Unused": 0'))
+    with pytest.raises(CredentialsError, match=r"profile 'short'.*fresh ones.*log in again"):
+        VERBS[verb](open_store("s3://bucket/x", options))
+    assert len(guard.refused) <= 4
+
+
+def test_credentials_in_storage_options_that_end_in_mid_save_say_that_nobody_can_renew_them(
+    sink: SlowSink, guard: Guard
+) -> None:
+    options: dict[str, object] = {"secret": "s", "token": "t"}
+    options["key"] = f"K{time.time() + LASTING_SECONDS:.3f}"
+    with pytest.raises(CredentialsError, match=r"storage_options.*cannot be refreshed") as caught:
+        save(sink, options)
+    assert guard.refused
+    assert str(options["key"]) not in str(caught.value)
+    assert not any(asked.name == "_COMMIT" and asked.method == "PUT" for asked in sink.asked)
+
+
+# --- without a server
+
+
+class Given(SimpleNamespace):
+    """What botocore gives, without a process behind it."""
+
+    def get_frozen_credentials(self) -> SimpleNamespace:
+        if self.fails:
+            from botocore.exceptions import CredentialRetrievalError
+
+            raise CredentialRetrievalError(provider="test", error_msg="secret-text")
+        return SimpleNamespace(access_key=self.key, secret_key="s", token="t")
+
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def renewing(lasting: timedelta) -> tuple[Renewing, Given, list[datetime]]:
+    now = [NOON]
+    given = Given(key="first", fails=False, _expiry_time=NOON + lasting)
+    return Renewing("a profile", lambda: given, lambda: now[0]), given, now
+
+
+@pytest.mark.parametrize(
+    ("lasting", "margin"),
+    [
+        (timedelta(hours=1), timedelta(minutes=10)),
+        (timedelta(minutes=15), timedelta(minutes=5)),
+        (timedelta(seconds=6), timedelta(seconds=2)),
+    ],
+)
+def test_credentials_are_asked_for_again_before_they_end(
+    lasting: timedelta, margin: timedelta
+) -> None:
+    provider, given, now = renewing(lasting)
+    assert provider()["expires_at"] == NOON + lasting - margin
+    given.key = "second"
+    now[0] = NOON + lasting - margin - timedelta(seconds=1)
+    assert provider()["access_key_id"] == "first"
+    now[0] += timedelta(seconds=1)
+    assert provider()["access_key_id"] == "second"
+
+
+def test_credentials_that_cannot_be_renewed_are_used_as_long_as_they_last() -> None:
+    provider, given, now = renewing(timedelta(hours=1))
+    provider()
+    given.fails = True
+    now[0] = NOON + timedelta(minutes=51)
+    assert provider()["access_key_id"] == "first"
+    now[0] = NOON + timedelta(minutes=61)
+    with pytest.raises(CredentialsError, match="aws sso login") as caught:
+        provider()
+    assert "secret-text" not in str(caught.value)
+    given.fails = False
+    assert provider()["access_key_id"] == "first"

@@ -1,0 +1,169 @@
+"""A store that answers SlowDown above a rate: saves and loads slow down with it, and end well.
+
+The server has a bucket of tokens, and answers 503 or 429 when it is empty.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.errors import StoreUnavailableError
+from dcp_objstore.stores import open_store
+from dcp_objstore.stores.limiter import Limiter, Retry, limiter_of
+from tests.support.proxy import Asked, NetworkProxy, SlowDown
+from tests.support.servers import Bucket
+from tests.support.slow_sink import SlowSink
+
+MIB = 1024 * 1024
+PART_BYTES = 5 * MIB
+# A save of this has 96 parts; zeros that are never written take no memory.
+SAVED_BYTES = 96 * PART_BYTES
+CONFIG = dos.TransferConfig(part_size_bytes=PART_BYTES, request_size_bytes=4 * MIB)
+# What the requests may be, of those without a fault.
+MOST = 1.3
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcp_objstore.transfer.parts._GROWN_PART_SIZE_BYTES", PART_BYTES)
+
+
+@pytest.fixture
+def sink() -> Iterator[SlowSink]:
+    with SlowSink() as sink:
+        yield sink
+
+
+def is_transfer(asked: Asked) -> bool:
+    """Parts, and ranges of data."""
+    return "partNumber=" in asked.query or (
+        asked.method == "GET" and asked.name.endswith(".distcp")
+    )
+
+
+def save(
+    size_bytes: int, url: str, at: SlowSink | NetworkProxy, config: dos.TransferConfig = CONFIG
+) -> None:
+    state = {"zeros": torch.zeros(size_bytes, dtype=torch.uint8)}
+    dos.save(state, url, storage_options=at.storage_options, config=config, progress=False)
+
+
+def limiter_at(url: str, at: SlowSink | NetworkProxy) -> Limiter:
+    return limiter_of(open_store(url, at.storage_options))
+
+
+@pytest.mark.parametrize("status", [503, pytest.param(429, marks=pytest.mark.campaign)])
+def test_a_throttled_save_ends_well_with_few_more_requests(sink: SlowSink, status: int) -> None:
+    save(PART_BYTES, "s3://bucket/first", sink)  # the store is tried out once
+    before = len(sink.asked)
+    save(SAVED_BYTES, "s3://bucket/step-1", sink)
+    usual = len(sink.asked) - before
+    sink.plan = slow = SlowDown(20, 10, status)
+    before = len(sink.asked)
+    save(SAVED_BYTES, "s3://bucket/step-2", sink)
+    count = len(sink.asked) - before
+    print(f"{count} requests instead of {usual}, {len(slow.refused)} refused with {status}")
+    assert slow.refused
+    assert count <= MOST * usual
+    assert not limiter_at("s3://bucket", sink).pace.is_open
+    assert limiter_at("s3://bucket", sink).in_flight == 0
+    assert len(dos.steps("s3://bucket", storage_options=sink.storage_options)) == 3
+
+
+@pytest.mark.parametrize("status", [pytest.param(503, marks=pytest.mark.campaign), 429])
+def test_a_throttled_load_ends_well_with_few_more_requests(status: int) -> None:
+    saved = torch.randint(0, 256, (256 * MIB,), dtype=torch.uint8)
+    reports: list[int | None] = []
+    with SlowSink(keep=True) as sink:
+
+        def load() -> int:
+            before, found = len(sink.asked), {"a": torch.zeros_like(saved)}
+            report = dos.load(
+                found,
+                "s3://bucket/step-1",
+                storage_options=sink.storage_options,
+                config=CONFIG,
+                progress=False,
+            )
+            assert torch.equal(found["a"], saved)
+            reports.append(report.retries)
+            return len(sink.asked) - before
+
+        dos.save(
+            {"a": saved}, "s3://bucket/step-1", storage_options=sink.storage_options, progress=False
+        )
+        usual = load()
+        sink.plan = slow = SlowDown(20, 10, status)
+        noted: list[Retry] = []
+        with limiter_at("s3://bucket", sink).listening(noted.append):
+            count = load()
+    print(f"{count} requests instead of {usual}, {len(slow.refused)} refused with {status}")
+    assert slow.refused
+    assert count <= MOST * usual
+    # Those are ours, so every one is known.
+    assert len(noted) == len(slow.refused)
+    assert reports[0] == 0
+    assert 0 < (reports[1] or 0) <= len(noted)  # the marker and the index come before
+    assert all(retry.throttled and retry.key.startswith("step-1/") for retry in noted)
+
+
+@pytest.mark.campaign
+def test_two_saves_at_once_slow_down_together(sink: SlowSink) -> None:
+    save(PART_BYTES, "s3://bucket/first", sink)
+    before = len(sink.asked)
+    save(SAVED_BYTES, "s3://bucket/step-1", sink)
+    usual = 2 * (len(sink.asked) - before)
+    sink.plan = slow = SlowDown(30, 10)
+    before = len(sink.asked)
+    threads = [
+        threading.Thread(target=save, args=(SAVED_BYTES, f"s3://bucket/step-{n}", sink))
+        for n in (2, 3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    count = len(sink.asked) - before
+    print(f"{count} requests instead of {usual}, {len(slow.refused)} refused")
+    assert slow.refused
+    assert count <= MOST * usual
+    assert len(dos.steps("s3://bucket", storage_options=sink.storage_options)) == 4
+
+
+@pytest.mark.backends("seaweed")
+def test_a_store_that_says_slow_down_for_ever_fails_the_save_soon_and_says_so(
+    bucket: Bucket,
+) -> None:
+    """After its retries, and nothing is left where the store lets us abort."""
+    url = bucket.at("step-1")
+    config = dos.TransferConfig(part_size_bytes=PART_BYTES, max_retries=2)
+    with NetworkProxy(bucket.storage_options) as proxy:
+        proxy.plan = slow = SlowDown(0, 2, meant=is_transfer)
+        with pytest.raises(StoreUnavailableError, match=r"503.*2 retries|2 retries.*503"):
+            save(8 * PART_BYTES, url, proxy, config)
+        assert limiter_at(url, proxy).in_flight == 0
+    assert len(slow.refused) <= 8 * 3
+    assert bucket.keys("step-1") == []
+    assert bucket.uploads() == []
+
+
+@pytest.mark.backends("seaweed")
+def test_a_store_that_says_slow_down_for_ever_fails_the_load_within_the_shared_budget(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dcp_objstore.stores.limiter.RETRY_BUDGET", 6.0)
+    url = bucket.at("step-1")
+    with NetworkProxy(bucket.storage_options) as proxy:
+        save(8 * PART_BYTES, url, proxy)
+        proxy.plan = slow = SlowDown(0, 0, meant=is_transfer)
+        found = {"zeros": torch.ones(8 * PART_BYTES, dtype=torch.uint8)}
+        options = proxy.storage_options
+        with pytest.raises(StoreUnavailableError, match=r"throttling .*used up"):
+            dos.load(found, url, storage_options=options, config=CONFIG, progress=False)
+    # The workers' first tries, and the budget.
+    assert len(slow.refused) <= CONFIG.download_concurrency + 6
