@@ -209,6 +209,48 @@ def test_pieces_that_came_before_a_body_broke_off_are_whole(
     assert 0 < len(came) < len(PIECES)
 
 
+def test_what_was_asked_ahead_is_read_in_any_order_each_with_one_request(
+    server: Server, lane: DirectLane
+) -> None:
+    ranges = [(0, 300_000), (300_000, 700_000), (700_000, len(BODY))]
+    asked = [lane.ask("key", *one) for one in ranges]
+    for (start, end), one in reversed(list(zip(ranges, asked, strict=True))):
+        assert one is not None
+        into = bytearray(end - start)
+        assert len(list(lane.read("key", (start, end), memoryview(into), one))) == 1
+        assert bytes(into) == BODY[start:end]
+    assert sorted(server.seen) == sorted(f"bytes={start}-{end - 1}" for start, end in ranges)
+    assert server.connections == 3
+    assert read(lane) == BODY[1000:500_000]
+    assert server.connections == 3, "they are kept for later"
+
+
+@pytest.mark.parametrize("how", ["closing", "broken", "refused", "short"])
+def test_what_was_asked_ahead_and_goes_wrong_is_left_to_the_transport(
+    server: Server, lane: DirectLane, how: str
+) -> None:
+    server.how = how
+    asked = [lane.ask("key", 0, 400_000) for _ in range(2)]
+    into = bytearray(400_000)
+    came = [list(lane.read("key", (0, 400_000), memoryview(into), one)) for one in asked]
+    whole = [into] if how == "closing" else []
+    assert came == [whole, whole]
+    assert (bytes(into) == BODY[:400_000]) is bool(whole)
+
+
+def test_nothing_is_asked_ahead_that_the_lane_does_not_read(server: Server) -> None:
+    def fail(_key: str) -> str:
+        raise ValueError("no signature")
+
+    assert DirectLane(fail, timeout_seconds=5).ask("key", 0, 400_000) is None
+    lane = DirectLane(lambda _key: server.url, timeout_seconds=5)
+    assert lane.ask("key", 0, WORTHWHILE_BYTES - 1) is None
+    asked = lane.ask("key", 0, 400_000)
+    assert asked is not None
+    asked.close()
+    assert read(lane) == BODY[1000:500_000]
+
+
 @pytest.mark.backends("seaweed", "moto")
 @pytest.mark.parametrize("direct", [0, 2, 6])
 def test_pieces_that_the_lane_does_not_give_come_through_the_transport(

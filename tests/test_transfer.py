@@ -23,6 +23,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores import open_store
+from dcp_objstore.stores.limiter import limiter_of
 from dcp_objstore.stores.wrappers import RecordingStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests, digest_count
 from dcp_objstore.transfer.download import fetch_ranges, worker_count
@@ -434,6 +435,68 @@ def test_a_body_is_consumed_block_by_block_where_the_store_gives_pieces():
     assert np.array_equal(arrived, body)
     assert largest == BLOCK_SIZE_BYTES
     assert [r.verb for r in store.requests].count("get_range") == len(requests) == 2
+
+
+class Askable(Piecewise):
+    """Can be asked ahead, and remembers what was."""
+
+    asks_ahead = True
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.open = set()
+        self.most_open = 0
+
+    def ask(self, key, start, end):
+        asked = Asked(self, start)
+        self.open.add(asked)
+        self.most_open = max(self.most_open, len(self.open))
+        return asked
+
+    def get_asked(self, key, cuts, into, asked):
+        assert asked.start == cuts[0]
+        asked.close()
+        return self.get_pieces(key, cuts, into)
+
+
+class Asked:
+    def __init__(self, store, start):
+        self.store, self.start = store, start
+
+    def close(self):
+        self.store.open.discard(self)
+
+
+def test_ranges_are_asked_ahead_by_half_as_many_threads():
+    store = Askable(open_store("memory://transfer/asked"))
+    body = random_bytes(24 * MIB)
+    store.put("o", body)
+    arrived, threads = np.zeros_like(body), set()
+
+    def consume(request, data):
+        threads.add(threading.get_ident())
+        arrived[request.start : request.end] = np.frombuffer(data, np.uint8)
+
+    requests = blocks_of(body.nbytes, 4 * MIB)
+    fetched = fetch(store, requests, consume, config(download_concurrency=2))
+    assert sorted(r.start for r in fetched) == [r.start for r in requests]
+    assert np.array_equal(arrived, body)
+    assert (len(threads), store.most_open) == (1, 2)
+    assert not store.open
+
+
+def test_what_was_asked_ahead_is_let_go_when_a_load_fails():
+    store = Askable(open_store("memory://transfer/asked-and-failed"))
+    store.put("o", random_bytes(24 * MIB))
+
+    def fail(request, data):
+        raise ZeroDivisionError
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            fetch(store, blocks_of(24 * MIB, 4 * MIB), fail, config(download_concurrency=2))
+        assert not store.open
+        assert limiter_of(store).in_flight == 0
 
 
 def test_what_follows_a_damaged_block_is_fetched_once_more_and_what_came_before_is_kept():

@@ -21,6 +21,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from urllib.parse import urlsplit
 
@@ -49,6 +50,20 @@ class PutOffError(Exception):
 _Connection = http.client.HTTPConnection
 
 
+@dataclass
+class Asked:
+    """A request that was sent, whose answer nobody has looked at yet. `close` it, or read it."""
+
+    connection: _Connection
+    url: str
+    start: int
+    end: int
+
+    def close(self) -> None:
+        """It is not wanted any more."""
+        self.connection.close()
+
+
 class DirectLane:
     """Reads ranges of one bucket's objects over connections of its own. Safe from many threads.
 
@@ -65,21 +80,52 @@ class DirectLane:
         self._lock = threading.Lock()
         self._failures = 0
 
-    def read(self, path: str, cuts: Sequence[int], into: memoryview) -> Iterator[memoryview]:
+    @property
+    def is_used(self) -> bool:
+        """Whether it still tries."""
+        return self._failures < _MOST_FAILURES
+
+    def ask(self, path: str, start: int, end: int) -> Asked | None:
+        """Send the request for a range that is to be read later; None if that goes wrong.
+
+        The answer comes into the connection's buffer meanwhile.
+        """
+        if end - start < WORTHWHILE_BYTES or not self.is_used:
+            return None
+        try:
+            url = self._url(path)
+            connection, _ = self._connection(_origin(url))
+            try:
+                _send(connection, url, start, end)
+            except BaseException:
+                connection.close()
+                raise
+        except Exception as error:  # noqa: BLE001  whoever reads tries anew, and reports it
+            logger.debug("a range was not asked for directly: %s", type(error).__name__)
+            return None
+        return Asked(connection, url, start, end)
+
+    def read(
+        self, path: str, cuts: Sequence[int], into: memoryview, asked: Asked | None = None
+    ) -> Iterator[memoryview]:
         """Bytes of an object with one request, piece by piece; fewer pieces if that goes wrong.
 
         Args:
             cuts: where the range begins, where each piece ends and the next one begins.
             into: writable bytes, as many as the largest piece has. Each piece is put here, over
                 the one before. Without a piece it may hold anything.
+            asked: the request, where it was sent already.
 
         Raises:
             PutOffError: before the first piece; the lane is as good as before.
         """
-        if cuts[-1] - cuts[0] < WORTHWHILE_BYTES or self._failures >= _MOST_FAILURES:
+        if cuts[-1] - cuts[0] < WORTHWHILE_BYTES or not self.is_used:
+            if asked is not None:
+                asked.close()
             return
         try:
-            yield from self._receive(self._url(path), cuts, into)
+            url = self._url(path) if asked is None else asked.url
+            yield from self._receive(url, cuts, into, asked)
         except PutOffError:
             raise
         # Whatever goes wrong here, signing included, the transport is asked next and reports it.
@@ -104,17 +150,16 @@ class DirectLane:
         return url
 
     def _receive(
-        self, url: str, cuts: Sequence[int], into: memoryview
+        self, url: str, cuts: Sequence[int], into: memoryview, asked: Asked | None
     ) -> Generator[memoryview, None, None]:
-        parts = urlsplit(url)
-        origin = f"{parts.scheme}://{parts.netloc}"
-        target = f"{parts.path}?{parts.query}"
-        headers = {"Range": f"bytes={cuts[0]}-{cuts[-1] - 1}", "Accept-Encoding": "identity"}
-        connection, reused = self._connection(origin)
+        origin = _origin(url)
+        # One that was asked may have been an idle one before.
+        connection, reused = self._connection(origin) if asked is None else (asked.connection, True)
         try:
             connected = connection.sock  # which http.client forgets where the server will close it
             try:
-                connection.request("GET", target, headers=headers)
+                if asked is None:
+                    _send(connection, url, cuts[0], cuts[-1])
                 answer = connection.getresponse()
             except (http.client.RemoteDisconnected, ConnectionError):
                 if not reused:
@@ -123,7 +168,7 @@ class DirectLane:
                 connection.close()
                 connection = self._new(origin)
                 connected = connection.sock
-                connection.request("GET", target, headers=headers)
+                _send(connection, url, cuts[0], cuts[-1])
                 answer = connection.getresponse()
             _check(answer, cuts[0], cuts[-1])
             ahead = memoryview(answer.peek())  # of the body: http.client received it with the head
@@ -174,6 +219,17 @@ class DirectLane:
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         return connection
+
+
+def _origin(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _send(connection: _Connection, url: str, start: int, end: int) -> None:
+    parts = urlsplit(url)
+    headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+    connection.request("GET", f"{parts.path}?{parts.query}", headers=headers)
 
 
 def _fill(piece: memoryview, connected: socket.socket) -> None:

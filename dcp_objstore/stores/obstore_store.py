@@ -28,10 +28,11 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores.direct import PutOffError
+from dcp_objstore.stores.direct import Asked, PutOffError
 from dcp_objstore.stores.inputs import WatchedBuffers, as_buffers, check_buffer, check_range
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
+    AskedRange,
     Capabilities,
     IfAbsent,
     IfVersion,
@@ -241,11 +242,29 @@ class ObstoreStore:
         self, key: str, cuts: Sequence[int], into: memoryview
     ) -> Generator[Buffer, None, None]:
         """See `PiecewiseStore.get_pieces`."""
+        return self.get_asked(key, cuts, into, None)
+
+    @property
+    def asks_ahead(self) -> bool:
+        """See `AskableStore.asks_ahead`."""
+        lane = self._clients.direct()
+        return lane is not None and lane.is_used
+
+    def ask(self, key: str, start: int, end: int) -> Asked | None:
+        """See `AskableStore.ask`."""
+        lane = self._clients.direct()
+        return None if lane is None else lane.ask(self._root + key, start, end)
+
+    def get_asked(
+        self, key: str, cuts: Sequence[int], into: memoryview, asked: AskedRange | None
+    ) -> Generator[Buffer, None, None]:
+        """See `AskableStore.get_asked`."""
+        assert asked is None or isinstance(asked, Asked)
         check_range(cuts[0], cuts[-1])
         given = 0
         with self._errors(key) as path:
             tries = self._clients.tries("get_range", path)
-        pieces = self._direct(path, cuts, into, tries)
+        pieces = self._direct(path, cuts, into, tries, asked)
         while True:
             with self._errors(key):
                 piece = next(pieces, None)
@@ -261,20 +280,26 @@ class ObstoreStore:
                 yield body[start - rest[0] : end - rest[0]]
 
     def _direct(
-        self, path: str, cuts: Sequence[int], into: memoryview, tries: Tries
+        self,
+        path: str,
+        cuts: Sequence[int],
+        into: memoryview,
+        tries: Tries,
+        asked: Asked | None = None,
     ) -> Generator[Buffer, None, None]:
         """What comes over the direct lane; fewer pieces than asked for if it cannot be had so."""
         lane = self._clients.direct()
         while lane is not None:
             begun_at = time.monotonic()
             try:
-                yield from lane.read(path, cuts, into)
+                yield from lane.read(path, cuts, into, asked)
             except PutOffError as error:  # before the first piece
                 text = f"the store was throttling (status {error.status}, {tries.retries} retries)"
                 failed = StoreUnavailableError(text)
             else:
                 return
             tries.failed(failed, throttled=True, begun_at=begun_at)
+            asked = None
 
     def _range(self, path: str, start: int, end: int, tries: Tries) -> Buffer:
         import obstore

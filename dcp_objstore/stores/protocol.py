@@ -228,3 +228,39 @@ class PiecewiseStore(ObjectStore, Protocol):
             As `get_range`, when a piece is asked for.
         """
         ...
+
+
+class AskedRange(Protocol):
+    """A request for a range that was sent and not read yet."""
+
+    def close(self) -> None:
+        """It is not wanted any more."""
+        ...
+
+
+@runtime_checkable
+class AskableStore(PiecewiseStore, Protocol):
+    """A store that can be asked for a range before there is memory, or a thread, to read it into.
+
+    So a few threads keep many connections busy: while one body is worked on, the next ones arrive.
+    """
+
+    @property
+    def asks_ahead(self) -> bool:
+        """Whether `ask` does something, as far as is known."""
+        ...
+
+    def ask(self, key: str, start: int, end: int) -> AskedRange | None:
+        """Send the request for bytes `[start, end)`. It never fails: what is wrong is raised when
+        the range is read.
+
+        Returns:
+            What to read, or to close; None: the range is to be asked for when it is read.
+        """
+        ...
+
+    def get_asked(
+        self, key: str, cuts: Sequence[int], into: memoryview, asked: AskedRange | None
+    ) -> Generator[Buffer, None, None]:
+        """As `get_pieces`, of what `ask` gave for the same key and range."""
+        ...

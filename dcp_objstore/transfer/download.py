@@ -2,9 +2,10 @@
 
 Worker threads take requests in order, fetch, and hand each body to `consume`, which verifies it
 and copies it out; the body is dropped before the next one is fetched. Where the store can, a body
-is taken in piece by piece, so that each is consumed while it is in the processor's cache. So the
-memory in use is bounded by the number of workers, whatever the size of the whole. The calling
-thread receives the finished requests as an iterator and can be interrupted at any time.
+is taken in piece by piece, so that each is consumed while it is in the processor's cache, and the
+next one is asked for ahead. So the memory in use is bounded by the number of workers, whatever the
+size of the whole. The calling thread receives the finished requests as an iterator and can be
+interrupted at any time.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -23,7 +25,7 @@ import numpy as np
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.events import RangeRead, Retried
 from dcp_objstore.stores.limiter import lane_for
-from dcp_objstore.stores.protocol import PiecewiseStore
+from dcp_objstore.stores.protocol import AskableStore, AskedRange, PiecewiseStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, cut
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.config import TransferConfig
+    from dcp_objstore.stores.limiter import Lane
     from dcp_objstore.stores.protocol import ObjectStore
-    from dcp_objstore.telling import Channel
 
 T = TypeVar("T")
 
@@ -98,44 +100,13 @@ def fetch_ranges(
         with gate:
             consume(request, body)
 
-    channel = progress.channel
-
-    def work(number: int) -> None:
-        fetcher = _Fetcher(store, object_keys, guarded, explain, channel)
-        try:
-            while True:
-                progress.check_stopped()
-                try:
-                    request = tasks.get_nowait()
-                except queue.Empty:
-                    return
-                into = None if admit is None else admit(request, progress)
-                lane.begin(id(request), progress.check_stopped)
-                began_at = time.monotonic()
-                answered = False
-                try:
-                    fetcher.fetch(request, into)
-                    answered = True
-                finally:
-                    lane.end(id(request), answered=answered)
-                del into
-                progress.moved(request.end - request.start)
-                if channel is not None:
-                    channel.tell(
-                        RangeRead,
-                        began_at,
-                        object_key=object_keys[request.object_number],
-                        offset=request.start,
-                        size_bytes=request.end - request.start,
-                        worker=number,
-                    )
-                done.put(request)
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            done.put(error)
-
+    # With `admit` a body waits for memory, which whoever has read the one before may have to free.
+    asks = admit is None and isinstance(store, AskableStore) and store.asks_ahead
+    shared = _Shared(store, object_keys, guarded, explain, admit, progress, lane, asks=asks)
     budget_bytes = config.memory_budget_bytes if budget_bytes is None else budget_bytes
-    for number in range(worker_count(requests, config.download_concurrency, budget_bytes)):
-        spawn(partial(work, number), f"download-{number}")
+    in_flight = worker_count(requests, config.download_concurrency, budget_bytes)
+    for number in range(-(-in_flight // shared.depth)):
+        spawn(partial(_Worker(shared, number).run, tasks, done), f"download-{number}")
     try:
         for _ in requests:
             outcome = _next_outcome(done, progress)
@@ -174,42 +145,130 @@ class _Gate:
             self._changed.wait_for(lambda: self._inside == 0)
 
 
-@dataclass
-class _Fetcher(Generic[T]):
-    """What one worker does with each request; see `fetch_ranges`."""
+@dataclass(frozen=True)
+class _Begun(Generic[T]):
+    """A request that is under way."""
+
+    request: RangeRequest[T]
+    into: memoryview | None
+    at: float
+    asked: AskedRange | None
+
+
+@dataclass(frozen=True)
+class _Shared(Generic[T]):
+    """What the workers of one call of `fetch_ranges` have in common; see there."""
 
     store: ObjectStore
     object_keys: Sequence[str]
     consume: Callable[[RangeRequest[T], Buffer], None]
     explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None
-    channel: Channel | None
+    admit: Callable[[RangeRequest[T], Progress], memoryview | None] | None
+    progress: Progress
+    lane: Lane
+    _: KW_ONLY
+    asks: bool
+
+    @property
+    def depth(self) -> int:
+        """Requests that a worker has under way.
+
+        Where bodies can be asked for ahead, half of the threads keep as many connections busy with
+        half of the memory: 0.7 instead of 0.8 CPU-seconds per GiB (2 cores, loopback).
+        """
+        return 2 if self.asks else 1
+
+
+@dataclass
+class _Worker(Generic[T]):
+    """What one thread does."""
+
+    shared: _Shared[T]
+    number: int
 
     def __post_init__(self) -> None:
         self._scratch = memoryview(b"")
 
-    def fetch(self, request: RangeRequest[T], into: memoryview | None) -> None:
+    def run(
+        self,
+        tasks: queue.SimpleQueue[RangeRequest[T]],
+        done: queue.SimpleQueue[RangeRequest[T] | BaseException],
+    ) -> None:
+        """Take requests until there are none; an error ends it, and is put where they go."""
+        ahead: deque[_Begun[T]] = deque()
+        try:
+            while True:
+                self.shared.progress.check_stopped()
+                with suppress(queue.Empty):
+                    while len(ahead) < self.shared.depth:
+                        ahead.append(self._begin(tasks.get_nowait()))
+                if not ahead:
+                    return
+                begun = ahead.popleft()
+                self._finish(begun)
+                done.put(begun.request)
+                del begun
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            for left in ahead:
+                self.shared.lane.end(id(left.request), answered=False)
+                if left.asked is not None:
+                    left.asked.close()
+            done.put(error)
+
+    def _begin(self, request: RangeRequest[T]) -> _Begun[T]:
+        shared = self.shared
+        into = None if shared.admit is None else shared.admit(request, shared.progress)
+        shared.lane.begin(id(request), shared.progress.check_stopped)
+        asked = None
+        if shared.asks:
+            assert isinstance(shared.store, AskableStore)
+            key = shared.object_keys[request.object_number]
+            asked = shared.store.ask(key, request.start, request.end)
+        return _Begun(request, into, time.monotonic(), asked)
+
+    def _finish(self, begun: _Begun[T]) -> None:
+        request, progress, answered = begun.request, self.shared.progress, False
+        try:
+            self._fetch(request, begun.into, begun.asked)
+            answered = True
+        finally:
+            self.shared.lane.end(id(request), answered=answered)
+        progress.moved(request.end - request.start)
+        if progress.channel is not None:
+            progress.channel.tell(
+                RangeRead,
+                begun.at,
+                object_key=self.shared.object_keys[request.object_number],
+                offset=request.start,
+                size_bytes=request.end - request.start,
+                worker=self.number,
+            )
+
+    def _fetch(
+        self, request: RangeRequest[T], into: memoryview | None, asked: AskedRange | None
+    ) -> None:
         """Fetch a request and have it consumed: at once where it has memory, else in pieces."""
         pieces = [request]
         if into is None:
-            if isinstance(self.store, PiecewiseStore):
+            if isinstance(self.shared.store, PiecewiseStore):
                 pieces = cut(request, BLOCK_SIZE_BYTES)
             into = self._memory(max(piece.end - piece.start for piece in pieces))
-        consumed = 0
+        consumed, channel = 0, self.shared.progress.channel
         began_at = time.monotonic()
         try:
-            with closing(self._arriving(pieces, into)) as bodies:
+            with closing(self._arriving(pieces, into, asked)) as bodies:
                 for body in bodies:
-                    self.consume(pieces[consumed], body)
+                    self.shared.consume(pieces[consumed], body)
                     consumed += 1
         except CorruptDataError as error:
-            if self.channel is not None:
-                self.channel.tell(
+            if channel is not None:
+                channel.tell(
                     Retried,
                     began_at,
                     what="range",
                     attempt=2,
                     error=f"{type(error).__name__}: {error.message}",
-                    object_key=self.object_keys[request.object_number],
+                    object_key=self.shared.object_keys[request.object_number],
                 )
             rest = pieces[consumed]
             if consumed < len(pieces) - 1:
@@ -217,30 +276,39 @@ class _Fetcher(Generic[T]):
                 rest = RangeRequest(request.object_number, rest.start, request.end, spans)
             try:
                 for body in self._arriving([rest], None):
-                    self.consume(rest, body)
+                    self.shared.consume(rest, body)
             except CorruptDataError as error:
-                raise error.at(object_key=self.object_keys[request.object_number]) from None
+                raise error.at(object_key=self.shared.object_keys[request.object_number]) from None
 
     def _arriving(
-        self, pieces: Sequence[RangeRequest[T]], into: memoryview | None
+        self,
+        pieces: Sequence[RangeRequest[T]],
+        into: memoryview | None,
+        asked: AskedRange | None = None,
     ) -> Generator[Buffer, None, None]:
         """The bodies of the pieces of one request, in their order."""
-        key = self.object_keys[pieces[0].object_number]
+        key = self.shared.object_keys[pieces[0].object_number]
         given = 0
         try:
-            if into is None or len(pieces) == 1:
-                yield self.store.get_range(key, pieces[0].start, pieces[0].end, into=into)
+            if asked is None and (into is None or len(pieces) == 1):
+                yield self.shared.store.get_range(key, pieces[0].start, pieces[0].end, into=into)
                 return
-            assert isinstance(self.store, PiecewiseStore)
+            assert into is not None
             cuts = [pieces[0].start, *(piece.end for piece in pieces)]
-            with closing(self.store.get_pieces(key, cuts, into)) as bodies:
+            if asked is not None:
+                assert isinstance(self.shared.store, AskableStore)
+                arriving = self.shared.store.get_asked(key, cuts, into, asked)
+            else:
+                assert isinstance(self.shared.store, PiecewiseStore)
+                arriving = self.shared.store.get_pieces(key, cuts, into)
+            with closing(arriving) as bodies:
                 for body in bodies:
                     yield body
                     given += 1
         except DcpObjstoreError as error:
-            if self.explain is None:
+            if self.shared.explain is None:
                 raise
-            raise self.explain(pieces[given], error) from error
+            raise self.shared.explain(pieces[given], error) from error
 
     def _memory(self, size_bytes: int) -> memoryview:
         """Memory for a body or the largest piece of it.
