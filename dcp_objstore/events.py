@@ -153,11 +153,12 @@ class RangeRead(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retried(Event):
-    """A request is made again. Retries within obstore, fsspec and what is below are not seen.
+    """A request is made again. Retries of parts and listings within obstore, and all within
+    fsspec, are not seen.
 
     Attributes:
         what: "commit" (the marker's PUT had no clear answer), "range" (damaged on its way), or
-            "request" (any other, by boto3).
+            "request" (any other).
         attempt: the number of the try that follows, from 2.
         error: type and text of what went wrong.
         object_key: the object, relative to the checkpoint.

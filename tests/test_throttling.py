@@ -79,6 +79,7 @@ def test_a_throttled_save_ends_well_with_few_more_requests(sink: SlowSink, statu
 def test_a_throttled_load_ends_well_with_few_more_requests(status: int) -> None:
     saved = torch.randint(0, 256, (256 * MIB,), dtype=torch.uint8)
     reports: list[int | None] = []
+    heard: list[dos.events.AnyEvent] = []
     with SlowSink(keep=True) as sink:
 
         def load() -> int:
@@ -89,6 +90,7 @@ def test_a_throttled_load_ends_well_with_few_more_requests(status: int) -> None:
                 storage_options=sink.storage_options,
                 config=CONFIG,
                 progress=False,
+                on_event=heard.append,
             )
             assert torch.equal(found["a"], saved)
             reports.append(report.retries)
@@ -109,6 +111,9 @@ def test_a_throttled_load_ends_well_with_few_more_requests(status: int) -> None:
     assert len(noted) == len(slow.refused)
     assert reports[0] == 0
     assert 0 < (reports[1] or 0) <= len(noted)  # the marker and the index come before
+    told = [event for event in heard if isinstance(event, dos.events.Retried)]
+    assert len(told) == len(noted)
+    assert {f"step-1/{event.object_key}" for event in told} == {retry.key for retry in noted}
     assert all(retry.throttled and retry.key.startswith("step-1/") for retry in noted)
 
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.stores.limiter import Limiter, Retry
 from dcp_objstore.stores.translate import is_throttling, is_transient, translate_obstore
+from dcp_objstore.telling import tell_retry
 
 T = TypeVar("T")
 
@@ -112,5 +113,6 @@ class Tries:
         self._limiter.note_retry(
             Retry(self._verb, self._key, self._retries, pause_seconds, throttled, error.message)
         )
+        tell_retry(f"/{self._key}", self._retries + 1, error.message, self._began)
         time.sleep(pause_seconds)
         self._limiter.wait_turn()
