@@ -142,7 +142,7 @@ class RangeRead(Event):
         object_key: the object, relative to the checkpoint.
         offset: of its first byte.
         size_bytes: of the range.
-        worker: number of the thread.
+        worker: number of the request among those that are under way at the same time.
     """
 
     object_key: str

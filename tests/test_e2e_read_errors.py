@@ -226,7 +226,7 @@ def test_a_store_that_nobody_serves_is_an_error_within_bounds() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://bucket/x", "s3:/bucket/x", "s3://", "bucket/x", "s3://key:secret@bucket/x"]
+    "url", ["s4://bucket/x", "s3:/bucket/x", "s3://", "bucket/x", "s3://key:secret@bucket/x"]
 )
 def test_a_url_that_cannot_be_is_refused_before_any_request(url: str) -> None:
     for make in (dos.ObjectStoreWriter, dos.ObjectStoreReader):

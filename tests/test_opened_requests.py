@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 import dcp_objstore as dos
 from dcp_objstore.config import MIB
+from dcp_objstore.dcp.hooks import Hooks
 from dcp_objstore.dcp.target import Target
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
 from dcp_objstore.stores import StoreSpec
@@ -138,7 +139,9 @@ def test_a_pickled_opening_reads_on_and_carries_no_secret() -> None:
     assert same_bits(entry_of(copied, "w").read(), torch.ones(2))
     options = {"key": "AKIAEXAMPLE", "secret": "very-secret-indeed"}
     target = Target("s3://bucket/run", options, None)
-    private = dos.Checkpoint(target, ckpt._source, verify=True, trust_pickle=False)
+    private = dos.Checkpoint(
+        target, ckpt._source, verify=True, trust_pickle=False, hooks=Hooks(None, None)
+    )
     assert b"very-secret" not in pickle.dumps(private)
     assert b"AKIAEXAMPLE" not in pickle.dumps(private)
 

@@ -73,9 +73,11 @@ def test_every_snippet_runs_one_after_the_other_and_the_recipes_hear_of_each_par
     for block in found:
         exec(block.replace("s3://bucket", bucket).replace("gs://bucket", f"{bucket}/gs"), names)
     names["future"].result()
-    if isinstance(names["moved"], Counted):
-        assert min(Counted.calls[name] for name in ("inc", "observe", "start_span", "end")) >= 4
-    else:
+    # Of either that is installed, which another dependency may bring, only that it goes through.
+    stood_in = [] if not isinstance(names["moved"], Counted) else ["inc", "observe"]
+    stood_in += ["start_span", "end"] if isinstance(names["trace"], Counted) else []
+    assert all(Counted.calls[name] >= 4 for name in stood_in)
+    if not isinstance(names["moved"], Counted):
         assert names["moved"].labels("PartUploaded", "0")._value.get() >= 12
     assert names["state"]["step"] == 7
 

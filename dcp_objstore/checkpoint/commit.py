@@ -176,6 +176,8 @@ def _begin_on_damage(store: ObjectStore, error: CheckpointCorruptError, epoch: i
         # Read again after the version was: if it is whole now, somebody else is at work here.
         read_marker(store)
     except CheckpointCorruptError:
+        if version == Version():
+            raise  # no PUT can be conditioned on that: it is hardly the store that answers
         _log.warning("the checkpoint at %s is to be replaced: %s", store.url, error)
         return BeginToken(store.url, None, version, epoch)
     raise RetryableError(

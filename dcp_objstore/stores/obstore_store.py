@@ -188,7 +188,8 @@ class ObstoreStore:
             if source.error is None:
                 if isinstance(error, CredentialsError) and is_expired(error.__cause__):
                     # Parts cannot be sent again from here; what comes next has fresh ones.
-                    self._clients.renew(error)
+                    with self._errors(key):
+                        self._clients.renew(error)
                     error.message += "; the next try asks for fresh ones"
                 raise
             if abort_failed(error.__cause__) and not isinstance(error.__cause__, FileNotFoundError):

@@ -153,6 +153,7 @@ class _Begun(Generic[T]):
     into: memoryview | None
     at: float
     asked: AskedRange | None
+    worker: int
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,7 @@ class _Worker(Generic[T]):
 
     def __post_init__(self) -> None:
         self._scratch = memoryview(b"")
+        self._begun = 0
 
     def run(
         self,
@@ -224,7 +226,10 @@ class _Worker(Generic[T]):
             assert isinstance(shared.store, AskableStore)
             key = shared.object_keys[request.object_number]
             asked = shared.store.ask(key, request.start, request.end)
-        return _Begun(request, into, time.monotonic(), asked)
+        # A row of its own for each of those that one thread has under way.
+        self._begun += 1
+        worker = shared.depth * self.number + self._begun % shared.depth
+        return _Begun(request, into, time.monotonic(), asked, worker)
 
     def _finish(self, begun: _Begun[T]) -> None:
         request, progress, answered = begun.request, self.shared.progress, False
@@ -241,7 +246,7 @@ class _Worker(Generic[T]):
                 object_key=self.shared.object_keys[request.object_number],
                 offset=request.start,
                 size_bytes=request.end - request.start,
-                worker=self.number,
+                worker=begun.worker,
             )
 
     def _fetch(

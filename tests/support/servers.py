@@ -104,7 +104,7 @@ class Bucket:
         import boto3
 
         options = {name: str(value) for name, value in self.s3_options.items()}
-        return boto3.client(
+        return boto3.Session().client(
             "s3",
             endpoint_url=options.get("endpoint_url"),
             aws_access_key_id=options.get("key"),
