@@ -205,6 +205,7 @@ def _resume(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.campaign
 def test_the_resume_benchmark_counts_what_all_ranks_fetched_together() -> None:
     peers = ["dcp_objstore", "dcp_objstore-alone"]
     ranks = ["--saved-by", "2", "--loaded-by", "3", "--layout", "replicated"]

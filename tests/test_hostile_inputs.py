@@ -112,7 +112,7 @@ def by_turns(every: int) -> list[Any]:
     return params
 
 
-@pytest.mark.parametrize("case_id", by_turns(4))
+@pytest.mark.parametrize("case_id", by_turns(6))
 def test_it_is_refused_and_nothing_else_happens(
     case_id: str, results: dict[str, dict[str, Any]]
 ) -> None:

@@ -4,7 +4,7 @@ Two ranks save one step after the other; one of them, or both, are killed by SIG
 that the seed says; then a job of another size resumes and saves on. Which phase of the save the
 kill fell into is told by what it left in the bucket, and the kills must fall into all of them.
 
-    pytest tests/test_kills.py -m campaign -s     # 500 kills in 10 batches; -k batch-3 for one
+    pytest tests/test_kills.py -m campaign -n 0 -s     # 500 kills in 10 batches; -k batch-3 for one
 """
 
 from __future__ import annotations

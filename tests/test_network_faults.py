@@ -3,7 +3,7 @@
 A proxy on the way to a real server stalls and cuts connections. How long a call may take is the
 time-out of its job: a rank that is not done by then is killed, and says that it hung.
 
-    pytest tests/test_network_faults.py -m campaign -s     # 29 more seeds, and slower cases
+    pytest tests/test_network_faults.py -m campaign -n 0 -s     # 29 more seeds, and slower cases
 """
 
 from __future__ import annotations
