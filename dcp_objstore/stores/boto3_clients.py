@@ -19,9 +19,9 @@ from urllib.parse import unquote, urlsplit
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.clients import s3_requester_pays, s3_server, server_url
 from dcp_objstore.stores.credentials import Credentials, no_s3_credentials, open_boto3_session
 from dcp_objstore.stores.options import S3Settings, s3_settings
+from dcp_objstore.stores.servers import s3_requester_pays, s3_server, server_url
 from dcp_objstore.telling import tell_retry
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Boto3Clients:
             return mine.clients[name]
 
     def _virtual(self, mine: _OfProcess) -> bool:
-        """Whether the bucket goes into the host's name: as in `clients`."""
+        """Whether the bucket goes into the host's name: as in `client_makers`."""
         style = self._settings.addressing_style
         return style == "virtual" or (
             style in (None, "auto") and mine.endpoint_url is None and "." not in self._url.bucket
@@ -240,7 +240,7 @@ def _botocore_config(settings: S3Settings, *, virtual: bool, **transfer: Any) ->
     return Config(
         s3={
             "addressing_style": "virtual" if virtual else "path",
-            # SHA-256 of every body costs 1 CPU-second per GiB; see `clients`.
+            # SHA-256 of every body costs 1 CPU-second per GiB; see `client_makers`.
             "payload_signing_enabled": settings.sign_payload,
         },
         # Our index has digests of its own. By default botocore computes CRC32 of every body in

@@ -1,29 +1,26 @@
-"""obstore clients for one bucket: with retries for writes and reads, and one without."""
+"""obstore clients for one bucket: their time-outs and retries, and credentials that are renewed."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 from dcp_objstore.config import MIB, TransferConfig
-from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
-from dcp_objstore.stores.azure_credentials import find_azure_credentials
+from dcp_objstore.errors import CredentialsError, DcpObjstoreError
+from dcp_objstore.stores.client_makers import Make, azure_maker, gcs_maker, memory_maker, s3_maker
 from dcp_objstore.stores.credentials import Credentials, find_s3_credentials
 from dcp_objstore.stores.direct import SIGNED_FOR_SECONDS, DirectLane
-from dcp_objstore.stores.google_credentials import find_gcs_credentials
 from dcp_objstore.stores.limiter import HIDDEN_PAUSE_SECONDS, Limiter, limiter_at
-from dcp_objstore.stores.options import S3Settings, check_endpoint, s3_settings
+from dcp_objstore.stores.options import s3_settings
 from dcp_objstore.stores.renewing import Renewing
 from dcp_objstore.stores.retrying import (
     LONGEST_PAUSE_SECONDS,
     PAUSE_BASE,
     Tries,
 )
+from dcp_objstore.stores.servers import s3_requester_pays
 from dcp_objstore.stores.translate import (
     http_code,
     is_expired,
@@ -33,14 +30,11 @@ from dcp_objstore.stores.translate import (
 )
 
 if TYPE_CHECKING:
-    from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
-
     from dcp_objstore.stores.urls import StoreUrl
 
 # A read may wait this long for the next bytes. For writes there is no such limit: the transport
 # counts it from the start of the request, so it would cut uploads off, not only stalled ones.
 _READ_PROGRESS_TIMEOUT_SECONDS = 30.0
-_DEFAULT_REGION = "us-east-1"
 # Before a server has ever been reached, a wrong endpoint is likelier than an outage.
 _FIRST_RETRY_TIMEOUT_SECONDS = 5.0
 # What is sent with a longer body than this gets the time for a part of an upload.
@@ -57,11 +51,6 @@ _BACKOFF = {
 _Kind = Literal["stream", "write", "small", "read", "range", "list", "first"]
 
 T = TypeVar("T")
-
-Make = Callable[[dict[str, Any], dict[str, Any]], "S3Store | GCSStore | AzureStore | MemoryStore"]
-
-_memory: dict[str, MemoryStore] = {}
-_memory_lock = threading.Lock()
 
 
 class Clients:
@@ -284,220 +273,18 @@ def make_clients(
     """
     if url.scheme == "memory":
         limiter = limiter_at(None, url.scheme, url.bucket)
-        return Clients(lambda _client, _retry: _memory_store(url.bucket), config, limiter)
+        return Clients(memory_maker(url), config, limiter)
     if url.scheme == "gs":
         # To sign a URL, GCS would ask for a private key or make a request.
-        make, endpoint_url = _gcs(url, options, stripped)
+        make, endpoint_url = gcs_maker(url, options, stripped)
         return Clients(make, config, limiter_at(endpoint_url, url.scheme, url.bucket), endpoint_url)
     if url.scheme == "az":
-        make, endpoint_url = _azure(url, options, stripped)
+        make, endpoint_url = azure_maker(url, options, stripped)
         return Clients(make, config, limiter_at(endpoint_url, url.scheme, url.bucket), endpoint_url)
     settings = s3_settings(options)
     found = find_s3_credentials(settings, stripped)
-    make, endpoint_url = _s3(url, settings, found)
+    make, endpoint_url = s3_maker(url, settings, found)
     plain = endpoint_url is not None and endpoint_url.startswith("http://")
     signed = not settings.anon and not s3_requester_pays(settings)
     limiter = limiter_at(endpoint_url, url.scheme, url.bucket)
     return Clients(make, config, limiter, endpoint_url, direct=plain and signed, credentials=found)
-
-
-def _memory_store(name: str) -> MemoryStore:
-    from obstore.store import MemoryStore
-
-    with _memory_lock:
-        return _memory.setdefault(name, MemoryStore())
-
-
-def s3_server(settings: S3Settings, found: Credentials) -> tuple[str | None, str]:
-    """Endpoint and region: from the options, the environment, then the profile.
-
-    Returns:
-        The endpoint as it was given, None for AWS itself, and the region.
-    """
-    environ = os.environ
-    endpoint = (
-        settings.endpoint_url
-        or environ.get("AWS_ENDPOINT_URL_S3")
-        or environ.get("AWS_ENDPOINT_URL")
-        or environ.get("AWS_ENDPOINT")
-        or found.endpoint_url
-    )
-    region = (
-        settings.region
-        or environ.get("AWS_REGION")
-        or environ.get("AWS_DEFAULT_REGION")
-        or found.region
-        or _DEFAULT_REGION
-    )
-    return endpoint, region
-
-
-def _s3(url: StoreUrl, settings: S3Settings, found: Credentials) -> tuple[Make, str | None]:
-    from obstore.store import S3Store
-
-    endpoint, region = s3_server(settings, found)
-    config: dict[str, Any] = {
-        "bucket": url.bucket,
-        "region": region,
-        # One object per DELETE: the bulk call is missing in some stores that speak S3.
-        "disable_bulk_delete": True,
-        # SHA-256 of every body took 1.0 instead of 0.3 CPU-seconds per GiB (2 cores, loopback).
-        # AWS, SeaweedFS and moto take bodies without; TLS and our own digests protect the bytes.
-        "unsigned_payload": not settings.sign_payload,
-        "skip_signature": False,
-        **found.config,
-    }
-    # A bucket name with dots does not match the certificate of *.s3.amazonaws.com.
-    virtual = settings.addressing_style == "virtual" or (
-        settings.addressing_style in (None, "auto") and endpoint is None and "." not in url.bucket
-    )
-    config["virtual_hosted_style_request"] = virtual
-    client: dict[str, Any] = dict(_tls(settings.verify))
-    base: str | None = None
-    if endpoint is not None:
-        base = server_url(endpoint, use_ssl=settings.use_ssl)
-        client["allow_http"] = base.startswith("http://")
-        scheme, _, host = base.partition("://")
-        # This field wins over every other, also over those of the environment.
-        config["aws_endpoint_url_s3"] = f"{scheme}://{url.bucket}.{host}" if virtual else base
-    if s3_requester_pays(settings):
-        config["request_payer"] = True
-    if settings.sse is not None:
-        config["server_side_encryption"] = settings.sse
-    if settings.sse_kms_key_id is not None:
-        config["sse_kms_key_id"] = settings.sse_kms_key_id
-    if settings.sse_bucket_key is not None:
-        config["sse_bucket_key_enabled"] = settings.sse_bucket_key
-    checksum = s3_checksum(settings, base)
-    if checksum is not None:
-        config["checksum_algorithm"] = checksum
-    if is_directory_bucket(url.bucket) and base is None:
-        # Sessions (CreateSession) and the endpoint of its zone.
-        config["s3_express"] = True
-
-    def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> S3Store:
-        return S3Store(
-            config=config,  # type: ignore[arg-type]
-            client_options={**client, **timeouts},  # type: ignore[arg-type]
-            retry_config=retry,  # type: ignore[arg-type]
-            credential_provider=found.provider,
-        )
-
-    return make, base
-
-
-def s3_requester_pays(settings: S3Settings) -> bool:
-    """Whether requests say that we pay for them."""
-    named = os.environ.get("AWS_REQUEST_PAYER", "").lower()
-    return settings.requester_pays or named in ("requester", "true")
-
-
-def s3_checksum(settings: S3Settings, endpoint: str | None) -> str | None:
-    """The checksum to send with each body, by which the store refuses one that was damaged.
-
-    On AWS CRC64NVME, its own default ("Checking object integrity", Amazon S3 user guide); it took
-    0.11 CPU-seconds per GiB, SHA-256 0.85 (2 cores, loopback). Other servers may not know it, and
-    get none unless one is asked for.
-    """
-    chosen = settings.checksum_algorithm or os.environ.get("AWS_CHECKSUM_ALGORITHM")
-    if chosen is None and is_aws(endpoint):
-        chosen = "CRC64NVME"
-    return None if chosen == "none" else chosen
-
-
-def is_aws(endpoint: str | None) -> bool:
-    """Whether an endpoint is AWS itself: None, or one of its hosts."""
-    if endpoint is None:
-        return True
-    host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").hostname or ""
-    return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
-
-
-def is_directory_bucket(name: str) -> bool:
-    """Whether a bucket is of S3 Express One Zone ("Directory bucket naming rules")."""
-    return name.endswith("--x-s3")
-
-
-def _gcs(
-    url: StoreUrl, options: Mapping[str, Any], stripped: tuple[str, ...]
-) -> tuple[Make, str | None]:
-    from obstore.store import GCSStore
-
-    endpoint = options.get("base_url") or options.get("endpoint_url")
-    endpoint = endpoint or os.environ.get("GOOGLE_BASE_URL")
-    found = find_gcs_credentials(options, endpoint, stripped)
-    config: dict[str, Any] = {"bucket": url.bucket, "skip_signature": False, **found.config}
-    client: dict[str, Any] = dict(_tls(options.get("verify", True)))
-    if endpoint is not None:
-        config["base_url"] = server_url(endpoint, use_ssl=True)
-        client["allow_http"] = config["base_url"].startswith("http://")
-    pays = options.get("requester_pays")
-    payer = options.get("project") if pays is True else pays
-    if pays is True and payer is None:
-        raise ConfigError("'requester_pays': name the project that pays in 'project' as well")
-    if payer:
-        # "HTTP headers" of the XML API: the project that is billed.
-        client["default_headers"] = {"x-goog-user-project": payer}
-
-    def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> GCSStore:
-        return GCSStore(
-            config=config,  # type: ignore[arg-type]
-            client_options={**client, **timeouts},  # type: ignore[arg-type]
-            retry_config=retry,  # type: ignore[arg-type]
-            credential_provider=found.provider,
-        )
-
-    return make, config.get("base_url")
-
-
-def _azure(
-    url: StoreUrl, options: Mapping[str, Any], stripped: tuple[str, ...]
-) -> tuple[Make, str | None]:
-    from obstore.store import AzureStore
-
-    found = find_azure_credentials(options, stripped)
-    config: dict[str, Any] = {
-        "container_name": url.bucket,
-        "account_name": found.account_name,
-        "skip_signature": False,
-        **found.config,
-    }
-    client: dict[str, Any] = dict(_tls(options.get("verify", True)))
-    if found.endpoint_url is not None:
-        config["endpoint"] = server_url(found.endpoint_url, use_ssl=True)
-        client["allow_http"] = config["endpoint"].startswith("http://")
-
-    def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> AzureStore:
-        return AzureStore(
-            config=config,  # type: ignore[arg-type]
-            client_options={**client, **timeouts},  # type: ignore[arg-type]
-            retry_config=retry,  # type: ignore[arg-type]
-            credential_provider=found.provider,
-        )
-
-    return make, config.get("endpoint")
-
-
-def server_url(text: str, *, use_ssl: bool) -> str:
-    """An endpoint as a URL.
-
-    Raises:
-        ConfigError: it is none, or holds credentials.
-    """
-    base = text if "://" in text else f"{'https' if use_ssl else 'http'}://{text}"
-    scheme, _, host = base.rstrip("/").partition("://")
-    check_endpoint(host)  # those of the environment and of profiles, too
-    if scheme not in ("http", "https") or not host:
-        raise ConfigError("an endpoint must read http(s)://host[:port], without credentials")
-    return f"{scheme}://{host}"
-
-
-def _tls(verify: bool | str) -> dict[str, Any]:
-    if verify is True:
-        return {}
-    if verify is False:
-        return {"allow_invalid_certificates": True}
-    try:
-        return {"root_certificate": Path(verify).expanduser().read_bytes()}
-    except OSError as error:
-        raise ConfigError(f"the certificates named by 'verify' cannot be read: {error}") from error

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores.azure_credentials import find_azure_credentials
-from dcp_objstore.stores.clients import is_aws, s3_server
 from dcp_objstore.stores.credentials import find_s3_credentials
 from dcp_objstore.stores.google_credentials import find_gcs_credentials
 from dcp_objstore.stores.options import S3Settings, s3_settings
+from dcp_objstore.stores.servers import is_aws, s3_server
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.spec import StoreSpec

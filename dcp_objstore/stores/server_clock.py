@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 from dcp_objstore.errors import ConfigError, StoreUnavailableError
 from dcp_objstore.stores.azure_credentials import find_azure_credentials
-from dcp_objstore.stores.clients import s3_server
 from dcp_objstore.stores.credentials import find_s3_credentials
 from dcp_objstore.stores.options import s3_settings
+from dcp_objstore.stores.servers import s3_server
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.spec import StoreSpec
