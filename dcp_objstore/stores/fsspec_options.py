@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
 from dcp_objstore.stores.fsspec_errors import translate_fsspec
+from dcp_objstore.stores.fsspec_ways import is_gcsfs, is_s3fs
 from dcp_objstore.stores.options import s3_settings
 
 if TYPE_CHECKING:
@@ -173,20 +174,6 @@ def _set_tries(fs: Any, tries: int) -> None:
     plain = getattr(type(fs)._request, "__wrapped__", None)
     if plain is not None:
         fs._request = MethodType(retry_request(retries=tries)(plain), fs)
-
-
-def is_s3fs(fs: object) -> bool:
-    """Whether it is s3fs's; others call themselves `s3` as well."""
-    return _is_of(fs, "s3fs.core", "S3FileSystem")
-
-
-def is_gcsfs(fs: object) -> bool:
-    """Whether it is gcsfs's."""
-    return _is_of(fs, "gcsfs.core", "GCSFileSystem")
-
-
-def _is_of(fs: object, module: str, name: str) -> bool:
-    return any((cls.__module__, cls.__name__) == (module, name) for cls in type(fs).__mro__)
 
 
 def _forget_listings(fs: Any) -> None:

@@ -23,8 +23,8 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores.fsspec_errors import translate_fsspec
-from dcp_objstore.stores.fsspec_store import FsspecStore, cut_parts
-from dcp_objstore.stores.inputs import WatchedBuffers
+from dcp_objstore.stores.fsspec_store import FsspecStore
+from dcp_objstore.stores.inputs import WatchedBuffers, cut_parts
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
     Capabilities,

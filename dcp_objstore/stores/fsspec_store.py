@@ -1,12 +1,9 @@
 """`ObjectStore` over any filesystem of fsspec; s3fs has more in `fsspec_s3`.
 
-What a filesystem can promise differs, so each kind says how it is written (`_Ways`):
-- Object stores (gcsfs, adlfs, …): what is written appears when it is complete, or never.
-- Anything else may show an object while it is being written. It is written beside its place, under
-  a name that listings leave out, and moved: by the filesystem's own rename where it has one, by
-  copying and removing otherwise, which is as whole as that copy is.
-A create that fails where something is exists for those filesystems only whose way of doing it is
-known to be atomic; elsewhere `mode="create"` looks first and writes then.
+How a kind of filesystem is written is told by `fsspec_ways`. What would show an object while it is
+being written is written beside its place, under a name that listings leave out, and moved: by the
+filesystem's own rename where it has one, by copying and removing otherwise, which is as whole as
+that copy is.
 
 fsspec's filesystems have no conditional update, and read body and metadata by separate requests,
 so `get` compares what it was told before and after.
@@ -19,9 +16,8 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
     BucketNotFoundError,
@@ -35,8 +31,16 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores.fsspec_errors import status_and_code, translate_fsspec
-from dcp_objstore.stores.fsspec_options import Filesystems, _is_of, is_gcsfs
-from dcp_objstore.stores.inputs import WatchedBuffers, as_buffers, check_buffer, check_range
+from dcp_objstore.stores.fsspec_info import modified_of, state_of, version_of
+from dcp_objstore.stores.fsspec_options import Filesystems
+from dcp_objstore.stores.fsspec_ways import UNKNOWN, is_gcsfs, ways_of
+from dcp_objstore.stores.inputs import (
+    WatchedBuffers,
+    as_buffers,
+    check_buffer,
+    check_range,
+    cut_parts,
+)
 from dcp_objstore.stores.protocol import (
     Capabilities,
     IfAbsent,
@@ -55,39 +59,6 @@ _GET_TRIES = 5
 _memory_lock = threading.RLock()
 
 
-@dataclass(frozen=True, slots=True)
-class _Ways:
-    """How a kind of filesystem is written.
-
-    Attributes:
-        whole: what is written appears when it is complete, or never.
-        create: how an object is created where none is, atomically: by its `own` adapter, by
-            `link`, under a `lock` (within this process), or not at all.
-        buckets: the first segment is a bucket, which may be missing.
-    """
-
-    whole: bool
-    create: Literal["own", "link", "lock"] | None
-    buckets: bool
-
-
-_ANY = _Ways(whole=False, create=None, buckets=False)
-_OBJECTS = _Ways(whole=True, create=None, buckets=True)
-# Of these, writing into an open upload and closing it is how an object comes to be.
-_OBJECT_LIBRARIES = ("adlfs", "ocifs", "ossfs", "s3fs", "tosfs")
-
-
-def _ways(fs: object) -> _Ways:
-    if is_gcsfs(fs):
-        return _Ways(whole=True, create="own", buckets=True)
-    if _is_of(fs, "fsspec.implementations.local", "LocalFileSystem"):
-        return _Ways(whole=False, create="link", buckets=False)
-    if _is_of(fs, "fsspec.implementations.memory", "MemoryFileSystem"):
-        return _Ways(whole=True, create="lock", buckets=False)
-    libraries = {cls.__module__.partition(".")[0] for cls in type(fs).__mro__}
-    return _OBJECTS if libraries.intersection(_OBJECT_LIBRARIES) else _ANY
-
-
 class FsspecStore:
     """A store rooted at one URL, over the blocking calls of a filesystem."""
 
@@ -95,7 +66,7 @@ class FsspecStore:
         self._url = url
         self._filesystems = filesystems
         self._fs = filesystems.fs
-        self._ways = _ways(self._fs)
+        self._ways = ways_of(self._fs)
         self._root: str = self._fs._strip_protocol(str(url)).rstrip("/")
         self._pid = os.getpid()
         self._made: set[str] = set()  # parents that were made
@@ -123,7 +94,7 @@ class FsspecStore:
 
         Of a filesystem that we do not know, nothing that we could not see to is claimed.
         """
-        known = self._ways is not _ANY
+        known = self._ways is not UNKNOWN
         return Capabilities(
             conditional_create=self._ways.create is not None,
             conditional_update=False,
@@ -235,7 +206,7 @@ class FsspecStore:
         else:
             name = type(self._fs).__name__
             raise UnsupportedError(f"{name} cannot replace an object conditionally")
-        return _version(self._info(path))
+        return version_of(self._info(path))
 
     def _write(self, path: str, body: bytes) -> None:
         if self._ways.create == "lock":
@@ -280,7 +251,7 @@ class FsspecStore:
             with self._beside(path) as temporary:
                 self._fill(temporary, first, parts, part_size_bytes)
                 self._move(temporary, path)
-        return _version(self._info(path))
+        return version_of(self._info(path))
 
     def _fill(self, path: str, first: bytes, parts: Iterator[bytes], part_size_bytes: int) -> None:
         file = self._fs.open(path, "wb", block_size=part_size_bytes)
@@ -318,7 +289,7 @@ class FsspecStore:
                 )
             body = bytes(self._fs.cat_file(path))
             after = self._info(path)
-            if _state(before) == _state(after):
+            if state_of(before) == state_of(after):
                 break
             before = after
         else:
@@ -331,8 +302,8 @@ class FsspecStore:
 
     def _meta(self, key: str, info: Mapping[str, Any]) -> ObjectMeta:
         # Of a filesystem that we do not know, no time is trusted: nothing there ever looks old.
-        modified = datetime.now(UTC) if self._ways is _ANY else _modified(info)
-        return ObjectMeta(key, int(info.get("size") or 0), _version(info), modified)
+        modified = datetime.now(UTC) if self._ways is UNKNOWN else modified_of(info)
+        return ObjectMeta(key, int(info.get("size") or 0), version_of(info), modified)
 
     def _info(self, path: str) -> Mapping[str, Any]:
         self._forget()
@@ -426,61 +397,3 @@ class FsspecStore:
             if type(found) is ObjectNotFoundError and self._bucket_is_missing(error):
                 found = BucketNotFoundError(f"the bucket does not exist: {found.message}")
             raise found.at(object_key=key, url=self.url) from error
-
-
-def cut_parts(source: Iterator[Buffer], part_size_bytes: int) -> Iterator[list[memoryview]]:
-    """Cut buffers into parts of exactly `part_size_bytes`; the last may be shorter, or missing.
-
-    A part is a list of views, emptied when the next one is asked for: copy what is to be kept.
-    """
-    held: list[memoryview] = []
-    size = 0
-    while True:
-        # Not a `for`: its variable would keep the last buffer alive during the next one.
-        try:
-            view = memoryview(next(source))
-        except StopIteration:
-            break
-        while size + len(view) >= part_size_bytes:
-            need = part_size_bytes - size
-            held.append(view[:need])
-            view = view[need:]
-            yield held
-            held.clear()
-            size = 0
-        if len(view):
-            held.append(view)
-            size += len(view)
-        del view
-    if held:
-        yield held
-
-
-# Under which names filesystems tell what identifies a state, and when it was written.
-_TAGS = ("ETag", "etag", "e_tag", "content_hash", "sha")
-_TIMES = ("LastModified", "mtime", "last_modified", "modified", "updated", "created", "time")
-
-
-def _version(info: Mapping[str, Any]) -> Version:
-    if info.get("generation") is not None:  # GCS
-        return Version(None, str(info["generation"]))
-    tag = next((str(info[name]) for name in _TAGS if info.get(name) is not None), None)
-    if tag is None and "mtime" in info:
-        tag = f"{info['mtime']}-{info.get('ino')}-{info['size']}"
-    return Version(tag)
-
-
-def _state(info: Mapping[str, Any]) -> object:
-    return info.get("size"), _version(info), [info.get(name) for name in _TIMES]
-
-
-def _modified(info: Mapping[str, Any]) -> datetime:
-    """When it was written. Now, where nothing tells, so that it is never taken for old."""
-    value = next((info[name] for name in _TIMES if info.get(name) is not None), None)
-    if isinstance(value, str):
-        value = datetime.fromisoformat(value)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = datetime.fromtimestamp(value, tz=UTC)
-    if not isinstance(value, datetime):
-        return datetime.now(UTC)
-    return value if value.tzinfo else value.replace(tzinfo=UTC)

@@ -1,4 +1,4 @@
-"""What every adapter does with its arguments: check a range, watch an iterator of buffers."""
+"""What adapters do with their arguments: check a range, watch an iterator of buffers, cut it."""
 
 from __future__ import annotations
 
@@ -71,3 +71,31 @@ class WatchedBuffers:
             self.error = error
             raise
         return buffer
+
+
+def cut_parts(source: Iterator[Buffer], part_size_bytes: int) -> Iterator[list[memoryview]]:
+    """Cut buffers into parts of exactly `part_size_bytes`; the last may be shorter, or missing.
+
+    A part is a list of views, emptied when the next one is asked for: copy what is to be kept.
+    """
+    held: list[memoryview] = []
+    size = 0
+    while True:
+        # Not a `for`: its variable would keep the last buffer alive during the next one.
+        try:
+            view = memoryview(next(source))
+        except StopIteration:
+            break
+        while size + len(view) >= part_size_bytes:
+            need = part_size_bytes - size
+            held.append(view[:need])
+            view = view[need:]
+            yield held
+            held.clear()
+            size = 0
+        if len(view):
+            held.append(view)
+            size += len(view)
+        del view
+    if held:
+        yield held

@@ -191,9 +191,10 @@ def _open_boto3(spec: StoreSpec) -> ObjectStore:
 
 def _open_fsspec(spec: StoreSpec) -> ObjectStore:
     from dcp_objstore.stores.fsspec_gcs import GcsfsStore
-    from dcp_objstore.stores.fsspec_options import is_gcsfs, is_s3fs, make_filesystems
+    from dcp_objstore.stores.fsspec_options import make_filesystems
     from dcp_objstore.stores.fsspec_s3 import S3fsStore
     from dcp_objstore.stores.fsspec_store import FsspecStore
+    from dcp_objstore.stores.fsspec_ways import is_gcsfs, is_s3fs
 
     filesystems = spec._shared(make_filesystems)
     kind = FsspecStore
