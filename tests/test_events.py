@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_objstore as dos
 from dcp_objstore import events
-from dcp_objstore.dcp import writer as writer_module
+from dcp_objstore.dcp import uploading
 from dcp_objstore.dcp.report import Bar
 from dcp_objstore.events import AnyEvent
 from dcp_objstore.stores import StoreSpec
@@ -202,7 +202,7 @@ def test_nothing_is_told_of_parts_and_ranges_where_nobody_listens(
         ("transfer.upload", "PartUploaded"),
         ("transfer.upload", "ObjectUploaded"),
         ("transfer.download", "RangeRead"),
-        ("dcp.writer", "Hashed"),
+        ("dcp.uploading", "Hashed"),
     ):
         monkeypatch.setattr(f"dcp_objstore.{module}.{name}", build)
     url = memory_url()
@@ -255,14 +255,14 @@ def test_a_callback_that_never_returns_holds_up_nothing_but_its_own_events(
 
 def test_a_slow_callback_delays_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     uploaded, waited = threading.Event(), []
-    upload = writer_module.upload_object
+    upload = uploading.upload_object
 
     def uploads(*arguments: Any) -> Any:
         result = upload(*arguments)
         uploaded.set()
         return result
 
-    monkeypatch.setattr(writer_module, "upload_object", uploads)
+    monkeypatch.setattr(uploading, "upload_object", uploads)
     dos.save(
         state(),
         memory_url(),

@@ -68,7 +68,7 @@ def saver(save: int, stage: Stage, *, overwrite: bool) -> Callable[[StagedStore]
         except (CheckpointCorruptError, StoreUnavailableError):
             return "failed"
         body = upkeep.DESCRIBED.derive(ix.encode(index))
-        # As in `dcp.writer`: it is committed all the same.
+        # As in `dcp.committing`: it is committed all the same.
         with suppress(StoreUnavailableError, RetryableError):
             commits.publish_dot_metadata(store, done.commit_id, body, **settings)
         return "success"

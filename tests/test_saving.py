@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
 import dcp_objstore as dos
-from dcp_objstore.dcp import writer as writer_module
+from dcp_objstore.dcp import committing
 from dcp_objstore.dcp.report import size_text
 from dcp_objstore.errors import PermissionDeniedError, UntrustedPickleError
 from dcp_objstore.stores import StoreSpec
@@ -80,7 +80,7 @@ def test_metadata_that_cannot_be_encoded_only_warns(
     def fail(_: object) -> bytes:
         raise TypeError("no such field")
 
-    monkeypatch.setattr(writer_module, "encode_metadata", fail)
+    monkeypatch.setattr(committing, "encode_metadata", fail)
     url = memory_url()
     dcp.save({"t": torch.ones(5)}, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
     assert "no such field" in logged.text
@@ -91,7 +91,7 @@ def test_an_interrupt_after_the_commit_leaves_the_report(monkeypatch: pytest.Mon
     def interrupt(_: object) -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writer_module, "encode_metadata", interrupt)
+    monkeypatch.setattr(committing, "encode_metadata", interrupt)
     url = memory_url()
     writer = dos.ObjectStoreWriter(url)
     with pytest.raises((KeyboardInterrupt, CheckpointException)):

@@ -1,18 +1,15 @@
-"""`ObjectStoreWriter`: DCP's StorageWriter, from the tensors' memory to committed objects.
+"""`ObjectStoreWriter`: DCP's StorageWriter, which leads a save from its set-up to its commit.
 
 All ranks upload; the coordinator alone reads the begin token before any of them starts, and
 commits after all have reported (the rules are in `checkpoint.commit`). Whatever belongs to one
-save lives in a `_Save`, so a writer can be used for one save after another.
+save lives in a `Save`, so a writer can be used for one save after another.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -20,31 +17,23 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_objstore.checkpoint import commit, probe
-from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.clock import deadline_seconds_for
-from dcp_objstore.checkpoint.marker import Counts, check_user_metadata
-from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
-from dcp_objstore.dcp.device import Outbound, settle_streams
-from dcp_objstore.dcp.dot_metadata import encode_metadata
+from dcp_objstore.checkpoint.marker import check_user_metadata
+from dcp_objstore.dcp.committing import commit_save, publish_for_stock_readers
 from dcp_objstore.dcp.hooks import Hooks, show
-from dcp_objstore.dcp.layout import Layout, check_item, item_bytes
-from dcp_objstore.dcp.metadata import StoredItem, StoredObject, build_index, stock_metadata
+from dcp_objstore.dcp.layout import check_item
+from dcp_objstore.dcp.metadata import build_index, stock_metadata
 from dcp_objstore.dcp.plugin import plugin_errors
-from dcp_objstore.dcp.report import SaveReport, logger
+from dcp_objstore.dcp.report import SaveReport
 from dcp_objstore.dcp.runs import check_epoch, confirm
+from dcp_objstore.dcp.save_state import Save
 from dcp_objstore.dcp.stager import KeptStager, OnBusy, note_children
 from dcp_objstore.dcp.target import Target
-from dcp_objstore.dcp.values import warn_unsafe_value
+from dcp_objstore.dcp.uploading import upload_items
 from dcp_objstore.errors import SaveInProgressError, UnsupportedError
-from dcp_objstore.events import Committed, Hashed, Planned, Retried, Saved
-from dcp_objstore.stores import StoreSpec
+from dcp_objstore.events import Saved
 from dcp_objstore.stores.urls import is_supported_url
-from dcp_objstore.transfer.digests import block_digests
-from dcp_objstore.transfer.parts import part_count, plan_parts
-from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
-from dcp_objstore.transfer.upload import Uploaded, upload_object
-from dcp_objstore.transfer.workers import DaemonPool, wait_for, worker_number
+from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
     import os
@@ -54,28 +43,7 @@ if TYPE_CHECKING:
     from dcp_objstore.checkpoint.epoch import RunEpoch
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.events import OnEvent
-    from dcp_objstore.stores import ObjectStore
     from dcp_objstore.telling import Channel
-    from dcp_objstore.transfer.upload import ByteArray
-
-
-@dataclass(slots=True)
-class _Save:
-    """One save on one rank, from set-up to its end."""
-
-    spec: StoreSpec
-    thread: threading.Thread
-    rank: int
-    is_coordinator: bool
-    channel: Channel
-    nonce: str = field(default_factory=new_nonce)
-    begin: commit.BeginToken | None = None
-    fenced: bool = True
-    world_size: int = 1
-    busy: bool = False
-
-    def open(self) -> ObjectStore:
-        return self.spec.open()
 
 
 class ObjectStoreWriter(KeptStager, StorageWriter):
@@ -160,7 +128,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         if self._target.url is not None:
             check_epoch(epoch, self._target.spec)
         self._lock = threading.Lock()
-        self._save: _Save | None = None
+        self._save: Save | None = None
         self._warned_keys: set[str] = set()
         self.last_save: SaveReport | None = None
 
@@ -239,7 +207,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def _deadline_seconds(self) -> float:
         return deadline_seconds_for(self._target.config.stall_timeout_seconds)
 
-    def _begin_save(self, rank: int, is_coordinator: bool, channel: Channel) -> _Save:
+    def _begin_save(self, rank: int, is_coordinator: bool, channel: Channel) -> Save:
         spec = self._target.spec
         with self._lock:
             current = self._save
@@ -254,7 +222,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                     f"this writer is saving {current.spec.url} in another thread; wait for it or"
                     " use a second writer"
                 )
-            self._save = _Save(spec, here, rank, is_coordinator, channel)
+            self._save = Save(spec, here, rank, is_coordinator, channel)
             staged, self._staged = self._staged, None
         if staged is not None:
             channel.pass_on(staged)
@@ -266,7 +234,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             return plugin_errors(None, self.checkpoint_id)
         return plugin_errors(save.rank, save.spec.url)
 
-    def _current_save(self) -> _Save:
+    def _current_save(self) -> Save:
         """The save that this thread began; another thread may have taken the writer over."""
         save = self._save
         if save is None or save.thread is not threading.current_thread():
@@ -277,7 +245,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         return save
 
     @contextmanager
-    def _watched(self) -> Iterator[_Save]:
+    def _watched(self) -> Iterator[Save]:
         """Around a part of the save that this thread began, which is told of meanwhile."""
         with self._errors():
             save = self._current_save()
@@ -316,63 +284,16 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         with self._logged(), self._watched() as save:
             save.busy = True
             try:
-                results = self._upload(save, plan, planner)
+                results, objects = upload_items(
+                    save, plan, planner, self._target.config, self._warned_keys
+                )
+                if not save.is_coordinator:
+                    self.last_save = save.report(objects, None)
             finally:
                 save.busy = False
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
-
-    def _upload(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        settle_streams()  # tensors are read in another thread
-        store = save.open()
-        sized = [(item, item_bytes(item)) for item in plan.items]
-        # Pickled values first, as stock writers have it; then tensors in the plan's order, but the
-        # small ones together, so that a reader gets them with one request: an optimizer's step
-        # counts are read by every rank, whatever it reads of what would lie between them.
-        sized.sort(key=lambda pair: (pair[0].tensor_data is not None, pair[1] > DEFAULT_GAP_BYTES))
-        pending = deque(sized)
-        payload_bytes = sum(size_bytes for _, size_bytes in pending)
-        config = self._target.config
-        part_plan = plan_parts(
-            payload_bytes,
-            config.part_size_bytes,
-            max_object_size_bytes=config.max_object_size_bytes,
-            largest_item_bytes=max((size_bytes for _, size_bytes in pending), default=0),
-        )
-        results: list[WriteResult] = []
-        objects: list[StoredObject] = []
-        save.channel.tell(
-            Planned,
-            save.channel.began_at,
-            operation="save",
-            items=len(pending),
-            size_bytes=payload_bytes,
-            objects=max(1, -(-payload_bytes // part_plan.max_object_size_bytes)),
-            requests=part_count(payload_bytes, part_plan.part_size_bytes),
-        )
-        with DaemonPool(config.hash_threads, "hash") as hashers:
-            progress = Progress(config.stall_timeout_seconds, save.channel)
-            outbound = Outbound(part_plan, config, progress.check_stopped)
-            while pending:
-                layout = Layout(
-                    pending,
-                    planner.resolve_data,
-                    part_plan,
-                    hashers,
-                    lambda key, body: warn_unsafe_value(body, key, self._warned_keys),
-                    save.rank,
-                    outbound,
-                    block_digests if progress.channel is None else _told(progress.channel),
-                )
-                key = data_key(save.rank, len(objects), save.nonce)
-                uploaded = upload_object(store, key, layout.buffers(), part_plan, config, progress)
-                stored = _stored_object(key, uploaded, layout)
-                objects.append(stored)
-                results.extend(_write_results(stored, layout))
-        if not save.is_coordinator:
-            self.last_save = _report(save, objects, None)
-        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, after all ranks have reported: commit."""
@@ -384,56 +305,27 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                 save.busy = False
 
     def _commit(
-        self, save: _Save, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
+        self, save: Save, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
     ) -> None:
-        assert save.begin is not None
         store, channel = save.open(), save.channel
         metadata.storage_meta = StorageMeta(checkpoint_id=save.spec.url, save_id=save.nonce)
         index, objects = build_index(metadata, results)
         stock = stock_metadata(metadata, index)
-        began_at = time.monotonic()
-
-        def retried(attempt: int, error: Exception) -> None:
-            text = f"{type(error).__name__}: {error}"
-            channel.tell(
-                Retried,
-                began_at,
-                what="commit",
-                attempt=attempt,
-                error=text,
-                object_key=MARKER_KEY,
-            )
-
-        committed = wait_for(
-            commit.commit,
+        commit_id = commit_save(
+            save,
             store,
-            save.begin,
-            index=ix.encode(index),
-            objects=[(entry.key, entry.size_bytes) for entry in index.objects],
-            counts=Counts(
-                tensors=len(index.tensors),
-                blobs=len(index.blobs),
-                objects=len(index.objects),
-                total_bytes=sum(entry.size_bytes for entry in index.objects),
-            ),
-            world_size=save.world_size,
+            index,
             user_metadata=self._user_metadata,
-            nonce=save.nonce,
             deadline_seconds=self._deadline_seconds,
-            fenced=save.fenced,
-            on_retry=retried,
         )
-        channel.tell(
-            Committed, began_at, commit_id=committed.commit_id, attempts=committed.attempts
-        )
-        report = _report(save, objects, committed.commit_id)
+        report = save.report(objects, commit_id)
         if self._epoch is None:
             # Now, because what follows may be interrupted, and the checkpoint is committed.
             self.last_save = report
         metadata.storage_data, metadata.version = stock.storage_data, stock.version
-        _publish_for_stock_readers(
+        publish_for_stock_readers(
             store,
-            committed.commit_id,
+            commit_id,
             stock,
             deadline_seconds=self._deadline_seconds,
             fenced=save.fenced,
@@ -448,78 +340,8 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             size_bytes=report.total_bytes,
             objects=report.objects,
             parts=report.parts,
-            commit_id=committed.commit_id,
+            commit_id=commit_id,
         )
 
 
 note_children(ObjectStoreWriter)
-
-
-def _told(channel: Channel) -> Callable[[ByteArray], bytes]:
-    """`block_digests` that is told of."""
-
-    def digests_of(piece: ByteArray) -> bytes:
-        began_at = time.monotonic()
-        digests = block_digests(piece)
-        channel.tell(Hashed, began_at, size_bytes=piece.nbytes, worker=worker_number())
-        return digests
-
-    return digests_of
-
-
-def _stored_object(key: str, uploaded: Uploaded, layout: Layout) -> StoredObject:
-    entry = ix.ObjectEntry(key, uploaded.size_bytes, uploaded.version.e_tag, layout.framing_digest)
-    return StoredObject(entry, uploaded.parts)
-
-
-def _write_results(stored: StoredObject, layout: Layout) -> list[WriteResult]:
-    return [
-        WriteResult(
-            index=placed.item.index,
-            size_in_bytes=placed.length,
-            storage_data=StoredItem(
-                stored,
-                placed.offset,
-                placed.length,
-                placed.payload_offset,
-                placed.payload_length,
-                placed.digest_bytes(),
-                placed.pickled,
-            ),
-        )
-        for placed in layout.placed
-    ]
-
-
-def _report(save: _Save, objects: Sequence[StoredObject], commit_id: str | None) -> SaveReport:
-    return SaveReport(
-        url=save.spec.url,
-        total_bytes=sum(stored.entry.size_bytes for stored in objects),
-        seconds=time.monotonic() - save.channel.began_at,
-        objects=len(objects),
-        parts=sum(stored.parts for stored in objects),
-        commit_id=commit_id,
-    )
-
-
-def _publish_for_stock_readers(
-    store: ObjectStore, commit_id: str, stock: Metadata, *, deadline_seconds: float, fenced: bool
-) -> None:
-    """Write `.metadata`. The checkpoint is committed already, so a failure only warns."""
-    try:
-        body = encode_metadata(stock)
-        wait_for(
-            commit.publish_dot_metadata,
-            store,
-            commit_id,
-            body,
-            deadline_seconds=deadline_seconds,
-            fenced=fenced,
-        )
-    except Exception as error:  # noqa: BLE001 - whatever it is, the save has succeeded
-        logger.warning(
-            "%s is committed, but .metadata, by which stock torch readers find it, could not be"
-            " written: %s",
-            store.url,
-            error,
-        )
