@@ -159,7 +159,11 @@ def test_the_sink_ends_with_its_process() -> None:
 def test_the_save_benchmark_prints_its_table() -> None:
     command = ["-m", "benchmarks", "save", "--gib", "0.05", "--rounds", "1"]
     done = subprocess.run(
-        [sys.executable, *command], cwd=_ROOT, capture_output=True, text=True, check=False
+        [sys.executable, *command, "--peers", "raw", "dcp_objstore"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "CPU-s/GiB" in done.stdout

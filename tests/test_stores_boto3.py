@@ -34,8 +34,9 @@ BOTO3 = {"transport": "boto3"}
 ONCE = TransferConfig(max_retries=0, transport="boto3")
 
 
+@pytest.mark.backends("seaweed")
 class TestBucket(BucketContract):
-    """SeaweedFS and moto's server (or `--bucket-url`)."""
+    """SeaweedFS (or `--bucket-url`)."""
 
     endpoint = {  # noqa: RUF012
         "seaweed": "SeaweedFS (boto3)",
@@ -54,6 +55,12 @@ class TestBucket(BucketContract):
         return open_store("s3://bucket/run", {**options, **BOTO3}, ONCE)
 
 
+@pytest.mark.campaign
+@pytest.mark.backends("moto")
+class TestBucketOnMoto(TestBucket):
+    """moto's server."""
+
+
 @pytest.fixture(scope="module")
 def mocked() -> Iterator[str]:
     with mock_aws():
@@ -61,6 +68,7 @@ def mocked() -> Iterator[str]:
         yield "s3://mocked"
 
 
+@pytest.mark.campaign  # a save and a load under it are below
 class TestMockAws(StoreContract):
     """moto in this process, which no other transport meets."""
 
