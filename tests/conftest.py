@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer
+from dcp_objstore.stores import client_makers, spec
 from tests.support.azurite import AzureBucket, Azurite
 from tests.support.servers import (
     BUCKET,
@@ -51,6 +52,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         # A test that names one of our servers needs something of that server: it is skipped.
         kinds = ("user",) if set(DEFAULT_BACKENDS) <= set(kinds) else ()
     metafunc.parametrize("bucket", kinds, indirect=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_is_given_back() -> Iterator[None]:
+    """What a module put into `memory://` stores goes with it, some gigabytes in all."""
+    yield
+    spec._cache.clear()
+    client_makers._memory.clear()
 
 
 @pytest.fixture(scope="session")

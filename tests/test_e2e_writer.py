@@ -164,7 +164,8 @@ def test_async_saves_begun_in_a_row_wait_for_one_another_in_the_memory_of_one(
     names = ["step-0", "step-1", "step-2"]
     for name in names:
         assert edition_in(bucket.at(name), bucket.storage_options, names) == name
-    assert made == [made[0][:1] * 3] * 2
+    # How much the ranks had before is theirs: they are used by other tests, too.
+    assert all(len(set(of_rank)) == 1 for of_rank in made), made
 
 
 def refuse_async(rank: int, world_size: int, url: str, options: Options) -> None:

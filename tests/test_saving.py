@@ -208,7 +208,7 @@ def test_the_lines_of_a_small_save_and_load_say_how_small(
     assert loaded.startswith(f"loaded {url}: 20 B in ")
     for line in (saved, loaded):
         assert "0.00" not in line.split(" in ")[0]
-        assert "iB/s" in line
+        assert "B/s" in line
 
 
 # --- where items lie ---

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 import dcp_objstore as dos
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import UnsupportedError
+from tests.support.servers import Bucket
 from tests.support.states import seeded
 
 BLOCK = 4 * MIB
@@ -159,3 +160,25 @@ def test_what_is_held_while_verifying_fits_the_budget(large: tuple[dos.Checkpoin
     config = TransferConfig(memory_budget_bytes=8 * MIB, request_size_bytes=4 * MIB)
     report = dos.open(large[0].url, config=config).verify(deep=True)
     assert report.ok
+
+
+@pytest.mark.backends("seaweed")
+def test_what_arrives_in_pieces_is_compared_piece_by_piece(bucket: Bucket) -> None:
+    """Over plain HTTP a request of several blocks arrives block by block."""
+    url, options = bucket.at("step-1"), bucket.storage_options
+    state = {"a": torch.arange(6 * MIB, dtype=torch.int32), "b": torch.ones(3)}
+    dos.save(state, url, storage_options=options, progress=False)
+    ckpt = dos.open(url, storage_options=options)
+    for _ in range(5):
+        report = ckpt.verify(deep=True, progress=False)
+        assert report.ok
+        assert report.blocks == 7
+    (name,) = [name for name in bucket.keys("step-1") if name.endswith(".distcp")]
+    key = f"step-1/{name}"
+    body = bucket.get(key)
+    first = body.index(state["a"].numpy()[:1000].tobytes())
+    for number in range(6):
+        at = first + number * 4 * MIB + 17
+        bucket.put(key, body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :])
+        damaged = ckpt.verify(deep=True, progress=False).damaged
+        assert [(one.what, one.key, one.block) for one in damaged] == [("block", "a", number)]

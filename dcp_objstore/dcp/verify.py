@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import xxhash
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
@@ -97,6 +97,14 @@ class _Piece:
     digest: bytes | None
 
 
+_Place: TypeAlias = tuple[int, int]
+
+
+def _place(span: Span[_Piece]) -> _Place:
+    """Where a piece lies: its object and its first byte there."""
+    return span.object_number, span.start
+
+
 class _Framing:
     """The digest over what lies between the payloads of an object, as its pieces arrive."""
 
@@ -126,33 +134,34 @@ class _Comparison:
         self.total_bytes = 0
         self._source = source
         self._lock = threading.Lock()
-        self._tried: set[int] = set()
-        self._done: set[int] = set()
+        # By place, not by identity: a request may arrive in pieces, which come and go.
+        self._tried: set[_Place] = set()
+        self._done: set[_Place] = set()
         self._framing: dict[int, _Framing] = {}
 
     def is_done(self, request: RangeRequest[_Piece]) -> bool:
         """Whether it was compared."""
-        return id(request) in self._done
+        return all(_place(span) in self._done for span in request.spans)
 
     def consume(self, request: RangeRequest[_Piece], body: Buffer) -> None:
         """Compare the pieces of a body, once; what differs is read again before it counts."""
         view = memoryview(body)
         different, framing = [], []
-        for span in request.spans:
+        left = [span for span in request.spans if _place(span) not in self._done]
+        for span in left:
             part = view[span.start - request.start : span.end - request.start]
             if span.tag.digest is None:
                 framing.append((span.tag.number, bytes(part)))
             elif block_digest(part) != span.tag.digest:
                 different.append(span)
         with self._lock:
-            if self.is_done(request):
-                return
-            if different and id(request) not in self._tried:
-                self._tried.add(id(request))
-                raise CheckpointCorruptError("blocks differ", key=different[0].tag.key)
-            self._done.add(id(request))
-            self.blocks += len(request.spans) - len(framing)
-            self.total_bytes += view.nbytes
+            new = [span for span in different if _place(span) not in self._tried]
+            if new:
+                self._tried.update(map(_place, new))
+                raise CheckpointCorruptError("blocks differ", key=new[0].tag.key)
+            self._done.update(map(_place, left))
+            self.blocks += len(left) - len(framing)
+            self.total_bytes += _size(left)
             for span in different:
                 self.differs(span)
             for number, piece in framing:
