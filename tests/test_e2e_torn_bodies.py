@@ -51,7 +51,13 @@ ANSWERS: dict[str, tampering.Change] = {
     "200 with another length": tampering.wrong_length,
 }
 sized = pytest.mark.parametrize("size", list(SHAPES))
-shared = pytest.mark.parametrize("read_once", [True, False], ids=["read once", "each alone"])
+shared = pytest.mark.parametrize(
+    "read_once",
+    [
+        pytest.param(True, id="read once"),
+        pytest.param(False, id="each alone", marks=pytest.mark.campaign),
+    ],
+)
 
 
 def save(rank: int, world: int, url: str, options: Options, shape: Shape) -> None:

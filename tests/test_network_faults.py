@@ -156,7 +156,13 @@ def test_a_coordinator_that_is_stalled_before_the_commit_fails_the_save_on_every
     held.release()
 
 
-@pytest.mark.parametrize("reading", [True, False], ids=["store", "put-alone"])
+@pytest.mark.parametrize(
+    "reading",
+    [
+        pytest.param(True, id="store"),
+        pytest.param(False, id="put-alone", marks=pytest.mark.campaign),
+    ],
+)
 def test_a_store_that_stalls_at_the_commit_leaves_its_outcome_unknown_soon(
     bucket: Bucket, proxy: NetworkProxy, reading: bool
 ) -> None:
@@ -194,7 +200,7 @@ def test_a_store_that_stalls_after_the_commit_does_not_hold_the_save_up(
     held.release()
 
 
-@pytest.mark.parametrize("name", ["_COMMIT", "index."])
+@pytest.mark.parametrize("name", ["_COMMIT", pytest.param("index.", marks=pytest.mark.campaign)])
 def test_a_load_that_is_stalled_before_its_first_byte_fails_soon_on_every_rank(
     bucket: Bucket, proxy: NetworkProxy, name: str
 ) -> None:
@@ -338,7 +344,7 @@ def test_connections_cut_at_random_only_delay_a_save_and_a_load(
     assert saving + proxy.cuts > 0
 
 
-@pytest.mark.parametrize("side", ["request", "answer"])
+@pytest.mark.parametrize("side", [pytest.param("request", marks=pytest.mark.campaign), "answer"])
 def test_a_save_survives_the_loss_of_every_kind_of_request_and_of_every_kind_of_answer(
     bucket: Bucket, proxy: NetworkProxy, side: Side
 ) -> None:
