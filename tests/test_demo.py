@@ -119,6 +119,7 @@ def assert_gone(session: int) -> None:
     pytest.fail("processes of the demo are left behind")
 
 
+@pytest.mark.campaign  # half a minute
 def test_ctrl_c_ends_everything_and_empties_the_users_prefix(
     seaweed: SeaweedServer, scratch: Path
 ) -> None:

@@ -205,7 +205,8 @@ def test_a_load_that_is_stalled_before_its_first_byte_fails_soon_on_every_rank(
     bucket: Bucket, proxy: NetworkProxy, name: str
 ) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
-    assert not any(one.failed for one in try_ranks(2, save, url, [options], IMPATIENT))
+    patient = dos.TransferConfig()  # this one is not the test's
+    assert not any(one.failed for one in try_ranks(2, save, url, [options], patient))
     held = proxy.hold(lambda asked: asked.name.startswith(name), "answer", after_bytes=20)
     ways = [proxy.storage_options]
     began = time.monotonic()
