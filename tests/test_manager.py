@@ -490,10 +490,8 @@ def test_a_check_that_fails_does_not_end_training(
     assert "no metadata server" in caplog.text
 
 
-def test_requests_of_latest_and_steps(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with dos.CheckpointManager(url) as run:
-        for step in range(1, 6):
-            run.save(step, state(step))
+def recorded_stores(monkeypatch: pytest.MonkeyPatch) -> list[RecordingStore]:
+    """The stores that are opened from now on, each of which records its requests."""
     really = StoreSpec.open
     stores: list[RecordingStore] = []
 
@@ -502,6 +500,14 @@ def test_requests_of_latest_and_steps(url: str, monkeypatch: pytest.MonkeyPatch)
         return stores[-1]
 
     monkeypatch.setattr(StoreSpec, "open", recorded)
+    return stores
+
+
+def test_requests_of_latest_and_steps(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with dos.CheckpointManager(url) as run:
+        for step in range(1, 6):
+            run.save(step, state(step))
+    stores = recorded_stores(monkeypatch)
     with dos.CheckpointManager(url) as run:
         counts = []
         for look in (run.latest, run.steps):
@@ -520,14 +526,7 @@ def test_two_thousand_steps_are_listed_by_a_request_each_and_the_latest_by_one(
     for step in range(2, 2001):
         for key, body in saved:
             store.put(key.replace("step-1/", f"step-{step}/"), body)
-    really = StoreSpec.open
-    stores: list[RecordingStore] = []
-
-    def recorded(spec: StoreSpec) -> Any:
-        stores.append(RecordingStore(really(spec)))
-        return stores[-1]
-
-    monkeypatch.setattr(StoreSpec, "open", recorded)
+    stores = recorded_stores(monkeypatch)
     with dos.CheckpointManager(url) as run:
         assert run.latest() == 2000
         # A LIST is one here; on a server it is one for each 1,000 objects.
@@ -548,14 +547,7 @@ def test_steps_that_were_deleted_cost_no_requests(
     tombstone, _ = store.get("step-1/_COMMIT", max_size_bytes=2**16)
     for step in range(1000, 3000):
         store.put(f"step-{step}/_COMMIT", tombstone)
-    really = StoreSpec.open
-    stores: list[RecordingStore] = []
-
-    def recorded(spec: StoreSpec) -> Any:
-        stores.append(RecordingStore(really(spec)))
-        return stores[-1]
-
-    monkeypatch.setattr(StoreSpec, "open", recorded)
+    stores = recorded_stores(monkeypatch)
     with dos.CheckpointManager(url) as run:
         assert run.steps() == (3, 4, 5)
         assert sum(len(store.requests) for store in stores) == 2 + 1 + 3
