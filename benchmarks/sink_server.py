@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, unquote
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from benchmarks.sink_objects import Body, Objects, RefusedError, Segment, Stored
+from benchmarks.sink_objects import Body, Objects, RefusedError, Stored
 
 # Bodies below this are kept in any case, so that indexes, markers and small values are real.
 KEEP_BELOW_BYTES = 1 << 20
@@ -202,14 +202,17 @@ class Connection:
         self._reply("200 OK", headers="x-amz-bucket-region: us-east-1\r\n")
 
     def _put(self, request: _Request, body: Body | bytearray) -> None:
-        stored = self._objects.put(request.place, _kept(body), **request.conditions)
+        stored = self._objects.put(request.place, self._kept(body), **request.conditions)
         self._reply("200 OK", headers=f"ETag: {stored.e_tag}\r\n")
 
     def _put_part(self, request: _Request, body: Body | bytearray) -> None:
         number = int(request.query["partNumber"])
         upload_id = request.query["uploadId"]
-        e_tag = self._objects.put_part(request.place, upload_id, number, _kept(body))
+        e_tag = self._objects.put_part(request.place, upload_id, number, self._kept(body))
         self._reply("200 OK", headers=f"ETag: {e_tag}\r\n")
+
+    def _kept(self, body: Body | bytearray) -> Body:
+        return body if isinstance(body, Body) else self._objects.blocks.keep(body)
 
     def _copy(self, request: _Request, body: Body | bytearray) -> None:
         del body
@@ -260,7 +263,7 @@ class Connection:
             status = "206 Partial Content"
             extra = f"Content-Range: bytes {start}-{end - 1}/{size}\r\n"
         if request.method == "GET":
-            if stored.body.segments is None:
+            if stored.body.blocks is None:
                 raise RefusedError("501 Not Implemented", "BodyDiscardedStartTheSinkWithKeep")
             self._objects.count("GET", sent_bytes=end - start)
         head = (
@@ -314,10 +317,6 @@ def _verb(request: _Request) -> str:
     if method == "DELETE":
         return "ABORT" if "uploadId" in query else "DELETE"
     return method
-
-
-def _kept(body: Body | bytearray) -> Body:
-    return body if isinstance(body, Body) else Body(len(body), (Segment(body),))
 
 
 def _range(header: str, size: int) -> tuple[int, int]:

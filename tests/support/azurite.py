@@ -7,6 +7,7 @@ Where it is stricter or laxer than Azure, as far as we know: a wrong key is `Aut
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -49,7 +50,7 @@ class Azurite:
                 break
         else:
             raise RuntimeError(f"Azurite did not start: {''.join(seen)}")
-        self.service().create_container(BUCKET)
+        self.service.create_container(BUCKET)
 
     @property
     def storage_options(self) -> dict[str, object]:
@@ -63,6 +64,7 @@ class Azurite:
     def connection_string(self) -> str:
         return f"AccountName={ACCOUNT};AccountKey={KEY};BlobEndpoint={self.endpoint_url};"
 
+    @functools.cached_property
     def service(self) -> Any:
         """Microsoft's own client, to look behind our back."""
         from azure.storage.blob import BlobServiceClient
@@ -93,7 +95,7 @@ class AzureBucket(Bucket):
     def client(self) -> Any:
         """A `ContainerClient` of azure-storage-blob."""
         assert self.server is not None
-        return self.server.service().get_container_client(self.name)
+        return self.server.service.get_container_client(self.name)
 
     def keys(self, below: str = "") -> list[str]:
         start = self.prefix + (below.strip("/") + "/" if below else "")

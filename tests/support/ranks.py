@@ -88,7 +88,7 @@ class UnpicklableError(Exception):
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 60
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 150
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on every rank; their results in the order of the ranks.
 
@@ -108,7 +108,7 @@ def run_ranks(
 
 
 def try_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 60
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 150
 ) -> list[Outcome]:
     """As `run_ranks`, but failures are outcomes too and nothing is raised for them."""
     return _pool().run(world_size, fn, args, timeout_seconds)
