@@ -9,7 +9,6 @@ that will not come.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
@@ -207,14 +206,14 @@ class Exchange:
         if error is None or self._told or self.done:
             return
         self._told = True
-        if not isinstance(error, Exception):  # Ctrl-C here; a second one ends the telling
-            error = RankFailedError(f"{type(error).__name__}: {error}")
-            with contextlib.suppress(DcpObjstoreError):
-                wait_for(self._agree, error.at(rank=current_rank()))
-            return
-        if not isinstance(error, DcpObjstoreError):
-            error = RankFailedError(f"{type(error).__name__}: {error}")
-        wait_for(self._agree, error.at(rank=current_rank()))
+        failed = error
+        if not isinstance(failed, DcpObjstoreError):
+            failed = RankFailedError(f"{type(error).__name__}: {error}")
+        try:
+            wait_for(self._agree, failed.at(rank=current_rank()))
+        except DcpObjstoreError:
+            if isinstance(error, Exception):  # Ctrl-C stays what it is here
+                raise
 
     def alone(self) -> list[Span[Block]]:
         """What is not shared, for this rank to fetch by itself."""
