@@ -171,6 +171,8 @@ class Sweeper(Remover):
                 young = self.patient and not store.dot_aged and TRUSTS_YOUNG not in self.weak
                 if young and me.then == "fence":
                     after = self.done(me, "too young")
+                elif not self.patient and me.then == "fence" and not me.changed:
+                    yield event, self.done(me, "too young"), store  # it may look so, too
             else:
                 after = me._replace(at="publish", body=me.token.commit, dot_token=None)
             yield event, after, store
