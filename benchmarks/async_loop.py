@@ -37,12 +37,12 @@ from benchmarks.targets import Place, open_target
 
 _MODULE = "benchmarks.async_loop"
 _STEP_ITERATIONS = 10_000  # about a millisecond
-_ALONE_SECONDS = 2.0  # before each save
-_SAVES = 3
+_ALONE_SECONDS = 1.5  # before and after each save
+_SAVES = 6
 _MATRIX = 64
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pace:
     """Steps that were made in some time.
 
@@ -54,22 +54,24 @@ class Pace:
             the GIL. Unlike the steps, that does not depend on what else the machine does. (Linux)
     """
 
-    steps: int = 0
-    seconds: float = 0.0
-    longest_ms: float = 0.0
-    asleep_seconds: float = 0.0
+    steps: int
+    seconds: float
+    longest_ms: float
+    asleep_seconds: float
 
-    def run(self, done: Callable[[], bool]) -> None:
+    @classmethod
+    def until(cls, done: Callable[[], bool]) -> Pace:
         """Make steps until `done`."""
+        steps, longest = 0, 0.0
         began, awake = time.perf_counter(), _awake_seconds()
         while not done():
             start = time.perf_counter()
             _step()
-            self.longest_ms = max(self.longest_ms, (time.perf_counter() - start) * 1e3)
-            self.steps += 1
+            longest = max(longest, time.perf_counter() - start)
+            steps += 1
         seconds = time.perf_counter() - began
-        self.seconds += seconds
-        self.asleep_seconds += max(0.0, seconds - (_awake_seconds() - awake))
+        asleep = max(0.0, seconds - (_awake_seconds() - awake))
+        return cls(steps, seconds, longest * 1e3, asleep)
 
     @property
     def per_second(self) -> float:
@@ -155,29 +157,40 @@ def measure(job: Job) -> dict[str, float]:
     state = make_state(settings, blank=False)
     begin(job, state, job.place.at("first")).wait()  # staging memory is allocated
     touched = make_state(settings, blank=True)
-    alone, during = Pace(), Pace()
+    alone, during = [_alone()], []
     blocked, copied = [], []
     for number_ in range(_SAVES):
         copied.append(_timed(lambda: _copy(state, touched))[0])
-        deadline = time.perf_counter() + _ALONE_SECONDS
-        alone.run(lambda deadline=deadline: time.perf_counter() > deadline)  # type: ignore[misc]
         place = job.place.at(f"save-{number_}")
         seconds, save = _timed(lambda place=place: begin(job, state, place))  # type: ignore[misc]
         blocked.append(seconds)
-        during.run(save.ended.is_set)
+        during.append(Pace.until(save.ended.is_set))
         save.wait()
+        alone.append(_alone())
+    # Against what was made just before and after: the machine's own pace drifts by more than the
+    # uploads cost.
+    ratios = [
+        pace.per_second / statistics.mean((before.per_second, after.per_second))
+        for pace, before, after in zip(during, alone, alone[1:], strict=True)
+    ]
+    seconds = sum(pace.seconds for pace in during)
     return {
-        "alone_per_second": alone.per_second,
-        "during_per_second": during.per_second,
-        "ratio": during.per_second / alone.per_second,
-        "gil_wait_percent": 100 * during.asleep_seconds / during.seconds,
-        "alone_longest_ms": alone.longest_ms,
-        "during_longest_ms": during.longest_ms,
-        "upload_seconds": during.seconds / _SAVES,
+        "alone_per_second": statistics.median(pace.per_second for pace in alone),
+        "during_per_second": statistics.median(pace.per_second for pace in during),
+        "ratio": statistics.median(ratios),
+        "gil_wait_percent": 100 * sum(pace.asleep_seconds for pace in during) / seconds,
+        "alone_longest_ms": max(pace.longest_ms for pace in alone),
+        "during_longest_ms": max(pace.longest_ms for pace in during),
+        "upload_seconds": seconds / _SAVES,
         "blocked_ms": statistics.median(blocked) * 1e3,
         "copy_ms": statistics.median(copied) * 1e3,
         "blocked_ratio": statistics.median(blocked) / statistics.median(copied),
     }
+
+
+def _alone() -> Pace:
+    deadline = time.perf_counter() + _ALONE_SECONDS
+    return Pace.until(lambda: time.perf_counter() > deadline)
 
 
 def _copy(state: State, to: State) -> None:
