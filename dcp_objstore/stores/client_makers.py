@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.azure_credentials import find_azure_credentials
-from dcp_objstore.stores.google_credentials import find_gcs_credentials
 from dcp_objstore.stores.servers import (
     is_directory_bucket,
     s3_checksum,
@@ -26,6 +24,7 @@ from dcp_objstore.stores.servers import (
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
 
+    from dcp_objstore.stores.azure_credentials import AzureCredentials
     from dcp_objstore.stores.credentials import Credentials
     from dcp_objstore.stores.options import S3Settings
     from dcp_objstore.stores.urls import StoreUrl
@@ -108,20 +107,23 @@ def s3_maker(url: StoreUrl, settings: S3Settings, found: Credentials) -> tuple[M
     return make, base
 
 
+def gcs_endpoint(options: Mapping[str, Any]) -> str | None:
+    """The server for `gs://` as the user names it, or None for Google's own."""
+    endpoint = options.get("base_url") or options.get("endpoint_url")
+    return endpoint or os.environ.get("GOOGLE_BASE_URL")
+
+
 def gcs_maker(
-    url: StoreUrl, options: Mapping[str, Any], stripped: tuple[str, ...]
+    url: StoreUrl, options: Mapping[str, Any], found: Credentials
 ) -> tuple[Make, str | None]:
     """For a bucket of Google Cloud Storage; and its endpoint, None for the provider's own.
 
     Raises:
-        CredentialsError: there are none.
         ConfigError: an endpoint or certificate that we cannot use, or nobody to pay.
     """
     from obstore.store import GCSStore
 
-    endpoint = options.get("base_url") or options.get("endpoint_url")
-    endpoint = endpoint or os.environ.get("GOOGLE_BASE_URL")
-    found = find_gcs_credentials(options, endpoint, stripped)
+    endpoint = gcs_endpoint(options)
     config: dict[str, Any] = {"bucket": url.bucket, "skip_signature": False, **found.config}
     client: dict[str, Any] = dict(_tls(options.get("verify", True)))
     if endpoint is not None:
@@ -147,17 +149,15 @@ def gcs_maker(
 
 
 def azure_maker(
-    url: StoreUrl, options: Mapping[str, Any], stripped: tuple[str, ...]
+    url: StoreUrl, options: Mapping[str, Any], found: AzureCredentials
 ) -> tuple[Make, str | None]:
     """For a container of Azure Blob Storage; and its endpoint, None for the provider's own.
 
     Raises:
-        CredentialsError: there are none.
         ConfigError: an endpoint or certificate that we cannot use.
     """
     from obstore.store import AzureStore
 
-    found = find_azure_credentials(options, stripped)
     config: dict[str, Any] = {
         "container_name": url.bucket,
         "account_name": found.account_name,

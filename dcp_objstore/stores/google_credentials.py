@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,12 @@ _VARIABLES = (
     "GOOGLE_SERVICE_ACCOUNT",
     "GOOGLE_SERVICE_ACCOUNT_PATH",
     "GOOGLE_SERVICE_ACCOUNT_KEY",
+)
+
+
+_ADVICE = (
+    "log in again (gcloud auth application-default login), or use a source that renews them itself:"
+    " a service account, credentials of google-auth"
 )
 
 
@@ -42,6 +49,12 @@ def find_gcs_credentials(
         CredentialsError: there are none, or google-auth is needed and is not installed.
         ConfigError: `token` has a form that we do not know.
     """
+    return replace(_find(options, base_url, stripped), advice=_ADVICE)
+
+
+def _find(
+    options: Mapping[str, Any], base_url: str | None, stripped: tuple[str, ...]
+) -> Credentials:
     token = options.get("token")
     if options.get("anon") or token == "anon":
         return Credentials("anonymous", config={"skip_signature": True})
@@ -61,17 +74,18 @@ def find_gcs_credentials(
 
 def _from_google_environment(base_url: str | None) -> Credentials | None:
     if any(os.environ.get(name) for name in (*_VARIABLES, "GOOGLE_BEARER_TOKEN")):
-        return Credentials("GOOGLE_* in the environment")
+        renewable = not os.environ.get("GOOGLE_BEARER_TOKEN")
+        return Credentials("GOOGLE_* in the environment", renewable=renewable)
     kind = _adc_kind()
     if kind in ("service_account", "authorized_user"):
-        return Credentials(f"application default credentials ({kind})")
+        return Credentials(f"application default credentials ({kind})", renewable=True)
     if kind is not None:
         return _from_google_auth(_default_credentials, f"application default credentials ({kind})")
     host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
     if base_url is None and metadata_answers(
         f"http://{host}", "GET", "/", {"Metadata-Flavor": "Google"}
     ):
-        return Credentials("instance metadata")
+        return Credentials("instance metadata", renewable=True)
     return None
 
 
@@ -91,7 +105,11 @@ def _from_gcs_token(token: object) -> Credentials:
         if path is not None:
             key = _parsed(_text(path), "the key that storage_options['token'] names")
             if _is_native(_kind_of_key(key)):
-                return Credentials("storage_options", config={"application_credentials": str(path)})
+                return Credentials(
+                    "storage_options",
+                    config={"application_credentials": str(path)},
+                    renewable=True,
+                )
             return _from_gcs_key(key)
         if token.endswith(".json"):
             raise CredentialsError("the credentials named by storage_options['token'] are missing")
@@ -110,7 +128,8 @@ def _from_gcs_key(key: dict[str, Any]) -> Credentials:
     """The content of a key: a service account's by obstore, the others by google-auth."""
     kind = _kind_of_key(key)
     if kind == "service_account" and _is_native(kind):
-        return Credentials("storage_options", config={"service_account_key": json.dumps(key)})
+        config = {"service_account_key": json.dumps(key)}
+        return Credentials("storage_options", config=config, renewable=True)
     key = {**key, "type": kind}
 
     def load(scopes: list[str]) -> Any:
@@ -182,7 +201,8 @@ def _from_google_auth(load: Callable[[list[str]], Any], source: str) -> Credenti
 
     wrong = None
     try:
-        return Credentials(source, _Provider(load([_SCOPE])))
+        provider = _Provider(source, load([_SCOPE]))
+        return Credentials(source, provider, renewable=True, renew=provider.renew)
     except GoogleAuthError as error:
         raise CredentialsError(f"{source}: {error}") from error
     except (ValueError, KeyError) as error:
@@ -196,10 +216,11 @@ class _Provider:
     obstore's own always renews, which credentials made of a bare token cannot.
     """
 
-    def __init__(self, credentials: Any) -> None:
+    def __init__(self, source: str, credentials: Any) -> None:
         from obstore.auth.google import GoogleCredentialProvider
 
         self.credentials = credentials
+        self._source = source
         self._renew = GoogleCredentialProvider(credentials)
 
     def __call__(self) -> Any:
@@ -209,6 +230,22 @@ class _Provider:
         # google-auth's times are UTC and do not say so.
         expires_at = found.expiry and found.expiry.replace(tzinfo=UTC)
         return {"token": found.token, "expires_at": expires_at}
+
+    def renew(self) -> None:
+        """Have another token: the one that we have was refused, however long it is said to last.
+
+        Raises:
+            CredentialsError: there is none to be had.
+        """
+        from google.auth.exceptions import GoogleAuthError
+
+        try:
+            self._renew()
+        except GoogleAuthError as error:
+            raise CredentialsError(
+                f"the store does not, or no longer, accept the credentials (source:"
+                f" {self._source}), and there are no others: {error}. Pass new ones, {_ADVICE}"
+            ) from error
 
 
 def _default_credentials(scopes: list[str]) -> Any:

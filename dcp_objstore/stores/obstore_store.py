@@ -43,7 +43,6 @@ from dcp_objstore.stores.protocol import (
 from dcp_objstore.stores.translate import (
     abort_failed,
     http_code,
-    is_expired,
     is_transient,
     never_connected,
     sent_whole,
@@ -186,7 +185,8 @@ class ObstoreStore:
                 return _version(result)
         except BaseException as error:
             if source.error is None:
-                if isinstance(error, CredentialsError) and is_expired(error.__cause__):
+                refused = self._clients.were_refused(error.__cause__)
+                if isinstance(error, CredentialsError) and refused:
                     # Parts cannot be sent again from here; what comes next has fresh ones.
                     with self._errors(key):
                         self._clients.renew(error)

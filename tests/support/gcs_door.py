@@ -9,8 +9,8 @@ preconditions", "HTTP headers", "Status and error codes" and "Multipart uploads"
 - deleting what is not there is 404;
 - a bearer token that is not valid (any more) is 401.
 
-For tests of tokens that expire, `POST /o/token?lifetime=SECONDS` hands one out. All other tokens
-are valid for ever.
+For tests of tokens that expire, `POST /o/token?lifetime=SECONDS` hands one out, and
+`POST /o/revoke?token=TOKEN` takes it back. All other tokens are valid for ever.
 
 GCS takes one write of an object in a second ("Quotas & limits") and answers 429 to more, though not
 always: `POST /o/limit?prefix=/bucket/prefix&seconds=S` makes it so below a prefix, for each write
@@ -136,6 +136,9 @@ class GcsDoor(OneAtATime):
         """What a test asks of the door itself."""
         if path == "/o/limit":
             self.limits[asked["prefix"]] = float(asked["seconds"])
+            return "200 OK", [("Content-Type", "application/json")], b"{}"
+        if path == "/o/revoke":
+            self.valid_until[asked["token"]] = 0.0
             return "200 OK", [("Content-Type", "application/json")], b"{}"
         return self.hand_out(float(asked["lifetime"]))
 
