@@ -113,6 +113,19 @@ def gcs_endpoint(options: Mapping[str, Any]) -> str | None:
     return endpoint or os.environ.get("GOOGLE_BASE_URL")
 
 
+def gcs_payer(options: Mapping[str, Any]) -> str | None:
+    """The project that pays for requests to `gs://`, None: the bucket's owner.
+
+    Raises:
+        ConfigError: somebody shall pay, and nobody is named.
+    """
+    pays = options.get("requester_pays")
+    payer = options.get("project") if pays is True else pays
+    if pays is True and payer is None:
+        raise ConfigError("'requester_pays': name the project that pays in 'project' as well")
+    return payer or None
+
+
 def gcs_maker(
     url: StoreUrl, options: Mapping[str, Any], found: Credentials
 ) -> tuple[Make, str | None]:
@@ -129,10 +142,7 @@ def gcs_maker(
     if endpoint is not None:
         config["base_url"] = server_url(endpoint, use_ssl=True)
         client["allow_http"] = config["base_url"].startswith("http://")
-    pays = options.get("requester_pays")
-    payer = options.get("project") if pays is True else pays
-    if pays is True and payer is None:
-        raise ConfigError("'requester_pays': name the project that pays in 'project' as well")
+    payer = gcs_payer(options)
     if payer:
         # "HTTP headers" of the XML API: the project that is billed.
         client["default_headers"] = {"x-goog-user-project": payer}

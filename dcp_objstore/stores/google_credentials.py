@@ -16,7 +16,12 @@ from datetime import UTC
 from pathlib import Path
 from typing import Any
 
-from dcp_objstore.errors import ConfigError, CredentialsError
+from dcp_objstore.errors import (
+    ConfigError,
+    CredentialsError,
+    DcpObjstoreError,
+    UnsupportedError,
+)
 from dcp_objstore.stores.credentials import Credentials, lost, metadata_answers, without_text
 
 _INSTALL = "pip install 'dcp-objstore[gcs]'"
@@ -50,6 +55,60 @@ def find_gcs_credentials(
         ConfigError: `token` has a form that we do not know.
     """
     return replace(_find(options, base_url, stripped), advice=_ADVICE)
+
+
+def find_gcs_token(
+    options: Mapping[str, Any], base_url: str | None, stripped: tuple[str, ...] = ()
+) -> Callable[[], str] | None:
+    """What gives an access token each time, for requests of our own; None: anonymous.
+
+    What obstore reads itself is read by google-auth here.
+
+    Raises:
+        UnsupportedError: google-auth is needed and is not installed.
+        CredentialsError, ConfigError: as `find_gcs_credentials`; the first also when it is called.
+    """
+    found = find_gcs_credentials(options, base_url, stripped)
+    if found.anonymous:
+        return None
+    if found.provider is None:
+        if not _google_auth_is_there():
+            raise UnsupportedError(
+                f"{found.source} are read by google-auth here, which is not installed: {_INSTALL}"
+            )
+        found = _by_google_auth(found)
+    provider = found.provider
+    assert provider is not None
+
+    def token() -> str:
+        try:
+            return str(provider()["token"])
+        except DcpObjstoreError:
+            raise
+        except Exception as error:
+            # It asks Google or another service, by libraries that raise what they like.
+            raise CredentialsError(f"{found.source}: {error}") from error
+
+    return token
+
+
+def _by_google_auth(found: Credentials) -> Credentials:
+    """What obstore would read: a key that is given or named, or the machine's defaults."""
+    environ = os.environ
+    text = found.config.get("service_account_key") or environ.get("GOOGLE_SERVICE_ACCOUNT_KEY")
+    named = (
+        found.config.get("application_credentials")
+        or environ.get("GOOGLE_SERVICE_ACCOUNT")
+        or environ.get("GOOGLE_SERVICE_ACCOUNT_PATH")
+    )
+    bearer = environ.get("GOOGLE_BEARER_TOKEN")
+    if not found.config and bearer:
+        return Credentials(found.source, lambda: {"token": bearer, "expires_at": None})
+    if text and not named:
+        return _loaded(_parsed(text, "the service account's key"))
+    if named:
+        return _loaded(_parsed(_text(Path(named)), "the key that is named"))
+    return _from_google_auth(_default_credentials, found.source)
 
 
 def _find(
@@ -130,6 +189,12 @@ def _from_gcs_key(key: dict[str, Any]) -> Credentials:
     if kind == "service_account" and _is_native(kind):
         config = {"service_account_key": json.dumps(key)}
         return Credentials("storage_options", config=config, renewable=True)
+    return _loaded(key)
+
+
+def _loaded(key: Mapping[str, Any]) -> Credentials:
+    """The content of a key, by google-auth."""
+    kind = _kind_of_key(key)
     key = {**key, "type": kind}
 
     def load(scopes: list[str]) -> Any:
@@ -188,12 +253,16 @@ def _existing(token: str) -> Path | None:
         return None
 
 
+def _google_auth_is_there() -> bool:
+    return (
+        importlib.util.find_spec("google") is not None
+        and importlib.util.find_spec("google.auth") is not None
+    )
+
+
 def _from_google_auth(load: Callable[[list[str]], Any], source: str) -> Credentials:
     """By google-auth; `load` gets the scopes, and imports what it needs of it."""
-    if (
-        importlib.util.find_spec("google") is None
-        or importlib.util.find_spec("google.auth") is None
-    ):
+    if not _google_auth_is_there():
         raise CredentialsError(
             f"{source} are read by google-auth, which is not installed: {_INSTALL}"
         )

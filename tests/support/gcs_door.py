@@ -12,6 +12,9 @@ preconditions", "HTTP headers", "Status and error codes" and "Multipart uploads"
 For tests of tokens that expire, `POST /o/token?lifetime=SECONDS` hands one out, and
 `POST /o/revoke?token=TOKEN` takes it back. All other tokens are valid for ever.
 
+Of the JSON API it has the bucket ("Buckets: get" and "patch"), with its lifecycle and versioning:
+`/storage/v1/b/BUCKET`.
+
 GCS takes one write of an object in a second ("Quotas & limits") and answers 429 to more, though not
 always: `POST /o/limit?prefix=/bucket/prefix&seconds=S` makes it so below a prefix, for each write
 within S seconds of the last one, whatever its precondition.
@@ -82,6 +85,7 @@ class GcsDoor(OneAtATime):
         self.counter = itertools.count(1_700_000_000_000_000)
         self.known: dict[str, tuple[str, int]] = {}
         self.valid_until: dict[str, float] = {}
+        self.buckets: dict[str, Any] = {}
         self.limits: dict[str, float] = {}
         self.written_at: dict[str, float] = {}
 
@@ -102,6 +106,8 @@ class GcsDoor(OneAtATime):
         if environ["gcs.stale"]:
             return refusal("401 Unauthorized", "AuthenticationRequired", method)
         environ["HTTP_AUTHORIZATION"] = SOMEBODY
+        if path.startswith("/storage/v1/b/"):
+            return self.of_bucket(environ, method, path.removeprefix("/storage/v1/b"))
         # obstore's GCS client escapes `-` and `.` too, and moto takes the bucket's name as sent.
         plain = quote(path.encode("latin-1")) + (f"?{query}" if query else "")
         environ["RAW_URI"] = environ["REQUEST_URI"] = plain
@@ -141,6 +147,14 @@ class GcsDoor(OneAtATime):
             self.valid_until[asked["token"]] = 0.0
             return "200 OK", [("Content-Type", "application/json")], b"{}"
         return self.hand_out(float(asked["lifetime"]))
+
+    def of_bucket(self, environ: dict[str, Any], method: str, bucket: str) -> Answer:
+        if not self.ask_moto(environ, bucket)[0].startswith("200"):
+            return refusal("404 Not Found", "notFound", method)
+        if method == "PATCH":
+            self.buckets[bucket] = json.loads(environ["wsgi.input"].read())
+        found = self.buckets.get(bucket, {})
+        return "200 OK", [("Content-Type", "application/json")], json.dumps(found).encode()
 
     def hand_out(self, lifetime_seconds: float) -> Answer:
         token = HANDED_OUT + secrets.token_hex(8)
