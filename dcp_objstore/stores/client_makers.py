@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 # Client options and the retry configuration to a client.
 Make = Callable[[dict[str, Any], dict[str, Any]], "S3Store | GCSStore | AzureStore | MemoryStore"]
 
+# Checksums that obstore does not have.
+_OF_BOTO3 = ("CRC32", "CRC32C")
+
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
 
@@ -91,6 +94,11 @@ def s3_maker(url: StoreUrl, settings: S3Settings, found: Credentials) -> tuple[M
         config["sse_bucket_key_enabled"] = settings.sse_bucket_key
     checksum = s3_checksum(settings, base)
     if checksum is not None:
+        if checksum.upper() in _OF_BOTO3:
+            raise ConfigError(
+                f"transport 'native' sends CRC64NVME or SHA256, not {checksum}; transport 'boto3'"
+                " does"
+            )
         config["checksum_algorithm"] = checksum
     if is_directory_bucket(url.bucket) and base is None:
         # Sessions (CreateSession) and the endpoint of its zone.
