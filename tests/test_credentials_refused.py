@@ -129,6 +129,27 @@ def test_gcs_a_save_that_is_refused_in_a_part_can_be_tried_again_with_the_same_w
     assert not is_valid(gcs_server, tokens.handed_out[1])
 
 
+@gcs
+def test_gcs_a_listing_that_is_refused_in_its_midst_goes_on_where_it_was(
+    bucket: Bucket, gcs_server: MotoServer
+) -> None:
+    tokens = Tokens(gcs_server, HOUR_SECONDS)
+    gcs_server.create_bucket("in-pages")
+    post(f"{gcs_server.gcs_endpoint_url}/o/pages?bucket=in-pages&keys=60")
+    options = {**bucket.storage_options, "token": tokens}
+    store = open_store("gs://in-pages/run", options, ONCE)
+    client = bucket.client()
+    keys = [f"k{number:04}" for number in range(130)]
+    for key in keys:
+        client.put_object(Bucket="in-pages", Key=f"run/{key}", Body=b"")
+    listed = store.list()
+    seen = [next(listed).key]
+    tokens.revoke(tokens.handed_out[0])
+    seen += [meta.key for meta in listed]
+    assert seen == keys
+    assert len(tokens.handed_out) == 2
+
+
 # Azure
 
 

@@ -12,6 +12,8 @@ preconditions", "HTTP headers", "Status and error codes" and "Multipart uploads"
 For tests of tokens that expire, `POST /o/token?lifetime=SECONDS` hands one out, and
 `POST /o/revoke?token=TOKEN` takes it back. All other tokens are valid for ever.
 
+A listing has 1,000 keys a page; `POST /o/pages?bucket=BUCKET&keys=N` makes it fewer for a bucket.
+
 Of the JSON API it has the bucket ("Buckets: get" and "patch"), with its lifecycle and versioning:
 `/storage/v1/b/BUCKET`.
 
@@ -85,6 +87,7 @@ class GcsDoor(OneAtATime):
         self.counter = itertools.count(1_700_000_000_000_000)
         self.known: dict[str, tuple[str, int]] = {}
         self.valid_until: dict[str, float] = {}
+        self.page_keys: dict[str, int] = {}
         self.buckets: dict[str, Any] = {}
         self.limits: dict[str, float] = {}
         self.written_at: dict[str, float] = {}
@@ -108,6 +111,8 @@ class GcsDoor(OneAtATime):
         environ["HTTP_AUTHORIZATION"] = SOMEBODY
         if path.startswith("/storage/v1/b/"):
             return self.of_bucket(environ, method, path.removeprefix("/storage/v1/b"))
+        if path in self.page_keys and "list-type=2" in query:
+            query = environ["QUERY_STRING"] = f"{query}&max-keys={self.page_keys[path]}"
         # obstore's GCS client escapes `-` and `.` too, and moto takes the bucket's name as sent.
         plain = quote(path.encode("latin-1")) + (f"?{query}" if query else "")
         environ["RAW_URI"] = environ["REQUEST_URI"] = plain
@@ -145,6 +150,9 @@ class GcsDoor(OneAtATime):
             return "200 OK", [("Content-Type", "application/json")], b"{}"
         if path == "/o/revoke":
             self.valid_until[asked["token"]] = 0.0
+            return "200 OK", [("Content-Type", "application/json")], b"{}"
+        if path == "/o/pages":
+            self.page_keys[f"/{asked['bucket']}"] = int(asked["keys"])
             return "200 OK", [("Content-Type", "application/json")], b"{}"
         return self.hand_out(float(asked["lifetime"]))
 
