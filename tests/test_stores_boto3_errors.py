@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import socket
+from base64 import b64encode
 from collections.abc import Iterator
+from hashlib import sha256
 
 import pytest
 
@@ -271,8 +273,8 @@ def test_settings_reach_the_requests(scripted: Scripted) -> None:
     assert sealed["x-amz-server-side-encryption"] == "aws:kms"
     assert sealed["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
     assert sealed["x-amz-server-side-encryption-bucket-key-enabled"] == "true"
-    with pytest.raises(ConfigError, match="ChecksumAlgorithm"):
-        sent(s3_additional_kwargs={"ChecksumAlgorithm": "SHA256"})
+    checked = sent(s3_additional_kwargs={"ChecksumAlgorithm": "SHA256"})
+    assert checked["x-amz-checksum-sha256"] == b64encode(sha256(b"x").digest()).decode()
     assert "authorization" not in sent(key=None, secret=None, anon=True)
     assert "/eu-west-3/s3/" in sent(region="eu-west-3")["authorization"]
     assert "x-amz-security-token" in sent(token="t")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import importlib.util
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -11,12 +13,17 @@ import pytest
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
+from dcp_objstore.stores.boto3_checksums import Checksums, checksums_for
 from dcp_objstore.stores.options import S3Settings
 from dcp_objstore.stores.servers import s3_checksum
 from tests.support.servers import Bucket
 from tests.support.tampering import Asked, TamperingProxy
 
 PART = 5 * MIB
+OF_AWSCRT = ("CRC32C", "CRC64NVME")
+HAS_AWSCRT = importlib.util.find_spec("awscrt") is not None
+NATIVE = [("native", "CRC64NVME"), ("native", "SHA256")]
+BOTO3 = [("boto3", name) for name in ("CRC32", "CRC32C", "CRC64NVME", "SHA256")]
 ONCE = TransferConfig(max_retries=0)
 
 
@@ -38,6 +45,18 @@ def requests_of(bucket: Bucket, more: Mapping[str, object]) -> dict[str, Asked]:
     methods = ["PUT", "POST", "PUT", "PUT", "POST", "GET", "GET", "GET", "HEAD", "DELETE"]
     assert [one.method for one in asked] == methods
     return dict(zip(kinds, asked, strict=True))
+
+
+def options_of(chosen: tuple[str, str]) -> dict[str, object]:
+    transport, algorithm = chosen
+    return {"transport": transport, "s3_additional_kwargs": {"ChecksumAlgorithm": algorithm}}
+
+
+def choice(chosen: tuple[str, str]) -> dict[str, object]:
+    """The options for a transport and an algorithm, if what it takes is installed."""
+    if chosen[0] == "boto3" and chosen[1] in OF_AWSCRT:
+        pytest.importorskip("awscrt")
+    return options_of(chosen)
 
 
 def carrying(found: Mapping[str, Asked], header: str) -> set[str]:
@@ -83,30 +102,61 @@ def test_encryption_is_asked_for_where_an_object_begins(bucket: Bucket, transpor
         assert headers["x-amz-server-side-encryption-bucket-key-enabled"] == "true"
 
 
-@pytest.mark.parametrize("algorithm", ["CRC64NVME", "SHA256"])
-def test_a_checksum_goes_with_every_body(bucket: Bucket, algorithm: str) -> None:
-    found = requests_of(bucket, {"s3_additional_kwargs": {"ChecksumAlgorithm": algorithm}})
+@pytest.mark.parametrize("chosen", [*NATIVE, *BOTO3])
+def test_a_checksum_goes_with_every_body(bucket: Bucket, chosen: tuple[str, str]) -> None:
+    extra = choice(chosen)
+    algorithm = chosen[1]
+    found = requests_of(bucket, extra)
     assert carrying(found, f"x-amz-checksum-{algorithm.lower()}") == {"put", "part"}
     assert found["begin"].headers["x-amz-checksum-algorithm"] == algorithm
     assert found["put"].headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
 
 
 @pytest.mark.backends("seaweed")
+@pytest.mark.parametrize("chosen", [("native", "CRC64NVME"), *BOTO3])
 def test_a_body_damaged_on_its_way_is_refused_where_a_checksum_goes_with_it(
-    bucket: Bucket,
+    bucket: Bucket, chosen: tuple[str, str]
 ) -> None:
     def store(algorithm: str) -> ObjectStore:
-        extra = {"ChecksumAlgorithm": algorithm}
-        options = {**proxy.storage_options, "s3_additional_kwargs": extra}
+        options = {**proxy.storage_options, **choice((chosen[0], algorithm))}
         return open_store(bucket.url, options, ONCE)
 
     with TamperingProxy(bucket.storage_options) as proxy:
         proxy.damage = lambda asked: asked.method == "PUT"
         with pytest.raises(DcpObjstoreError):
-            store("CRC64NVME").put("k", b"body")
+            store(chosen[1]).put("k", b"body")
+        with pytest.raises(DcpObjstoreError):
+            parts = iter([bytes(PART), b"last"])
+            store(chosen[1]).put_stream("k", parts, part_size_bytes=PART, max_concurrency=1)
         assert bucket.keys() == []
         store("none").put("k", b"body")  # nobody sees it before it is loaded
         assert bucket.get("k") != b"body"
+
+
+@pytest.mark.parametrize("chosen", BOTO3)
+def test_boto3_sends_the_checksum_of_what_it_sends_and_the_store_keeps_it(
+    bucket: Bucket, chosen: tuple[str, str]
+) -> None:
+    """Empty, joined of several buffers, and in parts; against botocore's own of the same bytes."""
+    store = open_store(bucket.url, {**bucket.storage_options, **choice(chosen)}, ONCE)
+    store.put("empty", b"")
+    store.put("joined", [b"one", b"", b"two" * 40_000])
+    pieces = [b"x" * 1000, b"y" * PART, b"z" * 3]
+    store.put_stream("parts", iter(pieces), part_size_bytes=PART, max_concurrency=2)
+    algorithm = chosen[1]
+    client = bucket.client()
+    for key, body in (("empty", b""), ("joined", b"one" + b"two" * 40_000)):
+        assert bucket.get(key) == body
+        theirs = client.put_object(
+            Bucket=bucket.name, Key="of-botocore", Body=body, ChecksumAlgorithm=algorithm
+        )
+        kept = client.head_object(
+            Bucket=bucket.name, Key=bucket.prefix + key, ChecksumMode="ENABLED"
+        )
+        wanted = theirs.get(f"Checksum{algorithm}")
+        assert wanted is None or kept.get(f"Checksum{algorithm}", wanted) == wanted
+    assert bucket.get("parts") == b"".join(pieces)
+    assert bucket.uploads() == []
 
 
 def test_aws_gets_a_checksum_and_other_servers_only_where_it_is_asked_for() -> None:
@@ -125,10 +175,58 @@ def test_aws_gets_a_checksum_and_other_servers_only_where_it_is_asked_for() -> N
         assert s3_checksum(asked, other) == "SHA256"
 
 
-def test_boto3_refuses_a_checksum_that_it_would_not_send() -> None:
-    extra = {"ChecksumAlgorithm": "SHA256"}
-    with pytest.raises(ConfigError, match="native"):
-        open_store("s3://b", {**KEY, "transport": "boto3", "s3_additional_kwargs": extra})
+def test_checksums_are_those_that_are_known() -> None:
+    """CRC: the check values of the catalogue of parametrised CRC algorithms; SHA-256: FIPS 180."""
+    views = [memoryview(b"1234"), memoryview(b""), memoryview(b"56789")]
+    known = {
+        "CRC32": "cbf43926",
+        "CRC32C": "e3069283",
+        "CRC64NVME": "ae8b14860a799888",
+        "SHA256": "15e2b0d3c33891ebb0f1ef609ec419420c20e320ce94c65fbc8c3312448eb225",
+    }
+    for algorithm, digest in known.items():
+        if algorithm in OF_AWSCRT and not HAS_AWSCRT:
+            continue
+        expected = base64.b64encode(bytes.fromhex(digest)).decode()
+        assert Checksums(algorithm).of(views) == {f"Checksum{algorithm}": expected}
+    assert Checksums(None).of(views) == Checksums(None).beginning == {}
+
+
+def test_a_checksum_that_a_transport_cannot_send_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def opened(transport: str, algorithm: str) -> ObjectStore:
+        return open_store("s3://b", {**KEY, **options_of((transport, algorithm))})
+
+    for algorithm in ("CRC32", "CRC32C"):
+        with pytest.raises(ConfigError, match="transport 'boto3'"):
+            opened("native", algorithm)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *a: None if name == "awscrt" else real(name, *a)
+    )
+    for algorithm in OF_AWSCRT:
+        with pytest.raises(ConfigError, match=r"pip install 'botocore\[crt\]'"):
+            opened("boto3", algorithm)
+    opened("boto3", "CRC32")
+    monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "MD5")
+    with pytest.raises(ConfigError, match="MD5"):
+        open_store("s3://b", {**KEY, "transport": "boto3"}, ONCE)
+
+
+def test_boto3_sends_aws_a_checksum_by_default_where_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = "http://127.0.0.1:9000"
+    by_default = {"ChecksumAlgorithm": "CRC64NVME"} if HAS_AWSCRT else {}
+    assert checksums_for(S3Settings(), None).beginning == by_default
+    assert checksums_for(S3Settings(), other).beginning == {}
+    assert checksums_for(S3Settings(checksum_algorithm="none"), None).beginning == {}
+    monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "sha256")
+    assert checksums_for(S3Settings(), other).beginning == {"ChecksumAlgorithm": "SHA256"}
+    monkeypatch.delenv("AWS_CHECKSUM_ALGORITHM")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None)
+    assert checksums_for(S3Settings(), None).beginning == {}
 
 
 @pytest.mark.parametrize(

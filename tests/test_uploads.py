@@ -90,12 +90,14 @@ def test_errors_are_ours(bucket: Bucket) -> None:
 def test_stores_that_have_none_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="no multipart uploads"):
         open_uploads(StoreSpec("memory://x/y"))
-    with pytest.raises(UnsupportedError, match="lifecycle rule"):
-        open_uploads(StoreSpec("gs://bucket/x", {"anon": True}))
+    with pytest.raises(UnsupportedError, match="by itself"):
+        open_uploads(StoreSpec("az://bucket/x", {"account_name": "a", "anon": True}))
     monkeypatch.setitem(sys.modules, "boto3", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install 'dcp-objstore\[s3\]'"):
         open_uploads(StoreSpec("s3://bucket/x", {"key": "k", "secret": "s"}))
+    with pytest.raises(UnsupportedError, match=r"pip install 'dcp-objstore\[gcs,s3\]'"):
+        open_uploads(StoreSpec("gs://bucket/x", {"anon": True}))
 
 
 # --- the bucket's lifecycle rule

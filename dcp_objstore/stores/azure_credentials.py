@@ -13,11 +13,12 @@ import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs
 
 from dcp_objstore.errors import ConfigError, CredentialsError
-from dcp_objstore.stores.credentials import lost, metadata_answers
+from dcp_objstore.stores.credentials import Credentials, lost, metadata_answers
 
 _INSTALL = "pip install 'dcp-objstore[azure]'"
 # Account, key and endpoint of the storage emulators; the key is public knowledge, part of the
@@ -43,35 +44,31 @@ _NATIVE_VARIABLES = (
 )
 
 
-@dataclass(frozen=True)
-class AzureCredentials:
-    """What to give obstore.
+_ADVICE = (
+    "log in again (az login), or use a source that renews them itself: a managed identity, an"
+    " application's client_secret, credentials of azure-identity"
+)
+# Read by obstore, which asks Azure AD for tokens with them.
+_ASKED_FOR_TOKENS = (
+    "AZURE_STORAGE_CLIENT_ID",
+    "AZURE_CLIENT_ID",
+    "AZURE_FEDERATED_TOKEN_FILE",
+    "AZURE_USE_AZURE_CLI",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AzureCredentials(Credentials):
+    """What to give obstore; `endpoint_url` is None for Azure's public cloud.
 
     Attributes:
-        source: where the credentials come from, in words, for messages.
         account_name: the storage account.
-        endpoint_url: where it is, or None for Azure's public cloud.
-        provider: called by obstore for credentials; None where obstore finds them itself.
-        config: additional settings of obstore's store.
     """
 
-    source: str
     account_name: str
-    endpoint_url: str | None = None
-    provider: Callable[[], Any] | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"AzureCredentials(source={self.source!r}, account_name={self.account_name!r})"
-
-
-@dataclass
-class _Found:
-    """How to sign, without the account."""
-
-    source: str
-    provider: Callable[[], Any] | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find_azure_credentials(
@@ -113,10 +110,19 @@ def find_azure_credentials(
             " pass storage_options={'account_name': …, 'account_key': …} ({'anon': True} for a"
             " public container)" + lost(stripped)
         )
-    return AzureCredentials(found.source, account, endpoint, found.provider, found.config)
+    return AzureCredentials(
+        source=found.source,
+        provider=found.provider,
+        config=found.config,
+        renewable=found.renewable,
+        renew=found.renew,
+        advice=_ADVICE,
+        endpoint_url=endpoint,
+        account_name=account,
+    )
 
 
-def _from_options(options: Mapping[str, Any]) -> _Found | None:
+def _from_options(options: Mapping[str, Any]) -> Credentials | None:
     """By explicit options; None where only a connection string, or nothing, is given."""
     trio = ("client_id", "client_secret", "tenant_id")
     principal = "client_secret" in options
@@ -138,25 +144,27 @@ def _from_options(options: Mapping[str, Any]) -> _Found | None:
     if len(ways) > 1:
         raise ConfigError(f"choose one of {', '.join(map(repr, ways))} in storage_options")
     if options.get("anon"):
-        return _Found("anonymous", config={"skip_signature": True})
+        return Credentials("anonymous", config={"skip_signature": True})
     if "account_key" in options:
-        return _Found("storage_options", _account_key(options["account_key"]))
+        return Credentials("storage_options", _account_key(options["account_key"]))
     if "sas_token" in options:
-        return _Found("storage_options", _sas_token(options["sas_token"]))
+        return _sas("storage_options", options["sas_token"])
     if principal:
         # The type, so that a key in the environment does not win.
         config = {name: options[name] for name in trio}
-        return _Found("storage_options", config={**config, "credential_type": "client_secret"})
+        config["credential_type"] = "client_secret"
+        return Credentials("storage_options", config=config, renewable=True)
     if "credential" in options:
         return _from_credential(options["credential"])
     return None
 
 
-def _from_credential(credential: object) -> _Found:
+def _from_credential(credential: object) -> Credentials:
     """adlfs's `credential`: an object of azure-identity, or the text of a SAS or an account key."""
     if isinstance(credential, str):
-        is_sas = "sig=" in credential
-        return _Found("storage_options", (_sas_token if is_sas else _account_key)(credential))
+        if "sig=" in credential:
+            return _sas("storage_options", credential)
+        return Credentials("storage_options", _account_key(credential))
     get_token = getattr(credential, "get_token", None)
     if get_token is None:
         raise ConfigError(
@@ -168,30 +176,31 @@ def _from_credential(credential: object) -> _Found:
             "'credential' is one of azure.identity.aio, whose tokens can only be had inside its own"
             " event loop; pass the class of the same name from azure.identity"
         )
-    return _Found("storage_options", _identity(credential))
+    return _identity("storage_options", credential)
 
 
-def _from_connection(parts: Mapping[str, str]) -> _Found | None:
+def _from_connection(parts: Mapping[str, str]) -> Credentials | None:
     if "accountkey" in parts:
-        return _Found("the connection string", _account_key(parts["accountkey"]))
+        return Credentials("the connection string", _account_key(parts["accountkey"]))
     if "sharedaccesssignature" in parts:
-        return _Found("the connection string", _sas_token(parts["sharedaccesssignature"]))
+        return _sas("the connection string", parts["sharedaccesssignature"])
     return None
 
 
-def _from_environment(endpoint: str | None) -> _Found | None:
+def _from_environment(endpoint: str | None) -> Credentials | None:
     for names in _NATIVE_VARIABLES:
         if all(os.environ.get(name) for name in names):
-            return _Found(f"{names[0]} in the environment")
+            renewable = names[0] in _ASKED_FOR_TOKENS
+            return Credentials(f"{names[0]} in the environment", renewable=renewable)
     if _azure_identity_is_there():
-        return _Found("azure-identity's DefaultAzureCredential", _identity(None))
+        return _identity("azure-identity's DefaultAzureCredential", None)
     if endpoint is None and metadata_answers(
         "http://169.254.169.254",
         "GET",
         "/metadata/instance?api-version=2021-02-01",
         {"Metadata": "true"},
     ):
-        return _Found("managed identity")
+        return Credentials("managed identity", renewable=True)
     return None
 
 
@@ -202,12 +211,32 @@ def _azure_identity_is_there() -> bool:
     )
 
 
-def _identity(credential: Any) -> Callable[[], Any]:
+def _identity(source: str, credential: Any) -> Credentials:
     if not _azure_identity_is_there():
         raise CredentialsError(f"'credential' needs azure-identity, not installed: {_INSTALL}")
-    from obstore.auth.azure import AzureCredentialProvider
+    provider = _Identity(credential)
+    return Credentials(source, provider, renewable=True, renew=provider.renew)
 
-    return AzureCredentialProvider(credential)
+
+class _Identity:
+    """obstore's provider for an object of azure-identity, None for its default chain."""
+
+    def __init__(self, credential: Any) -> None:
+        self._credential = credential
+        self.renew()
+
+    def __call__(self) -> Any:
+        return self._ask()
+
+    def renew(self) -> None:
+        """Ask for a token anew next time.
+
+        The default chain is made anew, which forgets the tokens that it keeps. What the user has
+        made is asked again, and has no call to make it forget: it gives what it thinks is valid.
+        """
+        from obstore.auth.azure import AzureCredentialProvider
+
+        self._ask = AzureCredentialProvider(self._credential)
 
 
 def _account_key(key: str) -> Callable[[], Any]:
@@ -216,9 +245,13 @@ def _account_key(key: str) -> Callable[[], Any]:
     return lambda: dict(answer)
 
 
-def _sas_token(token: str) -> Callable[[], Any]:
-    answer = {"sas_token": token.removeprefix("?"), "expires_at": None}
-    return lambda: dict(answer)
+def _sas(source: str, token: str) -> Credentials:
+    """A shared access signature; it says itself when it ends ("Create a service SAS": `se`)."""
+    token = token.removeprefix("?")
+    answer = {"sas_token": token, "expires_at": None}
+    ends = parse_qs(token).get("se")
+    until = f": a signature that ends at {ends[0]}" if ends else ""
+    return Credentials(source + until, lambda: dict(answer))
 
 
 def _connection_of_environment(account: str | None) -> dict[str, str]:

@@ -19,6 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores.boto3_checksums import checksums_for
 from dcp_objstore.stores.credentials import Credentials, no_s3_credentials, open_boto3_session
 from dcp_objstore.stores.options import S3Settings, s3_settings
 from dcp_objstore.stores.servers import s3_requester_pays, s3_server, server_url
@@ -61,10 +62,12 @@ class Boto3Clients:
         max_retries: of one request.
         payer: arguments of every request to a bucket whose requests the caller pays for.
         sealing: arguments of every write: how the store is to encrypt.
+        checksums: that go with bodies.
 
     Raises:
         CredentialsError: there are none.
-        ConfigError: boto3 is not installed; an endpoint or certificate that we cannot use.
+        ConfigError: boto3 is not installed; an endpoint or certificate that we cannot use; a
+            checksum that needs awscrt, which is not installed.
     """
 
     def __init__(
@@ -91,11 +94,8 @@ class Boto3Clients:
             self.sealing["SSEKMSKeyId"] = self._settings.sse_kms_key_id
         if self._settings.sse_bucket_key is not None:
             self.sealing["BucketKeyEnabled"] = self._settings.sse_bucket_key
-        if self._settings.checksum_algorithm not in (None, "none"):
-            raise ConfigError(
-                "transport 'boto3' sends no 'ChecksumAlgorithm': use transport 'native' for it"
-            )
         self.endpoint_url = self._mine().endpoint_url
+        self.checksums = checksums_for(self._settings, self.endpoint_url)
 
     def write(self) -> Any:
         """Retries; waits `request_timeout_seconds` for an answer."""
@@ -243,8 +243,8 @@ def _botocore_config(settings: S3Settings, *, virtual: bool, **transfer: Any) ->
             # SHA-256 of every body costs 1 CPU-second per GiB; see `client_makers`.
             "payload_signing_enabled": settings.sign_payload,
         },
-        # Our index has digests of its own. By default botocore computes CRC32 of every body in
-        # Python's zlib and sends it in a trailer over TLS, which some stores that speak S3 refuse.
+        # By default botocore computes CRC32 of every body in Python's zlib and sends it in a
+        # trailer over TLS, which some stores that speak S3 refuse; see `boto3_checksums`.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         **({"signature_version": botocore.UNSIGNED} if settings.anon else {}),

@@ -27,7 +27,7 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores.boto3_bodies import BrokenOffError, JoinedBuffers, body_of, receive
+from dcp_objstore.stores.boto3_bodies import BrokenOffError, body_of, receive
 from dcp_objstore.stores.boto3_errors import status_of, translate_boto3
 from dcp_objstore.stores.boto3_upload import Upload, parts_of
 from dcp_objstore.stores.inputs import WatchedBuffers, as_buffers, check_buffer, check_range
@@ -104,10 +104,8 @@ class Boto3Store:
             for buffer in buffers:
                 check_buffer(buffer)
             client = self._clients.write() if retry else self._clients.once()
-            body = body_of([memoryview(buffer) for buffer in buffers])
-            answer = client.put_object(
-                **target, **self._clients.sealing, **condition, **_body(body)
-            )
+            views = [memoryview(buffer) for buffer in buffers]
+            answer = client.put_object(**target, **condition, **self._whole(views))
             return _version(answer)
 
     def put_stream(
@@ -127,9 +125,8 @@ class Boto3Store:
                 part = next(parts, [])
                 client, sealing = self._clients.write(), self._clients.sealing
                 if sum(map(len, part)) < part_size_bytes:
-                    answer = client.put_object(**target, **sealing, **_body(body_of(part)))
-                    return _version(answer)
-                upload = Upload(client, target, sealing, max_concurrency)
+                    return _version(client.put_object(**target, **self._whole(part)))
+                upload = Upload(client, target, sealing, self._clients.checksums, max_concurrency)
                 try:
                     upload.begin()
                     while part:
@@ -151,6 +148,13 @@ class Boto3Store:
                 raise
         # Outside of the handler, so that the caller's error keeps its own cause and context.
         raise source.error
+
+    def _whole(self, views: Sequence[memoryview]) -> dict[str, Any]:
+        """What a PUT of an object carries."""
+        body = body_of(views)
+        # With an empty Body, botocore before 1.44 hangs in the next request of the connection.
+        carried = {"Body": body} if len(body) else {}
+        return {**self._clients.sealing, **self._clients.checksums.of(views), **carried}
 
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         """See `ObjectStore.get`."""
@@ -316,11 +320,6 @@ def _condition(precondition: Precondition | None) -> dict[str, str]:
             raise InputError(f"a conditional write to s3:// needs the e_tag of {token}")
         return {"IfMatch": token.e_tag}
     raise InputError(f"not a precondition: {precondition!r}")
-
-
-def _body(body: bytes | JoinedBuffers) -> dict[str, Any]:
-    # With an empty Body, botocore before 1.44 hangs in the next request of the connection.
-    return {"Body": body} if len(body) else {}
 
 
 def _check_range_answer(answer: Mapping[str, Any], start: int, end: int) -> None:

@@ -22,6 +22,8 @@ from dcp_objstore.stores.boto3_errors import code_of, is_upload_gone, without_fr
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from dcp_objstore.stores.boto3_checksums import Checksums
+
 _Part = tuple[int, list[memoryview]]
 
 
@@ -60,16 +62,18 @@ class Upload:
         client: of boto3, with retries.
         target: Bucket, Key and what else goes with every request.
         sealing: what goes with the first request only.
+        checksums: that go with the parts.
         threads: that send parts.
     """
 
     client: Any
     target: Mapping[str, str]
     sealing: Mapping[str, str | bool]
+    checksums: Checksums
     threads: int
 
     _tasks: queue.SimpleQueue[_Part | None] = field(default_factory=queue.SimpleQueue)
-    _sent: dict[int, str] = field(default_factory=dict)
+    _sent: dict[int, dict[str, str]] = field(default_factory=dict)
     _error: BaseException | None = None
     _stopped: bool = False
     _upload_id: str | None = None
@@ -81,7 +85,9 @@ class Upload:
 
     def begin(self) -> None:
         """Open the upload."""
-        answer = self.client.create_multipart_upload(**self.target, **self.sealing)
+        answer = self.client.create_multipart_upload(
+            **self.target, **self.sealing, **self.checksums.beginning
+        )
         self._upload_id = answer["UploadId"]
 
     def send(self, part: list[memoryview]) -> None:
@@ -116,7 +122,9 @@ class Upload:
         self._dismiss()
         if self._error is not None:
             raise self._error
-        listed = [{"PartNumber": n, "ETag": self._sent[n]} for n in sorted(self._sent)]
+        # S3 wants the checksums of the parts again, of those algorithms whose checksum of the
+        # object is made of them ("Checking object integrity": composite checksums).
+        listed = [{"PartNumber": n, **self._sent[n]} for n in sorted(self._sent)]
         try:
             answer: Mapping[str, Any] = self.client.complete_multipart_upload(
                 **self.target, UploadId=self._upload_id, MultipartUpload={"Parts": listed}
@@ -131,7 +139,7 @@ class Upload:
 
     def _found(self) -> Mapping[str, Any] | None:
         """The object, if it is made of our parts: S3's ETag is the MD5 of those of the parts."""
-        parts = [self._sent[number].strip('"') for number in sorted(self._sent)]
+        parts = [self._sent[number]["ETag"].strip('"') for number in sorted(self._sent)]
         if not all(re.fullmatch("[0-9a-f]{32}", one) for one in parts):
             return None
         joined = bytes.fromhex("".join(parts))
@@ -171,13 +179,15 @@ class Upload:
             del task  # whose buffers must not outlive their request while this thread waits
             try:
                 self._check()
+                checksum = self.checksums.of(part)
                 answer = self.client.upload_part(
                     **self.target,
                     UploadId=self._upload_id,
                     PartNumber=number,
                     Body=body_of(part, self._check),
+                    **checksum,
                 )
-                self._sent[number] = answer["ETag"]
+                self._sent[number] = {"ETag": answer["ETag"], **checksum}
                 del answer
             except _StoppedError:
                 pass

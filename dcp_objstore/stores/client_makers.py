@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.azure_credentials import find_azure_credentials
-from dcp_objstore.stores.google_credentials import find_gcs_credentials
 from dcp_objstore.stores.servers import (
     is_directory_bucket,
     s3_checksum,
@@ -26,12 +24,16 @@ from dcp_objstore.stores.servers import (
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
 
+    from dcp_objstore.stores.azure_credentials import AzureCredentials
     from dcp_objstore.stores.credentials import Credentials
     from dcp_objstore.stores.options import S3Settings
     from dcp_objstore.stores.urls import StoreUrl
 
 # Client options and the retry configuration to a client.
 Make = Callable[[dict[str, Any], dict[str, Any]], "S3Store | GCSStore | AzureStore | MemoryStore"]
+
+# Checksums that obstore does not have.
+_OF_BOTO3 = ("CRC32", "CRC32C")
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
@@ -92,6 +94,11 @@ def s3_maker(url: StoreUrl, settings: S3Settings, found: Credentials) -> tuple[M
         config["sse_bucket_key_enabled"] = settings.sse_bucket_key
     checksum = s3_checksum(settings, base)
     if checksum is not None:
+        if checksum.upper() in _OF_BOTO3:
+            raise ConfigError(
+                f"transport 'native' sends CRC64NVME or SHA256, not {checksum}; transport 'boto3'"
+                " does"
+            )
         config["checksum_algorithm"] = checksum
     if is_directory_bucket(url.bucket) and base is None:
         # Sessions (CreateSession) and the endpoint of its zone.
@@ -108,29 +115,42 @@ def s3_maker(url: StoreUrl, settings: S3Settings, found: Credentials) -> tuple[M
     return make, base
 
 
+def gcs_endpoint(options: Mapping[str, Any]) -> str | None:
+    """The server for `gs://` as the user names it, or None for Google's own."""
+    endpoint = options.get("base_url") or options.get("endpoint_url")
+    return endpoint or os.environ.get("GOOGLE_BASE_URL")
+
+
+def gcs_payer(options: Mapping[str, Any]) -> str | None:
+    """The project that pays for requests to `gs://`, None: the bucket's owner.
+
+    Raises:
+        ConfigError: somebody shall pay, and nobody is named.
+    """
+    pays = options.get("requester_pays")
+    payer = options.get("project") if pays is True else pays
+    if pays is True and payer is None:
+        raise ConfigError("'requester_pays': name the project that pays in 'project' as well")
+    return payer or None
+
+
 def gcs_maker(
-    url: StoreUrl, options: Mapping[str, Any], stripped: tuple[str, ...]
+    url: StoreUrl, options: Mapping[str, Any], found: Credentials
 ) -> tuple[Make, str | None]:
     """For a bucket of Google Cloud Storage; and its endpoint, None for the provider's own.
 
     Raises:
-        CredentialsError: there are none.
         ConfigError: an endpoint or certificate that we cannot use, or nobody to pay.
     """
     from obstore.store import GCSStore
 
-    endpoint = options.get("base_url") or options.get("endpoint_url")
-    endpoint = endpoint or os.environ.get("GOOGLE_BASE_URL")
-    found = find_gcs_credentials(options, endpoint, stripped)
+    endpoint = gcs_endpoint(options)
     config: dict[str, Any] = {"bucket": url.bucket, "skip_signature": False, **found.config}
     client: dict[str, Any] = dict(_tls(options.get("verify", True)))
     if endpoint is not None:
         config["base_url"] = server_url(endpoint, use_ssl=True)
         client["allow_http"] = config["base_url"].startswith("http://")
-    pays = options.get("requester_pays")
-    payer = options.get("project") if pays is True else pays
-    if pays is True and payer is None:
-        raise ConfigError("'requester_pays': name the project that pays in 'project' as well")
+    payer = gcs_payer(options)
     if payer:
         # "HTTP headers" of the XML API: the project that is billed.
         client["default_headers"] = {"x-goog-user-project": payer}
@@ -147,17 +167,15 @@ def gcs_maker(
 
 
 def azure_maker(
-    url: StoreUrl, options: Mapping[str, Any], stripped: tuple[str, ...]
+    url: StoreUrl, options: Mapping[str, Any], found: AzureCredentials
 ) -> tuple[Make, str | None]:
     """For a container of Azure Blob Storage; and its endpoint, None for the provider's own.
 
     Raises:
-        CredentialsError: there are none.
         ConfigError: an endpoint or certificate that we cannot use.
     """
     from obstore.store import AzureStore
 
-    found = find_azure_credentials(options, stripped)
     config: dict[str, Any] = {
         "container_name": url.bucket,
         "account_name": found.account_name,

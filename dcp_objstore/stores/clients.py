@@ -9,12 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import CredentialsError, DcpObjstoreError
-from dcp_objstore.stores.client_makers import Make, azure_maker, gcs_maker, memory_maker, s3_maker
+from dcp_objstore.stores.azure_credentials import find_azure_credentials
+from dcp_objstore.stores.client_makers import (
+    Make,
+    azure_maker,
+    gcs_endpoint,
+    gcs_maker,
+    memory_maker,
+    s3_maker,
+)
 from dcp_objstore.stores.credentials import Credentials, find_s3_credentials
 from dcp_objstore.stores.direct import SIGNED_FOR_SECONDS, DirectLane
+from dcp_objstore.stores.google_credentials import find_gcs_credentials
 from dcp_objstore.stores.limiter import HIDDEN_PAUSE_SECONDS, Limiter, limiter_at
 from dcp_objstore.stores.options import s3_settings
-from dcp_objstore.stores.renewing import Renewing
 from dcp_objstore.stores.retrying import (
     LONGEST_PAUSE_SECONDS,
     PAUSE_BASE,
@@ -24,6 +32,7 @@ from dcp_objstore.stores.servers import s3_requester_pays
 from dcp_objstore.stores.translate import (
     http_code,
     is_expired,
+    is_refused_token,
     is_unknown_key,
     never_connected,
     translate_obstore,
@@ -136,18 +145,24 @@ class Clients:
         try:
             return request()
         except Exception as error:
-            found = self._credentials
-            gone = found is not None and found.renewable and is_unknown_key(error)
-            if found is None or not (gone or is_expired(error)):
+            if not self.were_refused(error):
                 raise
             failure = error
         self.renew(failure, seen)
         try:
             return request()
         except Exception as error:
-            if not is_expired(error):
+            if not (is_expired(error) or is_refused_token(error)):
                 raise
             raise self._expired(error, "fresh ones from there were refused as well") from error
+
+    def were_refused(self, error: BaseException | None) -> bool:
+        """Whether a request failed because of credentials in whose place others may do."""
+        found = self._credentials
+        if found is None or found.anonymous:
+            return False
+        gone = found.renewable and is_unknown_key(error)
+        return gone or is_expired(error) or is_refused_token(error)
 
     def renew(self, error: Exception, seen: int | None = None) -> None:
         """Forget the credentials that were refused, so that the next request asks for others.
@@ -166,18 +181,18 @@ class Clients:
         with self._lock:
             if seen is not None and seen != self._renewals:
                 return
+            if found.renew is not None:
+                found.renew()
             self._renewals += 1
-            if isinstance(found.provider, Renewing):
-                found.provider.renew()
             self._made.clear()  # obstore keeps credentials per client
             self._lane = self._new_lane()
 
     def _expired(self, error: Exception, why: str) -> CredentialsError:
-        source = "unknown" if self._credentials is None else self._credentials.source
+        found = self._credentials or Credentials("unknown")
+        accepts = "no longer accepts" if is_expired(error) else "does not, or no longer, accept"
         return CredentialsError(
-            f"the store no longer accepts the credentials (source: {source}), and {why}. Pass new"
-            " ones, log in again (aws sso login), or use a source that renews them itself: a"
-            f" profile, a role ({translate_obstore(error).message})"
+            f"the store {accepts} the credentials (source: {found.source}), and {why}. Pass new"
+            f" ones, {found.advice} ({translate_obstore(error).message})"
         )
 
     def run(self, tries: Tries, request: Callable[[], T], *, repeatable: bool = True) -> T:
@@ -274,17 +289,21 @@ def make_clients(
     if url.scheme == "memory":
         limiter = limiter_at(None, url.scheme, url.bucket)
         return Clients(memory_maker(url), config, limiter)
+    direct = False
+    found: Credentials
     if url.scheme == "gs":
         # To sign a URL, GCS would ask for a private key or make a request.
-        make, endpoint_url = gcs_maker(url, options, stripped)
-        return Clients(make, config, limiter_at(endpoint_url, url.scheme, url.bucket), endpoint_url)
-    if url.scheme == "az":
-        make, endpoint_url = azure_maker(url, options, stripped)
-        return Clients(make, config, limiter_at(endpoint_url, url.scheme, url.bucket), endpoint_url)
-    settings = s3_settings(options)
-    found = find_s3_credentials(settings, stripped)
-    make, endpoint_url = s3_maker(url, settings, found)
-    plain = endpoint_url is not None and endpoint_url.startswith("http://")
-    signed = not settings.anon and not s3_requester_pays(settings)
+        found = find_gcs_credentials(options, gcs_endpoint(options), stripped)
+        make, endpoint_url = gcs_maker(url, options, found)
+    elif url.scheme == "az":
+        of_azure = find_azure_credentials(options, stripped)
+        found = of_azure
+        make, endpoint_url = azure_maker(url, options, of_azure)
+    else:
+        settings = s3_settings(options)
+        found = find_s3_credentials(settings, stripped)
+        make, endpoint_url = s3_maker(url, settings, found)
+        plain = endpoint_url is not None and endpoint_url.startswith("http://")
+        direct = plain and not settings.anon and not s3_requester_pays(settings)
     limiter = limiter_at(endpoint_url, url.scheme, url.bucket)
-    return Clients(make, config, limiter, endpoint_url, direct=plain and signed, credentials=found)
+    return Clients(make, config, limiter, endpoint_url, direct=direct, credentials=found)

@@ -53,6 +53,9 @@ class Credentials:
         provider: called by obstore for credentials; None where obstore finds them itself.
         config: additional settings of obstore's store.
         renewable: whether asking for them again may give others.
+        renew: makes `provider` ask its source anew; None where it does that each time, or where
+            a new client of obstore's does it. Raises `CredentialsError` if there are no others.
+        advice: what to do once they are refused and there are no others.
         region: the profile's region, or None.
         endpoint_url: the profile's endpoint, or None.
     """
@@ -61,11 +64,20 @@ class Credentials:
     provider: Callable[[], Any] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     renewable: bool = False
+    renew: Callable[[], None] | None = None
+    advice: str = (
+        "log in again (aws sso login), or use a source that renews them itself: a profile, a role"
+    )
     region: str | None = None
     endpoint_url: str | None = None
 
     def __repr__(self) -> str:
         return f"Credentials(source={self.source!r})"
+
+    @property
+    def anonymous(self) -> bool:
+        """Whether requests are sent without any."""
+        return bool(self.config.get("skip_signature"))
 
 
 def find_s3_credentials(settings: S3Settings, stripped: tuple[str, ...] = ()) -> Credentials:
@@ -159,10 +171,12 @@ def _from_boto3(profile: str | None, source: str) -> Credentials:
     def load() -> Any:
         return open_boto3_session(source, profile_name=profile).session.get_credentials()
 
+    provider = Renewing(source, load)
     return Credentials(
         source,
-        Renewing(source, load),
+        provider,
         renewable=True,
+        renew=provider.renew,
         region=found.region,
         endpoint_url=found.endpoint_url,
     )

@@ -11,11 +11,17 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC
 from pathlib import Path
 from typing import Any
 
-from dcp_objstore.errors import ConfigError, CredentialsError
+from dcp_objstore.errors import (
+    ConfigError,
+    CredentialsError,
+    DcpObjstoreError,
+    UnsupportedError,
+)
 from dcp_objstore.stores.credentials import Credentials, lost, metadata_answers, without_text
 
 _INSTALL = "pip install 'dcp-objstore[gcs]'"
@@ -24,6 +30,12 @@ _VARIABLES = (
     "GOOGLE_SERVICE_ACCOUNT",
     "GOOGLE_SERVICE_ACCOUNT_PATH",
     "GOOGLE_SERVICE_ACCOUNT_KEY",
+)
+
+
+_ADVICE = (
+    "log in again (gcloud auth application-default login), or use a source that renews them itself:"
+    " a service account, credentials of google-auth"
 )
 
 
@@ -42,6 +54,66 @@ def find_gcs_credentials(
         CredentialsError: there are none, or google-auth is needed and is not installed.
         ConfigError: `token` has a form that we do not know.
     """
+    return replace(_find(options, base_url, stripped), advice=_ADVICE)
+
+
+def find_gcs_token(
+    options: Mapping[str, Any], base_url: str | None, stripped: tuple[str, ...] = ()
+) -> Callable[[], str] | None:
+    """What gives an access token each time, for requests of our own; None: anonymous.
+
+    What obstore reads itself is read by google-auth here.
+
+    Raises:
+        UnsupportedError: google-auth is needed and is not installed.
+        CredentialsError, ConfigError: as `find_gcs_credentials`; the first also when it is called.
+    """
+    found = find_gcs_credentials(options, base_url, stripped)
+    if found.anonymous:
+        return None
+    if found.provider is None:
+        if not _google_auth_is_there():
+            raise UnsupportedError(
+                f"{found.source} are read by google-auth here, which is not installed: {_INSTALL}"
+            )
+        found = _by_google_auth(found)
+    provider = found.provider
+    assert provider is not None
+
+    def token() -> str:
+        try:
+            return str(provider()["token"])
+        except DcpObjstoreError:
+            raise
+        except Exception as error:
+            # It asks Google or another service, by libraries that raise what they like.
+            raise CredentialsError(f"{found.source}: {error}") from error
+
+    return token
+
+
+def _by_google_auth(found: Credentials) -> Credentials:
+    """What obstore would read: a key that is given or named, or the machine's defaults."""
+    environ = os.environ
+    text = found.config.get("service_account_key") or environ.get("GOOGLE_SERVICE_ACCOUNT_KEY")
+    named = (
+        found.config.get("application_credentials")
+        or environ.get("GOOGLE_SERVICE_ACCOUNT")
+        or environ.get("GOOGLE_SERVICE_ACCOUNT_PATH")
+    )
+    bearer = environ.get("GOOGLE_BEARER_TOKEN")
+    if not found.config and bearer:
+        return Credentials(found.source, lambda: {"token": bearer, "expires_at": None})
+    if text and not named:
+        return _loaded(_parsed(text, "the service account's key"))
+    if named:
+        return _loaded(_parsed(_text(Path(named)), "the key that is named"))
+    return _from_google_auth(_default_credentials, found.source)
+
+
+def _find(
+    options: Mapping[str, Any], base_url: str | None, stripped: tuple[str, ...]
+) -> Credentials:
     token = options.get("token")
     if options.get("anon") or token == "anon":
         return Credentials("anonymous", config={"skip_signature": True})
@@ -61,17 +133,18 @@ def find_gcs_credentials(
 
 def _from_google_environment(base_url: str | None) -> Credentials | None:
     if any(os.environ.get(name) for name in (*_VARIABLES, "GOOGLE_BEARER_TOKEN")):
-        return Credentials("GOOGLE_* in the environment")
+        renewable = not os.environ.get("GOOGLE_BEARER_TOKEN")
+        return Credentials("GOOGLE_* in the environment", renewable=renewable)
     kind = _adc_kind()
     if kind in ("service_account", "authorized_user"):
-        return Credentials(f"application default credentials ({kind})")
+        return Credentials(f"application default credentials ({kind})", renewable=True)
     if kind is not None:
         return _from_google_auth(_default_credentials, f"application default credentials ({kind})")
     host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
     if base_url is None and metadata_answers(
         f"http://{host}", "GET", "/", {"Metadata-Flavor": "Google"}
     ):
-        return Credentials("instance metadata")
+        return Credentials("instance metadata", renewable=True)
     return None
 
 
@@ -91,7 +164,11 @@ def _from_gcs_token(token: object) -> Credentials:
         if path is not None:
             key = _parsed(_text(path), "the key that storage_options['token'] names")
             if _is_native(_kind_of_key(key)):
-                return Credentials("storage_options", config={"application_credentials": str(path)})
+                return Credentials(
+                    "storage_options",
+                    config={"application_credentials": str(path)},
+                    renewable=True,
+                )
             return _from_gcs_key(key)
         if token.endswith(".json"):
             raise CredentialsError("the credentials named by storage_options['token'] are missing")
@@ -110,7 +187,14 @@ def _from_gcs_key(key: dict[str, Any]) -> Credentials:
     """The content of a key: a service account's by obstore, the others by google-auth."""
     kind = _kind_of_key(key)
     if kind == "service_account" and _is_native(kind):
-        return Credentials("storage_options", config={"service_account_key": json.dumps(key)})
+        config = {"service_account_key": json.dumps(key)}
+        return Credentials("storage_options", config=config, renewable=True)
+    return _loaded(key)
+
+
+def _loaded(key: Mapping[str, Any]) -> Credentials:
+    """The content of a key, by google-auth."""
+    kind = _kind_of_key(key)
     key = {**key, "type": kind}
 
     def load(scopes: list[str]) -> Any:
@@ -169,12 +253,16 @@ def _existing(token: str) -> Path | None:
         return None
 
 
+def _google_auth_is_there() -> bool:
+    return (
+        importlib.util.find_spec("google") is not None
+        and importlib.util.find_spec("google.auth") is not None
+    )
+
+
 def _from_google_auth(load: Callable[[list[str]], Any], source: str) -> Credentials:
     """By google-auth; `load` gets the scopes, and imports what it needs of it."""
-    if (
-        importlib.util.find_spec("google") is None
-        or importlib.util.find_spec("google.auth") is None
-    ):
+    if not _google_auth_is_there():
         raise CredentialsError(
             f"{source} are read by google-auth, which is not installed: {_INSTALL}"
         )
@@ -182,7 +270,8 @@ def _from_google_auth(load: Callable[[list[str]], Any], source: str) -> Credenti
 
     wrong = None
     try:
-        return Credentials(source, _Provider(load([_SCOPE])))
+        provider = _Provider(source, load([_SCOPE]))
+        return Credentials(source, provider, renewable=True, renew=provider.renew)
     except GoogleAuthError as error:
         raise CredentialsError(f"{source}: {error}") from error
     except (ValueError, KeyError) as error:
@@ -196,10 +285,11 @@ class _Provider:
     obstore's own always renews, which credentials made of a bare token cannot.
     """
 
-    def __init__(self, credentials: Any) -> None:
+    def __init__(self, source: str, credentials: Any) -> None:
         from obstore.auth.google import GoogleCredentialProvider
 
         self.credentials = credentials
+        self._source = source
         self._renew = GoogleCredentialProvider(credentials)
 
     def __call__(self) -> Any:
@@ -209,6 +299,22 @@ class _Provider:
         # google-auth's times are UTC and do not say so.
         expires_at = found.expiry and found.expiry.replace(tzinfo=UTC)
         return {"token": found.token, "expires_at": expires_at}
+
+    def renew(self) -> None:
+        """Have another token: the one that we have was refused, however long it is said to last.
+
+        Raises:
+            CredentialsError: there is none to be had.
+        """
+        from google.auth.exceptions import GoogleAuthError
+
+        try:
+            self._renew()
+        except GoogleAuthError as error:
+            raise CredentialsError(
+                f"the store does not, or no longer, accept the credentials (source:"
+                f" {self._source}), and there are no others: {error}. Pass new ones, {_ADVICE}"
+            ) from error
 
 
 def _default_credentials(scopes: list[str]) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores.azure_credentials import find_azure_credentials
+from dcp_objstore.stores.client_makers import gcs_endpoint
 from dcp_objstore.stores.credentials import find_s3_credentials
 from dcp_objstore.stores.google_credentials import find_gcs_credentials
 from dcp_objstore.stores.options import S3Settings, s3_settings
@@ -125,10 +126,8 @@ def _caller(settings: S3Settings, region: str) -> tuple[str | None, str | None]:
 
 def _gcs(spec: StoreSpec) -> Identity:
     options = spec.storage_options or {}
-    endpoint = options.get("base_url") or options.get("endpoint_url")
-    endpoint = endpoint or os.environ.get("GOOGLE_BASE_URL")
-    found = find_gcs_credentials(options, str(endpoint) if endpoint else None, spec.stripped)
-    if found.config.get("skip_signature"):
+    found = find_gcs_credentials(options, gcs_endpoint(options), spec.stripped)
+    if found.anonymous:
         return Identity(found.source)
     account = _google_account(found.provider, found.config)
     unknown = None if account else "these credentials do not name one"

@@ -43,7 +43,6 @@ from dcp_objstore.stores.protocol import (
 from dcp_objstore.stores.translate import (
     abort_failed,
     http_code,
-    is_expired,
     is_transient,
     never_connected,
     sent_whole,
@@ -186,7 +185,8 @@ class ObstoreStore:
                 return _version(result)
         except BaseException as error:
             if source.error is None:
-                if isinstance(error, CredentialsError) and is_expired(error.__cause__):
+                refused = self._clients.were_refused(error.__cause__)
+                if isinstance(error, CredentialsError) and refused:
                     # Parts cannot be sent again from here; what comes next has fresh ones.
                     with self._errors(key):
                         self._clients.renew(error)
@@ -372,29 +372,39 @@ class ObstoreStore:
         import obstore
 
         clients = self._clients
+        pages: Any = None
+        last: str | None = None  # the last key that came
 
-        def begin() -> tuple[Any, Any]:
-            pages = iter(obstore.list(clients.listing(), prefix=folder or None))
-            return pages, next(pages, None)
+        def more() -> Any:
+            """The next page; of a listing that is begun anew after one that failed."""
+            nonlocal pages
+            if pages is None:
+                found = iter(obstore.list(clients.listing(), prefix=folder or None, offset=last))
+            else:
+                found, pages = pages, None
+            page = next(found, None)
+            pages = found
+            return page
 
         with self._errors(None):
             try:
-                pages, page = clients.fresh(begin)
+                page = clients.fresh(more)
             except Exception as error:
                 if clients.reached or never_connected(error):
                     raise
                 clients.reached = True
                 if not is_transient(error):
                     raise
-                pages, page = begin()  # it is there, and busy: as patiently as was asked for
+                page = more()  # it is there, and busy: as patiently as was asked for
             clients.reached = True
         while page is not None:
             for meta in page:
+                last = meta["path"]
                 if self._url.scheme == "az":
                     meta["e_tag"] = f'"{meta["e_tag"]}"'
                 yield self._meta(meta)
             with self._errors(None):
-                page = next(pages, None)
+                page = clients.fresh(more)
 
     @contextmanager
     def _errors(self, key: str | None) -> Iterator[str]:

@@ -56,7 +56,7 @@ _S3_EXTRA: dict[str, tuple[type, ...]] = {
 }
 _SSE = ("AES256", "aws:kms", "aws:kms:dsse")
 # "none" is ours: it turns the default off.
-_CHECKSUMS = ("CRC64NVME", "SHA256", "none")
+_CHECKSUMS = ("CRC64NVME", "SHA256", "CRC32", "CRC32C", "none")
 _GS: dict[str, tuple[type, ...]] = {
     "token": (object,),
     "project": _TEXT,

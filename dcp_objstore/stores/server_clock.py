@@ -53,7 +53,7 @@ def ask_server(spec: StoreSpec) -> ServerAnswer | None:
     if url is None:
         return None
     request = urllib.request.Request(url, method="HEAD")
-    handler = urllib.request.HTTPSHandler(context=_context(verify))
+    handler = urllib.request.HTTPSHandler(context=tls_context(verify))
     before = datetime.now(UTC)
     try:
         with urllib.request.build_opener(handler).open(request, timeout=_TIMEOUT_SECONDS) as answer:
@@ -102,7 +102,12 @@ def _bucket_url(spec: StoreSpec) -> tuple[str | None, bool | str]:
     )
 
 
-def _context(verify: bool | str) -> ssl.SSLContext:
+def tls_context(verify: bool | str) -> ssl.SSLContext:
+    """For Python's own HTTP client: True: the usual certificates; False: any; else their place.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
     try:
         context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
     except (OSError, ssl.SSLError) as error:

@@ -9,6 +9,7 @@ servers.
 
 from __future__ import annotations
 
+import http.client
 import re
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -155,6 +156,8 @@ _FULL = (
 _FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded")
 _FULL_STATUS = 507
 _EXPIRED_CODES = ("ExpiredToken", "TokenRefreshRequired")
+# Of Azure: real 401s say the second, Azurite a 403 with the first.
+_TOKEN_CODES = ("AuthenticationFailed", "InvalidAuthenticationInfo")
 _UNKNOWN_KEY_CODES = ("InvalidToken", "InvalidAccessKeyId")
 # AWS and most others say 503, GCS and some others 429 (RFC 6585).
 THROTTLING_STATUSES = (429, 503)
@@ -262,6 +265,17 @@ def is_expired(error: BaseException | None) -> bool:
 def is_unknown_key(error: BaseException | None) -> bool:
     """Whether the store does not know the credentials: they are wrong, or gone since."""
     return error is not None and http_code(error)[1] in _UNKNOWN_KEY_CODES
+
+
+def is_refused_token(error: BaseException | None) -> bool:
+    """Whether the store did not accept who we say we are, as GCS and Azure answer it.
+
+    An access token that has expired, was revoked, or is wrong: they do not tell these apart.
+    """
+    if error is None:
+        return False
+    status, code = http_code(error)
+    return status == http.client.UNAUTHORIZED or code in _TOKEN_CODES
 
 
 def is_throttling(error: Exception) -> bool:

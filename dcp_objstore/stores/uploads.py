@@ -2,11 +2,13 @@
 
 Beside them, what the bucket does by itself: its lifecycle rule for such uploads, and versioning,
 which keeps what is deleted. obstore has no call for any of these, so for S3 this goes through
-boto3 (extra `s3`), with the endpoint and the credentials that obstore gets.
+boto3 (extra `s3`), with the endpoint and the credentials that obstore gets; `gcs_uploads` has what
+is different on GCS.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +22,14 @@ from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.stores.boto3_errors import code_of, is_upload_gone, translate_boto3
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from dcp_objstore.stores.local_uploads import LocalUploads
     from dcp_objstore.stores.spec import StoreSpec
 
 LIFECYCLE_DAYS: Final = 2
 _RULE_ID: Final = "dcp-objstore-incomplete-uploads"
+_GCS_ACTION: Final = "AbortIncompleteMultipartUpload"
 _NO_RULES: Final = "NoSuchLifecycleConfiguration"
 
 
@@ -60,16 +65,19 @@ class Uploads(Protocol):
 class S3Uploads:
     """The multipart uploads below one root of an S3 bucket. Made by `open_uploads`."""
 
+    _scheme = "s3"
+
     def __init__(self, client: Any, bucket: str, root: str, extra: Mapping[str, str]) -> None:
         self._client = client
         self._bucket = bucket
         self._root = root
         self._extra = extra
 
-    def below(self, prefix: str) -> S3Uploads:
+    def below(self, prefix: str) -> Self:
         """The same, of a root further down; an empty prefix is this one."""
-        root = f"{self._root}{prefix}/" if prefix else self._root
-        return S3Uploads(self._client, self._bucket, root, self._extra)
+        found = copy.copy(self)
+        found._root = f"{self._root}{prefix}/" if prefix else self._root
+        return found
 
     def list(self) -> list[Upload]:
         """See `Uploads`. One request per 1000 uploads, and one per upload for its parts.
@@ -153,27 +161,28 @@ class S3Uploads:
 
     @property
     def _url(self) -> str:
-        return f"s3://{self._bucket}/{self._root}".rstrip("/")
+        return f"{self._scheme}://{self._bucket}/{self._root}".rstrip("/")
 
 
 def open_uploads(spec: StoreSpec) -> S3Uploads | LocalUploads:
     """Look at the multipart uploads below a URL; on `file://` at temporary objects.
 
     Raises:
-        As `open_s3_uploads`.
+        As `open_bucket_uploads`.
     """
     if spec.parsed.scheme == "file":
         from dcp_objstore.stores.local_uploads import LocalUploads
 
         return LocalUploads(Path(spec.parsed.prefix))
-    return open_s3_uploads(spec)
+    return open_bucket_uploads(spec)
 
 
-def open_s3_uploads(spec: StoreSpec) -> S3Uploads:
+def open_bucket_uploads(spec: StoreSpec) -> S3Uploads:
     """Look at the multipart uploads below a URL, and at what the bucket does with them.
 
     Raises:
-        UnsupportedError: it is not S3, or boto3 is not installed; says what to do instead.
+        UnsupportedError: it is neither S3 nor GCS, or boto3 is not installed; says what to do
+            instead.
         ConfigError, CredentialsError: as for the store.
     """
     url = spec.parsed
@@ -184,6 +193,14 @@ def open_s3_uploads(spec: StoreSpec) -> S3Uploads:
             "unfinished uploads to az:// cannot be listed; Azure removes their blocks by itself, a"
             " week after the last one"
         )
+    if (
+        url.scheme == "gs"
+        and spec.config.transport == "native"
+        and "fs" not in (spec.storage_options or {})
+    ):
+        from dcp_objstore.stores.gcs_uploads import open_gcs_uploads
+
+        return open_gcs_uploads(spec)
     if url.scheme != "s3":
         raise UnsupportedError(
             f"unfinished uploads to {url.scheme}:// cannot be listed; a lifecycle rule of the"
@@ -203,31 +220,39 @@ def open_s3_uploads(spec: StoreSpec) -> S3Uploads:
 def incomplete_upload_rule(spec: StoreSpec) -> int | None:
     """After how many days the bucket removes unfinished uploads below a URL; None: never.
 
-    One request (`s3:GetLifecycleConfiguration`).
+    One request (`s3:GetLifecycleConfiguration`; on GCS `storage.buckets.get`).
 
     Raises:
-        UnsupportedError: not S3, boto3 is not installed, or the server has no such call.
+        UnsupportedError: neither S3 nor GCS, boto3 is not installed, or the server has no such
+            call.
         PermissionDeniedError: common, as it takes a right that a training job does not need.
         Otherwise as every verb of `ObjectStore`.
     """
-    uploads = open_s3_uploads(spec)
+    uploads = open_bucket_uploads(spec)
     return covering_days(uploads.lifecycle_rules(), uploads.prefix)
 
 
 def versioning(spec: StoreSpec) -> Literal["Enabled", "Suspended"] | None:
     """Whether the bucket keeps what is overwritten and deleted, which is then billed for ever.
 
-    One request (`s3:GetBucketVersioning`). None: it never had versions.
+    One request (`s3:GetBucketVersioning`; on GCS `storage.buckets.get`). None: it never had
+    versions; on GCS: it has none now.
 
     Raises:
         As `incomplete_upload_rule`.
     """
-    return open_s3_uploads(spec).versioning()
+    return open_bucket_uploads(spec).versioning()
 
 
 def covering_days(rules: Sequence[Mapping[str, Any]], prefix: str) -> int | None:
-    """After how many days the bucket's rules remove unfinished uploads below a prefix, or None."""
-    days = [
+    """After how many days the bucket's rules remove unfinished uploads below a prefix, or None.
+
+    Args:
+        rules: in the form of S3 or of GCS.
+        prefix: with a slash at its end; empty for the whole bucket.
+    """
+    days = [rule["condition"]["age"] for rule in rules if _covers_on_gcs(rule, prefix)]
+    days += [
         rule["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"]
         for rule in rules
         if rule.get("Status") == "Enabled"
@@ -235,6 +260,20 @@ def covering_days(rules: Sequence[Mapping[str, Any]], prefix: str) -> int | None
         and prefix.startswith(_rule_prefix(rule))
     ]
     return min(days, default=None)
+
+
+def _covers_on_gcs(rule: Mapping[str, Any], prefix: str) -> bool:
+    """Whether a rule in the form of GCS removes all unfinished uploads below a prefix in time.
+
+    With another condition than age and prefix it does so to some of them.
+    """
+    condition = rule.get("condition", {})
+    if rule.get("action", {}).get("type") != _GCS_ACTION or not isinstance(
+        condition.get("age"), int
+    ):
+        return False
+    prefixes = condition.get("matchesPrefix") or [""]
+    return condition.keys() <= {"age", "matchesPrefix"} and any(map(prefix.startswith, prefixes))
 
 
 def _rule_prefix(rule: Mapping[str, Any]) -> str:
@@ -253,15 +292,15 @@ def lifecycle_configuration(
         scheme: `s3`: for `aws s3api put-bucket-lifecycle-configuration`, which replaces all rules
             of the bucket; `gs`: for `gcloud storage buckets update --lifecycle-file`, as well.
         prefix: with a slash at its end; empty for the whole bucket.
-        rules: those that the bucket has (S3), which are kept.
+        rules: those that the bucket has, which are kept.
         days: after the upload was begun. It must be longer than the longest save.
     """
     if scheme == "gs":
         condition: dict[str, object] = {"age": days}
         if prefix:
             condition["matchesPrefix"] = [prefix]
-        action = {"type": "AbortIncompleteMultipartUpload"}
-        return json.dumps({"rule": [{"action": action, "condition": condition}]})
+        advised = {"action": {"type": _GCS_ACTION}, "condition": condition}
+        return json.dumps({"rule": [*(rule for rule in rules if rule != advised), advised]})
     ours = {
         "ID": _RULE_ID,
         "Status": "Enabled",

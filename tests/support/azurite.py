@@ -26,13 +26,25 @@ KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr
 
 
 class Azurite:
-    """One server, in memory, on a port of its own choice."""
+    """One server, in memory, on a port of its own choice.
 
-    def __init__(self) -> None:
+    Args:
+        certificate: PEM of a certificate and of its key. The server then speaks TLS, and takes the
+            access tokens of Azure AD: it checks when they end, not who signed them.
+
+    Attributes:
+        endpoint_url: of the account.
+    """
+
+    def __init__(self, certificate: tuple[Path, Path] | None = None) -> None:
         binary = _binary()
         if binary is None:
             pytest.skip('Azurite is not installed: npm install --prefix "$VIRTUAL_ENV" azurite')
         options = ["--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck"]
+        self._certificate = certificate
+        if certificate is not None:
+            cert, key = map(str, certificate)
+            options += ["--cert", cert, "--key", key, "--oauth", "basic"]
         self.process = subprocess.Popen(
             [binary, "--blobHost", "127.0.0.1", "--blobPort", "0", "--silent", *options],
             stdin=subprocess.DEVNULL,
@@ -44,7 +56,7 @@ class Azurite:
         seen = []
         for line in self.process.stdout:
             seen.append(line)
-            found = re.search(r"successfully listens on (http://127\.0\.0\.1:\d+)", line)
+            found = re.search(r"successfully listens on (https?://127\.0\.0\.1:\d+)", line)
             if found:
                 self.endpoint_url = f"{found[1]}/{ACCOUNT}"
                 break
@@ -69,7 +81,8 @@ class Azurite:
         """Microsoft's own client, to look behind our back."""
         from azure.storage.blob import BlobServiceClient
 
-        return BlobServiceClient.from_connection_string(self.connection_string)
+        trusted = {} if self._certificate is None else {"connection_verify": self._certificate[0]}
+        return BlobServiceClient.from_connection_string(self.connection_string, **trusted)
 
     def __enter__(self) -> Azurite:
         return self

@@ -9,8 +9,13 @@ preconditions", "HTTP headers", "Status and error codes" and "Multipart uploads"
 - deleting what is not there is 404;
 - a bearer token that is not valid (any more) is 401.
 
-For tests of tokens that expire, `POST /o/token?lifetime=SECONDS` hands one out. All other tokens
-are valid for ever.
+For tests of tokens that expire, `POST /o/token?lifetime=SECONDS` hands one out, and
+`POST /o/revoke?token=TOKEN` takes it back. All other tokens are valid for ever.
+
+A listing has 1,000 keys a page; `POST /o/pages?bucket=BUCKET&keys=N` makes it fewer for a bucket.
+
+Of the JSON API it has the bucket ("Buckets: get" and "patch"), with its lifecycle and versioning:
+`/storage/v1/b/BUCKET`.
 
 GCS takes one write of an object in a second ("Quotas & limits") and answers 429 to more, though not
 always: `POST /o/limit?prefix=/bucket/prefix&seconds=S` makes it so below a prefix, for each write
@@ -82,6 +87,8 @@ class GcsDoor(OneAtATime):
         self.counter = itertools.count(1_700_000_000_000_000)
         self.known: dict[str, tuple[str, int]] = {}
         self.valid_until: dict[str, float] = {}
+        self.page_keys: dict[str, int] = {}
+        self.buckets: dict[str, Any] = {}
         self.limits: dict[str, float] = {}
         self.written_at: dict[str, float] = {}
 
@@ -102,6 +109,10 @@ class GcsDoor(OneAtATime):
         if environ["gcs.stale"]:
             return refusal("401 Unauthorized", "AuthenticationRequired", method)
         environ["HTTP_AUTHORIZATION"] = SOMEBODY
+        if path.startswith("/storage/v1/b/"):
+            return self.of_bucket(environ, method, path.removeprefix("/storage/v1/b"))
+        if path in self.page_keys and "list-type=2" in query:
+            query = environ["QUERY_STRING"] = f"{query}&max-keys={self.page_keys[path]}"
         # obstore's GCS client escapes `-` and `.` too, and moto takes the bucket's name as sent.
         plain = quote(path.encode("latin-1")) + (f"?{query}" if query else "")
         environ["RAW_URI"] = environ["REQUEST_URI"] = plain
@@ -137,7 +148,21 @@ class GcsDoor(OneAtATime):
         if path == "/o/limit":
             self.limits[asked["prefix"]] = float(asked["seconds"])
             return "200 OK", [("Content-Type", "application/json")], b"{}"
+        if path == "/o/revoke":
+            self.valid_until[asked["token"]] = 0.0
+            return "200 OK", [("Content-Type", "application/json")], b"{}"
+        if path == "/o/pages":
+            self.page_keys[f"/{asked['bucket']}"] = int(asked["keys"])
+            return "200 OK", [("Content-Type", "application/json")], b"{}"
         return self.hand_out(float(asked["lifetime"]))
+
+    def of_bucket(self, environ: dict[str, Any], method: str, bucket: str) -> Answer:
+        if not self.ask_moto(environ, bucket)[0].startswith("200"):
+            return refusal("404 Not Found", "notFound", method)
+        if method == "PATCH":
+            self.buckets[bucket] = json.loads(environ["wsgi.input"].read())
+        found = self.buckets.get(bucket, {})
+        return "200 OK", [("Content-Type", "application/json")], json.dumps(found).encode()
 
     def hand_out(self, lifetime_seconds: float) -> Answer:
         token = HANDED_OUT + secrets.token_hex(8)

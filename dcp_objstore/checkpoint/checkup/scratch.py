@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dcp_objstore.checkpoint.names import new_nonce
 from dcp_objstore.errors import DcpObjstoreError, InputError, UnsupportedError
-from dcp_objstore.stores.uploads import S3Uploads, open_s3_uploads
+from dcp_objstore.stores.uploads import S3Uploads, open_bucket_uploads
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.protocol import ObjectStore
@@ -79,10 +79,10 @@ class Scratch:
         """The unfinished uploads below the URL.
 
         Raises:
-            As `open_s3_uploads`.
+            As `open_bucket_uploads`.
         """
         if self._uploads is None:
-            self._uploads = open_s3_uploads(self._outer)
+            self._uploads = open_bucket_uploads(self._outer)
         return self._uploads
 
     def uploads(self) -> S3Uploads | None:

@@ -44,6 +44,33 @@ _OTHER_TOOLS = {
     "gs": "`gcloud auth list` shows what other tools find on this machine",
     "az": "`az account show` shows what other tools find on this machine",
 }
+_OLD_VERSIONS = {
+    "s3": "add a lifecycle rule with NoncurrentVersionExpiration",
+    "gs": "add a lifecycle rule that deletes versions by daysSinceNoncurrentTime",
+}
+# A week: docs of Azure's "Put Block". Listing such blocks takes a request that obstore neither has
+# nor signs.
+_AZURE_RULES = (
+    Finding(
+        "lifecycle",
+        "ok",
+        "Azure removes the blocks of unfinished uploads by itself, a week after the last of them:"
+        " no rule is needed",
+        details={"days": 7},
+    ),
+    Finding(
+        "versioning",
+        "not made",
+        "it is a setting of the account, which cannot be asked with the rights to a container",
+        "`az storage account blob-service-properties show` tells it",
+    ),
+    Finding(
+        "unfinished uploads",
+        "not applicable",
+        "Azure has no uploads that could be listed or aborted; blocks that nobody committed are"
+        " unseen, billed, and gone after a week",
+    ),
+)
 _NO_CODE = "it answers 404 for an absent object, without the code NoSuchKey"
 _NO_STORE = "check that this is an S3 server, and no web server or proxy"
 # For the first answer: something that takes connections and says nothing is no store.
@@ -199,8 +226,11 @@ class Surroundings:
         """The bucket's lifecycle rule, its versioning, and unfinished uploads below the URL.
 
         Args:
-            opened: the uploads below the URL; raises what `open_s3_uploads` raises.
+            opened: the uploads below the URL; raises what `open_bucket_uploads` raises.
         """
+        if self._url.scheme == "az":
+            yield from _AZURE_RULES
+            return
         checks = (
             ("lifecycle", self._lifecycle),
             ("versioning", self._versioning),
@@ -243,7 +273,7 @@ class Surroundings:
                 "versioning",
                 "warning",
                 "on: what is deleted or overwritten stays as an old version, and is billed",
-                "add a lifecycle rule with NoncurrentVersionExpiration",
+                _OLD_VERSIONS.get(self._url.scheme, ""),
                 details,
             )
         return Finding("versioning", "ok", f"{state}: what is deleted is gone", details=details)
