@@ -17,6 +17,7 @@ import logging
 import random
 import time
 from contextlib import closing, contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ from dcp_objstore.stores.protocol import (
     Precondition,
     Version,
 )
+from dcp_objstore.stores.rooted import RootedStore
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -59,25 +61,14 @@ _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 10.0
 
 
-class Boto3Store:
+class Boto3Store(RootedStore):
     """A store rooted at one URL. Unlike others it may be used after a fork, too."""
 
     def __init__(self, url: StoreUrl, clients: Boto3Clients) -> None:
-        self._url = url
+        super().__init__(url)
         self._clients = clients
         self._root = f"{url.prefix}/" if url.prefix else ""
         self._bucket = {"Bucket": url.bucket, **clients.payer}
-
-    def __repr__(self) -> str:
-        return f"Boto3Store({self.url!r})"
-
-    def __reduce__(self) -> tuple[object, ...]:
-        raise TypeError("a store holds connections and is not pickled; pickle its StoreSpec")
-
-    @property
-    def url(self) -> str:
-        """The root, without credentials."""
-        return str(self._url)
 
     @property
     def endpoint_url(self) -> str | None:
@@ -283,14 +274,8 @@ class Boto3Store:
         target = dict(self._bucket)
         if key is not None:
             target["Key"] = self._root + check_key(key)
-        try:
+        with self._located(key, partial(translate_boto3, conditional=conditional)):
             yield target
-        except DcpObjstoreError as error:
-            error.at(object_key=key, url=self.url)
-            raise
-        except Exception as error:
-            found = translate_boto3(error, conditional=conditional)
-            raise found.at(object_key=key, url=self.url) from error
 
 
 class _Tries:

@@ -48,6 +48,7 @@ from dcp_objstore.stores.protocol import (
     Precondition,
     Version,
 )
+from dcp_objstore.stores.rooted import RootedStore
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -59,11 +60,11 @@ _GET_TRIES = 5
 _memory_lock = threading.RLock()
 
 
-class FsspecStore:
+class FsspecStore(RootedStore):
     """A store rooted at one URL, over the blocking calls of a filesystem."""
 
     def __init__(self, url: StoreUrl, filesystems: Filesystems) -> None:
-        self._url = url
+        super().__init__(url)
         self._filesystems = filesystems
         self._fs = filesystems.fs
         self._ways = ways_of(self._fs)
@@ -71,17 +72,6 @@ class FsspecStore:
         self._pid = os.getpid()
         self._made: set[str] = set()  # parents that were made
         self._seen = False  # whether the bucket has been seen
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.url!r})"
-
-    def __reduce__(self) -> tuple[object, ...]:
-        raise TypeError("a store holds connections and is not pickled; pickle its StoreSpec")
-
-    @property
-    def url(self) -> str:
-        """The root, without credentials."""
-        return str(self._url)
 
     @property
     def endpoint_url(self) -> str | None:
@@ -385,15 +375,13 @@ class FsspecStore:
                 f"this store was opened in process {self._pid}, from which process {os.getpid()}"
                 " was forked; its event loop is not here. Open it again in this process"
             )
-        try:
+        with self._located(key, self._translate):
             yield path
-        except DcpObjstoreError as error:
-            error.at(object_key=key, url=self.url)
-            raise
-        except Exception as error:
-            # gcsfs makes an OSError without an errno of a 403, and of nothing else.
-            bare = PermissionDeniedError if is_gcsfs(self._fs) else StoreUnavailableError
-            found = translate_fsspec(error, bare)
-            if type(found) is ObjectNotFoundError and self._bucket_is_missing(error):
-                found = BucketNotFoundError(f"the bucket does not exist: {found.message}")
-            raise found.at(object_key=key, url=self.url) from error
+
+    def _translate(self, error: Exception) -> DcpObjstoreError:
+        # gcsfs makes an OSError without an errno of a 403, and of nothing else.
+        bare = PermissionDeniedError if is_gcsfs(self._fs) else StoreUnavailableError
+        found = translate_fsspec(error, bare)
+        if type(found) is ObjectNotFoundError and self._bucket_is_missing(error):
+            return BucketNotFoundError(f"the bucket does not exist: {found.message}")
+        return found

@@ -52,6 +52,7 @@ from dcp_objstore.stores.protocol import (
     Precondition,
     Version,
 )
+from dcp_objstore.stores.rooted import RootedStore
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -76,20 +77,12 @@ _BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
 }
 
 
-class LocalStore:
+class LocalStore(RootedStore):
     """A store rooted at one folder, which is made by the first write."""
 
     def __init__(self, url: StoreUrl) -> None:
-        self._url = url
+        super().__init__(url)
         self._root = Path(url.prefix)
-
-    def __repr__(self) -> str:
-        return f"LocalStore({self.url!r})"
-
-    @property
-    def url(self) -> str:
-        """The root."""
-        return str(self._url)
 
     @property
     def capabilities(self) -> Capabilities:

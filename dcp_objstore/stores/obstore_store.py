@@ -40,6 +40,7 @@ from dcp_objstore.stores.protocol import (
     Precondition,
     Version,
 )
+from dcp_objstore.stores.rooted import RootedStore
 from dcp_objstore.stores.translate import (
     abort_failed,
     http_code,
@@ -84,27 +85,16 @@ def guard_fork() -> None:
         )
 
 
-class ObstoreStore:
+class ObstoreStore(RootedStore):
     """A store rooted at one URL, over obstore's blocking calls (which release the GIL)."""
 
     # What is retried here and not by obstore; see `limiter.lane_for`.
     tells_throttling = frozenset(("put", "get", "get_range", "head", "delete"))
 
     def __init__(self, url: StoreUrl, clients: Clients) -> None:
-        self._url = url
+        super().__init__(url)
         self._clients = clients
         self._root = f"{url.prefix}/" if url.prefix else ""
-
-    def __repr__(self) -> str:
-        return f"ObstoreStore({self.url!r})"
-
-    def __reduce__(self) -> tuple[object, ...]:
-        raise TypeError("a store holds connections and is not pickled; pickle its StoreSpec")
-
-    @property
-    def url(self) -> str:
-        """The root, without credentials."""
-        return str(self._url)
 
     @property
     def endpoint_url(self) -> str | None:
@@ -411,13 +401,8 @@ class ObstoreStore:
         """Check key and process, yield the key in the bucket, and translate what is raised."""
         path = self._root + check_key(key) if key is not None else self._root
         guard_fork()
-        try:
+        with self._located(key, translate_obstore):
             yield path
-        except DcpObjstoreError as error:
-            error.at(object_key=key, url=self.url)
-            raise
-        except Exception as error:
-            raise translate_obstore(error).at(object_key=key, url=self.url) from error
 
     def _meta(self, meta: Any) -> ObjectMeta:
         path: str = meta["path"]
