@@ -101,8 +101,20 @@ def fetch_ranges(
             consume(request, body)
 
     # With `admit` a body waits for memory, which whoever has read the one before may have to free.
-    asks = admit is None and isinstance(store, AskableStore) and store.asks_ahead
-    shared = _Shared(store, object_keys, guarded, explain, admit, progress, lane, asks=asks)
+    asks: AskableStore | None = None
+    if admit is None and isinstance(store, AskableStore) and store.asks_ahead:
+        asks = store
+    shared = _Shared(
+        store,
+        object_keys,
+        guarded,
+        explain,
+        admit,
+        progress,
+        lane,
+        pieces=store if isinstance(store, PiecewiseStore) else None,
+        asks=asks,
+    )
     budget_bytes = config.memory_budget_bytes if budget_bytes is None else budget_bytes
     in_flight = worker_count(requests, config.download_concurrency, budget_bytes)
     for number in range(-(-in_flight // shared.depth)):
@@ -158,7 +170,12 @@ class _Begun(Generic[T]):
 
 @dataclass(frozen=True)
 class _Shared(Generic[T]):
-    """What the workers of one call of `fetch_ranges` have in common; see there."""
+    """What the workers of one call of `fetch_ranges` have in common; see there.
+
+    Attributes:
+        pieces, asks: the store, where it can do that. (Asked once: it takes longer than the rest of
+            a request's Python.)
+    """
 
     store: ObjectStore
     object_keys: Sequence[str]
@@ -168,7 +185,8 @@ class _Shared(Generic[T]):
     progress: Progress
     lane: Lane
     _: KW_ONLY
-    asks: bool
+    pieces: PiecewiseStore | None
+    asks: AskableStore | None
 
     @property
     def depth(self) -> int:
@@ -177,7 +195,7 @@ class _Shared(Generic[T]):
         Where bodies can be asked for ahead, half of the threads keep as many connections busy with
         half of the memory: 0.7 instead of 0.8 CPU-seconds per GiB (2 cores, loopback).
         """
-        return 2 if self.asks else 1
+        return 1 if self.asks is None else 2
 
 
 @dataclass
@@ -222,10 +240,9 @@ class _Worker(Generic[T]):
         into = None if shared.admit is None else shared.admit(request, shared.progress)
         shared.lane.begin(id(request), shared.progress.check_stopped)
         asked = None
-        if shared.asks:
-            assert isinstance(shared.store, AskableStore)
+        if shared.asks is not None:
             key = shared.object_keys[request.object_number]
-            asked = shared.store.ask(key, request.start, request.end)
+            asked = shared.asks.ask(key, request.start, request.end)
         # A row of its own for each of those that one thread has under way.
         self._begun += 1
         worker = shared.depth * self.number + self._begun % shared.depth
@@ -255,7 +272,7 @@ class _Worker(Generic[T]):
         """Fetch a request and have it consumed: at once where it has memory, else in pieces."""
         pieces = [request]
         if into is None:
-            if isinstance(self.shared.store, PiecewiseStore):
+            if self.shared.pieces is not None:
                 pieces = cut(request, BLOCK_SIZE_BYTES)
             into = self._memory(max(piece.end - piece.start for piece in pieces))
         consumed, channel = 0, self.shared.progress.channel
@@ -301,11 +318,11 @@ class _Worker(Generic[T]):
             assert into is not None
             cuts = [pieces[0].start, *(piece.end for piece in pieces)]
             if asked is not None:
-                assert isinstance(self.shared.store, AskableStore)
-                arriving = self.shared.store.get_asked(key, cuts, into, asked)
+                assert self.shared.asks is not None
+                arriving = self.shared.asks.get_asked(key, cuts, into, asked)
             else:
-                assert isinstance(self.shared.store, PiecewiseStore)
-                arriving = self.shared.store.get_pieces(key, cuts, into)
+                assert self.shared.pieces is not None
+                arriving = self.shared.pieces.get_pieces(key, cuts, into)
             with closing(arriving) as bodies:
                 for body in bodies:
                     yield body
