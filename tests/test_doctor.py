@@ -55,6 +55,9 @@ CHECKS = [
     "throughput",
     "clean-up",
 ]
+TRANSPORTS = ("native", "boto3", "fsspec")
+# The package that has to be there.
+CARRIERS = {("s3", "boto3"): "boto3", ("s3", "fsspec"): "s3fs", ("gs", "fsspec"): "gcsfs"}
 IMPATIENT = replace(CONFIG, max_retries=0)
 
 
@@ -365,7 +368,100 @@ def test_a_web_server_is_told_from_a_store() -> None:
     with serving(SimpleHTTPRequestHandler) as endpoint:
         found = examine("s3://absent-bucket/run", {**WRITE_ONLY, "endpoint_url": endpoint})
     assert found["endpoint"].status == "warning"
+    assert found["bucket"].status == "not made"
     assert found["put"].status == "failed"
+
+
+class _WebServer(BaseHTTPRequestHandler):
+    """Answers each request with one page."""
+
+    status = 200
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b"<html>Welcome</html>"
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class _Web404Server(_WebServer):
+    status = 404
+
+
+# Any web server with a page of its own for what it has not.
+STORES = {
+    "s3": {"key": "key-of-nobody", "secret": "secret-of-nobody"},
+    "gs": {"anon": True},
+    "az": {"account_name": "account", "account_key": "c2VjcmV0LW9mLW5vYm9keQ=="},
+}
+
+
+@pytest.mark.parametrize(("scheme", "transport"), [*((one, "native") for one in STORES), *CARRIERS])
+@pytest.mark.parametrize("handler", [_WebServer, _Web404Server])
+def test_no_web_server_passes_for_a_store(
+    handler: type[BaseHTTPRequestHandler], scheme: str, transport: str
+) -> None:
+    if transport != "native":
+        pytest.importorskip(CARRIERS[scheme, transport])
+    with serving(handler) as endpoint:
+        options = {**STORES[scheme], "endpoint_url": endpoint, "transport": transport}
+        spec = StoreSpec(f"{scheme}://absent-bucket/run", options, IMPATIENT)
+        around = Surroundings(spec)
+        found = {one.check: one for one in around.access()}
+    assert found["bucket"].status in ("not made", "failed")
+    if handler is _WebServer:
+        assert found["endpoint"].status == "failed"
+        assert around.blocked
+    elif (scheme, transport) != ("gs", "fsspec"):  # gcsfs shows no codes
+        assert found["endpoint"].status == "warning"
+
+
+@pytest.mark.backends("seaweed", "moto")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_store_is_known_over_each_transport(bucket: Bucket, transport: str) -> None:
+    if transport != "native":
+        pytest.importorskip(CARRIERS["s3", transport])
+    options = {**bucket.storage_options, "transport": transport}
+    for url, wrong in ((bucket.url, set()), ("s3://no-such-bucket/run", {"bucket"})):
+        found = {one.check: one for one in Surroundings(StoreSpec(url, options)).access()}
+        assert names(found, "warning") == set()
+        assert names(found, "failed") == wrong
+
+
+@pytest.mark.backends("seaweed")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_server_that_the_environment_names_is_the_one_told(
+    bucket: Bucket, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if transport != "native":
+        pytest.importorskip(CARRIERS["s3", transport])
+    for name, value in environment(bucket.storage_options).items():
+        monkeypatch.setenv(name, value)
+    spec = StoreSpec(bucket.url, {"transport": transport}, IMPATIENT)
+    found = {one.check: one for one in Surroundings(spec).access()}
+    assert found["endpoint"].details["endpoint_url"] == bucket.storage_options["endpoint_url"]
+    assert found["bucket"].status == "ok"
+    assert found["clock"].status == "ok"  # asked of that server, too
+
+
+def test_a_transport_that_is_not_installed_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = pytest.importorskip("fsspec.registry")
+    monkeypatch.delitem(registry._registry, "s3", raising=False)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    options = {**STORES["s3"], "endpoint_url": "http://127.0.0.1:9", "transport": "fsspec"}
+    around = Surroundings(StoreSpec("s3://not-installed/run", options, IMPATIENT))
+    found = {one.check: one for one in around.access()}
+    assert "s3fs" in found["endpoint"].text
+    assert found["endpoint"].status == "failed"
+    assert around.blocked
 
 
 def test_the_right_region_is_told() -> None:
