@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,7 +24,7 @@ import pytest
 from dcp_objstore.checkpoint.checkup import Finding, Limits, check_up
 from dcp_objstore.checkpoint.checkup.running import CONFIG
 from dcp_objstore.checkpoint.checkup.speed import Rate, recommend
-from dcp_objstore.checkpoint.checkup.surroundings import Surroundings
+from dcp_objstore.checkpoint.checkup.surroundings import Surroundings, versions
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
@@ -462,6 +464,53 @@ def test_a_transport_that_is_not_installed_is_a_finding(monkeypatch: pytest.Monk
     assert "s3fs" in found["endpoint"].text
     assert found["endpoint"].status == "failed"
     assert around.blocked
+
+
+@pytest.mark.parametrize("scheme", STORES)
+def test_advice_on_the_server_is_of_the_scheme(scheme: str) -> None:
+    options = {**STORES[scheme], "endpoint_url": "http://127.0.0.1:1"}
+    around = Surroundings(StoreSpec(f"{scheme}://bucket/run", options, IMPATIENT))
+    found = {one.check: one for one in around.access()}["endpoint"]
+    assert found.status == "failed"
+    assert "storage_options" in found.advice
+    assert ("AWS_" in found.advice) == (scheme == "s3")
+
+
+@pytest.mark.backends("moto")
+def test_commands_can_be_pasted_whatever_the_prefix_holds(bucket: Bucket) -> None:
+    """moto dates every upload years back."""
+    url = f"{bucket.url}/it's a run #1?"
+    begin_upload(bucket, "it's a run #1?/step-1/theirs")
+    found = examine(url, bucket.storage_options)
+    for check in ("lifecycle", "unfinished uploads"):
+        (command,) = re.findall("`(.*?)`", found[check].advice)
+        assert shlex.split(command)[:3] == ["dcp-objstore", "gc", url]
+
+
+def test_what_carries_the_requests_is_among_the_versions() -> None:
+    def told(url: str, **options: object) -> set[str]:
+        return set(versions(StoreSpec(url, options)).details)
+
+    usual = told("s3://bucket/run")
+    assert usual >= {"python", "torch", "obstore"}
+    assert told("gs://bucket/run") == told("file:///run") == usual
+    assert told("s3://bucket/run", transport="boto3") == usual
+    assert told("s3://bucket/run", transport="fsspec") == usual | {"fsspec", "s3fs"}
+    assert told("gs://bucket/run", transport="fsspec") == usual | {"fsspec", "gcsfs"}
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    """Nobody can make one below /proc: the system says that there is no such place."""
+    (tmp_path / "taken").write_bytes(b"theirs")
+    folders = [f"{tmp_path}/taken/run"]
+    if sys.platform == "linux":
+        folders.append("/proc/absent/run")
+    for folder in folders:
+        found = examine(f"file://{folder}")
+        assert found["put"].status == "failed"
+        assert folder in found["put"].advice
+        assert "server" not in found["put"].advice
+    assert (tmp_path / "taken").read_bytes() == b"theirs"
 
 
 def test_the_right_region_is_told() -> None:

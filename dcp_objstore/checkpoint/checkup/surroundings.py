@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.spec import StoreSpec
 
 _PACKAGES = ("dcp-objstore", "torch", "obstore", "boto3")
+_FILESYSTEMS = {"s3": ("fsspec", "s3fs"), "gs": ("fsspec", "gcsfs")}
 # AWS refuses requests whose clock is 15 minutes off ("RequestTimeTooSkewed").
 _SKEW_REFUSED_SECONDS = 15 * 60
 _SKEW_WARNED_SECONDS = 60
@@ -84,16 +86,25 @@ _ABSENT = ".doctor-asks-for-nothing"
 _PATIENCE_SECONDS = 10.0
 
 
-def versions() -> Finding:
+def versions(spec: StoreSpec) -> Finding:
     """Ours, and those of what we rest on; nothing is imported for it."""
     found: dict[str, object] = {"python": platform.python_version()}
-    for name in _PACKAGES:
+    carriers = _FILESYSTEMS.get(spec.parsed.scheme, ("fsspec",)) if _over_fsspec(spec) else ()
+    for name in (*_PACKAGES, *carriers):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     shown = [f"{name} {version or 'is not installed'}" for name, version in found.items()]
     return Finding("versions", "ok", ", ".join(shown), details=found)
+
+
+def _over_fsspec(spec: StoreSpec) -> bool:
+    """Whether fsspec carries the requests."""
+    own = spec.parsed.scheme in (*_LOCAL, *_OTHER_TOOLS) and "fs" not in (
+        spec.storage_options or {}
+    )
+    return spec.config.transport == "fsspec" or not own
 
 
 class Surroundings:
@@ -106,7 +117,6 @@ class Surroundings:
     def __init__(self, spec: StoreSpec) -> None:
         self._spec = spec
         self._url = spec.parsed
-        self._options = spec.storage_options or {}
         self.blocked: str | None = None
         self._unreachable = False
         self._region: str | None = None
@@ -197,8 +207,8 @@ class Surroundings:
 
     def _has_code(self, error: DcpObjstoreError) -> bool:
         """Whether an error holds a store's own code; yes where no code can be seen."""
-        fsspec = self._spec.config.transport == "fsspec" or "fs" in self._options
-        if self._url.scheme not in _OTHER_TOOLS or (fsspec and self._url.scheme != "s3"):
+        scheme = self._url.scheme
+        if scheme not in _OTHER_TOOLS or (scheme != "s3" and _over_fsspec(self._spec)):
             return True
         cause = error.__cause__
         return cause is not None and bool(http_code(cause)[1] or status_and_code(cause)[1])
@@ -285,7 +295,7 @@ class Surroundings:
                 "warning",
                 "no rule of the bucket removes unfinished uploads, which are unseen and billed",
                 f"add one that aborts them after {LIFECYCLE_DAYS} days: `dcp-objstore gc"
-                f" {self._url}` prints the command",
+                f" {shlex.quote(str(self._url))}` prints the command",
             )
         return Finding(
             "lifecycle",
@@ -323,7 +333,7 @@ class Surroundings:
                 name,
                 "warning",
                 f"{len(old)} older than a day ({size_text(old_bytes)}), unseen and billed",
-                f"`dcp-objstore gc {self._url} --yes` removes those of saves",
+                f"`dcp-objstore gc {shlex.quote(str(self._url))} --yes` removes those of saves",
                 details,
             )
         young = f"{len(found)} of the last day ({size_text(all_bytes)}): saves under way, perhaps"
