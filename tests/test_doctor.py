@@ -25,6 +25,7 @@ from dcp_objstore.checkpoint.checkup import Finding, Limits, check_up
 from dcp_objstore.checkpoint.checkup.running import CONFIG
 from dcp_objstore.checkpoint.checkup.speed import Rate, recommend
 from dcp_objstore.checkpoint.checkup.surroundings import Surroundings, versions
+from dcp_objstore.cli.doctor import _wrapped
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
@@ -485,6 +486,16 @@ def test_commands_can_be_pasted_whatever_the_prefix_holds(bucket: Bucket) -> Non
     for check in ("lifecycle", "unfinished uploads"):
         (command,) = re.findall("`(.*?)`", found[check].advice)
         assert shlex.split(command)[:3] == ["dcp-objstore", "gc", url]
+
+
+def test_a_line_of_advice_does_not_end_within_a_quoted_url() -> None:
+    url = shlex.quote("s3://bucket/somebody's run  of today")
+    advice = f"this machine's `dcp-objstore gc {url} --yes` removes those of somebody's saves"
+    for width in range(10, 100):
+        lines = _wrapped(advice, width)
+        assert " ".join(lines) == advice
+        assert any(url in line for line in lines)
+        assert max(map(len, lines)) <= max(width, len(url) + 1)
 
 
 def test_what_carries_the_requests_is_among_the_versions() -> None:
