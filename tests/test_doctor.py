@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,7 +24,8 @@ import pytest
 from dcp_objstore.checkpoint.checkup import Finding, Limits, check_up
 from dcp_objstore.checkpoint.checkup.running import CONFIG
 from dcp_objstore.checkpoint.checkup.speed import Rate, recommend
-from dcp_objstore.checkpoint.checkup.surroundings import Surroundings
+from dcp_objstore.checkpoint.checkup.surroundings import Surroundings, versions
+from dcp_objstore.cli.doctor import _wrapped
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
@@ -55,6 +58,9 @@ CHECKS = [
     "throughput",
     "clean-up",
 ]
+TRANSPORTS = ("native", "boto3", "fsspec")
+# The package that has to be there.
+CARRIERS = {("s3", "boto3"): "boto3", ("s3", "fsspec"): "s3fs", ("gs", "fsspec"): "gcsfs"}
 IMPATIENT = replace(CONFIG, max_retries=0)
 
 
@@ -365,7 +371,157 @@ def test_a_web_server_is_told_from_a_store() -> None:
     with serving(SimpleHTTPRequestHandler) as endpoint:
         found = examine("s3://absent-bucket/run", {**WRITE_ONLY, "endpoint_url": endpoint})
     assert found["endpoint"].status == "warning"
+    assert found["bucket"].status == "not made"
     assert found["put"].status == "failed"
+
+
+class _WebServer(BaseHTTPRequestHandler):
+    """Answers each request with one page."""
+
+    status = 200
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b"<html>Welcome</html>"
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class _Web404Server(_WebServer):
+    status = 404
+
+
+# Any web server with a page of its own for what it has not.
+STORES = {
+    "s3": {"key": "key-of-nobody", "secret": "secret-of-nobody"},
+    "gs": {"anon": True},
+    "az": {"account_name": "account", "account_key": "c2VjcmV0LW9mLW5vYm9keQ=="},
+}
+
+
+@pytest.mark.parametrize(("scheme", "transport"), [*((one, "native") for one in STORES), *CARRIERS])
+@pytest.mark.parametrize("handler", [_WebServer, _Web404Server])
+def test_no_web_server_passes_for_a_store(
+    handler: type[BaseHTTPRequestHandler], scheme: str, transport: str
+) -> None:
+    if transport != "native":
+        pytest.importorskip(CARRIERS[scheme, transport])
+    with serving(handler) as endpoint:
+        options = {**STORES[scheme], "endpoint_url": endpoint, "transport": transport}
+        spec = StoreSpec(f"{scheme}://absent-bucket/run", options, IMPATIENT)
+        around = Surroundings(spec)
+        found = {one.check: one for one in around.access()}
+    assert found["bucket"].status in ("not made", "failed")
+    if handler is _WebServer:
+        assert found["endpoint"].status == "failed"
+        assert around.blocked
+    elif (scheme, transport) != ("gs", "fsspec"):  # gcsfs shows no codes
+        assert found["endpoint"].status == "warning"
+
+
+@pytest.mark.backends("seaweed", "moto")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_store_is_known_over_each_transport(bucket: Bucket, transport: str) -> None:
+    if transport != "native":
+        pytest.importorskip(CARRIERS["s3", transport])
+    options = {**bucket.storage_options, "transport": transport}
+    for url, wrong in ((bucket.url, set()), ("s3://no-such-bucket/run", {"bucket"})):
+        found = {one.check: one for one in Surroundings(StoreSpec(url, options)).access()}
+        assert names(found, "warning") == set()
+        assert names(found, "failed") == wrong
+
+
+@pytest.mark.backends("seaweed")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_server_that_the_environment_names_is_the_one_told(
+    bucket: Bucket, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if transport != "native":
+        pytest.importorskip(CARRIERS["s3", transport])
+    for name, value in environment(bucket.storage_options).items():
+        monkeypatch.setenv(name, value)
+    spec = StoreSpec(bucket.url, {"transport": transport}, IMPATIENT)
+    found = {one.check: one for one in Surroundings(spec).access()}
+    assert found["endpoint"].details["endpoint_url"] == bucket.storage_options["endpoint_url"]
+    assert found["bucket"].status == "ok"
+    assert found["clock"].status == "ok"  # asked of that server, too
+
+
+def test_a_transport_that_is_not_installed_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = pytest.importorskip("fsspec.registry")
+    monkeypatch.delitem(registry._registry, "s3", raising=False)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    options = {**STORES["s3"], "endpoint_url": "http://127.0.0.1:9", "transport": "fsspec"}
+    around = Surroundings(StoreSpec("s3://not-installed/run", options, IMPATIENT))
+    found = {one.check: one for one in around.access()}
+    assert "s3fs" in found["endpoint"].text
+    assert found["endpoint"].status == "failed"
+    assert around.blocked
+
+
+@pytest.mark.parametrize("scheme", STORES)
+def test_advice_on_the_server_is_of_the_scheme(scheme: str) -> None:
+    options = {**STORES[scheme], "endpoint_url": "http://127.0.0.1:1"}
+    around = Surroundings(StoreSpec(f"{scheme}://bucket/run", options, IMPATIENT))
+    found = {one.check: one for one in around.access()}["endpoint"]
+    assert found.status == "failed"
+    assert "storage_options" in found.advice
+    assert ("AWS_" in found.advice) == (scheme == "s3")
+
+
+@pytest.mark.backends("moto")
+def test_commands_can_be_pasted_whatever_the_prefix_holds(bucket: Bucket) -> None:
+    """moto dates every upload years back."""
+    url = f"{bucket.url}/it's a run #1?"
+    begin_upload(bucket, "it's a run #1?/step-1/theirs")
+    found = examine(url, bucket.storage_options)
+    for check in ("lifecycle", "unfinished uploads"):
+        (command,) = re.findall("`(.*?)`", found[check].advice)
+        assert shlex.split(command)[:3] == ["dcp-objstore", "gc", url]
+
+
+def test_a_line_of_advice_does_not_end_within_a_quoted_url() -> None:
+    url = shlex.quote("s3://bucket/somebody's run  of today")
+    advice = f"this machine's `dcp-objstore gc {url} --yes` removes those of somebody's saves"
+    for width in range(10, 100):
+        lines = _wrapped(advice, width)
+        assert " ".join(lines) == advice
+        assert any(url in line for line in lines)
+        assert max(map(len, lines)) <= max(width, len(url) + 1)
+
+
+def test_what_carries_the_requests_is_among_the_versions() -> None:
+    def told(url: str, **options: object) -> set[str]:
+        return set(versions(StoreSpec(url, options)).details)
+
+    usual = told("s3://bucket/run")
+    assert usual >= {"python", "torch", "obstore"}
+    assert told("gs://bucket/run") == told("file:///run") == usual
+    assert told("s3://bucket/run", transport="boto3") == usual
+    assert told("s3://bucket/run", transport="fsspec") == usual | {"fsspec", "s3fs"}
+    assert told("gs://bucket/run", transport="fsspec") == usual | {"fsspec", "gcsfs"}
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    """Nobody can make one below /proc: the system says that there is no such place."""
+    (tmp_path / "taken").write_bytes(b"theirs")
+    folders = [f"{tmp_path}/taken/run"]
+    if sys.platform == "linux":
+        folders.append("/proc/absent/run")
+    for folder in folders:
+        found = examine(f"file://{folder}")
+        assert found["put"].status == "failed"
+        assert folder in found["put"].advice
+        assert "server" not in found["put"].advice
+    assert (tmp_path / "taken").read_bytes() == b"theirs"
 
 
 def test_the_right_region_is_told() -> None:

@@ -6,7 +6,9 @@ import json
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -16,6 +18,7 @@ from dcp_objstore.errors import (
     BucketNotFoundError,
     ConfigError,
     CredentialsError,
+    DcpObjstoreError,
     StoreUnavailableError,
     UnsupportedError,
 )
@@ -143,6 +146,90 @@ def test_no_answer_and_bad_settings_are_typed_errors() -> None:
             question(spec)
         with pytest.raises(ConfigError, match="verify"):
             question(StoreSpec("gs://bucket/run", {**options, "verify": "/nowhere/ca.pem"}))
+
+
+class _Elsewhere(BaseHTTPRequestHandler):
+    """Keeps the token that each request carries, and answers with a redirect, if to anywhere."""
+
+    server: _Noting
+
+    def do_GET(self) -> None:
+        self.server.tokens.append(self.headers.get("Authorization"))
+        self.send_response(302 if self.server.points_to else 200)
+        if self.server.points_to:
+            self.send_header("Location", f"{self.server.points_to}/x")
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    do_HEAD = do_GET  # noqa: N815 - http.server asks for this name
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class _Noting(ThreadingHTTPServer):
+    def __init__(self, points_to: str | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), _Elsewhere)
+        self.tokens: list[str | None] = []
+        self.points_to = points_to
+        Thread(target=self.serve_forever, daemon=True).start()
+
+
+def test_a_token_is_not_carried_to_where_a_redirect_points() -> None:
+    with _Noting() as other:
+        with _Noting(f"http://localhost:{other.server_port}") as first:
+            options = {
+                "token": "ya29.secret",
+                "endpoint_url": f"http://127.0.0.1:{first.server_port}",
+            }
+            spec = StoreSpec("gs://bucket/run", options, dos.TransferConfig(max_retries=0))
+            questions: list[Callable[[], object]] = [
+                lambda: incomplete_upload_rule(spec),
+                lambda: versioning(spec),
+                lambda: open_uploads(spec).list(),
+                lambda: spec.open().head("x"),
+            ]
+            for question in questions:
+                with pytest.raises(DcpObjstoreError) as caught:
+                    question()
+                assert "ya29.secret" not in f"{caught.value!r} {caught.value.__cause__!r}"
+            with pytest.raises(ConfigError, match="endpoint_url"):
+                incomplete_upload_rule(spec)
+            assert set(first.tokens) == {"Bearer ya29.secret"}
+            first.shutdown()
+        assert set(other.tokens) <= {None}
+        other.shutdown()
+
+
+@gcs
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AWS_PROFILE", "nope"),
+        ("AWS_CONFIG_FILE", "damaged"),
+    ],
+)
+def test_what_is_set_up_for_aws_does_not_count(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, value: str
+) -> None:
+    begin_upload(bucket, "x")
+    if name == "AWS_CONFIG_FILE":
+        (tmp_path / value).write_text("no section here")
+        value = str(tmp_path / value)
+    monkeypatch.setenv(name, value)
+    (one,) = open_uploads(StoreSpec(bucket.url, bucket.storage_options)).list()
+    assert one.key == "x"
+
+
+@pytest.mark.parametrize("token", ["ya29.☃", "ya29.é"])
+def test_a_token_that_no_header_takes_is_told_and_not_shown(token: str) -> None:
+    options = {"token": token, "endpoint_url": "http://127.0.0.1:9"}
+    spec = StoreSpec("gs://bucket/run", options, dos.TransferConfig(max_retries=0))
+    for question in (lambda one: open_uploads(one).list(), incomplete_upload_rule, versioning):
+        with pytest.raises(CredentialsError, match="access token cannot be sent") as caught:
+            question(spec)
+        assert "ya29" not in f"{caught.value!r} {caught.value.__cause__!r}"
 
 
 def rule(**condition: object) -> dict[str, object]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -76,16 +78,23 @@ def _print(finding: Finding, so_far: list[Finding]) -> None:
     for line in lines[1:]:
         typer.echo(f"{indent}{line}")
     if finding.advice:
-        # Not broken where it would no longer be a command.
-        advice = textwrap.wrap(
-            finding.advice,
-            width - len(indent) - 3,
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
+        advice = _wrapped(finding.advice, width - len(indent) - 3)
         for number, line in enumerate(advice):
             typer.echo(f"{indent}{'-> ' if number == 0 else '   '}{line}")
     sys.stdout.flush()
+
+
+def _wrapped(advice: str, width: int) -> list[str]:
+    """Lines; none is broken where what stands there would no longer be a command."""
+    kept = re.sub("`([^`]*)`", _with_whole_arguments, advice)
+    lines = textwrap.wrap(kept, width, break_on_hyphens=False, break_long_words=False)
+    return [line.replace("\0", " ") for line in lines]
+
+
+def _with_whole_arguments(command: re.Match[str]) -> str:
+    """A command in which \0, which no argument holds, stands for the spaces in its arguments."""
+    arguments = (shlex.quote(one).replace(" ", "\0") for one in shlex.split(command[1]))
+    return f"`{' '.join(arguments)}`"
 
 
 def _told(finding: Finding) -> tuple[str, str]:

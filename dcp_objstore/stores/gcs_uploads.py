@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import json
+import os
 import ssl
 import urllib.error
 import urllib.request
@@ -19,6 +20,8 @@ from urllib.parse import quote
 
 from dcp_objstore.errors import (
     BucketNotFoundError,
+    ConfigError,
+    CredentialsError,
     DcpObjstoreError,
     StoreUnavailableError,
     UnsupportedError,
@@ -78,8 +81,18 @@ def open_gcs_uploads(spec: StoreSpec) -> GcsUploads:
     base = server_url(endpoint, use_ssl=True) if endpoint else _GOOGLE
     payer = gcs_payer(options)
 
+    if payer and not _fits_header(payer):
+        raise ConfigError(f"the project that pays is no project's name: {payer!r}", url=spec.url)
+
     def headers() -> dict[str, str]:
-        found = {} if token is None else {"Authorization": f"Bearer {token()}"}
+        bearer = None if token is None else token()
+        if bearer is not None and not _fits_header(bearer):
+            raise CredentialsError(
+                "the access token cannot be sent: it has a line break, or a character that is not"
+                " ASCII",
+                url=spec.url,
+            )
+        found = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
         return {**found, **({"x-goog-user-project": payer} if payer else {})}
 
     root = f"{url.prefix}/" if url.prefix else ""
@@ -100,11 +113,18 @@ def _client(
 ) -> Any:
     import boto3
     import botocore
+    import botocore.session
     from botocore.config import Config
 
     config = spec.config
     tries = 1 + min(_RETRIES, config.max_retries)
-    client = boto3.Session().client(
+    # Nothing that is set up for AWS counts here: neither its profiles nor its endpoints.
+    unset = (None, None, None, None)
+    nowhere = (None, None, os.devnull, None)
+    core = botocore.session.Session(
+        {"profile": unset, "config_file": nowhere, "credentials_file": nowhere}
+    )
+    client = boto3.Session(botocore_session=core).client(
         "s3",
         endpoint_url=base,
         region_name="auto",
@@ -128,13 +148,24 @@ def _client(
     return client
 
 
+def _fits_header(value: str) -> bool:
+    return value.isascii() and value.isprintable()
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Python's own carries `Authorization` to wherever an answer points."""
+
+    def redirect_request(self, *_: object, **__: object) -> None:
+        return None  # the redirect is then raised as an HTTPError
+
+
 def _bucket(
     url: str, headers: Mapping[str, str], context: ssl.SSLContext, seconds: float, shown: str
 ) -> Mapping[str, Any]:
     request = urllib.request.Request(url, headers=dict(headers))
-    handler = urllib.request.HTTPSHandler(context=context)
+    opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), _NoRedirects)
     try:
-        with urllib.request.build_opener(handler).open(request, timeout=seconds) as answer:
+        with opener.open(request, timeout=seconds) as answer:
             body = answer.read()
     except urllib.error.HTTPError as error:
         with error:
@@ -155,6 +186,11 @@ def _refused(status: int) -> DcpObjstoreError:
     if status == http.client.NOT_FOUND:
         return BucketNotFoundError(
             "there is no such bucket, or the server has no JSON API beside the XML API (404)"
+        )
+    if 300 <= status < 400:
+        return ConfigError(
+            f"the server points elsewhere (status {status}), where no access token is sent; check"
+            " endpoint_url"
         )
     kind = kind_of_answer(status, None) or DcpObjstoreError
     return kind(f"{advice_on(kind, status) or 'the bucket cannot be asked'} (status {status})")

@@ -20,7 +20,7 @@ from dcp_objstore.errors import ConfigError, StoreUnavailableError
 from dcp_objstore.stores.azure_credentials import find_azure_credentials
 from dcp_objstore.stores.credentials import find_s3_credentials
 from dcp_objstore.stores.options import s3_settings
-from dcp_objstore.stores.servers import s3_server
+from dcp_objstore.stores.servers import s3_server, server_url
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.spec import StoreSpec
@@ -68,6 +68,23 @@ def ask_server(spec: StoreSpec) -> ServerAnswer | None:
     return ServerAnswer(_ahead_seconds(headers["Date"], ours), headers["x-amz-bucket-region"])
 
 
+def named_server(spec: StoreSpec) -> str | None:
+    """The server that requests go to, None for the provider's own.
+
+    s3fs does not show one that the environment or the profile names.
+
+    Raises:
+        CredentialsError, ConfigError: as for the store.
+    """
+    endpoint: str | None = getattr(spec.open(), "endpoint_url", None)
+    options = spec.storage_options or {}
+    if endpoint is None and spec.parsed.scheme == "s3" and "fs" not in options:
+        settings = s3_settings(options)
+        named, _ = s3_server(settings, find_s3_credentials(settings, spec.stripped))
+        endpoint = server_url(named, use_ssl=settings.use_ssl) if named else None
+    return endpoint
+
+
 def _ahead_seconds(date: str | None, ours: datetime) -> float | None:
     try:
         theirs = parsedate_to_datetime(date) if date else None
@@ -81,7 +98,7 @@ def _ahead_seconds(date: str | None, ours: datetime) -> float | None:
 
 def _bucket_url(spec: StoreSpec) -> tuple[str | None, bool | str]:
     url, options = spec.parsed, spec.storage_options or {}
-    endpoint = getattr(spec.open(), "endpoint_url", None)
+    endpoint = named_server(spec)
     verify = options.get("verify", True)
     if url.scheme == "s3":
         settings = s3_settings(options)

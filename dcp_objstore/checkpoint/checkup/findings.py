@@ -66,6 +66,14 @@ _ADVICE: Final[Sequence[tuple[type[DcpObjstoreError], str]]] = (
     (DcpObjstoreError, "look at the server's log; --json has the whole message"),
 )
 
+_NAME_THE_SERVER: Final[Mapping[str, str]] = {
+    "s3": "set AWS_ENDPOINT_URL, AWS_REGION or storage_options so that they name the server",
+    "gs": "check storage_options['endpoint_url'] and GOOGLE_BASE_URL: they name the server, and"
+    " without them it is Google's own",
+    "az": "check storage_options['account_name'] and ['endpoint_url'], AZURE_STORAGE_ACCOUNT_NAME"
+    " and any connection string: they name the server",
+}
+
 # The right that each check needs. S3: "Actions, resources, and condition keys for Amazon S3";
 # GCS: "IAM permissions for Cloud Storage"; Azure: "Permissions for calling data operations".
 _BLOBS: Final = "Microsoft.Storage/storageAccounts/blobServices/containers/blobs"
@@ -136,7 +144,14 @@ def advice_for(check: str, error: DcpObjstoreError, url: StoreUrl) -> str:
     if isinstance(error, BucketNotFoundError):
         return f"make the bucket {url.bucket!r}, or check its name and the endpoint"
     if check == "endpoint":
-        return "set AWS_ENDPOINT_URL, AWS_REGION or storage_options so that they name the server"
+        return _NAME_THE_SERVER.get(
+            url.scheme, "check the host in the URL and storage_options: they name the server"
+        )
+    if url.scheme == "file" and not isinstance(error, CorruptDataError | UnsupportedError):
+        return (
+            f"check that {url.prefix} is a folder, or that one can be made there, on a disk that"
+            " is mounted and has room; or choose another"
+        )
     return next(text for kind, text in _ADVICE if isinstance(error, kind))
 
 

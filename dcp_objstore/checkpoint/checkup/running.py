@@ -102,7 +102,7 @@ def check_up(
 
 
 def _checks(spec: StoreSpec, throughput: Limits | None, stop: Stop) -> Iterator[Finding]:
-    yield versions()
+    yield versions(spec)
     around = Surroundings(spec)
     yield from around.access()
     stop.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -13,6 +14,7 @@ from dcp_objstore.checkpoint.checkup.findings import Finding, failed, size_text,
 from dcp_objstore.errors import (
     BucketNotFoundError,
     ConfigError,
+    CorruptDataError,
     CredentialsError,
     DcpObjstoreError,
     ObjectNotFoundError,
@@ -20,9 +22,10 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
+from dcp_objstore.stores.fsspec_errors import status_and_code
 from dcp_objstore.stores.identity import Identity, identify
-from dcp_objstore.stores.server_clock import ask_server
-from dcp_objstore.stores.translate import answer_of
+from dcp_objstore.stores.server_clock import ask_server, named_server
+from dcp_objstore.stores.translate import http_code
 from dcp_objstore.stores.uploads import (
     LIFECYCLE_DAYS,
     S3Uploads,
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.spec import StoreSpec
 
 _PACKAGES = ("dcp-objstore", "torch", "obstore", "boto3")
+_FILESYSTEMS = {"s3": ("fsspec", "s3fs"), "gs": ("fsspec", "gcsfs")}
 # AWS refuses requests whose clock is 15 minutes off ("RequestTimeTooSkewed").
 _SKEW_REFUSED_SECONDS = 15 * 60
 _SKEW_WARNED_SECONDS = 60
@@ -71,22 +75,36 @@ _AZURE_RULES = (
         " unseen, billed, and gone after a week",
     ),
 )
-_NO_CODE = "it answers 404 for an absent object, without the code NoSuchKey"
-_NO_STORE = "check that this is an S3 server, and no web server or proxy"
+_NO_CODE = "its answer for an absent object has no error code, as a store's answers have"
+_NO_STORE = "check that this is the store that was meant, and no web server or proxy"
+_ANSWERS_ALL = (
+    "it sends something for an object that does not exist: this is no store, but a web server or a"
+    " proxy"
+)
+_ABSENT = ".doctor-asks-for-nothing"
 # For the first answer: something that takes connections and says nothing is no store.
 _PATIENCE_SECONDS = 10.0
 
 
-def versions() -> Finding:
+def versions(spec: StoreSpec) -> Finding:
     """Ours, and those of what we rest on; nothing is imported for it."""
     found: dict[str, object] = {"python": platform.python_version()}
-    for name in _PACKAGES:
+    carriers = _FILESYSTEMS.get(spec.parsed.scheme, ("fsspec",)) if _over_fsspec(spec) else ()
+    for name in (*_PACKAGES, *carriers):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     shown = [f"{name} {version or 'is not installed'}" for name, version in found.items()]
     return Finding("versions", "ok", ", ".join(shown), details=found)
+
+
+def _over_fsspec(spec: StoreSpec) -> bool:
+    """Whether fsspec carries the requests."""
+    own = spec.parsed.scheme in (*_LOCAL, *_OTHER_TOOLS) and "fs" not in (
+        spec.storage_options or {}
+    )
+    return spec.config.transport == "fsspec" or not own
 
 
 class Surroundings:
@@ -127,13 +145,17 @@ class Surroundings:
         error, a_store = self._ask()
         who, details = _who(identity)
         where, endpoint = self._where()
+        answered = Finding("endpoint", "ok", where, details=endpoint)
+        if not a_store:
+            text = f"{where}: {_NO_CODE}"
+            answered = Finding("endpoint", "warning", text, _NO_STORE, endpoint)
         if error is None:
             yield Finding("credentials", "ok", who, details=details)
+            yield answered
             if a_store:
-                yield Finding("endpoint", "ok", where, details=endpoint)
+                yield Finding("bucket", "ok", f"{self._url.bucket} is there")
             else:
-                yield Finding("endpoint", "warning", f"{where}: {_NO_CODE}", _NO_STORE, endpoint)
-            yield Finding("bucket", "ok", f"{self._url.bucket} is there")
+                yield Finding("bucket", "not made", "the answer does not tell whether it is there")
         elif isinstance(error, CredentialsError):
             self.blocked = "the store does not accept the credentials"
             advice = failed("credentials", error, self._url).advice
@@ -144,7 +166,7 @@ class Surroundings:
         elif isinstance(error, BucketNotFoundError):
             self.blocked = "there is no such bucket"
             yield Finding("credentials", "ok", who, details=details)
-            yield Finding("endpoint", "ok", where, details=endpoint)
+            yield answered
             yield failed("bucket", error, self._url)
         else:
             self._unreachable = True
@@ -163,22 +185,39 @@ class Surroundings:
                 yield Finding("bucket", "not made", self.blocked)
 
     def _ask(self) -> tuple[DcpObjstoreError | None, bool]:
-        """What is wrong, if anything, and whether a store has answered."""
+        """What is wrong, if anything, and whether an answer came as a store gives them."""
         patience = min(_PATIENCE_SECONDS, self._spec.config.request_timeout_seconds)
         hasty = replace(self._spec.config, request_timeout_seconds=patience, max_retries=0)
         try:
-            replace(self._spec, config=hasty).open().head(".doctor-asks-for-nothing")
-        except ObjectNotFoundError as absent:
-            return None, self._url.scheme != "s3" or answer_of(absent) is not None
-        except PermissionDeniedError:
+            store = replace(self._spec, config=hasty).open()
+            if self._url.scheme not in _OTHER_TOOLS:
+                store.head(_ABSENT)
+            else:
+                store.get_range(_ABSENT, 0, 1)  # the answer to a HEAD has no body to hold a code
+        except (ObjectNotFoundError, PermissionDeniedError) as error:
             # Who may not list is told so for absent objects, too; the next checks say it.
-            return None, True
+            return None, self._has_code(error)
+        except BucketNotFoundError as error:
+            return error, self._has_code(error)
+        except CorruptDataError:
+            pass  # not the byte that was asked for
         except DcpObjstoreError as error:
             return error, True
-        return None, True
+        return ConfigError(_ANSWERS_ALL), False
+
+    def _has_code(self, error: DcpObjstoreError) -> bool:
+        """Whether an error holds a store's own code; yes where no code can be seen."""
+        scheme = self._url.scheme
+        if scheme not in _OTHER_TOOLS or (scheme != "s3" and _over_fsspec(self._spec)):
+            return True
+        cause = error.__cause__
+        return cause is not None and bool(http_code(cause)[1] or status_and_code(cause)[1])
 
     def _where(self) -> tuple[str, dict[str, object]]:
-        endpoint = getattr(self._spec.open(), "endpoint_url", None)
+        try:
+            endpoint = named_server(self._spec)
+        except DcpObjstoreError:
+            endpoint = None  # the question before has told what is wrong
         shown = endpoint or {"s3": "AWS", "gs": "Google"}.get(self._url.scheme, "the provider")
         region = f", region {self._region}" if self._region else ""
         return f"{shown}{region}", {"endpoint_url": endpoint, "region": self._region}
@@ -256,7 +295,7 @@ class Surroundings:
                 "warning",
                 "no rule of the bucket removes unfinished uploads, which are unseen and billed",
                 f"add one that aborts them after {LIFECYCLE_DAYS} days: `dcp-objstore gc"
-                f" {self._url}` prints the command",
+                f" {shlex.quote(str(self._url))}` prints the command",
             )
         return Finding(
             "lifecycle",
@@ -294,7 +333,7 @@ class Surroundings:
                 name,
                 "warning",
                 f"{len(old)} older than a day ({size_text(old_bytes)}), unseen and billed",
-                f"`dcp-objstore gc {self._url} --yes` removes those of saves",
+                f"`dcp-objstore gc {shlex.quote(str(self._url))} --yes` removes those of saves",
                 details,
             )
         young = f"{len(found)} of the last day ({size_text(all_bytes)}): saves under way, perhaps"
