@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
+from dcp_objstore.stores.boto3_checksums import Checksums, checksums_for
+from dcp_objstore.stores.client_makers import gcs_endpoint, gcs_payer
+from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.fsspec_errors import translate_fsspec
 from dcp_objstore.stores.fsspec_ways import is_gcsfs, is_s3fs
 from dcp_objstore.stores.options import s3_settings
+from dcp_objstore.stores.servers import s3_requester_pays, s3_server, server_url
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
@@ -33,11 +37,13 @@ class Filesystems:
         fs: for everything.
         once: for requests that are sent once; the same object where retries are not ours to set.
         endpoint_url: the server, where the filesystem has such an option.
+        checksums: that go with bodies over s3fs.
     """
 
     fs: Any
     once: Any
     endpoint_url: str | None
+    checksums: Checksums = field(default_factory=lambda: Checksums(None))
 
 
 def protocols(fs: object) -> Collection[str]:
@@ -123,9 +129,12 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
         endpoint_url = given["endpoint_url"]
         fs = cls(**given, **plain)
         _set_tries(fs, 1 + config.max_retries)
-        return _with_once(fs, endpoint_url=endpoint_url)
+        checksums = checksums_for(s3_settings(options), endpoint_url)
+        return replace(_with_once(fs, endpoint_url=endpoint_url), checksums=checksums)
     if url.scheme == "gs":
-        endpoint_url = options.get("base_url") or options.get("endpoint_url")
+        endpoint_url = gcs_endpoint(options)
+        if endpoint_url is not None:
+            endpoint_url = server_url(endpoint_url, use_ssl=True)
         cls = get_filesystem_class("gs")
         if endpoint_url is not None:
             # The newer class asks Google over gRPC what kind of bucket it is: a minute of
@@ -187,21 +196,22 @@ def _forget_listings(fs: Any) -> None:
 def _s3(options: Mapping[str, Any], config: TransferConfig) -> dict[str, Any]:
     settings = s3_settings(options)
     style = settings.addressing_style
+    # What is not told here, botocore looks up in the profile.
+    endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
     region = settings.region or os.environ.get("AWS_REGION")
     extra = {
         "ServerSideEncryption": settings.sse,
         "SSEKMSKeyId": settings.sse_kms_key_id,
         "BucketKeyEnabled": settings.sse_bucket_key,
-        "ChecksumAlgorithm": settings.checksum_algorithm,
     }
     given: dict[str, Any] = {
         "anon": settings.anon,
         "key": settings.key,
         "secret": settings.secret,
         "token": settings.token,
-        "endpoint_url": settings.endpoint_url,
+        "endpoint_url": endpoint_url and server_url(endpoint_url, use_ssl=settings.use_ssl),
         "use_ssl": settings.use_ssl,
-        "requester_pays": settings.requester_pays,
+        "requester_pays": s3_requester_pays(settings),
         "s3_additional_kwargs": {name: value for name, value in extra.items() if value is not None},
         "client_kwargs": {
             "verify": None if settings.verify is True else settings.verify,
@@ -244,6 +254,9 @@ def _gs(
     }
     if options.get("project") is not None:
         given["project"] = options["project"]
+    payer = gcs_payer(options)
+    if payer is not None:
+        given["requester_pays"] = payer
     return given
 
 

@@ -128,9 +128,9 @@ _S3: Final[Sequence[Option]] = (
     Option(
         "s3_additional_kwargs.ChecksumAlgorithm",
         "sent with each body, which the server then checks: `CRC64NVME` (default on AWS), `SHA256`"
-        " or `none` (default elsewhere). Transport `boto3` also sends `CRC32` and `CRC32C`; what is"
-        " not SHA256 or CRC32 it takes from awscrt (`pip install 'botocore[crt]'`), without which"
-        " its default on AWS is `none`",
+        " or `none` (default elsewhere). Transports `boto3` and `fsspec` also send `CRC32` and"
+        " `CRC32C`; what is not SHA256 or CRC32 they take from awscrt (`pip install"
+        " 'botocore[crt]'`), without which their default on AWS is `none`",
         native=("checksum_algorithm", "aws_checksum_algorithm"),
         environment=("AWS_CHECKSUM_ALGORITHM",),
     ),

@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import option_table
+from dcp_objstore.stores.s3_environment import SSE, sealing_of
 
 # What each option must be. A tuple of types as for isinstance.
 _TEXT = (str,)
@@ -54,7 +55,6 @@ _S3_EXTRA: dict[str, tuple[type, ...]] = {
     "BucketKeyEnabled": _FLAG,
     "ChecksumAlgorithm": _TEXT,
 }
-_SSE = ("AES256", "aws:kms", "aws:kms:dsse")
 # "none" is ours: it turns the default off.
 _CHECKSUMS = ("CRC64NVME", "SHA256", "CRC32", "CRC32C", "none")
 _GS: dict[str, tuple[type, ...]] = {
@@ -170,7 +170,7 @@ def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str
     given = _checked(options, _KNOWN[scheme], f"storage_options for {scheme}://", scheme)
     endpoints = [given.get(name) for name in ("endpoint_url", "base_url", "account_host")]
     if scheme == "s3":
-        endpoints.append(s3_settings(given).endpoint_url)
+        endpoints.append(_of_options(given).endpoint_url)
     for endpoint in endpoints:
         if endpoint is not None:
             check_endpoint(endpoint)
@@ -190,9 +190,17 @@ def check_endpoint(text: str) -> None:
 def s3_settings(options: Mapping[str, Any]) -> S3Settings:
     """Gather the options and their aliases inside `client_kwargs` and `config_kwargs`.
 
+    How the store is to encrypt comes from the environment where the options leave it open.
+
     Raises:
-        ConfigError: see `check_options`.
+        ConfigError: see `check_options` and `sealing_of`.
     """
+    found = _of_options(options)
+    sealing: dict[str, Any] = sealing_of(found.sse, found.sse_kms_key_id, found.sse_bucket_key)
+    return replace(found, **sealing)
+
+
+def _of_options(options: Mapping[str, Any]) -> S3Settings:
     client = _checked(options.get("client_kwargs", {}), _S3_CLIENT, "client_kwargs")
     config = _checked(options.get("config_kwargs", {}), _S3_CONFIG, "config_kwargs")
     inner = _checked(config.get("s3", {}), _S3_ADDRESSING, "config_kwargs['s3']")
@@ -234,8 +242,8 @@ def _check_s3(found: S3Settings) -> None:
         raise ConfigError("choose one of 'anon', 'key' with 'secret', and 'profile'")
     if found.addressing_style not in (None, "path", "virtual", "auto"):
         raise ConfigError("'addressing_style' must be 'path', 'virtual' or 'auto'")
-    if found.sse not in (None, *_SSE):
-        raise ConfigError(f"'ServerSideEncryption' must be one of {', '.join(_SSE)}")
+    if found.sse not in (None, *SSE):
+        raise ConfigError(f"'ServerSideEncryption' must be one of {', '.join(SSE)}")
     of_kms = (found.sse_kms_key_id, found.sse_bucket_key)
     if any(value is not None for value in of_kms) and found.sse in (None, "AES256"):
         raise ConfigError(
