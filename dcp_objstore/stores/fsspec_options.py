@@ -8,24 +8,31 @@ are secrets nobody knows, so all but a few well-known ones are taken for secrets
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
+from dcp_objstore.errors import (
+    ConfigError,
+    CredentialsError,
+    DcpObjstoreError,
+    StoreUnavailableError,
+)
 from dcp_objstore.stores.boto3_checksums import Checksums, checksums_for
 from dcp_objstore.stores.client_makers import gcs_endpoint, gcs_payer
 from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.fsspec_errors import translate_fsspec
 from dcp_objstore.stores.fsspec_ways import is_gcsfs, is_s3fs
-from dcp_objstore.stores.options import s3_settings
+from dcp_objstore.stores.options import is_foreign, is_secret, s3_settings
 from dcp_objstore.stores.servers import s3_requester_pays, s3_server, server_url
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores.urls import StoreUrl
 
+_SHORT = 4  # shorter than that, a value is a part of many words
 FILESYSTEM = "fs"  # the option that holds a filesystem object
 
 
@@ -95,7 +102,8 @@ def make_filesystems(
 
     Raises:
         ConfigError: the filesystem's package is not installed, or it does not take the options.
-        CredentialsError: options were left behind when the spec was pickled.
+        CredentialsError: options were left behind when the spec was pickled, or are refused.
+        StoreUnavailableError: the filesystem connects at once, and cannot.
     """
     if stripped:
         raise CredentialsError(
@@ -112,9 +120,13 @@ def make_filesystems(
         raise
     except Exception as error:  # noqa: BLE001  each filesystem has its own
         kind = type(translate_fsspec(error))
-        text = _hidden(str(error), options)
+        text = _hidden(str(error), options, foreign=is_foreign(url.scheme))
+        text = text or f"it says no more; its options are {', '.join(options) or 'none'}"
+        if kind is StoreUnavailableError:
+            text += "; check the host, the port and that the server runs"
         # Not `from error`: its text and its frames may show a secret.
-        raise (CredentialsError if kind is CredentialsError else ConfigError)(
+        kept = (CredentialsError, StoreUnavailableError)
+        raise (kind if kind in kept else ConfigError)(
             f"fsspec cannot make a filesystem for {url.scheme}://: {type(error).__name__}: {text}"
         ) from None
 
@@ -260,10 +272,14 @@ def _gs(
     return given
 
 
-def _hidden(text: str, options: Mapping[str, Any]) -> str:
-    for value in options.values():
+def _hidden(text: str, options: Mapping[str, Any], *, foreign: bool) -> str:
+    """The text without what may be secret; what is short only where it stands by itself."""
+    for name, value in options.items():
         if isinstance(value, Mapping):
-            text = _hidden(text, value)
-        elif isinstance(value, str) and value:
-            text = text.replace(value, "***")
+            text = _hidden(text, value, foreign=foreign)
+        elif isinstance(value, str) and value and is_secret(name, value, foreign=foreign):
+            found = re.escape(value)
+            if len(value) < _SHORT:
+                found = rf"(?<!\w){found}(?!\w)"
+            text = re.sub(found, "***", text)
     return text
