@@ -24,6 +24,11 @@ from dcp_objstore.stores.boto3_checksums import Checksums, checksums_for
 from dcp_objstore.stores.client_makers import gcs_endpoint, gcs_payer
 from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.fsspec_errors import translate_fsspec
+from dcp_objstore.stores.fsspec_greeting import (
+    ANSWER_TIMEOUT_SECONDS,
+    CONNECT_TIMEOUT_SECONDS,
+    Greeting,
+)
 from dcp_objstore.stores.fsspec_ways import is_gcsfs, is_s3fs
 from dcp_objstore.stores.options import is_foreign, is_secret, s3_settings
 from dcp_objstore.stores.servers import s3_requester_pays, s3_server, server_url
@@ -45,12 +50,14 @@ class Filesystems:
         once: for requests that are sent once; the same object where retries are not ours to set.
         endpoint_url: the server, where the filesystem has such an option.
         checksums: that go with bodies over s3fs.
+        greeting: the first contact with the server, where it is ours to make.
     """
 
     fs: Any
     once: Any
     endpoint_url: str | None
     checksums: Checksums = field(default_factory=lambda: Checksums(None))
+    greeting: Greeting | None = None
 
 
 def protocols(fs: object) -> Collection[str]:
@@ -142,7 +149,8 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
         fs = cls(**given, **plain)
         _set_tries(fs, 1 + config.max_retries)
         checksums = checksums_for(s3_settings(options), endpoint_url)
-        return replace(_with_once(fs, endpoint_url=endpoint_url), checksums=checksums)
+        found = replace(_with_once(fs, endpoint_url=endpoint_url), checksums=checksums)
+        return _with_greeting(found, url, config)
     if url.scheme == "gs":
         endpoint_url = gcs_endpoint(options)
         if endpoint_url is not None:
@@ -156,7 +164,7 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
             cls = GCSFileSystem
         fs = cls(**_gs(options, endpoint_url, config), **plain)
         _set_tries(fs, 1 + config.max_retries)
-        return _with_once(fs, endpoint_url=endpoint_url)
+        return _with_greeting(_with_once(fs, endpoint_url=endpoint_url), url, config)
     cls = get_filesystem_class(url.scheme)
     if url.scheme in ("file", "memory"):
         fs = cls(skip_instance_cache=True)
@@ -180,6 +188,28 @@ def _with_once(fs: Any, endpoint_url: str | None) -> Filesystems:
     return Filesystems(fs, once, endpoint_url)
 
 
+def _with_greeting(found: Filesystems, url: StoreUrl, config: TransferConfig) -> Filesystems:
+    once, endpoint_url = found.once, found.endpoint_url
+    connect = min(CONNECT_TIMEOUT_SECONDS, config.connect_timeout_seconds)
+    answer = min(ANSWER_TIMEOUT_SECONDS, config.request_timeout_seconds)
+
+    def make() -> Any:
+        options = dict(once.storage_options)
+        if is_s3fs(once):
+            of_client = {"connect_timeout": connect, "read_timeout": answer}
+            options["config_kwargs"] = {**options["config_kwargs"], **of_client}
+        else:
+            import aiohttp
+
+            timeout = aiohttp.ClientTimeout(total=answer, sock_connect=connect)
+            options["requests_timeout"] = timeout
+        fs = type(once)(*once.storage_args, **{**options, "skip_instance_cache": True})
+        _set_tries(fs, 1)
+        return fs
+
+    return replace(found, greeting=Greeting(make, url.bucket, endpoint_url))
+
+
 def _no_retries() -> dict[str, int]:
     return {"total_max_attempts": 1}
 
@@ -193,7 +223,9 @@ def _set_tries(fs: Any, tries: int) -> None:
 
     # gcsfs has the number fixed in a decorator.
     plain = getattr(type(fs)._request, "__wrapped__", None)
-    if plain is not None:
+    if plain is not None and tries == 1:
+        fs._request = MethodType(plain, fs)  # the decorator would log the error, with its frames
+    elif plain is not None:
         fs._request = MethodType(retry_request(retries=tries)(plain), fs)
 
 
