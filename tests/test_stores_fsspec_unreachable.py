@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import PermissionDeniedError, StoreUnavailableError
+from dcp_objstore.errors import ConfigError, PermissionDeniedError, StoreUnavailableError
 from dcp_objstore.stores import ObjectStore, fsspec_options, open_store
 from dcp_objstore.stores import fsspec_greeting as greeting
 from dcp_objstore.stores.fsspec_errors import translate_fsspec
@@ -110,6 +110,14 @@ def test_a_server_that_refuses_has_been_reached_and_is_not_greeted_again(
             store.put("k", b"body")
     greetings = [one for one in forbidding.requests if one.split()[0] in ("HEAD", "GET")]
     assert len(greetings) == 1
+
+
+def test_tls_where_there_is_none_is_a_wrong_setting_and_is_tried_once(
+    forbidding: Listener,
+) -> None:
+    with pytest.raises(ConfigError, match="SSL"):
+        at("s3://bucket/run", S3, forbidding.url.replace("http:", "https:")).put("k", b"body")
+    assert len(forbidding.requests) == 1
 
 
 def test_a_connection_that_was_never_made_is_no_wrong_setting() -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dcp_objstore.errors import StoreUnavailableError
+from dcp_objstore.errors import ConfigError, StoreUnavailableError
 from dcp_objstore.stores.fsspec_errors import status_and_code, translate_fsspec
 from dcp_objstore.stores.fsspec_ways import is_s3fs
 from dcp_objstore.stores.translate import redacted
@@ -49,6 +49,7 @@ class Greeting:
         Raises:
             StoreUnavailableError: it was not, after about five seconds for one that is not there,
                 and twenty for one that says nothing.
+            Exception: of the filesystem's, at once, for a setting by which no request can be made.
         """
         if self._reached:
             return
@@ -67,6 +68,8 @@ class Greeting:
                 else:
                     fs.call("GET", "b/{}", self._bucket)
             except Exception as error:
+                if _is_wrong(error):
+                    raise
                 if not _is_silence(error):
                     return
                 if time.monotonic() + _PAUSE_SECONDS > last:
@@ -78,6 +81,12 @@ class Greeting:
                 time.sleep(_PAUSE_SECONDS)
             else:
                 return
+
+
+def _is_wrong(error: Exception) -> bool:
+    """Whether a setting keeps it from being asked at all; both would try that again."""
+    no_answer = status_and_code(error)[0] is None
+    return no_answer and isinstance(translate_fsspec(error), ConfigError)
 
 
 def _is_silence(error: Exception) -> bool:
