@@ -16,7 +16,12 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import ConfigError, CredentialsError, InvalidUrlError
+from dcp_objstore.errors import (
+    ConfigError,
+    CredentialsError,
+    InvalidUrlError,
+    StoreUnavailableError,
+)
 from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.local import LocalStore
 from dcp_objstore.stores.urls import is_supported_url, parse_url
@@ -157,6 +162,29 @@ def test_what_the_filesystem_says_of_its_options_is_shown_without_their_values()
     with pytest.raises(ConfigError, match=r"\*\*\* with \*\*\* was not let in") as caught:
         open_store("logging-in://x", {"name": SECRET, "passphrase": "wrong"})
     assert SECRET not in str(caught.value)
+
+
+def test_short_values_and_public_ones_leave_the_text_of_an_error_readable() -> None:
+    class Refusing(MemoryFileSystem):
+        def __init__(self, **kwargs: object) -> None:
+            raise ConnectionRefusedError(f"connection to {kwargs['host']} refused for {kwargs}")
+
+    fsspec.register_implementation("refusing", Refusing, clobber=True)
+    with pytest.raises(StoreUnavailableError, match="check the host, the port") as caught:
+        open_store("refusing://x", {"host": "here", "username": "u", "password": "pw"})
+    assert "connection to here refused for" in str(caught.value)
+    assert "'***'" in str(caught.value)
+    assert "pw" not in str(caught.value)
+
+
+def test_a_filesystem_that_refuses_without_a_word_still_gives_a_text() -> None:
+    class Silent(MemoryFileSystem):
+        def __init__(self, **kwargs: object) -> None:
+            raise ValueError
+
+    fsspec.register_implementation("silent", Silent, clobber=True)
+    with pytest.raises(ConfigError, match="ValueError: it says no more; its options are a, b"):
+        open_store("silent://x", {"a": "1", "b": SECRET})
 
 
 def test_a_package_that_is_missing_is_named() -> None:

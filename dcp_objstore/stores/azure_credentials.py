@@ -85,6 +85,14 @@ def find_azure_credentials(
         ConfigError: no account is named, or options contradict each other.
     """
     given = _from_options(options)
+    if "client_secret" not in (*options, *stripped):
+        idle = [name for name in ("client_id", "tenant_id") if name in options]
+        if idle:
+            raise ConfigError(
+                f"{', '.join(map(repr, idle))} in storage_options have no effect without"
+                " 'client_secret'; for an identity without a secret pass a 'credential' of"
+                " azure-identity"
+            )
     parts = (
         _connection_parts(options["connection_string"]) if "connection_string" in options else {}
     )

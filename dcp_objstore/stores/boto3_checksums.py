@@ -40,7 +40,8 @@ class Checksums:
     def __init__(self, algorithm: str | None) -> None:
         if algorithm not in (None, "SHA256", *_DIGEST_BYTES):
             raise ConfigError(
-                f"transport 'boto3' sends CRC32, CRC32C, CRC64NVME or SHA256, not {algorithm!r}"
+                "transports 'boto3' and 'fsspec' send CRC32, CRC32C, CRC64NVME or SHA256,"
+                f" not {algorithm!r}"
             )
         self._algorithm = algorithm
         self._crc: _Crc | None = None
@@ -98,7 +99,7 @@ def _crc(algorithm: str) -> _Crc:
         found = getattr(checksums, algorithm.lower(), None)
     if found is None:
         raise ConfigError(
-            f"transport 'boto3' takes {algorithm} from awscrt, which is not installed or too old:"
-            " pip install 'botocore[crt]', or choose CRC32 or SHA256"
+            f"transports 'boto3' and 'fsspec' take {algorithm} from awscrt, which is not installed"
+            " or too old: pip install 'botocore[crt]', or choose CRC32 or SHA256"
         )
     return found

@@ -61,6 +61,8 @@ _OF_LIBRARIES: tuple[tuple[str, str, type[DcpObjstoreError]], ...] = (
     ("botocore.exceptions", "CredentialRetrievalError", CredentialsError),
     ("botocore.exceptions", "TokenRetrievalError", CredentialsError),
     ("botocore.exceptions", "HTTPClientError", StoreUnavailableError),
+    ("botocore.exceptions", "SSLError", ConfigError),
+    ("botocore.exceptions", "ConnectionError", StoreUnavailableError),
     ("botocore.exceptions", "BotoCoreError", ConfigError),
     ("google.auth.exceptions", "TransportError", StoreUnavailableError),
     ("google.auth.exceptions", "GoogleAuthError", CredentialsError),
@@ -69,6 +71,14 @@ _OF_LIBRARIES: tuple[tuple[str, str, type[DcpObjstoreError]], ...] = (
     ("urllib3.exceptions", "HTTPError", StoreUnavailableError),
     ("paramiko", "AuthenticationException", CredentialsError),
     ("paramiko", "SSHException", StoreUnavailableError),
+)
+# Of them, those by which no connection was made.
+_UNREACHED = (
+    ("botocore.exceptions", "EndpointConnectionError"),
+    ("botocore.exceptions", "ConnectTimeoutError"),
+    ("botocore.exceptions", "ProxyConnectionError"),
+    ("aiohttp", "ClientConnectorError"),
+    ("aiohttp", "ServerTimeoutError"),
 )
 
 
@@ -92,7 +102,10 @@ def translate_fsspec(
     kind = _kind(error)
     if type(error) is OSError and error.errno is None and error.__cause__ is None:
         kind = bare
-    return kind(f"{type(error).__name__}: {error}".removesuffix(": "))
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if kind is StoreUnavailableError and status_and_code(error)[0] is None and _is_unreached(error):
+        text += "; check endpoint_url and that the server runs"
+    return kind(text)
 
 
 def status_and_code(error: BaseException) -> tuple[int | None, str | None]:
@@ -128,6 +141,14 @@ def _kind(error: BaseException) -> type[DcpObjstoreError]:
     if isinstance(error, OSError) and error.errno in _BY_ERRNO:
         return _BY_ERRNO[error.errno]
     return next((ours for kind, ours in _BY_TYPE if isinstance(error, kind)), DcpObjstoreError)
+
+
+def _is_unreached(error: BaseException) -> bool:
+    """Whether no connection could be made."""
+    kinds: list[type[BaseException]] = [ConnectionRefusedError]
+    for module, name in _UNREACHED:
+        kinds += [found] if (found := getattr(sys.modules.get(module), name, None)) else []
+    return any(isinstance(one, tuple(kinds)) for one in _chain(error))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -8,20 +8,36 @@ are secrets nobody knows, so all but a few well-known ones are taken for secrets
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
+from dcp_objstore.errors import (
+    ConfigError,
+    CredentialsError,
+    DcpObjstoreError,
+    StoreUnavailableError,
+)
+from dcp_objstore.stores.boto3_checksums import Checksums, checksums_for
+from dcp_objstore.stores.client_makers import gcs_endpoint, gcs_payer
+from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.fsspec_errors import translate_fsspec
+from dcp_objstore.stores.fsspec_greeting import (
+    ANSWER_TIMEOUT_SECONDS,
+    CONNECT_TIMEOUT_SECONDS,
+    Greeting,
+)
 from dcp_objstore.stores.fsspec_ways import is_gcsfs, is_s3fs
-from dcp_objstore.stores.options import s3_settings
+from dcp_objstore.stores.options import is_foreign, is_secret, s3_settings
+from dcp_objstore.stores.servers import s3_requester_pays, s3_server, server_url
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores.urls import StoreUrl
 
+_SHORT = 4  # shorter than that, a value is a part of many words
 FILESYSTEM = "fs"  # the option that holds a filesystem object
 
 
@@ -33,11 +49,15 @@ class Filesystems:
         fs: for everything.
         once: for requests that are sent once; the same object where retries are not ours to set.
         endpoint_url: the server, where the filesystem has such an option.
+        checksums: that go with bodies over s3fs.
+        greeting: the first contact with the server, where it is ours to make.
     """
 
     fs: Any
     once: Any
     endpoint_url: str | None
+    checksums: Checksums = field(default_factory=lambda: Checksums(None))
+    greeting: Greeting | None = None
 
 
 def protocols(fs: object) -> Collection[str]:
@@ -89,7 +109,8 @@ def make_filesystems(
 
     Raises:
         ConfigError: the filesystem's package is not installed, or it does not take the options.
-        CredentialsError: options were left behind when the spec was pickled.
+        CredentialsError: options were left behind when the spec was pickled, or are refused.
+        StoreUnavailableError: the filesystem connects at once, and cannot.
     """
     if stripped:
         raise CredentialsError(
@@ -106,9 +127,13 @@ def make_filesystems(
         raise
     except Exception as error:  # noqa: BLE001  each filesystem has its own
         kind = type(translate_fsspec(error))
-        text = _hidden(str(error), options)
+        text = _hidden(str(error), options, foreign=is_foreign(url.scheme))
+        text = text or f"it says no more; its options are {', '.join(options) or 'none'}"
+        if kind is StoreUnavailableError:
+            text += "; check the host, the port and that the server runs"
         # Not `from error`: its text and its frames may show a secret.
-        raise (CredentialsError if kind is CredentialsError else ConfigError)(
+        kept = (CredentialsError, StoreUnavailableError)
+        raise (kind if kind in kept else ConfigError)(
             f"fsspec cannot make a filesystem for {url.scheme}://: {type(error).__name__}: {text}"
         ) from None
 
@@ -123,9 +148,13 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
         endpoint_url = given["endpoint_url"]
         fs = cls(**given, **plain)
         _set_tries(fs, 1 + config.max_retries)
-        return _with_once(fs, endpoint_url=endpoint_url)
+        checksums = checksums_for(s3_settings(options), endpoint_url)
+        found = replace(_with_once(fs, endpoint_url=endpoint_url), checksums=checksums)
+        return _with_greeting(found, url, config)
     if url.scheme == "gs":
-        endpoint_url = options.get("base_url") or options.get("endpoint_url")
+        endpoint_url = gcs_endpoint(options)
+        if endpoint_url is not None:
+            endpoint_url = server_url(endpoint_url, use_ssl=True)
         cls = get_filesystem_class("gs")
         if endpoint_url is not None:
             # The newer class asks Google over gRPC what kind of bucket it is: a minute of
@@ -135,7 +164,7 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
             cls = GCSFileSystem
         fs = cls(**_gs(options, endpoint_url, config), **plain)
         _set_tries(fs, 1 + config.max_retries)
-        return _with_once(fs, endpoint_url=endpoint_url)
+        return _with_greeting(_with_once(fs, endpoint_url=endpoint_url), url, config)
     cls = get_filesystem_class(url.scheme)
     if url.scheme in ("file", "memory"):
         fs = cls(skip_instance_cache=True)
@@ -159,6 +188,28 @@ def _with_once(fs: Any, endpoint_url: str | None) -> Filesystems:
     return Filesystems(fs, once, endpoint_url)
 
 
+def _with_greeting(found: Filesystems, url: StoreUrl, config: TransferConfig) -> Filesystems:
+    once, endpoint_url = found.once, found.endpoint_url
+    connect = min(CONNECT_TIMEOUT_SECONDS, config.connect_timeout_seconds)
+    answer = min(ANSWER_TIMEOUT_SECONDS, config.request_timeout_seconds)
+
+    def make() -> Any:
+        options = dict(once.storage_options)
+        if is_s3fs(once):
+            of_client = {"connect_timeout": connect, "read_timeout": answer}
+            options["config_kwargs"] = {**options["config_kwargs"], **of_client}
+        else:
+            import aiohttp
+
+            timeout = aiohttp.ClientTimeout(total=answer, sock_connect=connect)
+            options["requests_timeout"] = timeout
+        fs = type(once)(*once.storage_args, **{**options, "skip_instance_cache": True})
+        _set_tries(fs, 1)
+        return fs
+
+    return replace(found, greeting=Greeting(make, url.bucket, endpoint_url))
+
+
 def _no_retries() -> dict[str, int]:
     return {"total_max_attempts": 1}
 
@@ -172,7 +223,9 @@ def _set_tries(fs: Any, tries: int) -> None:
 
     # gcsfs has the number fixed in a decorator.
     plain = getattr(type(fs)._request, "__wrapped__", None)
-    if plain is not None:
+    if plain is not None and tries == 1:
+        fs._request = MethodType(plain, fs)  # the decorator would log the error, with its frames
+    elif plain is not None:
         fs._request = MethodType(retry_request(retries=tries)(plain), fs)
 
 
@@ -187,21 +240,22 @@ def _forget_listings(fs: Any) -> None:
 def _s3(options: Mapping[str, Any], config: TransferConfig) -> dict[str, Any]:
     settings = s3_settings(options)
     style = settings.addressing_style
+    # What is not told here, botocore looks up in the profile.
+    endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
     region = settings.region or os.environ.get("AWS_REGION")
     extra = {
         "ServerSideEncryption": settings.sse,
         "SSEKMSKeyId": settings.sse_kms_key_id,
         "BucketKeyEnabled": settings.sse_bucket_key,
-        "ChecksumAlgorithm": settings.checksum_algorithm,
     }
     given: dict[str, Any] = {
         "anon": settings.anon,
         "key": settings.key,
         "secret": settings.secret,
         "token": settings.token,
-        "endpoint_url": settings.endpoint_url,
+        "endpoint_url": endpoint_url and server_url(endpoint_url, use_ssl=settings.use_ssl),
         "use_ssl": settings.use_ssl,
-        "requester_pays": settings.requester_pays,
+        "requester_pays": s3_requester_pays(settings),
         "s3_additional_kwargs": {name: value for name, value in extra.items() if value is not None},
         "client_kwargs": {
             "verify": None if settings.verify is True else settings.verify,
@@ -244,13 +298,20 @@ def _gs(
     }
     if options.get("project") is not None:
         given["project"] = options["project"]
+    payer = gcs_payer(options)
+    if payer is not None:
+        given["requester_pays"] = payer
     return given
 
 
-def _hidden(text: str, options: Mapping[str, Any]) -> str:
-    for value in options.values():
+def _hidden(text: str, options: Mapping[str, Any], *, foreign: bool) -> str:
+    """The text without what may be secret; what is short only where it stands by itself."""
+    for name, value in options.items():
         if isinstance(value, Mapping):
-            text = _hidden(text, value)
-        elif isinstance(value, str) and value:
-            text = text.replace(value, "***")
+            text = _hidden(text, value, foreign=foreign)
+        elif isinstance(value, str) and value and is_secret(name, value, foreign=foreign):
+            found = re.escape(value)
+            if len(value) < _SHORT:
+                found = rf"(?<!\w){found}(?!\w)"
+            text = re.sub(found, "***", text)
     return text

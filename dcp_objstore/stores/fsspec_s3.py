@@ -60,7 +60,9 @@ class S3fsStore(FsspecStore):
         elif precondition is not None:
             raise UnsupportedError(f"not a precondition: {precondition!r}")
         try:
-            answer = fs.call_s3("put_object", **self._place(path), Body=body, **condition)
+            answer = fs.call_s3(
+                "put_object", **self._place(path), Body=body, **condition, **self._checksum(body)
+            )
         except Exception as error:
             found = translate_fsspec(error)
             if "IfMatch" in condition and isinstance(found, ObjectNotFoundError):
@@ -78,23 +80,27 @@ class S3fsStore(FsspecStore):
         if size < part_size_bytes:
             return self._put(path, b"".join(first), None, retry=True)
         place = self._place(path)
-        upload_id = self._fs.call_s3("create_multipart_upload", **place)["UploadId"]
+        beginning = self._filesystems.checksums.beginning
+        upload_id = self._fs.call_s3("create_multipart_upload", **place, **beginning)["UploadId"]
         upload = {**place, "UploadId": upload_id}
         # With each part the buffers that it was made of: their end is the caller's sign that it
         # has arrived.
-        pending: dict[Future[Any], tuple[int, list[memoryview]]] = {}
-        tags: dict[int, str] = {}
+        pending: dict[Future[Any], tuple[dict[str, Any], list[memoryview]]] = {}
+        sent: list[dict[str, Any]] = []
         number = 0
         try:
             while first:
                 number += 1
-                pending[self._start_part(upload, number, b"".join(first))] = (number, first)
+                body = b"".join(first)
+                part = {"PartNumber": number, **self._checksum(body)}
+                pending[self._start_part(upload, part, body)] = (part, first)
                 while len(pending) >= max_concurrency:
-                    self._collect(pending, tags)
+                    self._collect(pending, sent)
                 first = list(next(parts, ()))
             while pending:
-                self._collect(pending, tags)
-            listed = [{"PartNumber": number, "ETag": tags[number]} for number in sorted(tags)]
+                self._collect(pending, sent)
+            # With the checksums again, as over boto3 (`boto3_upload`).
+            listed = sorted(sent, key=lambda part: part["PartNumber"])
             answer = self._fs.call_s3(
                 "complete_multipart_upload", **upload, MultipartUpload={"Parts": listed}
             )
@@ -105,17 +111,20 @@ class S3fsStore(FsspecStore):
             raise
         return Version(answer["ETag"])
 
-    def _start_part(self, upload: Mapping[str, Any], number: int, body: bytes) -> Future[Any]:
-        call = self._fs._call_s3("upload_part", **upload, PartNumber=number, Body=body)
+    def _start_part(
+        self, upload: Mapping[str, Any], part: Mapping[str, Any], body: bytes
+    ) -> Future[Any]:
+        call = self._fs._call_s3("upload_part", **upload, **part, Body=body)
         return asyncio.run_coroutine_threadsafe(call, self._fs.loop)
 
     @staticmethod
     def _collect(
-        pending: dict[Future[Any], tuple[int, list[memoryview]]], tags: dict[int, str]
+        pending: dict[Future[Any], tuple[dict[str, Any], list[memoryview]]],
+        sent: list[dict[str, Any]],
     ) -> None:
         for future in wait(pending, return_when=FIRST_COMPLETED).done:
-            number, _ = pending.pop(future)
-            tags[number] = future.result()["ETag"]
+            part, _ = pending.pop(future)
+            sent.append({**part, "ETag": future.result()["ETag"]})
 
     def _abort(self, upload: Mapping[str, Any], cause: BaseException) -> None:
         try:
@@ -149,6 +158,9 @@ class S3fsStore(FsspecStore):
         if len(body) != size:
             raise CorruptDataError(f"the store announced {size} bytes and sent {len(body)}")
         return body, ObjectMeta(key, size, Version(answer["ETag"]), answer["LastModified"])
+
+    def _checksum(self, body: bytes) -> dict[str, str]:
+        return self._filesystems.checksums.of([memoryview(body)])
 
     def _place(self, path: str) -> dict[str, str]:
         bucket, key, _ = self._fs.split_path(path)

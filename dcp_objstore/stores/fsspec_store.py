@@ -376,6 +376,8 @@ class FsspecStore(RootedStore):
                 " was forked; its event loop is not here. Open it again in this process"
             )
         with self._located(key, self._translate):
+            if self._filesystems.greeting is not None:
+                self._filesystems.greeting.once()
             yield path
 
     def _translate(self, error: Exception) -> DcpObjstoreError:

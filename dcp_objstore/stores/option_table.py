@@ -6,6 +6,7 @@ It is data, for the README's tables and for hints at an option that has another 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -128,9 +129,9 @@ _S3: Final[Sequence[Option]] = (
     Option(
         "s3_additional_kwargs.ChecksumAlgorithm",
         "sent with each body, which the server then checks: `CRC64NVME` (default on AWS), `SHA256`"
-        " or `none` (default elsewhere). Transport `boto3` also sends `CRC32` and `CRC32C`; what is"
-        " not SHA256 or CRC32 it takes from awscrt (`pip install 'botocore[crt]'`), without which"
-        " its default on AWS is `none`",
+        " or `none` (default elsewhere). Transports `boto3` and `fsspec` also send `CRC32` and"
+        " `CRC32C`; what is not SHA256 or CRC32 they take from awscrt (`pip install"
+        " 'botocore[crt]'`), without which their default on AWS is `none`",
         native=("checksum_algorithm", "aws_checksum_algorithm"),
         environment=("AWS_CHECKSUM_ALGORITHM",),
     ),
@@ -290,3 +291,45 @@ def markdown(scheme: str) -> str:
 
 def _code(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+# What other tools call an option: the first of these names that a store has is meant.
+_OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "access_key": ("key", "account_key"),
+    "access_key_id": ("key",),
+    "aws_access_key_id": ("key",),
+    "secret_key": ("secret",),
+    "secret_access_key": ("secret",),
+    "aws_secret_access_key": ("secret",),
+    "session_token": ("token",),
+    "aws_session_token": ("token",),
+    "bearer_token": ("token", "credential"),
+    "token": ("credential",),
+    "credentials": ("token", "credential"),
+    "service_account": ("token",),
+    "service_account_key": ("token",),
+    "application_credentials": ("token",),
+    "user_project": ("requester_pays",),
+    "key": ("account_key",),
+    "sas_key": ("sas_token",),
+    "account": ("account_name",),
+    "endpoint": ("endpoint_url",),
+    "account_url": ("endpoint_url",),
+    "anonymous": ("anon",),
+    "skip_signature": ("anon",),
+}
+
+
+def unknown(name: object, known: Mapping[str, object], where: str, scheme: str) -> str:
+    """What to say of a name that is not known: which one may be meant, and which are known."""
+    text = str(name)
+    close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
+    meant = [other for other in _OTHER_NAMES.get(text, ()) if other in known]
+    nearest = next(iter([*meant, *close]), None)
+    advice = f"; did you mean {nearest!r}?" if nearest else ""
+    spelled = hint(scheme, text, known)
+    advice = f"; {spelled}" if spelled else advice
+    if not known:
+        return f"{where} take no options, got {text!r}"
+    advice = advice if advice.endswith(("?", ".")) else f"{advice}."
+    return f"unknown option {text!r} in {where}{advice} Known: {', '.join(known)}."

@@ -6,14 +6,14 @@ only tune fsspec itself (`default_block_size`, `listings_expiry_time`, …) are 
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import option_table
+from dcp_objstore.stores.s3_environment import SSE, sealing_of
 
 # What each option must be. A tuple of types as for isinstance.
 _TEXT = (str,)
@@ -37,6 +37,7 @@ _S3: dict[str, tuple[type, ...]] = {
     "s3_additional_kwargs": (Mapping,),
     "transport": _TEXT,
 }
+_ALSO = {"region": ("region_name",)}
 _S3_CLIENT: dict[str, tuple[type, ...]] = {
     "endpoint_url": _TEXT,
     "region_name": _TEXT,
@@ -54,7 +55,6 @@ _S3_EXTRA: dict[str, tuple[type, ...]] = {
     "BucketKeyEnabled": _FLAG,
     "ChecksumAlgorithm": _TEXT,
 }
-_SSE = ("AES256", "aws:kms", "aws:kms:dsse")
 # "none" is ours: it turns the default off.
 _CHECKSUMS = ("CRC64NVME", "SHA256", "CRC32", "CRC32C", "none")
 _GS: dict[str, tuple[type, ...]] = {
@@ -170,7 +170,16 @@ def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str
     given = _checked(options, _KNOWN[scheme], f"storage_options for {scheme}://", scheme)
     endpoints = [given.get(name) for name in ("endpoint_url", "base_url", "account_host")]
     if scheme == "s3":
-        endpoints.append(s3_settings(given).endpoint_url)
+        endpoints.append(_of_options(given).endpoint_url)
+    elif scheme == "gs":
+        the_one({name: given.get(name) for name in ("endpoint_url", "base_url")})
+        payer = given.get("requester_pays")
+        if isinstance(payer, str) and given.get("project") not in (None, payer):
+            raise ConfigError(
+                "'requester_pays' and 'project' name two projects that are to pay; say it once"
+            )
+    elif scheme == "az":
+        the_one({name: given.get(name) for name in ("endpoint_url", "account_host")})
     for endpoint in endpoints:
         if endpoint is not None:
             check_endpoint(endpoint)
@@ -190,28 +199,44 @@ def check_endpoint(text: str) -> None:
 def s3_settings(options: Mapping[str, Any]) -> S3Settings:
     """Gather the options and their aliases inside `client_kwargs` and `config_kwargs`.
 
+    How the store is to encrypt comes from the environment where the options leave it open.
+
     Raises:
-        ConfigError: see `check_options`.
+        ConfigError: see `check_options` and `sealing_of`.
     """
+    found = _of_options(options)
+    sealing: dict[str, Any] = sealing_of(found.sse, found.sse_kms_key_id, found.sse_bucket_key)
+    return replace(found, **sealing)
+
+
+def _of_options(options: Mapping[str, Any]) -> S3Settings:
     client = _checked(options.get("client_kwargs", {}), _S3_CLIENT, "client_kwargs")
     config = _checked(options.get("config_kwargs", {}), _S3_CONFIG, "config_kwargs")
     inner = _checked(config.get("s3", {}), _S3_ADDRESSING, "config_kwargs['s3']")
     extra = _checked(options.get("s3_additional_kwargs", {}), _S3_EXTRA, "s3_additional_kwargs")
 
-    def first(*values: Any) -> Any:
-        return next((value for value in values if value is not None), None)
+    def one(name: str, inside: str) -> Any:
+        """The option, or the same setting in `client_kwargs`; both must say the same."""
+        named = {spelled: options.get(spelled) for spelled in (name, *_ALSO.get(name, ()))}
+        return the_one({**named, f"client_kwargs[{inside!r}]": client.get(inside)})
 
+    use_ssl, verify = one("use_ssl", "use_ssl"), one("verify", "verify")
     found = S3Settings(
-        key=first(options.get("key"), client.get("aws_access_key_id")),
-        secret=first(options.get("secret"), client.get("aws_secret_access_key")),
-        token=first(options.get("token"), client.get("aws_session_token")),
+        key=one("key", "aws_access_key_id"),
+        secret=one("secret", "aws_secret_access_key"),
+        token=one("token", "aws_session_token"),
         profile=options.get("profile"),
         anon=bool(options.get("anon", False)),
-        endpoint_url=first(options.get("endpoint_url"), client.get("endpoint_url")),
-        region=first(options.get("region"), options.get("region_name"), client.get("region_name")),
-        use_ssl=first(options.get("use_ssl"), client.get("use_ssl"), True),
-        verify=first(options.get("verify"), client.get("verify"), True),
-        addressing_style=first(options.get("addressing_style"), inner.get("addressing_style")),
+        endpoint_url=one("endpoint_url", "endpoint_url"),
+        region=one("region", "region_name"),
+        use_ssl=True if use_ssl is None else use_ssl,
+        verify=True if verify is None else verify,
+        addressing_style=the_one(
+            {
+                "addressing_style": options.get("addressing_style"),
+                "config_kwargs['s3']['addressing_style']": inner.get("addressing_style"),
+            }
+        ),
         requester_pays=bool(options.get("requester_pays", False)),
         sign_payload=bool(options.get("sign_payload", False)),
         sse=extra.get("ServerSideEncryption"),
@@ -221,6 +246,19 @@ def s3_settings(options: Mapping[str, Any]) -> S3Settings:
     )
     _check_s3(found)
     return found
+
+
+def the_one(named: Mapping[str, Any]) -> Any:
+    """The value of a setting that may be spelled in several ways; None where nobody gave it.
+
+    Raises:
+        ConfigError: they contradict each other. No value is repeated.
+    """
+    given = {name: value for name, value in named.items() if value is not None}
+    values = list(given.values())
+    if any(value != values[0] for value in values):
+        raise ConfigError(f"storage_options contradict each other: {', '.join(given)}; say it once")
+    return values[0] if values else None
 
 
 def _check_s3(found: S3Settings) -> None:
@@ -234,8 +272,8 @@ def _check_s3(found: S3Settings) -> None:
         raise ConfigError("choose one of 'anon', 'key' with 'secret', and 'profile'")
     if found.addressing_style not in (None, "path", "virtual", "auto"):
         raise ConfigError("'addressing_style' must be 'path', 'virtual' or 'auto'")
-    if found.sse not in (None, *_SSE):
-        raise ConfigError(f"'ServerSideEncryption' must be one of {', '.join(_SSE)}")
+    if found.sse not in (None, *SSE):
+        raise ConfigError(f"'ServerSideEncryption' must be one of {', '.join(SSE)}")
     of_kms = (found.sse_kms_key_id, found.sse_bucket_key)
     if any(value is not None for value in of_kms) and found.sse in (None, "AES256"):
         raise ConfigError(
@@ -312,12 +350,15 @@ def _checked(
     result: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:
-            raise ConfigError(_unknown(name, known, where, scheme))
+            raise ConfigError(option_table.unknown(name, known, where, scheme))
         if value is None:
             continue
         if not isinstance(value, known[name]):
             kinds = " or ".join(kind.__name__ for kind in known[name])
             raise ConfigError(f"{name!r} in {where} must be {kinds}, got {type(value).__name__}")
+        if isinstance(value, str) and not value.strip():
+            # Taken as not given, it would lead to another server or to other credentials.
+            raise ConfigError(f"{name!r} in {where} is empty; give it a value, or leave it out")
         if name in _SECRETS and isinstance(value, str) and _cannot_be_sent(value):
             raise ConfigError(f"{name!r} in {where} holds a line break or control character")
         result[name] = dict(value) if isinstance(value, Mapping) else value
@@ -327,43 +368,3 @@ def _checked(
 def _cannot_be_sent(secret: str) -> bool:
     """Whether it cannot be in a header, where the transport would panic; a key in JSON is none."""
     return not secret.lstrip().startswith("{") and re.search(r"[\x00-\x1f\x7f]", secret) is not None
-
-
-# What other tools call an option: the first of these names that a store has is meant.
-_OTHER_NAMES: dict[str, tuple[str, ...]] = {
-    "access_key": ("key", "account_key"),
-    "access_key_id": ("key",),
-    "aws_access_key_id": ("key",),
-    "secret_key": ("secret",),
-    "secret_access_key": ("secret",),
-    "aws_secret_access_key": ("secret",),
-    "session_token": ("token",),
-    "aws_session_token": ("token",),
-    "bearer_token": ("token", "credential"),
-    "token": ("credential",),
-    "credentials": ("token", "credential"),
-    "service_account": ("token",),
-    "service_account_key": ("token",),
-    "application_credentials": ("token",),
-    "user_project": ("requester_pays",),
-    "key": ("account_key",),
-    "sas_key": ("sas_token",),
-    "account": ("account_name",),
-    "endpoint": ("endpoint_url",),
-    "account_url": ("endpoint_url",),
-    "anonymous": ("anon",),
-    "skip_signature": ("anon",),
-}
-
-
-def _unknown(name: object, known: Mapping[str, object], where: str, scheme: str) -> str:
-    text = str(name)
-    close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
-    meant = [other for other in _OTHER_NAMES.get(text, ()) if other in known]
-    nearest = next(iter([*meant, *close]), None)
-    hint = f"; did you mean {nearest!r}?" if nearest else ""
-    spelled = option_table.hint(scheme, text, known)
-    hint = f"; {spelled}" if spelled else hint
-    if not known:
-        return f"{where} take no options, got {text!r}"
-    return f"unknown option {text!r} in {where}{hint} Known: {', '.join(known)}."

@@ -1,0 +1,157 @@
+"""What the environment says of a store holds whichever library carries the requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores import StoreSpec, open_store
+from dcp_objstore.stores.client_makers import gcs_payer
+from dcp_objstore.stores.fsspec_options import make_filesystems
+from dcp_objstore.stores.options import s3_settings
+from dcp_objstore.stores.urls import parse_url
+from tests.support.servers import Bucket
+from tests.support.tampering import Asked, TamperingProxy
+
+PART = 5 * MIB
+ONCE = TransferConfig(max_retries=0)
+ALL = pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
+KEYS = {"key": "a", "secret": "b"}
+
+
+def writes(bucket: Bucket, transport: str, extra: object = None) -> dict[str, Asked]:
+    """The requests that a write in one piece and one in parts send, by kind."""
+    with TamperingProxy(bucket.storage_options) as proxy:
+        options = {**proxy.storage_options, "transport": transport, "s3_additional_kwargs": extra}
+        store = open_store(bucket.url, options, ONCE)
+        store.put("one", b"one")
+        parts = iter([bytes(PART), b"last"])
+        store.put_stream("many", parts, part_size_bytes=PART, max_concurrency=1)
+        assert store.get("one", max_size_bytes=10)[0] == b"one"
+        asked = [one for one in proxy.asked if one.method in ("PUT", "POST")]
+    assert [one.method for one in asked] == ["PUT", "POST", "PUT", "PUT", "POST"]
+    assert bucket.get("many") == bytes(PART) + b"last"
+    assert bucket.uploads() == []
+    return dict(zip(["put", "begin", "part", "last", "complete"], asked, strict=True))
+
+
+@pytest.mark.backends("moto")
+@ALL
+def test_the_environment_seals_pays_and_checks_over_every_transport(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    monkeypatch.setenv("AWS_REQUEST_PAYER", "requester")
+    monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
+    monkeypatch.setenv("AWS_SSE_KMS_KEY_ID", "key-1")
+    monkeypatch.setenv("AWS_SSE_BUCKET_KEY_ENABLED", "true")
+    monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "SHA256")
+    found = writes(bucket, transport)
+    for kind in ("put", "begin"):
+        headers = found[kind].headers
+        assert headers["x-amz-server-side-encryption"] == "aws:kms"
+        assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
+        assert headers["x-amz-server-side-encryption-bucket-key-enabled"] == "true"
+    for kind in ("put", "part", "last"):
+        assert "x-amz-checksum-sha256" in found[kind].headers
+    assert all(one.headers["x-amz-request-payer"] == "requester" for one in found.values())
+
+
+@pytest.mark.backends("moto")
+@ALL
+def test_options_count_before_the_environment(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
+    monkeypatch.setenv("AWS_SSE_KMS_KEY_ID", "key-1")
+    extra = {"ServerSideEncryption": "aws:kms:dsse", "SSEKMSKeyId": "key-2"}
+    found = writes(bucket, transport, extra)
+    for kind in ("put", "begin"):
+        headers = found[kind].headers
+        assert headers["x-amz-server-side-encryption"] == "aws:kms:dsse"
+        assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "key-2"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AWS_SERVER_SIDE_ENCRYPTION", "sse-c"),
+        ("AWS_SSE_KMS_KEY_ID", "key-1"),
+        ("AWS_SSE_BUCKET_KEY_ENABLED", "perhaps"),
+    ],
+)
+@ALL
+def test_encryption_that_would_not_take_place_is_refused(
+    monkeypatch: pytest.MonkeyPatch, transport: str, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=name):
+        open_store("s3://bucket", {**KEYS, "transport": transport})
+    if name == "AWS_SSE_KMS_KEY_ID":
+        extra = {"ServerSideEncryption": "AES256"}
+        with pytest.raises(ConfigError, match=name):
+            open_store(
+                "s3://bucket", {**KEYS, "transport": transport, "s3_additional_kwargs": extra}
+            )
+    monkeypatch.setenv(name, "")
+    assert s3_settings(KEYS).sse is None
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"])
+@ALL
+def test_the_endpoint_of_the_environment_may_hold_no_password_and_is_known(
+    monkeypatch: pytest.MonkeyPatch, transport: str, name: str
+) -> None:
+    options = {**KEYS, "transport": transport}
+    monkeypatch.setenv(name, "http://u:SECRET@127.0.0.1:1")
+    with pytest.raises(ConfigError, match="without credentials") as caught:
+        open_store("s3://bucket", options)
+    assert "SECRET" not in str(caught.value)
+    monkeypatch.setenv(name, "http://127.0.0.1:1/")
+    assert open_store("s3://bucket", options).endpoint_url == "http://127.0.0.1:1"  # type: ignore[attr-defined]
+
+
+def test_the_endpoint_of_the_environment_for_gcs_holds_over_gcsfs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"anon": True, "transport": "fsspec"}
+    monkeypatch.setenv("GOOGLE_BASE_URL", "http://u:SECRET@127.0.0.1:1")
+    with pytest.raises(ConfigError, match="without credentials"):
+        open_store("gs://bucket", options)
+    monkeypatch.setenv("GOOGLE_BASE_URL", "http://127.0.0.1:1")
+    assert open_store("gs://bucket", options).endpoint_url == "http://127.0.0.1:1"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("algorithm", ["none", "SHA256", "CRC32"])
+def test_s3fs_sends_the_checksum_that_is_asked_for(bucket: Bucket, algorithm: str) -> None:
+    found = writes(bucket, "fsspec", {"ChecksumAlgorithm": algorithm})
+    carried = {
+        kind
+        for kind, asked in found.items()
+        if any(name.startswith("x-amz-checksum-") for name in asked.headers)
+    }
+    if algorithm == "none":
+        assert carried == set()
+    else:
+        assert carried == {"put", "begin", "part", "last"}
+        assert f"x-amz-checksum-{algorithm.lower()}" in found["part"].headers
+
+
+@pytest.mark.parametrize(
+    ("options", "payer"),
+    [
+        ({"requester_pays": "other"}, "other"),
+        ({"requester_pays": True, "project": "mine"}, "mine"),
+        ({}, None),
+    ],
+)
+def test_gcsfs_names_the_project_that_pays(options: dict[str, object], payer: str | None) -> None:
+    given = {"anon": True, "endpoint_url": "http://127.0.0.1:1", **options}
+    fs = make_filesystems(parse_url("gs://bucket"), given, TransferConfig()).fs
+    assert fs._get_params({}).get("userProject") == payer == gcs_payer(options)
+
+
+def test_gcsfs_refuses_requester_pays_without_a_project() -> None:
+    spec = StoreSpec("gs://b", {"anon": True, "requester_pays": True, "transport": "fsspec"})
+    with pytest.raises(ConfigError, match="project"):
+        spec.open()

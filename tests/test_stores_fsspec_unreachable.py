@@ -1,0 +1,131 @@
+"""A server that s3fs or gcsfs cannot reach: it is given up soon, and the error says what to do."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import ConfigError, PermissionDeniedError, StoreUnavailableError
+from dcp_objstore.stores import ObjectStore, fsspec_options, open_store
+from dcp_objstore.stores import fsspec_greeting as greeting
+from dcp_objstore.stores.fsspec_errors import translate_fsspec
+
+S3 = {"key": "a", "secret": "b"}
+GS: dict[str, object] = {"anon": True}
+BOTH = pytest.mark.parametrize(
+    ("url", "options"), [("s3://bucket/run", S3), ("gs://bucket/run", GS)]
+)
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greeting, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(greeting, "_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(fsspec_options, "ANSWER_TIMEOUT_SECONDS", 0.5)
+
+
+class Listener:
+    """A server that answers each request with the same, or takes connections and says nothing."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.answer = answer
+        self.requests: list[str] = []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        held = []
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            self.requests.append(connection.recv(65536).decode("latin-1").partition("\r")[0])
+            if not self.answer:
+                held.append(connection)
+                continue
+            with connection:
+                connection.sendall(self.answer)
+
+    def close(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[Listener]:
+    found = Listener(b"")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def forbidding() -> Iterator[Listener]:
+    found = Listener(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+    yield found
+    found.close()
+
+
+def at(url: str, options: dict[str, object], endpoint_url: str) -> ObjectStore:
+    given = {**options, "endpoint_url": endpoint_url, "transport": "fsspec"}
+    return open_store(url, given, TransferConfig())
+
+
+@BOTH
+def test_a_refused_connection_is_given_up_and_says_what_to_check(
+    url: str, options: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
+        with pytest.raises(StoreUnavailableError) as caught:
+            at(url, options, endpoint).get("k", max_size_bytes=10)
+    assert f"cannot reach {endpoint}: " in str(caught.value)
+    assert str(caught.value).count("check endpoint_url") == 1
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+
+
+@BOTH
+def test_a_server_that_says_nothing_is_asked_once(
+    silent: Listener, url: str, options: dict[str, object]
+) -> None:
+    with pytest.raises(StoreUnavailableError, match=r"cannot reach .*check endpoint_url"):
+        at(url, options, silent.url).put("k", b"body")
+    assert len(silent.requests) == 1
+
+
+@BOTH
+def test_a_server_that_refuses_has_been_reached_and_is_not_greeted_again(
+    forbidding: Listener, url: str, options: dict[str, object]
+) -> None:
+    store = at(url, options, forbidding.url)
+    for _ in range(2):
+        with pytest.raises(PermissionDeniedError):
+            store.put("k", b"body")
+    greetings = [one for one in forbidding.requests if one.split()[0] in ("HEAD", "GET")]
+    assert len(greetings) == 1
+
+
+def test_tls_where_there_is_none_is_a_wrong_setting_and_is_tried_once(
+    forbidding: Listener,
+) -> None:
+    with pytest.raises(ConfigError, match="SSL"):
+        at("s3://bucket/run", S3, forbidding.url.replace("http:", "https:")).put("k", b"body")
+    assert len(forbidding.requests) == 1
+
+
+def test_a_connection_that_was_never_made_is_no_wrong_setting() -> None:
+    from botocore.exceptions import EndpointConnectionError, SSLError
+
+    found = translate_fsspec(EndpointConnectionError(endpoint_url="http://x"))
+    assert type(found) is StoreUnavailableError
+    assert "check endpoint_url and that the server runs" in found.message
+    assert type(translate_fsspec(SSLError(endpoint_url="http://x", error="e"))).__name__ == (
+        "ConfigError"
+    )
