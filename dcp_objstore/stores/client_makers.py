@@ -19,6 +19,7 @@ from dcp_objstore.stores.servers import (
     s3_requester_pays,
     s3_server,
     server_url,
+    virtual_url,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def s3_maker(url: StoreUrl, settings: S3Settings, found: Credentials) -> tuple[M
     """For a bucket of S3, or of a server that speaks it; and its endpoint, None for AWS itself.
 
     Raises:
-        ConfigError: an endpoint or certificate that we cannot use.
+        ConfigError: an endpoint, a region or a certificate that we cannot use.
     """
     from obstore.store import S3Store
 
@@ -81,9 +82,8 @@ def s3_maker(url: StoreUrl, settings: S3Settings, found: Credentials) -> tuple[M
     if endpoint is not None:
         base = server_url(endpoint, use_ssl=settings.use_ssl)
         client["allow_http"] = base.startswith("http://")
-        scheme, _, host = base.partition("://")
         # This field wins over every other, also over those of the environment.
-        config["aws_endpoint_url_s3"] = f"{scheme}://{url.bucket}.{host}" if virtual else base
+        config["aws_endpoint_url_s3"] = virtual_url(base, url.bucket) if virtual else base
     if s3_requester_pays(settings):
         config["request_payer"] = True
     if settings.sse is not None:

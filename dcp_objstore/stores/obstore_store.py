@@ -6,6 +6,8 @@ Facts about obstore 0.12 that shape this module (each is pinned by a test):
 - It does not reply to HEAD with more than a status, so a failed HEAD is asked again as a GET.
 - Azure has no call that aborts: blocks of an upload that was given up are unseen, and gone a week
   after the last of them (docs: "Put Block"). Its listing gives ETags without their quotes.
+- It raises `PanicException`, a `BaseException` that does not pickle, for hosts, ports, headers of
+  which it can make no request.
 - A client hangs in a forked child, also one made there, once the parent has used the runtime.
 """
 
@@ -48,6 +50,7 @@ from dcp_objstore.stores.translate import (
     never_connected,
     sent_whole,
     translate_obstore,
+    translate_panic,
 )
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
@@ -244,7 +247,10 @@ class ObstoreStore(RootedStore):
     def ask(self, key: str, start: int, end: int) -> Asked | None:
         """See `AskableStore.ask`."""
         lane = self._clients.direct()
-        return None if lane is None else lane.ask(self._root + key, start, end)
+        if lane is None:
+            return None
+        with self._errors(key) as path:
+            return lane.ask(path, start, end)
 
     def get_asked(
         self, key: str, cuts: Sequence[int], into: memoryview, asked: AskedRange | None
@@ -402,7 +408,13 @@ class ObstoreStore(RootedStore):
         path = self._root + check_key(key) if key is not None else self._root
         guard_fork()
         with self._located(key, translate_obstore):
-            yield path
+            try:
+                yield path
+            except BaseException as error:
+                found = translate_panic(error)
+                if found is None:
+                    raise
+                raise found from error
 
     def _meta(self, meta: Any) -> ObjectMeta:
         path: str = meta["path"]

@@ -70,6 +70,8 @@ _NOT_THE_RANGE = {
     "source: InvalidRangeRequest": "the object is shorter than the range that was asked for",
 }
 _REQUEST = re.compile(r"Error performing ([A-Z]+) (\S+) in ([\d.]+\w+)(?:, after (\d+) retries)?")
+# Of panics: errors of the crates url and http, about the address or a header.
+_NOT_A_REQUEST = re.compile(r"\b(Invalid[A-Z]\w+|EmptyHost|IdnaError|RelativeUrl\w+)\b")
 # The request never got as far as a connection.
 _NOT_CONNECTED = "legacy::Error( Connect,"
 # A server that wants TLS says so in words, with status 400: Go's (MinIO, rclone), then nginx.
@@ -333,6 +335,26 @@ def translate_obstore(
         slow = "the store was throttling; " if is_throttling(error) else ""
         found.message += f" ({slow}{retries} retries in {elapsed_seconds:.1f} s)"
     return _failed_abort(error, found) if abort_failed(error) else found
+
+
+def translate_panic(error: BaseException) -> DcpObjstoreError | None:
+    """The error of ours for a panic of obstore, else None.
+
+    Its class, made by PyO3, cannot be imported and derives from `BaseException`, so that no
+    `except Exception` sees it; it does not pickle either, which would leave other ranks waiting.
+    Nothing was sent, or nothing more will be: to send it again would not help.
+    """
+    kind = type(error)
+    if kind.__name__ != "PanicException" or kind.__module__ != "pyo3_runtime":
+        return None
+    error.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in error.args)
+    text = str(error)
+    if _NOT_A_REQUEST.search(text):
+        return ConfigError(
+            "no request can be made of these settings (endpoint_url, region, credentials):"
+            f" obstore says {text!r}"
+        )
+    return DcpObjstoreError(f"obstore failed in a way of its own, please report it: {text}")
 
 
 def redacted(text: str) -> str:
