@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.servers import (
+    CHECKSUM_VARIABLE,
     is_directory_bucket,
     s3_checksum,
     s3_requester_pays,
@@ -38,6 +40,7 @@ _OF_BOTO3 = ("CRC32", "CRC32C")
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
+_environ_lock = threading.Lock()
 
 
 def memory_maker(url: StoreUrl) -> Make:
@@ -105,14 +108,34 @@ def s3_maker(url: StoreUrl, settings: S3Settings, found: Credentials) -> tuple[M
         config["s3_express"] = True
 
     def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> S3Store:
-        return S3Store(
-            config=config,  # type: ignore[arg-type]
-            client_options={**client, **timeouts},  # type: ignore[arg-type]
-            retry_config=retry,  # type: ignore[arg-type]
-            credential_provider=found.provider,
-        )
+        with _checksum_variable_unread() if checksum is None else nullcontext():
+            return S3Store(
+                config=config,  # type: ignore[arg-type]
+                client_options={**client, **timeouts},  # type: ignore[arg-type]
+                retry_config=retry,  # type: ignore[arg-type]
+                credential_provider=found.provider,
+            )
 
     return make, base
+
+
+@contextmanager
+def _checksum_variable_unread() -> Iterator[None]:
+    """Keep the variable from obstore, which reads it itself and has no word for no checksum.
+
+    It passes over values that are no text. To change a variable in place is harmless to C code that
+    reads the environment meanwhile; to remove it and put it back would not be.
+    """
+    with _environ_lock:
+        named = os.environ.get(CHECKSUM_VARIABLE)
+        if named is None:
+            yield
+            return
+        os.environ[CHECKSUM_VARIABLE] = "\udcff"
+        try:
+            yield
+        finally:
+            os.environ[CHECKSUM_VARIABLE] = named
 
 
 def gcs_endpoint(options: Mapping[str, Any]) -> str | None:

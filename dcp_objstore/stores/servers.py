@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options import S3Settings, check_endpoint
+from dcp_objstore.stores.options import _CHECKSUMS, S3Settings, check_endpoint
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.credentials import Credentials
 
+CHECKSUM_VARIABLE = "AWS_CHECKSUM_ALGORITHM"
 _DEFAULT_REGION = "us-east-1"
 _REGION = re.compile(r"[A-Za-z0-9._-]+")
 # RFC 3986, without those that `check_endpoint` refuses.
@@ -71,8 +72,19 @@ def s3_checksum(settings: S3Settings, endpoint: str | None) -> str | None:
     On AWS CRC64NVME, its own default ("Checking object integrity", Amazon S3 user guide); it took
     0.11 CPU-seconds per GiB, SHA-256 0.85 (2 cores, loopback). Other servers may not know it, and
     get none unless one is asked for.
+
+    Raises:
+        ConfigError: AWS_CHECKSUM_ALGORITHM names none that there is.
     """
-    chosen = settings.checksum_algorithm or os.environ.get("AWS_CHECKSUM_ALGORITHM")
+    chosen = settings.checksum_algorithm
+    named = os.environ.get(CHECKSUM_VARIABLE)
+    if chosen is None and named is not None:
+        chosen = next((known for known in _CHECKSUMS if known.lower() == named.lower()), None)
+        if chosen is None:
+            raise ConfigError(
+                f"{CHECKSUM_VARIABLE} is {named!r} in the environment; it must be one of"
+                f" {', '.join(_CHECKSUMS)}, or not be set"
+            )
     if chosen is None and is_aws(endpoint):
         chosen = "CRC64NVME"
     return None if chosen == "none" else chosen

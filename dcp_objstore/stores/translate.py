@@ -193,6 +193,45 @@ class _NoAnswer(NamedTuple):
     advice: str
 
 
+class _WrongSetting(NamedTuple):
+    """What obstore says of a setting, itself or of the environment, without a request.
+
+    Attributes:
+        sign: what its text says.
+        kind: the error of ours.
+        advice: for the user.
+    """
+
+    sign: str
+    kind: type[DcpObjstoreError]
+    advice: str
+
+
+_OF_GOOGLE = "the key of the service account cannot be used"
+_WRONG_SETTINGS = (
+    _WrongSetting(
+        "Generic Config error",
+        ConfigError,
+        "a setting is not valid, in storage_options or in the environment (AWS_*, GOOGLE_*,"
+        " AZURE_*)",
+    ),
+    _WrongSetting(
+        "Invalid encryption",
+        ConfigError,
+        "'ServerSideEncryption' or 'SSEKMSKeyId' is not valid (AWS_SERVER_SIDE_ENCRYPTION and"
+        " AWS_SSE_KMS_KEY_ID in the environment)",
+    ),
+    _WrongSetting("failed to parse header", ConfigError, "a setting cannot be sent in a header"),
+    _WrongSetting("Unable parse source url", ConfigError, "the endpoint is no URL"),
+    _WrongSetting("Unable to parse url", ConfigError, "the endpoint is no URL"),
+    _WrongSetting("Unable to open service account file", CredentialsError, _OF_GOOGLE),
+    _WrongSetting("Unable to decode service account file", CredentialsError, _OF_GOOGLE),
+    _WrongSetting("pem file", CredentialsError, _OF_GOOGLE),
+    _WrongSetting("Invalid RSA key", CredentialsError, _OF_GOOGLE),
+    _WrongSetting("Invalid Access Key", CredentialsError, "the account's key is not base64"),
+)
+
+
 _CHECK_SERVER = "check endpoint_url and that the server runs"
 _CHECK_NETWORK = "check endpoint_url, the network and any proxy or firewall"
 _USE_HTTPS = "the server does not speak plain HTTP; endpoint_url should begin with https://"
@@ -229,6 +268,14 @@ _NO_ANSWERS = (
         "check that the server runs, and http:// or https:// in endpoint_url",
     ),
 )
+
+
+def _wrong_setting(error: BaseException) -> _WrongSetting | None:
+    """What obstore found wrong with its settings, before there was any request."""
+    text = _parts(error)[0]
+    if _REQUEST.search(text) is not None:
+        return None
+    return next((wrong for wrong in _WRONG_SETTINGS if wrong.sign in text), None)
 
 
 def http_code(error: BaseException) -> tuple[int | None, str | None]:
@@ -382,6 +429,9 @@ def _answer(error: Exception) -> DcpObjstoreError:
     wants_tls = any(words in text for words in _WANTS_TLS)
     if wants_tls and status != _FULL_STATUS and code not in _FULL_CODES:
         return ConfigError(f"{_USE_HTTPS}: {summary}")
+    wrong = _wrong_setting(error)
+    if wrong is not None:
+        return kind(f"{wrong.advice}: {summary}")
     advice = _not_the_range(status, dump) or advice_on(kind, status, code)
     return kind(f"{advice}: {summary}" if advice else f"{type(error).__name__}: {summary}")
 
@@ -448,6 +498,9 @@ def _kind(error: Exception) -> type[DcpObjstoreError]:
     status, code = http_code(error)
     if code == "NoSuchKey" and isinstance(error, theirs.PreconditionError):
         return PreconditionFailedError  # If-Match on an absent key: 404 on AWS and moto
+    wrong = _wrong_setting(error)
+    if wrong is not None:
+        return wrong.kind
     return kind_of_answer(status, code) or _kind_without_status(error)
 
 
