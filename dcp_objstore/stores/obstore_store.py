@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
+    ConfigError,
     CorruptDataError,
     CredentialsError,
     DcpObjstoreError,
@@ -44,10 +45,12 @@ from dcp_objstore.stores.protocol import (
 )
 from dcp_objstore.stores.rooted import RootedStore
 from dcp_objstore.stores.translate import (
+    NO_STORE,
     abort_failed,
     http_code,
     is_transient,
     never_connected,
+    no_store,
     sent_whole,
     translate_obstore,
     translate_panic,
@@ -129,7 +132,7 @@ class ObstoreStore(RootedStore):
         """See `ObjectStore.put`."""
         import obstore
 
-        with self._errors(key) as path:
+        with self._errors(key, needs_bucket=not isinstance(precondition, IfVersion)) as path:
             body: Any = list(as_buffers(data))
             for buffer in body:
                 check_buffer(buffer)
@@ -164,7 +167,7 @@ class ObstoreStore(RootedStore):
 
         source = WatchedBuffers(buffers, check_buffer)
         try:
-            with self._errors(key) as path:
+            with self._errors(key, needs_bucket=True) as path:
                 result = obstore.put(
                     self._clients.stream(),
                     path,
@@ -201,6 +204,8 @@ class ObstoreStore(RootedStore):
 
             def read() -> tuple[ObjectMeta, bytes]:
                 answer = obstore.get(self._clients.read(), path)
+                if str(answer.attributes.get("Content-Type", "")).startswith("text/html"):
+                    raise ConfigError(NO_STORE)  # no object here is a page
                 meta = self._meta(answer.meta)
                 if meta.size_bytes > max_size_bytes:
                     raise CorruptDataError(
@@ -382,7 +387,7 @@ class ObstoreStore(RootedStore):
             pages = found
             return page
 
-        with self._errors(None):
+        with self._errors(None, needs_bucket=True):
             try:
                 page = clients.fresh(more)
             except Exception as error:
@@ -399,19 +404,23 @@ class ObstoreStore(RootedStore):
                 if self._url.scheme == "az":
                     meta["e_tag"] = f'"{meta["e_tag"]}"'
                 yield self._meta(meta)
-            with self._errors(None):
+            with self._errors(None, needs_bucket=True):
                 page = clients.fresh(more)
 
     @contextmanager
-    def _errors(self, key: str | None) -> Iterator[str]:
-        """Check key and process, yield the key in the bucket, and translate what is raised."""
+    def _errors(self, key: str | None, *, needs_bucket: bool = False) -> Iterator[str]:
+        """Check key and process, yield the key in the bucket, and translate what is raised.
+
+        Args:
+            needs_bucket: and nothing else, so that no object can be missing.
+        """
         path = self._root + check_key(key) if key is not None else self._root
         guard_fork()
         with self._located(key, translate_obstore):
             try:
                 yield path
             except BaseException as error:
-                found = translate_panic(error)
+                found = translate_panic(error) or (no_store(error) if needs_bucket else None)
                 if found is None:
                     raise
                 raise found from error

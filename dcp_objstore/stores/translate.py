@@ -193,8 +193,8 @@ class _NoAnswer(NamedTuple):
     advice: str
 
 
-class _WrongSetting(NamedTuple):
-    """What obstore says of a setting, itself or of the environment, without a request.
+class _Sign(NamedTuple):
+    """What obstore says by itself: of a setting, or of an answer that is none of a store's.
 
     Attributes:
         sign: what its text says.
@@ -207,28 +207,39 @@ class _WrongSetting(NamedTuple):
     advice: str
 
 
+NO_STORE = (
+    "this does not look like a store: it answers as a web server does, or something on the way to"
+    " it does; check endpoint_url and any proxy"
+)
 _OF_GOOGLE = "the key of the service account cannot be used"
-_WRONG_SETTINGS = (
-    _WrongSetting(
+_SIGNS = (
+    _Sign(
         "Generic Config error",
         ConfigError,
         "a setting is not valid, in storage_options or in the environment (AWS_*, GOOGLE_*,"
         " AZURE_*)",
     ),
-    _WrongSetting(
+    _Sign(
         "Invalid encryption",
         ConfigError,
         "'ServerSideEncryption' or 'SSEKMSKeyId' is not valid (AWS_SERVER_SIDE_ENCRYPTION and"
         " AWS_SSE_KMS_KEY_ID in the environment)",
     ),
-    _WrongSetting("failed to parse header", ConfigError, "a setting cannot be sent in a header"),
-    _WrongSetting("Unable parse source url", ConfigError, "the endpoint is no URL"),
-    _WrongSetting("Unable to parse url", ConfigError, "the endpoint is no URL"),
-    _WrongSetting("Unable to open service account file", CredentialsError, _OF_GOOGLE),
-    _WrongSetting("Unable to decode service account file", CredentialsError, _OF_GOOGLE),
-    _WrongSetting("pem file", CredentialsError, _OF_GOOGLE),
-    _WrongSetting("Invalid RSA key", CredentialsError, _OF_GOOGLE),
-    _WrongSetting("Invalid Access Key", CredentialsError, "the account's key is not base64"),
+    _Sign("failed to parse header", ConfigError, "a setting cannot be sent in a header"),
+    _Sign("Unable parse source url", ConfigError, "the endpoint is no URL"),
+    _Sign("Unable to parse url", ConfigError, "the endpoint is no URL"),
+    _Sign("Unable to open service account file", CredentialsError, _OF_GOOGLE),
+    _Sign("Unable to decode service account file", CredentialsError, _OF_GOOGLE),
+    _Sign("pem file", CredentialsError, _OF_GOOGLE),
+    _Sign("Invalid RSA key", CredentialsError, _OF_GOOGLE),
+    _Sign("Invalid Access Key", CredentialsError, "the account's key is not base64"),
+    # Reads of GCS and Azure only.
+    _Sign("Last-Modified Header missing", ConfigError, NO_STORE),
+    # A write may have taken effect all the same.
+    _Sign("ETag Header missing", StoreUnavailableError, NO_STORE),
+    _Sign("missing field `UploadId`", StoreUnavailableError, NO_STORE),
+    _Sign("missing field `Blobs`", StoreUnavailableError, NO_STORE),
+    _Sign("invalid Content-Type value", StoreUnavailableError, NO_STORE),
 )
 
 
@@ -270,12 +281,12 @@ _NO_ANSWERS = (
 )
 
 
-def _wrong_setting(error: BaseException) -> _WrongSetting | None:
-    """What obstore found wrong with its settings, before there was any request."""
+def _signed(error: BaseException) -> _Sign | None:
+    """What obstore found wrong by itself, where it is not a request that failed."""
     text = _parts(error)[0]
     if _REQUEST.search(text) is not None:
         return None
-    return next((wrong for wrong in _WRONG_SETTINGS if wrong.sign in text), None)
+    return next((wrong for wrong in _SIGNS if wrong.sign in text), None)
 
 
 def http_code(error: BaseException) -> tuple[int | None, str | None]:
@@ -384,6 +395,22 @@ def translate_obstore(
     return _failed_abort(error, found) if abort_failed(error) else found
 
 
+def no_store(error: BaseException | None) -> ConfigError | None:
+    """The error for a 404 that is no store's, to what needs nothing but a bucket; else None.
+
+    Every store sends a code with it, such as NoSuchBucket. Only for a listing, or the first request
+    of a write without a condition on what is there.
+    """
+    request = _REQUEST.search(str(error)) if isinstance(error, Exception) else None
+    if error is None or request is None or http_code(error) != (http.client.NOT_FOUND, None):
+        return None
+    method, url = request[1], request[2]
+    if method not in ("GET", "PUT", "POST") or "uploadId=" in url:
+        return None  # the upload's own end, in its midst
+    summary = _parts(error)[0].strip()
+    return ConfigError(f"{NO_STORE}, and that the bucket exists: {redacted(summary)}")
+
+
 def translate_panic(error: BaseException) -> DcpObjstoreError | None:
     """The error of ours for a panic of obstore, else None.
 
@@ -429,7 +456,7 @@ def _answer(error: Exception) -> DcpObjstoreError:
     wants_tls = any(words in text for words in _WANTS_TLS)
     if wants_tls and status != _FULL_STATUS and code not in _FULL_CODES:
         return ConfigError(f"{_USE_HTTPS}: {summary}")
-    wrong = _wrong_setting(error)
+    wrong = _signed(error)
     if wrong is not None:
         return kind(f"{wrong.advice}: {summary}")
     advice = _not_the_range(status, dump) or advice_on(kind, status, code)
@@ -498,7 +525,7 @@ def _kind(error: Exception) -> type[DcpObjstoreError]:
     status, code = http_code(error)
     if code == "NoSuchKey" and isinstance(error, theirs.PreconditionError):
         return PreconditionFailedError  # If-Match on an absent key: 404 on AWS and moto
-    wrong = _wrong_setting(error)
+    wrong = _signed(error)
     if wrong is not None:
         return wrong.kind
     return kind_of_answer(status, code) or _kind_without_status(error)
