@@ -21,6 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"key": "a", "secret": "b"},
     "gs": {"token": "t"},
     "az": {"account_name": "a", "account_key": "a2V5"},
+    "s3 over boto3": {"key": "a", "secret": "b", "transport": "boto3"},
 }
 SAYS = r"this does not look like a store.*check endpoint_url"
 
@@ -56,10 +57,12 @@ def web() -> Iterator[Callable[[int], str]]:
         server.server_close()
 
 
+def url_of(scheme: str) -> str:
+    return f"{scheme.split(maxsplit=1)[0]}://bucket/run"
+
+
 def at(scheme: str, endpoint_url: str) -> ObjectStore:
-    return open_store(
-        f"{scheme}://bucket/run", {**OPTIONS[scheme], "endpoint_url": endpoint_url}, ONCE
-    )
+    return open_store(url_of(scheme), {**OPTIONS[scheme], "endpoint_url": endpoint_url}, ONCE)
 
 
 @pytest.mark.parametrize("scheme", OPTIONS)
@@ -86,8 +89,11 @@ def test_a_404_without_a_code_is_no_stores_where_no_object_can_be_missing(
         VERBS[verb](at(scheme, web(404)))
 
 
-def test_a_404_without_a_code_may_say_that_an_object_is_missing(web: Callable[[int], str]) -> None:
-    store = at("s3", web(404))
+@pytest.mark.parametrize("scheme", ["s3", "s3 over boto3"])
+def test_a_404_without_a_code_may_say_that_an_object_is_missing(
+    web: Callable[[int], str], scheme: str
+) -> None:
+    store = at(scheme, web(404))
     for verb in ("get", "head", "get_range"):
         with pytest.raises(ObjectNotFoundError):
             VERBS[verb](store)
@@ -104,11 +110,11 @@ def test_a_save_says_that_there_is_no_store(
 ) -> None:
     options = {**OPTIONS[scheme], "endpoint_url": web(status)}
     with pytest.raises(ConfigError, match=SAYS):
-        dos.save({"w": torch.ones(2)}, f"{scheme}://bucket/run", storage_options=options)
+        dos.save({"w": torch.ones(2)}, url_of(scheme), storage_options=options)
 
 
 @pytest.mark.parametrize("scheme", OPTIONS)
 def test_a_load_says_that_there_is_no_store(web: Callable[[int], str], scheme: str) -> None:
     options = {**OPTIONS[scheme], "endpoint_url": web(200)}
     with pytest.raises(ConfigError, match=SAYS):
-        dos.load({"w": torch.ones(2)}, f"{scheme}://bucket/run", storage_options=options)
+        dos.load({"w": torch.ones(2)}, url_of(scheme), storage_options=options)
