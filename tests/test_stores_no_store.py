@@ -14,6 +14,8 @@ import dcp_objstore as dos
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, ObjectNotFoundError
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, Version
+from tests.support.servers import Bucket
+from tests.support.tampering import TamperingProxy
 from tests.test_stores_unreachable import ONCE, VERBS
 
 PAGE = b"<html><body>Welcome</body></html>"
@@ -118,3 +120,17 @@ def test_a_load_says_that_there_is_no_store(web: Callable[[int], str], scheme: s
     options = {**OPTIONS[scheme], "endpoint_url": web(200)}
     with pytest.raises(ConfigError, match=SAYS):
         dos.load({"w": torch.ones(2)}, url_of(scheme), storage_options=options)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_a_page_is_no_listing_of_nothing(web: Callable[[int], str], scheme: str) -> None:
+    with pytest.raises(DcpObjstoreError, match=SAYS):
+        VERBS["list"](at(scheme, web(200)))
+
+
+def test_only_the_first_empty_listing_asks_whether_there_is_a_store(bucket: Bucket) -> None:
+    with TamperingProxy(bucket.storage_options) as proxy:
+        store = open_store(bucket.url, proxy.storage_options, ONCE)
+        assert list(store.list()) == []
+        assert list(store.list()) == []
+        assert [asked.method for asked in proxy.asked] == ["GET", "HEAD", "GET"]

@@ -71,6 +71,9 @@ _log = logging.getLogger("dcp_objstore")
 # secret wrong or the right missing?
 _UNCLEAR_IN_HEAD = (400, 403, 404, 409)
 
+# A key that no store has; a web server may have a page for every one.
+_NEVER_THERE = ".dcp_objstore/is-this-a-store"
+
 _runtime_pid: int | None = None  # the process that started obstore's runtime, or an ancestor's
 
 
@@ -152,6 +155,7 @@ class ObstoreStore(RootedStore):
                 result = self._clients.run(tries, send, repeatable=precondition is None)
             else:
                 result = self._clients.fresh(send)
+        self._clients.proven = True
         return _version(result)
 
     def put_stream(
@@ -398,6 +402,10 @@ class ObstoreStore(RootedStore):
                     raise
                 page = more()  # it is there, and busy: as patiently as was asked for
             clients.reached = True
+            if page:
+                clients.proven = True
+            elif not clients.proven and self._url.scheme in ("s3", "gs"):
+                self._prove()
         while page is not None:
             for meta in page:
                 last = meta["path"]
@@ -406,6 +414,25 @@ class ObstoreStore(RootedStore):
                 yield self._meta(meta)
             with self._errors(None, needs_bucket=True):
                 page = clients.fresh(more)
+
+    def _prove(self) -> None:
+        """Raise `ConfigError` if a web server stands where a store was meant.
+
+        obstore reads a page of HTML as a listing of nothing, which a caller would believe.
+        """
+        import obstore
+
+        try:
+            meta = obstore.head(self._clients.read(), f"{self._root}{_NEVER_THERE}")
+        except Exception as error:
+            found = translate_obstore(error)
+            if isinstance(found, ConfigError):
+                raise found from error
+            # A 404, most likely. Whatever else it is says nothing against the listing that came.
+        else:
+            if meta["e_tag"] is None:
+                raise ConfigError(NO_STORE)
+        self._clients.proven = True
 
     @contextmanager
     def _errors(self, key: str | None, *, needs_bucket: bool = False) -> Iterator[str]:
