@@ -18,6 +18,7 @@ from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
 from dcp_objstore.errors import (
     CheckpointCorruptError,
+    ConfigError,
     CorruptDataError,
     InputError,
     StoreUnavailableError,
@@ -210,7 +211,8 @@ def test_200_with_an_error_body_is_no_success_of_a_put(server: Scripted) -> None
 def test_200_with_an_error_body_is_never_what_was_asked_for(server: Scripted) -> None:
     server.answer = lambda *_: (200, {}, _FAILED)
     store = server.store()
-    assert list(store.list()) == []
+    with pytest.raises(ConfigError, match="does not look like a store"):
+        list(store.list())
     store.delete("k")
     body, meta = store.get(MARKER_KEY, max_size_bytes=1000)
     assert (body, meta.version, meta.last_modified) == (_FAILED, Version(None, None), EPOCH)

@@ -233,13 +233,14 @@ def test_broken_google_credentials(
 
 def test_forms_of_a_google_token(bare_environment: Path) -> None:
     path = bare_environment / "key.json"
-    path.write_text("{}")
+    key = {"private_key": "p", "private_key_id": "1", "client_email": "a@b"}
+    path.write_text(json.dumps(key))
     assert find_gcs_credentials({"token": "anon"}, None).config == {"skip_signature": True}
     assert find_gcs_credentials({"anon": True}, None).config == {"skip_signature": True}
     by_path = find_gcs_credentials({"token": str(path)}, None).config
     assert by_path == {"application_credentials": str(path)}
-    as_mapping = find_gcs_credentials({"token": {"a": 1}}, None).config
-    assert as_mapping == {"service_account_key": '{"a": 1}'}
+    as_mapping = find_gcs_credentials({"token": key}, None).config
+    assert as_mapping == {"service_account_key": json.dumps(key)}
     provider = find_gcs_credentials({"token": "ya29.x"}, None).provider
     assert provider is not None
     assert provider() == {"token": "ya29.x", "expires_at": None}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.servers import s3_checksum
+from dcp_objstore.stores.servers import CHECKSUM_VARIABLE, s3_checksum
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.options import S3Settings
@@ -83,7 +83,7 @@ def checksums_for(settings: S3Settings, endpoint_url: str | None) -> Checksums:
     algorithm = s3_checksum(settings, endpoint_url)
     if algorithm is None:
         return Checksums(None)
-    asked = settings.checksum_algorithm or os.environ.get("AWS_CHECKSUM_ALGORITHM")
+    asked = settings.checksum_algorithm or os.environ.get(CHECKSUM_VARIABLE)
     if asked is None and importlib.util.find_spec("awscrt") is None:
         return Checksums(None)
     return Checksums(algorithm.upper())

@@ -19,9 +19,11 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores.boto3_bodies import BrokenOffError
-from dcp_objstore.stores.translate import advice_on, kind_of_answer, redacted
+from dcp_objstore.stores.translate import NO_STORE, advice_on, kind_of_answer, redacted
 
 _NO_SUCH_KEY = "NoSuchKey"
+# And nothing else, so that no object can be missing.
+_NEED_A_BUCKET = ("ListObjectsV2", "PutObject", "CreateMultipartUpload")
 _NO_SUCH_UPLOAD = "NoSuchUpload"
 
 
@@ -41,6 +43,9 @@ def translate_boto3(error: Exception, *, conditional: bool = False) -> DcpObjsto
     error.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in error.args)
     if isinstance(error, boto.ClientError):
         return _answer(error, conditional)
+    if isinstance(error, KeyError) and error.args in (("ETag",), ("UploadId",)):
+        # A write may have taken effect all the same.
+        return StoreUnavailableError(f"{NO_STORE}: its answer has no {error.args[0]}")
     kind, what = _no_answer(error)
     return kind(f"{what}: {redacted(str(error))}")
 
@@ -79,6 +84,9 @@ def _answer(error: Any, conditional: bool) -> DcpObjstoreError:
         kind = PreconditionFailedError  # If-Match on an absent key: 404 on AWS and moto
     if code == _NO_SUCH_UPLOAD:
         return StoreUnavailableError(f"the store lost this upload in its midst: {error}")
+    missing = status == http.client.NOT_FOUND and code in ("", str(status))
+    if missing and not conditional and error.operation_name in _NEED_A_BUCKET:
+        return ConfigError(f"{NO_STORE}, and that the bucket exists: {error} (status {status})")
     advice = advice_on(kind, status, code) or type(error).__name__
     return kind(f"{advice}: {error}")
 

@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
+    ConfigError,
     CorruptDataError,
     DcpObjstoreError,
     InputError,
@@ -42,6 +43,7 @@ from dcp_objstore.stores.protocol import (
     Version,
 )
 from dcp_objstore.stores.rooted import RootedStore
+from dcp_objstore.stores.translate import NO_STORE
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -154,6 +156,8 @@ class Boto3Store(RootedStore):
             def attempt() -> tuple[bytes, ObjectMeta]:
                 answer = self._clients.read().get_object(**target)
                 with closing(answer["Body"]) as body:
+                    if str(answer.get("ContentType", "")).startswith("text/html"):
+                        raise ConfigError(NO_STORE)  # no object here is a page
                     meta = _meta(key, answer)
                     if meta.size_bytes > max_size_bytes:
                         raise CorruptDataError(
@@ -329,7 +333,7 @@ def _check_range_answer(answer: Mapping[str, Any], start: int, end: int) -> None
 def _meta(key: str, answer: Mapping[str, Any]) -> ObjectMeta:
     missing = [name for name in ("ContentLength", "ETag", "LastModified") if name not in answer]
     if missing:
-        raise StoreUnavailableError(f"the store's answer has no {' and no '.join(missing)}")
+        raise StoreUnavailableError(f"{NO_STORE}: its answer has no {' and no '.join(missing)}")
     return ObjectMeta(key, answer["ContentLength"], _version(answer), answer["LastModified"])
 
 

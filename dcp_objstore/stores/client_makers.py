@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.servers import (
+    CHECKSUM_VARIABLE,
     is_directory_bucket,
     s3_checksum,
     s3_requester_pays,
     s3_server,
     server_url,
+    virtual_url,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ _OF_BOTO3 = ("CRC32", "CRC32C")
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
+_environ_lock = threading.Lock()
 
 
 def memory_maker(url: StoreUrl) -> Make:
@@ -55,7 +59,7 @@ def s3_maker(url: StoreUrl, settings: S3Settings, found: Credentials) -> tuple[M
     """For a bucket of S3, or of a server that speaks it; and its endpoint, None for AWS itself.
 
     Raises:
-        ConfigError: an endpoint or certificate that we cannot use.
+        ConfigError: an endpoint, a region or a certificate that we cannot use.
     """
     from obstore.store import S3Store
 
@@ -81,9 +85,8 @@ def s3_maker(url: StoreUrl, settings: S3Settings, found: Credentials) -> tuple[M
     if endpoint is not None:
         base = server_url(endpoint, use_ssl=settings.use_ssl)
         client["allow_http"] = base.startswith("http://")
-        scheme, _, host = base.partition("://")
         # This field wins over every other, also over those of the environment.
-        config["aws_endpoint_url_s3"] = f"{scheme}://{url.bucket}.{host}" if virtual else base
+        config["aws_endpoint_url_s3"] = virtual_url(base, url.bucket) if virtual else base
     if s3_requester_pays(settings):
         config["request_payer"] = True
     if settings.sse is not None:
@@ -105,14 +108,34 @@ def s3_maker(url: StoreUrl, settings: S3Settings, found: Credentials) -> tuple[M
         config["s3_express"] = True
 
     def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> S3Store:
-        return S3Store(
-            config=config,  # type: ignore[arg-type]
-            client_options={**client, **timeouts},  # type: ignore[arg-type]
-            retry_config=retry,  # type: ignore[arg-type]
-            credential_provider=found.provider,
-        )
+        with _checksum_variable_unread() if checksum is None else nullcontext():
+            return S3Store(
+                config=config,  # type: ignore[arg-type]
+                client_options={**client, **timeouts},  # type: ignore[arg-type]
+                retry_config=retry,  # type: ignore[arg-type]
+                credential_provider=found.provider,
+            )
 
     return make, base
+
+
+@contextmanager
+def _checksum_variable_unread() -> Iterator[None]:
+    """Keep the variable from obstore, which reads it itself and has no word for no checksum.
+
+    It passes over values that are no text. To change a variable in place is harmless to C code that
+    reads the environment meanwhile; to remove it and put it back would not be.
+    """
+    with _environ_lock:
+        named = os.environ.get(CHECKSUM_VARIABLE)
+        if named is None:
+            yield
+            return
+        os.environ[CHECKSUM_VARIABLE] = "\udcff"
+        try:
+            yield
+        finally:
+            os.environ[CHECKSUM_VARIABLE] = named
 
 
 def gcs_endpoint(options: Mapping[str, Any]) -> str | None:

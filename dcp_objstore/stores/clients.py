@@ -72,6 +72,7 @@ class Clients:
     Attributes:
         endpoint_url: the server, or None for the provider's own.
         reached: whether the server has ever answered, in whatever way.
+        proven: whether an answer was such as only a store gives.
         limiter: of the bucket.
     """
 
@@ -90,6 +91,7 @@ class Clients:
         self._direct = direct
         self._renewals = 0
         self.reached = False
+        self.proven = False
         self.limiter = limiter
         self._make = make
         self._config = config
@@ -215,6 +217,8 @@ class Clients:
         except Exception as error:
             if not isinstance(error, DcpObjstoreError) and not never_connected(error):
                 self.reached = True
+            if http_code(error)[1] is not None:
+                self.proven = True
             raise
         self.reached = True
         return result

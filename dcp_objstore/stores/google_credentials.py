@@ -26,6 +26,11 @@ from dcp_objstore.stores.credentials import Credentials, lost, metadata_answers,
 
 _INSTALL = "pip install 'dcp-objstore[gcs]'"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
+# What obstore needs of a key; google-auth checks those that it reads.
+_FIELDS = {
+    "service_account": ("private_key", "private_key_id", "client_email"),
+    "authorized_user": ("client_id", "client_secret", "refresh_token"),
+}
 _VARIABLES = (
     "GOOGLE_SERVICE_ACCOUNT",
     "GOOGLE_SERVICE_ACCOUNT_PATH",
@@ -164,6 +169,7 @@ def _from_gcs_token(token: object) -> Credentials:
         if path is not None:
             key = _parsed(_text(path), "the key that storage_options['token'] names")
             if _is_native(_kind_of_key(key)):
+                _check_fields(key)
                 return Credentials(
                     "storage_options",
                     config={"application_credentials": str(path)},
@@ -187,6 +193,7 @@ def _from_gcs_key(key: dict[str, Any]) -> Credentials:
     """The content of a key: a service account's by obstore, the others by google-auth."""
     kind = _kind_of_key(key)
     if kind == "service_account" and _is_native(kind):
+        _check_fields(key)
         config = {"service_account_key": json.dumps(key)}
         return Credentials("storage_options", config=config, renewable=True)
     return _loaded(key)
@@ -218,6 +225,17 @@ def _kind_of_key(key: Mapping[str, Any]) -> str:
     # gcsfs takes a user's refresh token without the type that gcloud writes beside it.
     kind = key.get("type") or ("authorized_user" if "refresh_token" in key else "service_account")
     return str(kind)
+
+
+def _check_fields(key: Mapping[str, Any]) -> None:
+    """Raise `CredentialsError` unless a key has what its kind needs; its values are not shown."""
+    kind = _kind_of_key(key)
+    missing = [name for name in _FIELDS.get(kind, ()) if not isinstance(key.get(name), str)]
+    if missing:
+        raise CredentialsError(
+            f"the key in storage_options['token'] is no {kind} key: it lacks {', '.join(missing)}"
+            " (or they are no text)"
+        )
 
 
 def _is_native(kind: str) -> bool:

@@ -6,6 +6,8 @@ Facts about obstore 0.12 that shape this module (each is pinned by a test):
 - It does not reply to HEAD with more than a status, so a failed HEAD is asked again as a GET.
 - Azure has no call that aborts: blocks of an upload that was given up are unseen, and gone a week
   after the last of them (docs: "Put Block"). Its listing gives ETags without their quotes.
+- It raises `PanicException`, a `BaseException` that does not pickle, for hosts, ports, headers of
+  which it can make no request.
 - A client hangs in a forked child, also one made there, once the parent has used the runtime.
 """
 
@@ -20,6 +22,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
+    ConfigError,
     CorruptDataError,
     CredentialsError,
     DcpObjstoreError,
@@ -42,12 +45,15 @@ from dcp_objstore.stores.protocol import (
 )
 from dcp_objstore.stores.rooted import RootedStore
 from dcp_objstore.stores.translate import (
+    NO_STORE,
     abort_failed,
     http_code,
     is_transient,
     never_connected,
+    no_store,
     sent_whole,
     translate_obstore,
+    translate_panic,
 )
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
@@ -64,6 +70,9 @@ _log = logging.getLogger("dcp_objstore")
 # A HEAD's answer has no body, so these say too little: is the key or the bucket missing, is the
 # secret wrong or the right missing?
 _UNCLEAR_IN_HEAD = (400, 403, 404, 409)
+
+# A key that no store has; a web server may have a page for every one.
+_NEVER_THERE = ".dcp_objstore/is-this-a-store"
 
 _runtime_pid: int | None = None  # the process that started obstore's runtime, or an ancestor's
 
@@ -126,7 +135,7 @@ class ObstoreStore(RootedStore):
         """See `ObjectStore.put`."""
         import obstore
 
-        with self._errors(key) as path:
+        with self._errors(key, needs_bucket=not isinstance(precondition, IfVersion)) as path:
             body: Any = list(as_buffers(data))
             for buffer in body:
                 check_buffer(buffer)
@@ -146,6 +155,7 @@ class ObstoreStore(RootedStore):
                 result = self._clients.run(tries, send, repeatable=precondition is None)
             else:
                 result = self._clients.fresh(send)
+        self._clients.proven = True
         return _version(result)
 
     def put_stream(
@@ -161,7 +171,7 @@ class ObstoreStore(RootedStore):
 
         source = WatchedBuffers(buffers, check_buffer)
         try:
-            with self._errors(key) as path:
+            with self._errors(key, needs_bucket=True) as path:
                 result = obstore.put(
                     self._clients.stream(),
                     path,
@@ -198,6 +208,8 @@ class ObstoreStore(RootedStore):
 
             def read() -> tuple[ObjectMeta, bytes]:
                 answer = obstore.get(self._clients.read(), path)
+                if str(answer.attributes.get("Content-Type", "")).startswith("text/html"):
+                    raise ConfigError(NO_STORE)  # no object here is a page
                 meta = self._meta(answer.meta)
                 if meta.size_bytes > max_size_bytes:
                     raise CorruptDataError(
@@ -244,7 +256,10 @@ class ObstoreStore(RootedStore):
     def ask(self, key: str, start: int, end: int) -> Asked | None:
         """See `AskableStore.ask`."""
         lane = self._clients.direct()
-        return None if lane is None else lane.ask(self._root + key, start, end)
+        if lane is None:
+            return None
+        with self._errors(key) as path:
+            return lane.ask(path, start, end)
 
     def get_asked(
         self, key: str, cuts: Sequence[int], into: memoryview, asked: AskedRange | None
@@ -376,7 +391,7 @@ class ObstoreStore(RootedStore):
             pages = found
             return page
 
-        with self._errors(None):
+        with self._errors(None, needs_bucket=True):
             try:
                 page = clients.fresh(more)
             except Exception as error:
@@ -387,22 +402,55 @@ class ObstoreStore(RootedStore):
                     raise
                 page = more()  # it is there, and busy: as patiently as was asked for
             clients.reached = True
+            if page:
+                clients.proven = True
+            elif not clients.proven and self._url.scheme in ("s3", "gs"):
+                self._prove()
         while page is not None:
             for meta in page:
                 last = meta["path"]
                 if self._url.scheme == "az":
                     meta["e_tag"] = f'"{meta["e_tag"]}"'
                 yield self._meta(meta)
-            with self._errors(None):
+            with self._errors(None, needs_bucket=True):
                 page = clients.fresh(more)
 
+    def _prove(self) -> None:
+        """Raise `ConfigError` if a web server stands where a store was meant.
+
+        obstore reads a page of HTML as a listing of nothing, which a caller would believe.
+        """
+        import obstore
+
+        try:
+            meta = obstore.head(self._clients.read(), f"{self._root}{_NEVER_THERE}")
+        except Exception as error:
+            found = translate_obstore(error)
+            if isinstance(found, ConfigError):
+                raise found from error
+            # A 404, most likely. Whatever else it is says nothing against the listing that came.
+        else:
+            if meta["e_tag"] is None:
+                raise ConfigError(NO_STORE)
+        self._clients.proven = True
+
     @contextmanager
-    def _errors(self, key: str | None) -> Iterator[str]:
-        """Check key and process, yield the key in the bucket, and translate what is raised."""
+    def _errors(self, key: str | None, *, needs_bucket: bool = False) -> Iterator[str]:
+        """Check key and process, yield the key in the bucket, and translate what is raised.
+
+        Args:
+            needs_bucket: and nothing else, so that no object can be missing.
+        """
         path = self._root + check_key(key) if key is not None else self._root
         guard_fork()
         with self._located(key, translate_obstore):
-            yield path
+            try:
+                yield path
+            except BaseException as error:
+                found = translate_panic(error) or (no_store(error) if needs_bucket else None)
+                if found is None:
+                    raise
+                raise found from error
 
     def _meta(self, meta: Any) -> ObjectMeta:
         path: str = meta["path"]

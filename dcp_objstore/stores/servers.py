@@ -5,17 +5,27 @@ From the options, the environment and the profile; the same for every client lib
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
+import socket
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options import S3Settings, check_endpoint
+from dcp_objstore.stores.options import _CHECKSUMS, S3Settings, check_endpoint
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.credentials import Credentials
 
+CHECKSUM_VARIABLE = "AWS_CHECKSUM_ALGORITHM"
 _DEFAULT_REGION = "us-east-1"
+_REGION = re.compile(r"[A-Za-z0-9._-]+")
+# RFC 3986, without those that `check_endpoint` refuses.
+_OF_URLS = re.compile(r"[A-Za-z0-9._~:/\[\]!$&'()*+,;=%-]+")
+_AUTHORITY = re.compile(r"(?:\[[^]]+\]|[^:/\[\]]+)(?::\d+)?(?:/|$)")
+# If its last label is a number, it is read as an address (WHATWG, "URL": "ends in a number").
+_HOST_NAME = re.compile(r"(?:[A-Za-z0-9_-]+\.)*(?!(?:\d+|0[xX][0-9a-fA-F]*)\.?$)[A-Za-z0-9_-]+\.?")
 
 
 def s3_server(settings: S3Settings, found: Credentials) -> tuple[str | None, str]:
@@ -23,6 +33,9 @@ def s3_server(settings: S3Settings, found: Credentials) -> tuple[str | None, str
 
     Returns:
         The endpoint as it was given, None for AWS itself, and the region.
+
+    Raises:
+        ConfigError: a region that cannot be one.
     """
     environ = os.environ
     endpoint = (
@@ -39,6 +52,11 @@ def s3_server(settings: S3Settings, found: Credentials) -> tuple[str | None, str
         or found.region
         or _DEFAULT_REGION
     )
+    if _REGION.fullmatch(region) is None:
+        raise ConfigError(
+            f"the region {region!r} cannot be one: letters, digits, '-', '_' and '.' (it is taken"
+            " from storage_options, AWS_REGION, AWS_DEFAULT_REGION, or the profile)"
+        )
     return endpoint, region
 
 
@@ -54,8 +72,19 @@ def s3_checksum(settings: S3Settings, endpoint: str | None) -> str | None:
     On AWS CRC64NVME, its own default ("Checking object integrity", Amazon S3 user guide); it took
     0.11 CPU-seconds per GiB, SHA-256 0.85 (2 cores, loopback). Other servers may not know it, and
     get none unless one is asked for.
+
+    Raises:
+        ConfigError: AWS_CHECKSUM_ALGORITHM names none that there is.
     """
-    chosen = settings.checksum_algorithm or os.environ.get("AWS_CHECKSUM_ALGORITHM")
+    chosen = settings.checksum_algorithm
+    named = os.environ.get(CHECKSUM_VARIABLE)
+    if chosen is None and named is not None:
+        chosen = next((known for known in _CHECKSUMS if known.lower() == named.lower()), None)
+        if chosen is None:
+            raise ConfigError(
+                f"{CHECKSUM_VARIABLE} is {named!r} in the environment; it must be one of"
+                f" {', '.join(_CHECKSUMS)}, or not be set"
+            )
     if chosen is None and is_aws(endpoint):
         chosen = "CRC64NVME"
     return None if chosen == "none" else chosen
@@ -78,11 +107,65 @@ def server_url(text: str, *, use_ssl: bool) -> str:
     """An endpoint as a URL.
 
     Raises:
-        ConfigError: it is none, or holds credentials.
+        ConfigError: it is none, holds credentials, or has a host or port that there cannot be.
     """
     base = text if "://" in text else f"{'https' if use_ssl else 'http'}://{text}"
     scheme, _, host = base.rstrip("/").partition("://")
     check_endpoint(host)  # those of the environment and of profiles, too
     if scheme not in ("http", "https") or not host:
         raise ConfigError("an endpoint must read http(s)://host[:port], without credentials")
+    wrong = _wrong_with(host)
+    if wrong is not None:
+        raise ConfigError(f"the endpoint {text!r} {wrong}; it must read http(s)://host[:port]")
     return f"{scheme}://{host}"
+
+
+def virtual_url(base: str, bucket: str) -> str:
+    """Where a bucket is that is addressed by its own host name.
+
+    Raises:
+        ConfigError: the endpoint's host is an address, which has no names below it.
+    """
+    scheme, _, host = base.partition("://")
+    name = urlsplit(base).hostname or ""
+    if _is_address(name):
+        raise ConfigError(
+            f"addressing_style 'virtual' needs a host name, and the endpoint {base} has an address:"
+            " use 'path', or the host's name"
+        )
+    return f"{scheme}://{bucket}.{host}"
+
+
+def _wrong_with(place: str) -> str | None:
+    """What is wrong with what stands behind `://`; None: nothing.
+
+    What passes here, obstore can make a request of; for what does not, it panics.
+    """
+    if _OF_URLS.fullmatch(place) is None:
+        return "has a space, or another character that a URL cannot have"
+    if _AUTHORITY.match(place) is None:
+        return "has no host, or no port after its ':'"
+    try:
+        parts = urlsplit(f"//{place}")
+        parts.port  # noqa: B018  raises for none that there can be
+    except ValueError as error:
+        return f"cannot be read ({error})"
+    name = parts.hostname or ""
+    if not _is_address(name) and (":" in name or _HOST_NAME.fullmatch(name) is None):
+        return f"has no host name that there can be ({name!r})"
+    return None
+
+
+def _is_address(name: str) -> bool:
+    """Whether a host is an address of IPv4, in any form that is read as one, or of IPv6."""
+    try:
+        ipaddress.IPv6Address(name)
+    except ValueError:
+        pass
+    else:
+        return True
+    try:
+        socket.inet_aton(name)
+    except OSError:
+        return False
+    return True

@@ -70,6 +70,8 @@ _NOT_THE_RANGE = {
     "source: InvalidRangeRequest": "the object is shorter than the range that was asked for",
 }
 _REQUEST = re.compile(r"Error performing ([A-Z]+) (\S+) in ([\d.]+\w+)(?:, after (\d+) retries)?")
+# Of panics: errors of the crates url and http, about the address or a header.
+_NOT_A_REQUEST = re.compile(r"\b(Invalid[A-Z]\w+|EmptyHost|IdnaError|RelativeUrl\w+)\b")
 # The request never got as far as a connection.
 _NOT_CONNECTED = "legacy::Error( Connect,"
 # A server that wants TLS says so in words, with status 400: Go's (MinIO, rclone), then nginx.
@@ -191,6 +193,56 @@ class _NoAnswer(NamedTuple):
     advice: str
 
 
+class _Sign(NamedTuple):
+    """What obstore says by itself: of a setting, or of an answer that is none of a store's.
+
+    Attributes:
+        sign: what its text says.
+        kind: the error of ours.
+        advice: for the user.
+    """
+
+    sign: str
+    kind: type[DcpObjstoreError]
+    advice: str
+
+
+NO_STORE = (
+    "this does not look like a store: it answers as a web server does, or something on the way to"
+    " it does; check endpoint_url and any proxy"
+)
+_OF_GOOGLE = "the key of the service account cannot be used"
+_SIGNS = (
+    _Sign(
+        "Generic Config error",
+        ConfigError,
+        "a setting is not valid, in storage_options or in the environment (AWS_*, GOOGLE_*,"
+        " AZURE_*)",
+    ),
+    _Sign(
+        "Invalid encryption",
+        ConfigError,
+        "'ServerSideEncryption' or 'SSEKMSKeyId' is not valid (AWS_SERVER_SIDE_ENCRYPTION and"
+        " AWS_SSE_KMS_KEY_ID in the environment)",
+    ),
+    _Sign("failed to parse header", ConfigError, "a setting cannot be sent in a header"),
+    _Sign("Unable parse source url", ConfigError, "the endpoint is no URL"),
+    _Sign("Unable to parse url", ConfigError, "the endpoint is no URL"),
+    _Sign("Unable to open service account file", CredentialsError, _OF_GOOGLE),
+    _Sign("Unable to decode service account file", CredentialsError, _OF_GOOGLE),
+    _Sign("pem file", CredentialsError, _OF_GOOGLE),
+    _Sign("Invalid RSA key", CredentialsError, _OF_GOOGLE),
+    _Sign("Invalid Access Key", CredentialsError, "the account's key is not base64"),
+    # Reads of GCS and Azure only.
+    _Sign("Last-Modified Header missing", ConfigError, NO_STORE),
+    # A write may have taken effect all the same.
+    _Sign("ETag Header missing", StoreUnavailableError, NO_STORE),
+    _Sign("missing field `UploadId`", StoreUnavailableError, NO_STORE),
+    _Sign("missing field `Blobs`", StoreUnavailableError, NO_STORE),
+    _Sign("invalid Content-Type value", StoreUnavailableError, NO_STORE),
+)
+
+
 _CHECK_SERVER = "check endpoint_url and that the server runs"
 _CHECK_NETWORK = "check endpoint_url, the network and any proxy or firewall"
 _USE_HTTPS = "the server does not speak plain HTTP; endpoint_url should begin with https://"
@@ -227,6 +279,14 @@ _NO_ANSWERS = (
         "check that the server runs, and http:// or https:// in endpoint_url",
     ),
 )
+
+
+def _signed(error: BaseException) -> _Sign | None:
+    """What obstore found wrong by itself, where it is not a request that failed."""
+    text = _parts(error)[0]
+    if _REQUEST.search(text) is not None:
+        return None
+    return next((wrong for wrong in _SIGNS if wrong.sign in text), None)
 
 
 def http_code(error: BaseException) -> tuple[int | None, str | None]:
@@ -335,6 +395,42 @@ def translate_obstore(
     return _failed_abort(error, found) if abort_failed(error) else found
 
 
+def no_store(error: BaseException | None) -> ConfigError | None:
+    """The error for a 404 that is no store's, to what needs nothing but a bucket; else None.
+
+    Every store sends a code with it, such as NoSuchBucket. Only for a listing, or the first request
+    of a write without a condition on what is there.
+    """
+    request = _REQUEST.search(str(error)) if isinstance(error, Exception) else None
+    if error is None or request is None or http_code(error) != (http.client.NOT_FOUND, None):
+        return None
+    method, url = request[1], request[2]
+    if method not in ("GET", "PUT", "POST") or "uploadId=" in url:
+        return None  # the upload's own end, in its midst
+    summary = _parts(error)[0].strip()
+    return ConfigError(f"{NO_STORE}, and that the bucket exists: {redacted(summary)}")
+
+
+def translate_panic(error: BaseException) -> DcpObjstoreError | None:
+    """The error of ours for a panic of obstore, else None.
+
+    Its class, made by PyO3, cannot be imported and derives from `BaseException`, so that no
+    `except Exception` sees it; it does not pickle either, which would leave other ranks waiting.
+    Nothing was sent, or nothing more will be: to send it again would not help.
+    """
+    kind = type(error)
+    if kind.__name__ != "PanicException" or kind.__module__ != "pyo3_runtime":
+        return None
+    error.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in error.args)
+    text = str(error)
+    if _NOT_A_REQUEST.search(text):
+        return ConfigError(
+            "no request can be made of these settings (endpoint_url, region, credentials):"
+            f" obstore says {text!r}"
+        )
+    return DcpObjstoreError(f"obstore failed in a way of its own, please report it: {text}")
+
+
 def redacted(text: str) -> str:
     """The text without what a store tells back of credentials and signatures."""
     text = _TOLD_ELEMENT.sub(r"<\1/>", text)
@@ -360,6 +456,9 @@ def _answer(error: Exception) -> DcpObjstoreError:
     wants_tls = any(words in text for words in _WANTS_TLS)
     if wants_tls and status != _FULL_STATUS and code not in _FULL_CODES:
         return ConfigError(f"{_USE_HTTPS}: {summary}")
+    wrong = _signed(error)
+    if wrong is not None:
+        return kind(f"{wrong.advice}: {summary}")
     advice = _not_the_range(status, dump) or advice_on(kind, status, code)
     return kind(f"{advice}: {summary}" if advice else f"{type(error).__name__}: {summary}")
 
@@ -426,6 +525,9 @@ def _kind(error: Exception) -> type[DcpObjstoreError]:
     status, code = http_code(error)
     if code == "NoSuchKey" and isinstance(error, theirs.PreconditionError):
         return PreconditionFailedError  # If-Match on an absent key: 404 on AWS and moto
+    wrong = _signed(error)
+    if wrong is not None:
+        return wrong.kind
     return kind_of_answer(status, code) or _kind_without_status(error)
 
 

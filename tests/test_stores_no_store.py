@@ -1,0 +1,136 @@
+"""A web server where a store was meant: the error says so, and what to check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.errors import ConfigError, DcpObjstoreError, ObjectNotFoundError
+from dcp_objstore.stores import ObjectStore, open_store
+from dcp_objstore.stores.protocol import IfAbsent, IfVersion, Version
+from tests.support.servers import Bucket
+from tests.support.tampering import TamperingProxy
+from tests.test_stores_unreachable import ONCE, VERBS
+
+PAGE = b"<html><body>Welcome</body></html>"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"key": "a", "secret": "b"},
+    "gs": {"token": "t"},
+    "az": {"account_name": "a", "account_key": "a2V5"},
+    "s3 over boto3": {"key": "a", "secret": "b", "transport": "boto3"},
+}
+SAYS = r"this does not look like a store.*check endpoint_url"
+
+
+@pytest.fixture
+def web() -> Iterator[Callable[[int], str]]:
+    """Makes a web server that answers everything with one status and a page; gives its URL."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def make(status: int) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                self.send_response(status)
+                self.send_header("Content-Type", "text/html; charset=utf-8")
+                self.send_header("Content-Length", str(len(PAGE)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(PAGE)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer  # noqa: N815
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield make
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def url_of(scheme: str) -> str:
+    return f"{scheme.split(maxsplit=1)[0]}://bucket/run"
+
+
+def at(scheme: str, endpoint_url: str) -> ObjectStore:
+    return open_store(url_of(scheme), {**OPTIONS[scheme], "endpoint_url": endpoint_url}, ONCE)
+
+
+@pytest.mark.parametrize("scheme", OPTIONS)
+def test_a_page_is_no_object(web: Callable[[int], str], scheme: str) -> None:
+    with pytest.raises(ConfigError, match=SAYS):
+        VERBS["get"](at(scheme, web(200)))
+
+
+@pytest.mark.parametrize("verb", ["put", "put_stream"])
+@pytest.mark.parametrize("scheme", OPTIONS)
+def test_a_write_that_is_answered_with_a_page_says_so(
+    web: Callable[[int], str], scheme: str, verb: str
+) -> None:
+    with pytest.raises(DcpObjstoreError, match=SAYS):
+        VERBS[verb](at(scheme, web(200)))
+
+
+@pytest.mark.parametrize("verb", ["list", "put", "put_stream"])
+@pytest.mark.parametrize("scheme", OPTIONS)
+def test_a_404_without_a_code_is_no_stores_where_no_object_can_be_missing(
+    web: Callable[[int], str], scheme: str, verb: str
+) -> None:
+    with pytest.raises(ConfigError, match=SAYS):
+        VERBS[verb](at(scheme, web(404)))
+
+
+@pytest.mark.parametrize("scheme", ["s3", "s3 over boto3"])
+def test_a_404_without_a_code_may_say_that_an_object_is_missing(
+    web: Callable[[int], str], scheme: str
+) -> None:
+    store = at(scheme, web(404))
+    for verb in ("get", "head", "get_range"):
+        with pytest.raises(ObjectNotFoundError):
+            VERBS[verb](store)
+    with pytest.raises(ObjectNotFoundError):
+        store.put("k", b"", precondition=IfVersion(Version('"e"', None)))
+    with pytest.raises(ConfigError, match=SAYS):
+        store.put("k", b"", precondition=IfAbsent())
+
+
+@pytest.mark.parametrize("status", [200, 404])
+@pytest.mark.parametrize("scheme", OPTIONS)
+def test_a_save_says_that_there_is_no_store(
+    web: Callable[[int], str], scheme: str, status: int
+) -> None:
+    options = {**OPTIONS[scheme], "endpoint_url": web(status)}
+    with pytest.raises(ConfigError, match=SAYS):
+        dos.save({"w": torch.ones(2)}, url_of(scheme), storage_options=options)
+
+
+@pytest.mark.parametrize("scheme", OPTIONS)
+def test_a_load_says_that_there_is_no_store(web: Callable[[int], str], scheme: str) -> None:
+    options = {**OPTIONS[scheme], "endpoint_url": web(200)}
+    with pytest.raises(ConfigError, match=SAYS):
+        dos.load({"w": torch.ones(2)}, url_of(scheme), storage_options=options)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_a_page_is_no_listing_of_nothing(web: Callable[[int], str], scheme: str) -> None:
+    with pytest.raises(DcpObjstoreError, match=SAYS):
+        VERBS["list"](at(scheme, web(200)))
+
+
+def test_only_the_first_empty_listing_asks_whether_there_is_a_store(bucket: Bucket) -> None:
+    with TamperingProxy(bucket.storage_options) as proxy:
+        store = open_store(bucket.url, proxy.storage_options, ONCE)
+        assert list(store.list()) == []
+        assert list(store.list()) == []
+        assert [asked.method for asked in proxy.asked] == ["GET", "HEAD", "GET"]

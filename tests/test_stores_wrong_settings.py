@@ -1,0 +1,126 @@
+"""Settings and keys that obstore cannot use: an error of the right type, at once, not retried."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
+from dcp_objstore.stores import open_store
+from dcp_objstore.stores.options import S3Settings
+from dcp_objstore.stores.servers import s3_checksum
+from tests.support.servers import Bucket
+from tests.test_stores_s3_settings import carrying, requests_of
+from tests.test_stores_unreachable import VERBS
+
+UNUSED = "http://127.0.0.1:1"  # nothing is sent
+S3 = {"key": "a", "secret": "b", "endpoint_url": UNUSED}
+BAD_PEM = {
+    "type": "service_account",
+    "private_key": "SECRET",
+    "private_key_id": "x",
+    "client_email": "a@b",
+}
+KMS = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "\x7f"}
+WRONG: dict[str, tuple[str, dict[str, Any], type[DcpObjstoreError], str]] = {
+    "kms": ("s3", {**S3, "s3_additional_kwargs": KMS}, ConfigError, "SSEKMSKeyId"),
+    "pem": ("gs", {"token": BAD_PEM, "endpoint_url": UNUSED}, CredentialsError, "pem file"),
+}
+
+
+@pytest.fixture
+def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sleep(seconds: float) -> None:
+        raise AssertionError("a setting that is wrong was tried again")
+
+    monkeypatch.setattr("dcp_objstore.stores.retrying.time.sleep", sleep)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("case", WRONG)
+def test_what_obstore_cannot_use_is_said_at_once(unwaiting: None, case: str, verb: str) -> None:
+    scheme, options, kind, text = WRONG[case]
+    with pytest.raises(kind, match=text) as caught:
+        VERBS[verb](open_store(f"{scheme}://bucket/run", options, TransferConfig()))
+    assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "scheme", "kind"),
+    [
+        ("AWS_SERVER_SIDE_ENCRYPTION", "no-such-kind", "s3", ConfigError),
+        ("GOOGLE_SERVICE_ACCOUNT_KEY", "{}", "gs", CredentialsError),
+        ("GOOGLE_SERVICE_ACCOUNT", "/nowhere.json", "gs", CredentialsError),
+    ],
+)
+def test_what_obstore_reads_of_the_environment_and_cannot_use_is_said_at_once(
+    unwaiting: None,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    scheme: str,
+    kind: type[DcpObjstoreError],
+) -> None:
+    monkeypatch.setenv(name, value)
+    options = S3 if scheme == "s3" else {"endpoint_url": UNUSED}
+    with pytest.raises(kind):
+        open_store(f"{scheme}://bucket/run", options).head("k")
+
+
+@pytest.mark.parametrize("form", ["mapping", "text", "path"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        {},
+        {"type": "service_account"},
+        {**BAD_PEM, "private_key": None},
+        {"type": "service_account", "private_key": "SECRET", "client_email": "a@b"},
+    ],
+)
+def test_a_service_account_key_that_lacks_fields_is_refused_when_a_store_is_opened(
+    tmp_path: Path, form: str, key: dict[str, Any]
+) -> None:
+    place = tmp_path / "key.json"
+    place.write_text(json.dumps(key))
+    token = {"mapping": key, "text": json.dumps(key), "path": str(place)}[form]
+    with pytest.raises(CredentialsError, match=r"it lacks .*private_key") as caught:
+        open_store("gs://bucket/run", {"token": token, "endpoint_url": UNUSED})
+    assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.backends("moto")
+@pytest.mark.parametrize("transport", ["native", "boto3"])
+@pytest.mark.parametrize("named", ["none", "NONE"])
+def test_the_environment_can_say_that_no_checksum_goes_with_bodies(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, transport: str, named: str
+) -> None:
+    monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", named)
+    store = open_store(bucket.url, {**bucket.storage_options, "transport": transport})
+    store.put("k", b"body")
+    assert bucket.get("k") == b"body"
+    assert os.environ["AWS_CHECKSUM_ALGORITHM"] == named
+    assert s3_checksum(S3Settings(), None) is None
+
+
+@pytest.mark.backends("moto")
+def test_an_option_against_checksums_wins_over_the_environment(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "SHA256")
+    found = requests_of(bucket, {"s3_additional_kwargs": {"ChecksumAlgorithm": "none"}})
+    assert carrying(found, "x-amz-checksum-sha256") == set()
+
+
+@pytest.mark.parametrize("transport", ["native", "boto3"])
+@pytest.mark.parametrize("named", ["", "md5"])
+def test_a_checksum_that_there_is_not_is_refused_when_a_store_is_opened(
+    monkeypatch: pytest.MonkeyPatch, transport: str, named: str
+) -> None:
+    monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", named)
+    with pytest.raises(ConfigError, match=r"AWS_CHECKSUM_ALGORITHM is .*must be one of CRC64NVME"):
+        open_store("s3://bucket/run", {**S3, "transport": transport})
