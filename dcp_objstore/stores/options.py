@@ -56,7 +56,7 @@ _S3_EXTRA: dict[str, tuple[type, ...]] = {
     "ChecksumAlgorithm": _TEXT,
 }
 # "none" is ours: it turns the default off.
-_CHECKSUMS = ("CRC64NVME", "SHA256", "CRC32", "CRC32C", "none")
+CHECKSUMS = ("CRC64NVME", "SHA256", "CRC32", "CRC32C", "none")
 _GS: dict[str, tuple[type, ...]] = {
     "token": (object,),
     "project": _TEXT,
@@ -279,8 +279,8 @@ def _check_s3(found: S3Settings) -> None:
         raise ConfigError(
             "'SSEKMSKeyId' and 'BucketKeyEnabled' need 'ServerSideEncryption': 'aws:kms'"
         )
-    if found.checksum_algorithm not in (None, *_CHECKSUMS):
-        raise ConfigError(f"'ChecksumAlgorithm' must be one of {', '.join(_CHECKSUMS)}")
+    if found.checksum_algorithm not in (None, *CHECKSUMS):
+        raise ConfigError(f"'ChecksumAlgorithm' must be one of {', '.join(CHECKSUMS)}")
 
 
 def is_foreign(scheme: str) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options import _CHECKSUMS, S3Settings, check_endpoint
+from dcp_objstore.stores.options import CHECKSUMS, S3Settings, check_endpoint
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.credentials import Credentials
@@ -79,11 +79,11 @@ def s3_checksum(settings: S3Settings, endpoint: str | None) -> str | None:
     chosen = settings.checksum_algorithm
     named = os.environ.get(CHECKSUM_VARIABLE)
     if chosen is None and named is not None:
-        chosen = next((known for known in _CHECKSUMS if known.lower() == named.lower()), None)
+        chosen = next((known for known in CHECKSUMS if known.lower() == named.lower()), None)
         if chosen is None:
             raise ConfigError(
                 f"{CHECKSUM_VARIABLE} is {named!r} in the environment; it must be one of"
-                f" {', '.join(_CHECKSUMS)}, or not be set"
+                f" {', '.join(CHECKSUMS)}, or not be set"
             )
     if chosen is None and is_aws(endpoint):
         chosen = "CRC64NVME"
