@@ -268,6 +268,7 @@ def _call(
         try:
             return True, pickle.dumps(fn(rank, world_size, *args)), ""
         finally:
+            _end_checkpoint_child()
             if dist.is_initialized():
                 dist.destroy_process_group()
     except BaseException as error:  # noqa: BLE001 - DCP's CheckpointException is one
@@ -279,3 +280,16 @@ def _call(
         except Exception as why:  # noqa: BLE001
             pickled = pickle.dumps(UnpicklableError(f"{error!r} does not pickle: {why!r}"))
         return False, pickled, text
+
+
+def _end_checkpoint_child() -> None:
+    """DCP's process mode keeps one child for good, in the group of the job that made it.
+
+    In a job of another size it would wait for ranks that have gone.
+    """
+    executor = sys.modules.get("torch.distributed.checkpoint._async_process_executor")
+    child = getattr(executor, "_CHECKPOINT_PROCESS", None)
+    if executor is not None and child is not None:
+        child._save_process.kill()
+        child._save_process.join()
+        executor._CHECKPOINT_PROCESS = None
