@@ -12,8 +12,6 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import StoreSpec, options
 from dcp_objstore.stores.option_table import OPTIONS, markdown
-from tests.support.servers import Bucket
-from tests.test_stores_s3_settings import requests_of
 
 # Of HTTP clients in general, not of S3: obstore takes them elsewhere.
 OF_CLIENTS = {"allow_http", "allow_invalid_certificates", "root_certificate"}
@@ -62,26 +60,6 @@ def test_obstore_knows_its_names(scheme: str, store: Any) -> None:
             store(config={bucket: "b", name: "true"})
         except BaseError as error:  # "true" is no checksum, say
             assert not isinstance(error, UnknownConfigurationKeyError), name
-
-
-@pytest.mark.backends("moto")
-def test_the_environment_sets_what_the_table_says(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What other tests do not show: those of credentials, endpoint and region do theirs."""
-    monkeypatch.setenv("AWS_REQUEST_PAYER", "requester")
-    monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
-    monkeypatch.setenv("AWS_SSE_KMS_KEY_ID", "key-1")
-    monkeypatch.setenv("AWS_SSE_BUCKET_KEY_ENABLED", "true")
-    monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "SHA256")
-    found = requests_of(bucket, {})
-    assert all(asked.headers["x-amz-request-payer"] == "requester" for asked in found.values())
-    for name in ("put", "begin"):
-        headers = found[name].headers
-        assert headers["x-amz-server-side-encryption"] == "aws:kms"
-        assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
-        assert headers["x-amz-server-side-encryption-bucket-key-enabled"] == "true"
-    assert "x-amz-checksum-sha256" in found["part"].headers
 
 
 @pytest.mark.parametrize(

@@ -52,24 +52,6 @@ def patch_bucket(server: MotoServer | FakeGcsServer, name: str, **settings: obje
 
 
 @gcs
-def test_uploads_are_listed_with_their_bytes_and_aborted(bucket: Bucket) -> None:
-    ours = f"step-1/{data_key(0, 0, new_nonce())}"
-    begin_upload(bucket, ours, parts=2)
-    begin_upload(bucket, "step-10/other #1")
-    uploads = open_uploads(StoreSpec(bucket.url, bucket.storage_options))
-    found = {one.key: one for one in uploads.list()}
-    assert found.keys() == {ours, "step-10/other #1"}
-    assert found[ours].size_bytes == 2 * len(PART)
-    assert found[ours].initiated.tzinfo is not None
-    below = uploads.below("step-1")
-    (one,) = below.list()  # not step-10's
-    below.abort(one)
-    below.abort(one)  # somebody else may have been quicker
-    assert below.list() == []
-    assert bucket.uploads() == [f"{bucket.prefix}step-10/other #1"]
-
-
-@gcs
 def test_a_sweep_aborts_ours_and_says_which_rule_is_missing(
     bucket: Bucket, gcs_server: MotoServer
 ) -> None:

@@ -71,7 +71,7 @@ def ask_server(spec: StoreSpec) -> ServerAnswer | None:
 def named_server(spec: StoreSpec) -> str | None:
     """The server that requests go to, None for the provider's own.
 
-    s3fs does not show one that the environment or the profile names.
+    Over s3fs it is botocore that finds the one of a profile, and the store does not know it.
 
     Raises:
         CredentialsError, ConfigError: as for the store.
