@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -171,7 +172,7 @@ def measure(job: Job) -> dict[str, float]:
     # uploads cost.
     ratios = [
         pace.per_second / statistics.mean((before.per_second, after.per_second))
-        for pace, before, after in zip(during, alone, alone[1:], strict=True)
+        for pace, (before, after) in zip(during, pairwise(alone), strict=True)
     ]
     seconds = sum(pace.seconds for pace in during)
     return {
