@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from dcp_objstore.dcp.failures import agree, attempt, extended, typed_failures
-from dcp_objstore.dcp.groups import current_rank, sync_group, world_group
+from dcp_objstore.dcp.groups import current_rank, is_alone, sync_group, world_group
 from dcp_objstore.dcp.planner import AgreeingLoadPlanner, AgreeingSavePlanner
 from dcp_objstore.dcp.reader import ObjectStoreReader
 from dcp_objstore.dcp.report import logger
@@ -124,6 +124,7 @@ def run_save(
             storage_writer=writer,
             planner=AgreeingSavePlanner(url),
             process_group=group,
+            no_dist=is_alone(group),
         )
         return _from_coordinator(writer.last_save, group)
 
@@ -224,7 +225,11 @@ def _run_load(
     try:
         with typed_failures(url, group), single_process_is_fine():
             state_dict_loader.load(
-                converted.state_dict, storage_reader=reader, planner=planner, process_group=group
+                converted.state_dict,
+                storage_reader=reader,
+                planner=planner,
+                process_group=group,
+                no_dist=is_alone(group),
             )
         _, failed = attempt(lambda: converted.restore(planner.without_state))
         agree(failed, url, group)

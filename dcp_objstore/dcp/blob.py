@@ -13,12 +13,13 @@ import ctypes
 import functools
 import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.utils.serialization import config as serialization_config
 
+from dcp_objstore.dcp.memory import byte_memory
 from dcp_objstore.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 # Payloads start on such boundaries of their object: what torch aligns storages to in its own
 # files, and a cache line.
 ALIGNMENT_BYTES = 64
+# Up to here a copy costs less than an array does.
+_COPIED_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,8 @@ def raw_payload(tensor: torch.Tensor, key: str) -> torch.Tensor | None:
     Raises:
         UnsupportedError: the tensor has no memory (meta, fake), or is sparse.
     """
-    tensor = tensor.detach()
+    if tensor.requires_grad or type(tensor) is not torch.Tensor:
+        tensor = tensor.detach()
     check_layout(tensor.layout, key)
     if tensor.is_meta:
         raise UnsupportedError("a meta tensor has no data to save", key=key)
@@ -127,8 +131,10 @@ def check_layout(layout: torch.layout, key: str) -> None:
         )
 
 
-def small_payload(tensor: torch.Tensor, size_bytes: int) -> bytes:
-    """A copy of a contiguous CPU tensor's memory, by the cheapest way there is."""
+def small_payload(tensor: torch.Tensor, size_bytes: int) -> bytes | ByteArray:
+    """The memory of a contiguous CPU tensor, or a copy of it, by the cheapest way there is."""
+    if size_bytes > _COPIED_BYTES and (memory := byte_memory(tensor)) is not None:
+        return memory
     return ctypes.string_at(tensor.data_ptr(), size_bytes)
 
 
@@ -138,15 +144,14 @@ def payload_slices(tensor: torch.Tensor, slice_size_bytes: int) -> Iterator[Byte
     CPU memory is not copied. Memory of another device is copied one slice at a time (that of a
     GPU goes another way: `device.Outbound`).
     """
-    flat = tensor.reshape(-1).view(torch.uint8)
-    if flat.device.type == "cpu":
-        # Not `flat.numpy()`: that would leave the storage unresizable for good.
-        memory = cast("ByteArray", np.from_dlpack(flat))
+    memory = byte_memory(tensor)
+    if memory is not None:
         for start in range(0, memory.nbytes, slice_size_bytes):
             yield memory[start : start + slice_size_bytes]
-    else:
-        for start in range(0, flat.numel(), slice_size_bytes):
-            yield flat[start : start + slice_size_bytes].cpu().numpy()
+        return
+    flat = tensor.reshape(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), slice_size_bytes):
+        yield flat[start : start + slice_size_bytes].cpu().numpy()
 
 
 def pickled_blob(tensor: torch.Tensor) -> ByteArray:

@@ -27,6 +27,15 @@ def world_group() -> dist.ProcessGroup | None:
     return None if current_rank() is None else dist.group.WORLD
 
 
+def is_alone(group: dist.ProcessGroup | None) -> bool:
+    """Whether there is one rank, which has nobody to exchange plans with: None is the world.
+
+    DCP would pickle and unpickle the plan three times for itself: 100 objects a tensor, enough for
+    the cyclic collector to walk through the whole program twice.
+    """
+    return current_rank() is None or dist.get_world_size(group) == 1
+
+
 def sync_group(
     process_group: dist.ProcessGroup | None, config: TransferConfig | None = None
 ) -> dist.ProcessGroup | None:

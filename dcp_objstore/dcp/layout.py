@@ -20,9 +20,10 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from dcp_objstore.config import MIB
 from dcp_objstore.dcp import blob
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError, UnsupportedError
-from dcp_objstore.transfer.digests import block_digest, block_digests
+from dcp_objstore.transfer.digests import block_digests, small_digest
 from dcp_objstore.transfer.parts import check_item_size
 
 if TYPE_CHECKING:
@@ -31,10 +32,14 @@ if TYPE_CHECKING:
     from dcp_objstore.transfer.upload import ByteArray
     from dcp_objstore.transfer.workers import DaemonPool
 
-# Up to here a payload is copied into the gathering buffer: cheaper than a buffer of its own.
-_SMALL_BYTES = 64 * 1024
+# Up to here a payload is copied into the gathering buffer: cheaper than a buffer of its own, for
+# which the transport and the hashers must get the GIL half a dozen times. In a program that is busy
+# in Python each of these takes up to 5 ms, and slows the program down.
+_SMALL_BYTES = MIB
+# The same for the memory of a device, which would be asked for each by itself.
+_SMALL_DEVICE_BYTES = 64 * 1024
 # The gathering buffer is handed on at this size.
-_GATHERED_BYTES = 1024 * 1024
+_GATHERED_BYTES = 8 * MIB
 
 
 # Not tracked by the cyclic collector (there are no cycles): with tens of thousands of tensors the
@@ -148,7 +153,9 @@ class Layout:
         payload = blob.raw_payload(data, item.index.fqn)
         if payload is None:
             yield from self._whole(item, blob.pickled_blob(data), pickled=True)
-        elif (size_bytes := payload.nbytes) <= _SMALL_BYTES:
+        elif (size_bytes := payload.nbytes) <= (
+            _SMALL_BYTES if payload.device.type == "cpu" else _SMALL_DEVICE_BYTES
+        ):
             self._small_tensor(item, payload, size_bytes)
             if len(self._gathered) >= _GATHERED_BYTES:
                 yield self._take_gathered()
@@ -167,7 +174,7 @@ class Layout:
         self._framing.update(lead)
         self._framing.update(frame.trailer)
         self._gathered += lead
-        self._gathered += body
+        self._gathered += memoryview(body)
         self._gathered += frame.trailer
         offset = self._position + padding
         payload_offset = self._position + len(lead)
@@ -180,7 +187,7 @@ class Layout:
                 payload_offset,
                 size_bytes,
                 False,
-                block_digest(body) if size_bytes else b"",
+                small_digest(body),
             )
         )
 

@@ -23,12 +23,17 @@ from dcp_objstore.dcp.groups import current_rank
 from dcp_objstore.dcp.per_rank import own_name
 from dcp_objstore.dcp.plugin import plugin_errors
 from dcp_objstore.dcp.report import logger
+from dcp_objstore.dcp.staging import StagedState
 from dcp_objstore.dcp.state import Place
+from dcp_objstore.dcp.write_items import WriteItems
 from dcp_objstore.errors import InvalidUrlError, StateMismatchError
 
 _SHOWN = 10
 # Comparing two names takes some 50 microseconds, so only the likely ones are compared.
 _COMPARED = 200
+
+
+_staged_items = WriteItems()
 
 
 class AgreeingSavePlanner(DefaultSavePlanner):
@@ -37,6 +42,7 @@ class AgreeingSavePlanner(DefaultSavePlanner):
     def __init__(self, url: str) -> None:
         super().__init__()
         self._url = url
+        self._staged = False
 
     def set_up_planner(
         self,
@@ -46,12 +52,18 @@ class AgreeingSavePlanner(DefaultSavePlanner):
     ) -> None:
         """See `DefaultSavePlanner`."""
         with plugin_errors(current_rank(), self._url):
+            self._staged = isinstance(state_dict, StagedState)
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         """See `DefaultSavePlanner`."""
         with plugin_errors(current_rank(), self._url):
-            return dataclasses.replace(super().create_local_plan(), storage_data=self._url)
+            if self._staged:
+                items = _staged_items.of(self.state_dict, is_coordinator=self.is_coordinator)
+                self.plan = SavePlan(items, planner_data=self.mappings)
+            else:
+                super().create_local_plan()
+            return dataclasses.replace(self.plan, storage_data=self._url)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """See `DefaultSavePlanner`.

@@ -24,9 +24,10 @@ _GROWN_PART_SIZE_BYTES = 32 * MIB
 _MANY_PARTS = 32
 # Planned against fewer parts than allowed: pickled values are only sized when they are written.
 _PLANNED_PARTS = 9_000
-# Buffers handed to the transport. Small enough that progress is seen several times in a large
-# part, large enough that Python is called only some dozens of times per GiB.
-_MAX_SLICE_BYTES = 16 * MIB
+# Buffers handed to the transport: it lets go of them when their part is sent, so smaller ones would
+# show no more progress, and each calls for the GIL. Where parts are larger still, this is what is
+# copied at once from a device.
+_MAX_SLICE_BYTES = 32 * MIB
 
 
 @dataclass(frozen=True, slots=True)
