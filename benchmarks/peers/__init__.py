@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +40,15 @@ class DcpPeer(Peer, Protocol):
 
     def reader(self, place: Place, settings: Settings) -> StorageReader:
         """The reader for one load from `place`."""
+        ...
+
+
+@runtime_checkable
+class AsyncPeer(Protocol):
+    """A peer that saves in the background by a call of its own, not by `dcp.async_save`."""
+
+    def async_save(self, state: State, place: Place, settings: Settings) -> Callable[[], object]:
+        """Begin a save at `place`; what is returned waits for its end."""
         ...
 
 

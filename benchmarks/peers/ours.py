@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import dcp_objstore as dos
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from benchmarks.peers import State
@@ -66,6 +67,17 @@ class Ours:
     def save(self, state: State, place: Place, settings: Settings) -> None:
         """See `Peer`."""
         save(state, storage_writer=self.writer(place, settings), no_dist=True)
+
+    def async_save(self, state: State, place: Place, settings: Settings) -> Callable[[], object]:
+        """See `AsyncPeer`."""
+        return dos.async_save(
+            state,
+            place.url,
+            storage_options=place.storage_options,
+            config=_config(settings, self._transport),
+            on_event=self._on_event,
+            trace=self._trace,
+        ).result
 
     def reader(self, place: Place, settings: Settings) -> dos.ObjectStoreReader:
         """See `DcpPeer`."""

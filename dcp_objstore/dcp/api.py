@@ -122,7 +122,7 @@ def run_save(
         state_dict_saver.save(
             state_dict,
             storage_writer=writer,
-            planner=AgreeingSavePlanner(url),
+            planner=AgreeingSavePlanner(url, state_dict),
             process_group=group,
             no_dist=is_alone(group),
         )

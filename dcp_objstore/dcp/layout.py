@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -95,6 +95,7 @@ class Layout:
         on_value: called with each pickled value's key and bytes.
         outbound: the way out of a GPU's memory.
         digests_of: `block_digests`, or the same with something around it; runs in the hashers.
+        known_digests: see `StagedState.digests`.
     """
 
     pending: deque[tuple[WriteItem, int]]
@@ -105,6 +106,7 @@ class Layout:
     rank: int
     outbound: Outbound
     digests_of: Callable[[ByteArray], bytes] = block_digests
+    known_digests: Mapping[tuple[int, int], bytes] = field(default_factory=dict)
     placed: list[Placed] = field(default_factory=list)
     _position: int = 0
     _framing: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
@@ -199,13 +201,16 @@ class Layout:
         payload_offset = offset + len(frame.header)
         if self._gathered:
             yield self._take_gathered()
-        digests = []
+        known = self.known_digests.get((payload.data_ptr(), size_bytes))
+        hashing: list[Future[bytes]] = []
         pieces = self.outbound.slices(payload)
         if pieces is None:
             pieces = blob.payload_slices(payload, self.plan.slice_size_bytes)
         for piece in pieces:
-            digests.append(self.hashers.submit(self.digests_of, piece))
+            if known is None:
+                hashing.append(self.hashers.submit(self.digests_of, piece))
             yield piece
+        digests = hashing if known is None else known
         self._position += size_bytes
         self._frame(frame.trailer)
         self.placed.append(

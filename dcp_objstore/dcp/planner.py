@@ -37,12 +37,26 @@ _staged_items = WriteItems()
 
 
 class AgreeingSavePlanner(DefaultSavePlanner):
-    """Refuses ranks that save to different URLs, before a byte is uploaded."""
+    """Refuses ranks that save to different URLs, before a byte is uploaded.
 
-    def __init__(self, url: str) -> None:
+    It has the tensors saved as they are, so that what is known of a staged state holds for what is
+    uploaded.
+
+    Args:
+        url: the checkpoint.
+        state_dict: what will be saved. (DCP hands on a dict of its own.)
+
+    Attributes:
+        digests: see `StagedState`; empty for a state that is none.
+    """
+
+    def __init__(self, url: str, state_dict: Mapping[str, Any]) -> None:
         super().__init__()
         self._url = url
-        self._staged = False
+        self._staged = isinstance(state_dict, StagedState)
+        self.digests: Mapping[tuple[int, int], bytes] = (
+            state_dict.digests if isinstance(state_dict, StagedState) else {}
+        )
 
     def set_up_planner(
         self,
@@ -52,7 +66,6 @@ class AgreeingSavePlanner(DefaultSavePlanner):
     ) -> None:
         """See `DefaultSavePlanner`."""
         with plugin_errors(current_rank(), self._url):
-            self._staged = isinstance(state_dict, StagedState)
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.storage import WriteResult
@@ -41,6 +41,7 @@ def upload_items(
     planner: SavePlanner,
     config: TransferConfig,
     warned_keys: set[str],
+    known_digests: Mapping[tuple[int, int], bytes],
 ) -> tuple[list[WriteResult], list[StoredObject]]:
     """Put the items of a rank's plan; returns when all of them are on the store.
 
@@ -50,6 +51,7 @@ def upload_items(
         planner: asked for the data of each item.
         config: sizes, concurrency and time-outs.
         warned_keys: of values that were warned about; keys are added.
+        known_digests: see `StagedState.digests`.
 
     Returns:
         A result for each item, and the objects that were put, in their order.
@@ -93,6 +95,7 @@ def upload_items(
                 save.rank,
                 outbound,
                 block_digests if progress.channel is None else _told(progress.channel),
+                known_digests,
             )
             key = data_key(save.rank, len(objects), save.nonce)
             uploaded = upload_object(store, key, layout.buffers(), part_plan, config, progress)

@@ -19,6 +19,10 @@ DIGEST_SIZE_BYTES = 16
 _HOLDING_BYTES = 64 * 1024
 
 
+# What makes the digest of one block out of pieces: `update(piece)`, `digest()`.
+BlockDigest = xxhash.xxh3_128
+
+
 def digest_count(size_bytes: int) -> int:
     """How many blocks a payload of `size_bytes` has; the last one may be short."""
     return -(-size_bytes // BLOCK_SIZE_BYTES)
@@ -37,7 +41,7 @@ def small_digest(payload: Buffer) -> bytes:
     view = memoryview(payload)
     if view.nbytes <= _HOLDING_BYTES:
         return xxhash.xxh3_128_digest(view) if view.nbytes else b""
-    state = xxhash.xxh3_128()
+    state = BlockDigest()
     for start in range(0, view.nbytes, _HOLDING_BYTES):
         state.update(view[start : start + _HOLDING_BYTES])
     return state.digest()
