@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
 import dcp_objstore as dos
-from dcp_objstore.dcp import committing
+from dcp_objstore.dcp import committing, uploading
 from dcp_objstore.dcp.report import size_text
 from dcp_objstore.errors import PermissionDeniedError, UntrustedPickleError
 from dcp_objstore.stores import StoreSpec
@@ -230,3 +230,30 @@ def test_small_tensors_between_large_ones_are_read_with_one_request() -> None:
     assert reader.last_load.requests == 1
     dcp.load({key: value.zero_() for key, value in state.items()}, storage_reader=reader)
     assert all(value.eq(int(key[:2])).all() for key, value in state.items())
+
+
+def test_tensors_of_up_to_a_mib_are_handed_to_the_transport_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Each buffer has the transport ask for the GIL, for which a busy program lets it wait.
+    sizes: list[int] = []
+    upload = uploading.upload_object
+
+    def counting(store: Any, key: str, buffers: Iterator[Any], *rest: Any) -> Any:
+        def counted() -> Iterator[Any]:
+            for buffer in buffers:
+                sizes.append(buffer.nbytes)
+                yield buffer
+
+        return upload(store, key, counted(), *rest)
+
+    monkeypatch.setattr(uploading, "upload_object", counting)
+    state = {f"{n}": torch.full((MIB // 16 * (n % 4 + 1),), float(n)) for n in range(60)}
+    total = sum(value.nbytes for value in state.values())
+    url = memory_url()
+    dos.save(state, url)
+    assert len(sizes) <= total // (8 * MIB) + 1
+    assert max(sizes) <= 9 * MIB + 4096
+    loaded = {key: torch.zeros_like(value) for key, value in state.items()}
+    dos.load(loaded, url)  # with every digest compared
+    assert all(torch.equal(loaded[key], value) for key, value in state.items())

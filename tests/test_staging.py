@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 
 import dcp_objstore as dos
-from dcp_objstore.dcp import async_api, staging
+from dcp_objstore.dcp import async_api, staging, uploading
 from dcp_objstore.dcp.staging import StagedState, Staging, stage
 from dcp_objstore.dcp.staging_memory import StagingMemory
+from dcp_objstore.transfer import digests
 from tests.support.checkpoints import HookPlanner
 from tests.support.lanes import LateLane, use_lane
 
@@ -146,6 +148,107 @@ def test_large_tensors_are_copied_by_any_number_of_threads(threads: int) -> None
         assert torch.equal(stage({"t": value[3:]})["t"], value[3:])
     finally:
         torch.set_num_threads(before)
+
+
+def hashed_by_the_writer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of what is hashed during the upload, from here on."""
+    sizes: list[int] = []
+
+    def block_digests(piece: Any) -> bytes:
+        sizes.append(memoryview(piece).nbytes)
+        return digests.block_digests(piece)
+
+    monkeypatch.setattr(uploading, "block_digests", block_digests)
+    return sizes
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_digests_made_while_staging_are_those_of_the_copy(threads: int) -> None:
+    block = digests.BLOCK_SIZE_BYTES
+    sizes = [MIB - 1, MIB, block - 1, block, block + 1, 3 * block, 33 * MIB + 5]
+    state: dict[str, Any] = {
+        f"{n}": torch.randint(0, 256, (n + 3,), dtype=torch.uint8)[3:] for n in sizes
+    }
+    state["matrix"] = torch.randn(1024, 1025)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        staged = stage(state)
+    finally:
+        torch.set_num_threads(before)
+    expected = {
+        (value.data_ptr(), value.nbytes): digests.block_digests(
+            value.view(-1).view(torch.uint8).numpy()
+        )
+        for value in staged.values()
+        if value.nbytes >= MIB
+    }
+    assert dict(staged.digests) == expected
+    assert all(torch.equal(staged[key], value) for key, value in state.items())
+
+
+def test_what_is_not_uploaded_as_it_was_copied_is_hashed_by_the_writer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    matrix = torch.randn(1024, 2048)
+    large = torch.randn(4 * MIB)
+    state = {
+        "transposed": matrix.t(),  # its elements are uploaded in another order than they lie
+        "columns": torch.randn(2048, 2048)[:, 5:1029],
+        "one": large[: 2 * MIB],  # one region of two tensors
+        "other": large[MIB:],
+        "negative": torch.view_as_complex(torch.randn(MIB, 2)).conj(),
+    }
+    assert stage(state).digests == {}
+    sizes = hashed_by_the_writer(monkeypatch)
+    url = memory_url()
+    dos.async_save(state, url).result()
+    assert sum(sizes) == sum(value.nbytes for value in state.values())
+    assert dos.open(url).verify(deep=True).ok
+
+
+@pytest.mark.parametrize("through", ["dos", "dcp"])
+def test_nothing_that_was_staged_is_hashed_again(
+    through: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"t": torch.randn(5 * MIB), "u": torch.randn(1024, 1024), "small": torch.randn(100_000)}
+    sizes = hashed_by_the_writer(monkeypatch)
+    url = memory_url()
+    if through == "dos":
+        dos.async_save(state, url).result()
+    else:
+        dcp.async_save(state, storage_writer=dos.ObjectStoreWriter(url)).result()  # type: ignore[union-attr]
+    assert sizes == []
+    loaded = {key: torch.zeros_like(value) for key, value in state.items()}
+    dos.load(loaded, url)
+    assert all(torch.equal(loaded[key], value) for key, value in state.items())
+
+
+def test_digests_hold_for_what_a_planner_of_ones_own_has_changed_in_the_copy() -> None:
+    state = {"t": torch.ones(2 * MIB)}
+
+    class Halving(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            return super().resolve_data(write_item).mul_(0.5)
+
+    url = memory_url()
+    dcp.async_save(  # type: ignore[union-attr]
+        state, storage_writer=dos.ObjectStoreWriter(url), planner=Halving()
+    ).result()
+    loaded = {"t": torch.zeros(2 * MIB)}
+    dos.load(loaded, url)  # every block verified
+    assert loaded["t"].eq(0.5).all()
+    assert state["t"].eq(1).all()
+
+
+def test_digests_of_a_copy_are_not_those_of_what_lies_there_later(memory: StagingMemory) -> None:
+    writer = dos.ObjectStoreWriter(memory_url())
+    staged = writer.stage({"t": torch.ones(2 * MIB)})
+    assert writer._known_digests(DefaultSavePlanner()) == staged.digests
+    assert len(staged.digests) == 1
+    assert writer._known_digests(HookPlanner(lambda _: None)) == {}
+    del staged
+    assert writer._known_digests(DefaultSavePlanner()) == {}
 
 
 def test_copies_of_a_device_are_complete_when_staging_has_finished(

@@ -1,0 +1,138 @@
+"""Write items that are kept from save to save are those that DCP would make anew."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import dcp_objstore as dos
+from dcp_objstore.dcp import write_items
+from dcp_objstore.dcp.write_items import WriteItems
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys of the items that were made, in their order."""
+    keys: list[str] = []
+    make = write_items._made
+
+    def telling(key: str, value: Any, is_coordinator: bool) -> Any:
+        keys.append(key)
+        return make(key, value, is_coordinator)
+
+    monkeypatch.setattr(write_items, "_made", telling)
+    return keys
+
+
+def state() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (1,))
+    return {
+        "plain": torch.ones(3, 4),
+        "scalar": torch.tensor(1.0),
+        "sharded": DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]),
+        "replicated": DTensor.from_local(torch.ones(2, 3), mesh, [Replicate()]),
+        "value": 5,
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+
+
+def planned(value: dict[str, Any]) -> list[Any]:
+    return create_default_local_save_plan(value, True).items
+
+
+def test_items_are_those_that_dcp_makes_and_are_made_once(world: None, made: list[str]) -> None:
+    items, value = WriteItems(), state()
+    assert items.of(value, is_coordinator=True) == planned(value)
+    assert made == list(value)
+    made.clear()
+    assert items.of(value, is_coordinator=True) == planned(value)
+    assert made == ["value", "parameter"]
+
+
+@pytest.mark.parametrize("key", ["plain", "scalar", "sharded", "replicated"])
+@pytest.mark.parametrize("change", ["shape", "dtype", "requires_grad", "gone"])
+def test_items_of_what_has_changed_are_made_anew(
+    world: None, made: list[str], key: str, change: str
+) -> None:
+    items, value = WriteItems(), state()
+    items.of(value, is_coordinator=True)
+    made.clear()
+    before = value[key]
+    if change == "shape":
+        value[key] = torch.ones(7, 7)
+    elif change == "dtype":
+        value[key] = before.to(torch.float64)
+    elif change == "requires_grad":
+        value[key] = before.detach().requires_grad_()
+    else:
+        del value[key]
+        items.of(value, is_coordinator=True)
+        made.clear()
+        value[key] = before
+    assert items.of(value, is_coordinator=True) == planned(value)
+    assert key in made
+
+
+def test_a_tensor_in_an_equal_mesh_of_another_job_has_items_of_its_own(
+    world: None, made: list[str]
+) -> None:
+    # Where this process was another rank, the same mesh gave it another part of the tensor.
+    items, value = WriteItems(), state()
+    items.of(value, is_coordinator=True)
+    made.clear()
+    items.of(state(), is_coordinator=True)
+    assert made == ["sharded", "replicated", "value", "parameter"]
+
+
+def test_only_the_latest_state_is_kept(world: None, made: list[str]) -> None:
+    items, value = WriteItems(), state()
+    items.of(value, is_coordinator=True)
+    items.of({}, is_coordinator=True)
+    made.clear()
+    items.of(value, is_coordinator=True)
+    assert made == list(value)
+
+
+def test_a_second_async_save_makes_no_items_of_its_tensors(made: list[str]) -> None:
+    value = {"model": {f"{n}": torch.ones(n + 1) for n in range(5)}}
+    url = f"memory://write-items/{secrets.token_hex(4)}"
+    dos.async_save(value, f"{url}/1").result()
+    assert len(made) == 5
+    made.clear()
+    dos.async_save(value, f"{url}/2").result()
+    assert made == []
+    loaded = {"model": {f"{n}": torch.zeros(n + 1) for n in range(5)}}
+    dos.load(loaded, f"{url}/2")
+    assert all(torch.equal(loaded["model"][k], t) for k, t in value["model"].items())
+
+
+def test_one_rank_exchanges_no_plans(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("an object was pickled for a rank that there is not")
+
+    for name in ("gather_object", "scatter_object_list"):
+        monkeypatch.setattr(dist, name, refused)
+    url = f"memory://write-items/{secrets.token_hex(4)}"
+    value = {"t": torch.arange(5.0)}
+    dos.save(value, f"{url}/1")
+    dos.async_save(value, f"{url}/2").result()
+    for step in (1, 2):
+        loaded = {"t": torch.zeros(5)}
+        dos.load(loaded, f"{url}/{step}")
+        assert torch.equal(loaded["t"], value["t"])
