@@ -7,7 +7,9 @@ however the save that it belongs to may have ended.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import mmap
 import queue
 import threading
 import weakref
@@ -15,8 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from dcp_objstore.config import MIB
 from dcp_objstore.dcp.device import warn_of_pageable_memory
 from dcp_objstore.dcp.memory import byte_memory, lend
 
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 # A slab that this many takes in a row had no use for is freed. Two, so that a program that saves
 # two states in turn has the memory for both.
 _KEPT_TAKES = 2
+_HUGE_PAGE_BYTES = 2 * MIB
 
 
 @dataclass(slots=True)
@@ -104,14 +109,29 @@ class StagingMemory:
         self._idle = kept
 
     def _allocate(self, size_bytes: int, *, pinned: bool) -> _Slab:
-        memory = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-        array = byte_memory(memory)
-        assert array is not None
+        array = _new_memory(size_bytes)
+        memory = torch.from_numpy(array)
         self.allocations += 1
         self.allocated_bytes += size_bytes
         if pinned:
             _pin(memory)
         return _Slab(memory, array, pinned)
+
+
+def _new_memory(size_bytes: int) -> ByteArray:
+    """Memory of its own, from a page's start on, in huge pages where the system lends them.
+
+    (Linux: madvise(2).) The first copy into it takes a third of the time, since it is that of
+    making pages.
+    """
+    if size_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        array = byte_memory(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
+        assert array is not None
+        return array
+    mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapped, dtype=np.uint8)
 
 
 def _pin(memory: torch.Tensor) -> None:
