@@ -46,7 +46,9 @@ class TransferConfig:
             next one is begun before a tensor that would exceed it. At most 5 TiB, which all stores
             take, at least 5 MiB. Default 256 GiB, which keeps parts at 32 MiB. What a rank holds of
             one tensor is never split: above this size it gets an object of its own, up to 5 TiB.
-        request_size_bytes: the largest ranged GET. Default 8 MiB.
+        request_size_bytes: the largest ranged GET. Default 8 MiB. Over plain HTTP, where a body
+            comes into one block of memory, it grows by itself to 32 MiB for large loads of one
+            rank into host memory.
         download_concurrency: ranged GETs in flight per rank. Default 8.
         memory_budget_bytes: bytes of requests in flight held at once per rank (each counts twice,
             as the transport gathers its pieces before it joins them); at least one request is made

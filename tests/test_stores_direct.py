@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,9 +15,11 @@ import pytest
 from dcp_objstore.errors import CorruptDataError, ObjectNotFoundError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.direct import WORTHWHILE_BYTES, DirectLane
+from dcp_objstore.stores.obstore_store import ObstoreStore
 from dcp_objstore.stores.protocol import PiecewiseStore
 from tests.support.servers import Bucket
 
+MIB = 1 << 20
 BODY = bytes(range(256)) * 4096  # 1 MiB
 
 
@@ -272,6 +275,35 @@ def test_pieces_that_the_lane_does_not_give_come_through_the_transport(
         list(store.get_pieces("absent", CUTS, into))
     with pytest.raises(CorruptDataError):
         list(store.get_pieces("key", [*CUTS, len(BODY) + 5], into))
+
+
+@pytest.mark.backends("seaweed")
+def test_what_the_lane_does_not_give_is_asked_of_the_transport_in_small_ranges(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = random.Random(3).randbytes(21 * MIB)
+    bucket.put("key", body)
+    cuts = [*range(0, 21 * MIB, 4 * MIB), 21 * MIB]
+    store = open_store(bucket.url, bucket.storage_options)
+    assert isinstance(store, ObstoreStore)
+    asked: list[tuple[int, int]] = []
+    get = store._range
+
+    def counted(path: str, start: int, end: int, tries: Any) -> Any:
+        asked.append((start // MIB, end // MIB))
+        return get(path, start, end, tries)
+
+    monkeypatch.setattr(store, "_range", counted)
+    lane_reads = DirectLane.read
+    monkeypatch.setattr(DirectLane, "read", lambda *args: islice(lane_reads(*args), 1))
+    into = memoryview(bytearray(4 * MIB))
+    assert b"".join(bytes(piece) for piece in store.get_pieces("key", cuts, into)) == body
+    assert asked == [(4, 12), (12, 20), (20, 21)]
+    asked.clear()
+    monkeypatch.setattr(DirectLane, "read", lambda *_: iter(()))
+    whole = memoryview(bytearray(21 * MIB))
+    assert b"".join(store.get_pieces("key", [0, 21 * MIB], whole)) == body, "a piece is not cut"
+    assert asked == [(0, 21)]
 
 
 @pytest.mark.backends("seaweed", "moto")

@@ -29,7 +29,13 @@ from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests, diges
 from dcp_objstore.transfer.download import fetch_ranges, worker_count
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, check_item_size, part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.ranges import RangeRequest, Span, cut, plan_requests
+from dcp_objstore.transfer.ranges import (
+    RangeRequest,
+    Span,
+    cut,
+    grown_request_size,
+    plan_requests,
+)
 from dcp_objstore.transfer.upload import run_watched, upload_object
 from dcp_objstore.transfer.workers import spawn
 from tests.support.listening import heard_channel, of
@@ -141,10 +147,40 @@ def test_a_request_is_cut_between_its_spans_into_pieces_without_gaps(wanted, siz
         assert [span for piece in pieces for span in piece.spans] == request.spans
         for piece in pieces:
             assert all(piece.start <= s.start < s.end <= piece.end for s in piece.spans)
-            ends = [max(s.end for s in piece.spans[: n + 1]) for n in range(len(piece.spans))]
-            overlapping = all(s.start < e for s, e in zip(piece.spans[1:], ends, strict=False))
-            used = piece.end - piece.spans[0].start
-            assert used <= max(piece_size, 50) or overlapping
+            # Where it could have been cut, it had not become too large yet.
+            for n in range(1, len(piece.spans)):
+                span = piece.spans[n]
+                if span.start >= max(before.end for before in piece.spans[:n]):
+                    assert span.end - piece.start <= piece_size
+
+
+@pytest.mark.parametrize(
+    ("total", "least", "size"),
+    [
+        (0, 8, 8),
+        (256, 8, 8),
+        (512, 8, 16),
+        (1024, 8, 32),
+        (2**20, 8, 32),
+        (1024, 64, 64),
+        (330, 8, 10),
+    ],
+)
+def test_requests_grow_with_what_is_loaded(total: int, least: int, size: int) -> None:
+    assert grown_request_size(total * MIB, least * MIB) == size * MIB
+
+
+def test_a_budget_holds_what_a_broken_off_piecewise_body_takes_however_large_the_request() -> None:
+    large = [
+        RangeRequest(
+            0, 0, 32 * MIB, [Span(0, at, at + 4 * MIB, None) for at in range(0, 32 * MIB, 4 * MIB)]
+        )
+    ]
+    assert worker_count(large * 9, 8, 128 * MIB) == 2
+    assert worker_count(large * 9, 8, 128 * MIB, piecewise=True) == 8
+    assert worker_count(large * 9, 8, 40 * MIB, piecewise=True) == 2
+    one_span = [RangeRequest(0, 0, 32 * MIB, [Span(0, 0, 32 * MIB, None)])]
+    assert worker_count(one_span * 9, 8, 128 * MIB, piecewise=True) == 2
 
 
 def test_twenty_thousand_tiny_neighbours_need_a_handful_of_requests():
@@ -512,9 +548,9 @@ def test_what_follows_a_damaged_block_is_fetched_once_more_and_what_came_before_
             raise CorruptDataError("damaged")
 
     fetch(store, blocks_of(body.nbytes, 16 * MIB), second_is_bad)
-    assert seen == [(0, 4, 1), (4, 8, 1), (4, 14, 3)]
+    assert seen == [(0, 4, 1), (4, 8, 1), (4, 12, 2), (12, 14, 1)]
     ranges = [(r.start, r.end) for r in store.requests if r.verb == "get_range"]
-    assert ranges == [(0, 14 * MIB), (4 * MIB, 14 * MIB)]
+    assert ranges == [(0, 14 * MIB), (4 * MIB, 12 * MIB), (12 * MIB, 14 * MIB)]
 
 
 def test_a_stalled_download_raises_instead_of_waiting_for_ever():

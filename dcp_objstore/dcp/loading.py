@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -34,10 +34,11 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.events import Loaded, Planned
 from dcp_objstore.stores.limiter import counting_retries
+from dcp_objstore.stores.protocol import AskableStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
+from dcp_objstore.transfer.ranges import RangeRequest, Span, grown_request_size, plan_requests
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -115,7 +116,12 @@ def run_load(
     alone = planned.spans if exchange is None else exchange.alone()
     requests = [
         *(() if exchange is None else exchange.requests),
-        *plan_requests(alone, request_size_bytes=config.request_size_bytes),
+        *plan_requests(
+            alone,
+            request_size_bytes=config.request_size_bytes
+            if exchange is not None
+            else _request_size(store, alone, destinations.values(), config),
+        ),
     ]
     total_bytes = sum(request.end - request.start for request in requests)
     budget_bytes = config.memory_budget_bytes - shared_bytes
@@ -211,6 +217,20 @@ def run_load(
         commit_id=report.commit_id,
     )
     return report
+
+
+def _request_size(
+    store: ObjectStore,
+    spans: Sequence[Span[Block]],
+    destinations: Iterable[torch.Tensor],
+    config: TransferConfig,
+) -> int:
+    """Larger than configured where bodies come into a block of memory, however large they are."""
+    piecewise = isinstance(store, AskableStore) and store.asks_ahead
+    if not piecewise or any(to.device.type != "cpu" for to in destinations):
+        return config.request_size_bytes
+    total_bytes = sum(span.end - span.start for span in spans)
+    return grown_request_size(total_bytes, config.request_size_bytes)
 
 
 def _bind(planned: PlannedLoad, planner: LoadPlanner, backlog: Backlog) -> dict[int, torch.Tensor]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from bisect import bisect_right
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -35,6 +36,7 @@ from dcp_objstore.stores.direct import Asked, PutOffError
 from dcp_objstore.stores.inputs import WatchedBuffers, as_buffers, check_buffer, check_range
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
+    REST_SIZE_BYTES,
     AskedRange,
     Capabilities,
     IfAbsent,
@@ -279,11 +281,15 @@ class ObstoreStore(RootedStore):
             yield piece
             given += 1
         rest = cuts[given:]
-        if len(rest) > 1:
+        while len(rest) > 1:
+            # At least one piece.
+            count = max(2, bisect_right(rest, rest[0] + REST_SIZE_BYTES))
+            some, rest = rest[:count], rest[count - 1 :]
             with self._errors(key):
-                body = memoryview(self._range(path, rest[0], rest[-1], tries))
-            for start, end in pairwise(rest):
-                yield body[start - rest[0] : end - rest[0]]
+                body = memoryview(self._range(path, some[0], some[-1], tries))
+            for start, end in pairwise(some):
+                yield body[start - some[0] : end - some[0]]
+            del body
 
     def _direct(
         self,

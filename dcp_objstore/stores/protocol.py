@@ -238,6 +238,9 @@ class AskedRange(Protocol):
         ...
 
 
+REST_SIZE_BYTES = 8 * 1024 * 1024
+
+
 @runtime_checkable
 class AskableStore(PiecewiseStore, Protocol):
     """A store that can be asked for a range before there is memory, or a thread, to read it into.
@@ -262,5 +265,9 @@ class AskableStore(PiecewiseStore, Protocol):
     def get_asked(
         self, key: str, cuts: Sequence[int], into: memoryview, asked: AskedRange | None
     ) -> Generator[Buffer, None, None]:
-        """As `get_pieces`, of what `ask` gave for the same key and range."""
+        """As `get_pieces`, of what `ask` gave for the same key and range.
+
+        Beside `into` it has at most `REST_SIZE_BYTES` of the body in memory, or one piece: what did
+        not come piece by piece is asked for anew in ranges of that size.
+        """
         ...

@@ -25,7 +25,12 @@ import numpy as np
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.events import RangeRead, Retried
 from dcp_objstore.stores.limiter import lane_for
-from dcp_objstore.stores.protocol import AskableStore, AskedRange, PiecewiseStore
+from dcp_objstore.stores.protocol import (
+    REST_SIZE_BYTES,
+    AskableStore,
+    AskedRange,
+    PiecewiseStore,
+)
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, cut
@@ -43,16 +48,33 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.25
 
 
-def worker_count(requests: Sequence[RangeRequest[T]], concurrency: int, budget_bytes: int) -> int:
+def worker_count(
+    requests: Sequence[RangeRequest[T]],
+    concurrency: int,
+    budget_bytes: int,
+    *,
+    piecewise: bool = False,
+) -> int:
     """How many requests may be in flight so that their bodies fit the memory budget.
 
-    A body counts twice: the transport gathers its pieces before it joins them. (Where bodies come
-    straight into our memory, a quarter of the budget is used; and for the moment in which the
-    transport is asked for what broke off, more.)
+    A body counts twice: the transport gathers its pieces before it joins them.
+
+    Args:
+        piecewise: bodies come straight into our memory, a piece at a time: then one digest block in
+            two requests is in use. The rest of the budget is for the moment in which the transport
+            is asked for what broke off, in ranges of `REST_SIZE_BYTES`.
     """
-    largest = max((r.end - r.start for r in requests), default=1)
-    fitting = max(1, budget_bytes // (2 * largest))
+    held = max((_held_bytes(r, piecewise=piecewise) for r in requests), default=1)
+    fitting = max(1, budget_bytes // (2 * held))
     return min(concurrency, fitting, len(requests))
+
+
+def _held_bytes(request: RangeRequest[T], *, piecewise: bool) -> int:
+    size_bytes = request.end - request.start
+    if not piecewise or size_bytes <= REST_SIZE_BYTES:
+        return size_bytes
+    largest = max((span.end - span.start for span in request.spans), default=size_bytes)
+    return max(REST_SIZE_BYTES, largest)
 
 
 def fetch_ranges(
@@ -116,7 +138,9 @@ def fetch_ranges(
         asks=asks,
     )
     budget_bytes = config.memory_budget_bytes if budget_bytes is None else budget_bytes
-    in_flight = worker_count(requests, config.download_concurrency, budget_bytes)
+    in_flight = worker_count(
+        requests, config.download_concurrency, budget_bytes, piecewise=asks is not None
+    )
     for number in range(-(-in_flight // shared.depth)):
         spawn(partial(_Worker(shared, number).run, tasks, done), f"download-{number}")
     try:
@@ -292,13 +316,15 @@ class _Worker(Generic[T]):
                     error=f"{type(error).__name__}: {error.message}",
                     object_key=self.shared.object_keys[request.object_number],
                 )
-            rest = pieces[consumed]
-            if consumed < len(pieces) - 1:
-                spans = [span for piece in pieces[consumed:] for span in piece.spans]
-                rest = RangeRequest(request.object_number, rest.start, request.end, spans)
+            rest = pieces[consumed:]
+            if len(pieces) > 1:
+                spans = [span for piece in rest for span in piece.spans]
+                whole = RangeRequest(request.object_number, rest[0].start, request.end, spans)
+                rest = cut(whole, REST_SIZE_BYTES)
             try:
-                for body in self._arriving([rest], None):
-                    self.shared.consume(rest, body)
+                for some in rest:
+                    for body in self._arriving([some], None):
+                        self.shared.consume(some, body)
             except CorruptDataError as error:
                 raise error.at(object_key=self.shared.object_keys[request.object_number]) from None
 
