@@ -250,6 +250,12 @@ def _worker_main(connection: multiprocessing.connection.Connection, log: str) ->
         except EOFError:
             os._exit(0)
         connection.send(_call(*job))
+        if not _joined.is_set():
+            os._exit(1)  # torch would go on with another number of groups than other ranks have
+
+
+# Of a rank's process: whether it was in the group of its latest job.
+_joined = threading.Event()
 
 
 def _call(
@@ -258,6 +264,7 @@ def _call(
     """One call in a group of its own: (returned, pickled value or error, traceback)."""
     import torch.distributed as dist
 
+    _joined.clear()
     try:
         fn, args = pickle.loads(call)
         limit = datetime.timedelta(seconds=seconds)
@@ -265,6 +272,11 @@ def _call(
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=limit
         )
+        # A rank with nothing to do with others would leave while these still connect to it.
+        if store.add("joined", 1) == world_size:
+            store.set("all joined", "")
+        store.wait(["all joined"], limit)
+        _joined.set()
         try:
             return True, pickle.dumps(fn(rank, world_size, *args)), ""
         finally:
