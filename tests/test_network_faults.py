@@ -147,11 +147,12 @@ def test_a_coordinator_that_is_stalled_before_the_commit_fails_the_save_on_every
     held = proxy.hold(what)
     ways = [proxy.storage_options, options]
     began = time.monotonic()
-    for outcome in try_ranks(2, save, url, ways, IMPATIENT, timeout_seconds=SOON_SECONDS):
+    outcomes = try_ranks(2, save, url, ways, IMPATIENT, timeout_seconds=SOON_SECONDS)
+    for outcome in outcomes:
         assert isinstance(outcome.error, RetryableError), str(outcome)
         assert outcome.error.rank == 0
     print(f"failed {time.monotonic() - began:.1f} s after it began")
-    assert held.reached
+    assert held.reached, [str(outcome) for outcome in outcomes]
     assert_nothing_visible(bucket, "step-1")
     held.release()
 
