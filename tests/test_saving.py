@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
 import dcp_objstore as dos
-from dcp_objstore.dcp import committing, uploading
+from dcp_objstore.dcp import committing, layout, uploading
 from dcp_objstore.dcp.report import size_text
 from dcp_objstore.errors import PermissionDeniedError, UntrustedPickleError
 from dcp_objstore.stores import StoreSpec
@@ -232,8 +232,9 @@ def test_small_tensors_between_large_ones_are_read_with_one_request() -> None:
     assert all(value.eq(int(key[:2])).all() for key, value in state.items())
 
 
+@pytest.mark.parametrize(("part", "most"), [(16 * MIB, 9 * MIB), (5 * MIB, 4 * MIB)])
 def test_tensors_of_up_to_a_mib_are_handed_to_the_transport_together(
-    monkeypatch: pytest.MonkeyPatch,
+    part: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each buffer has the transport ask for the GIL, for which a busy program lets it wait.
     sizes: list[int] = []
@@ -251,9 +252,29 @@ def test_tensors_of_up_to_a_mib_are_handed_to_the_transport_together(
     state = {f"{n}": torch.full((MIB // 16 * (n % 4 + 1),), float(n)) for n in range(60)}
     total = sum(value.nbytes for value in state.values())
     url = memory_url()
-    dos.save(state, url)
-    assert len(sizes) <= total // (8 * MIB) + 1
-    assert max(sizes) <= 9 * MIB + 4096
+    dos.save(state, url, config=dos.TransferConfig(part_size_bytes=part))
+    assert len(sizes) <= total // (most - 2 * MIB) + 1
+    assert max(sizes) <= most
     loaded = {key: torch.zeros_like(value) for key, value in state.items()}
     dos.load(loaded, url)  # with every digest compared
     assert all(torch.equal(loaded[key], value) for key, value in state.items())
+
+
+@pytest.mark.parametrize("elements", [100, 10_000, 200_000])
+def test_a_small_tensor_that_changes_while_it_is_saved_leaves_a_checkpoint_that_loads(
+    elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"t": torch.ones(elements)}
+    digest_of = layout.small_digest
+
+    def changing(payload: Any) -> bytes:
+        state["t"].add_(1)
+        return digest_of(payload)
+
+    monkeypatch.setattr(layout, "small_digest", changing)
+    url = memory_url()
+    dos.save(state, url)
+    loaded = {"t": torch.zeros(elements)}
+    dos.load(loaded, url)
+    assert state["t"].eq(2).all()
+    assert loaded["t"].eq(1).all()

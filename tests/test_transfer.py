@@ -454,6 +454,20 @@ def blocks_of(size_bytes: int, request_size_bytes: int) -> list[RangeRequest]:
     return plan_requests(wanted, request_size_bytes=request_size_bytes)
 
 
+def test_a_large_body_that_arrives_piece_by_piece_is_no_stall():
+    class Slow(Piecewise):
+        def get_pieces(self, key, cuts, into):
+            for piece in super().get_pieces(key, cuts, into):
+                time.sleep(0.3)
+                yield piece
+
+    store = Slow(open_store("memory://transfer/slow-pieces"))
+    store.put("o", random_bytes(24 * MIB))
+    requests = blocks_of(24 * MIB, 24 * MIB)
+    assert len(requests) == 1
+    assert fetch(store, requests, lambda *_: None, stall_timeout_seconds=1.0) == requests
+
+
 def test_a_body_is_consumed_block_by_block_where_the_store_gives_pieces():
     store = Piecewise(open_store("memory://transfer/pieces"))
     body = random_bytes(22 * MIB)

@@ -40,6 +40,8 @@ _SMALL_BYTES = MIB
 _SMALL_DEVICE_BYTES = 64 * 1024
 # The gathering buffer is handed on at this size.
 _GATHERED_BYTES = 8 * MIB
+# More than what is around a small payload.
+_FRAMING_BYTES = 64 * 1024
 
 
 # Not tracked by the cyclic collector (there are no cycles): with tens of thousands of tensors the
@@ -158,6 +160,9 @@ class Layout:
         elif (size_bytes := payload.nbytes) <= (
             _SMALL_BYTES if payload.device.type == "cpu" else _SMALL_DEVICE_BYTES
         ):
+            # A buffer is no larger than a slice.
+            if len(self._gathered) + size_bytes > self.plan.slice_size_bytes - _FRAMING_BYTES:
+                yield self._take_gathered()
             self._small_tensor(item, payload, size_bytes)
             if len(self._gathered) >= _GATHERED_BYTES:
                 yield self._take_gathered()
@@ -177,6 +182,10 @@ class Layout:
         self._framing.update(frame.trailer)
         self._gathered += lead
         self._gathered += memoryview(body)
+        # Of what is sent, not of the tensor: whoever changes it meanwhile gets values of the moment
+        # and not a checkpoint that does not load.
+        with memoryview(self._gathered) as all_, all_[len(all_) - size_bytes :] as gathered:
+            digest = small_digest(gathered)
         self._gathered += frame.trailer
         offset = self._position + padding
         payload_offset = self._position + len(lead)
@@ -189,7 +198,7 @@ class Layout:
                 payload_offset,
                 size_bytes,
                 False,
-                small_digest(body),
+                digest,
             )
         )
 

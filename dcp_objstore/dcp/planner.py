@@ -39,8 +39,10 @@ _staged_items = WriteItems()
 class AgreeingSavePlanner(DefaultSavePlanner):
     """Refuses ranks that save to different URLs, before a byte is uploaded.
 
-    It has the tensors saved as they are, so that what is known of a staged state holds for what is
-    uploaded.
+    It has the tensors saved as they are, and nobody else gets hold of a copy that
+    `dcp_objstore.async_save` stages: so what is known of the copy holds for what is uploaded. What
+    a writer stages for `dcp.async_save` may be changed by whoever calls or wraps that, and is
+    hashed as it is uploaded.
 
     Args:
         url: the checkpoint.

@@ -15,19 +15,14 @@ from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
 from dcp_objstore.dcp import hooks
 from dcp_objstore.dcp.groups import current_rank
-from dcp_objstore.dcp.planner import AgreeingSavePlanner
 from dcp_objstore.dcp.plugin import plugin_errors
 from dcp_objstore.dcp.report import logger
 from dcp_objstore.dcp.staging import StagedState, stage, staging_memory
 from dcp_objstore.errors import ConfigError, SaveInProgressError
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlanner
-
     from dcp_objstore.events import Staged
 
 _POLL_SECONDS = 0.05
@@ -49,7 +44,6 @@ class _BackgroundSave:
 
     def __init__(self, state: StagedState) -> None:
         self.thread: threading.Thread | None = None
-        self.state = weakref.ref(state)
         self._staged_in = threading.current_thread()
         self._in_child = False
         self._dropped = threading.Event()
@@ -142,17 +136,6 @@ class KeptStager:
     def close(self) -> None:
         """Free the memory that no save holds; the next one allocates it again."""
         staging_memory().release()
-
-    def _known_digests(self, planner: SavePlanner) -> Mapping[tuple[int, int], bytes]:
-        """`StagedState.digests` of what the planner saves, if that is what was staged, unchanged.
-
-        By address they can be told while the copy is alive, because nothing else lies there then.
-        DCP's default planner and ours save tensors as they are, others may not.
-        """
-        if isinstance(planner, AgreeingSavePlanner):
-            return planner.digests
-        staged = None if self._background is None else self._background.state()
-        return {} if staged is None or type(planner) is not DefaultSavePlanner else staged.digests
 
     def _runs_here(self, *, in_child: bool = False) -> None:
         if self._background is not None:

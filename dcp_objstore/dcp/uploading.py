@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.storage import WriteResult
@@ -17,6 +17,7 @@ from dcp_objstore.checkpoint.names import data_key
 from dcp_objstore.dcp.device import Outbound, settle_streams
 from dcp_objstore.dcp.layout import Layout, item_bytes
 from dcp_objstore.dcp.metadata import StoredItem, StoredObject
+from dcp_objstore.dcp.planner import AgreeingSavePlanner
 from dcp_objstore.dcp.values import warn_unsafe_value
 from dcp_objstore.events import Hashed, Planned
 from dcp_objstore.transfer.digests import block_digests
@@ -41,7 +42,6 @@ def upload_items(
     planner: SavePlanner,
     config: TransferConfig,
     warned_keys: set[str],
-    known_digests: Mapping[tuple[int, int], bytes],
 ) -> tuple[list[WriteResult], list[StoredObject]]:
     """Put the items of a rank's plan; returns when all of them are on the store.
 
@@ -51,7 +51,6 @@ def upload_items(
         planner: asked for the data of each item.
         config: sizes, concurrency and time-outs.
         warned_keys: of values that were warned about; keys are added.
-        known_digests: see `StagedState.digests`.
 
     Returns:
         A result for each item, and the objects that were put, in their order.
@@ -95,7 +94,7 @@ def upload_items(
                 save.rank,
                 outbound,
                 block_digests if progress.channel is None else _told(progress.channel),
-                known_digests,
+                planner.digests if isinstance(planner, AgreeingSavePlanner) else {},
             )
             key = data_key(save.rank, len(objects), save.nonce)
             uploaded = upload_object(store, key, layout.buffers(), part_plan, config, progress)

@@ -284,9 +284,8 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         with self._logged(), self._watched() as save:
             save.busy = True
             try:
-                known_digests = self._known_digests(planner)
                 results, objects = upload_items(
-                    save, plan, planner, self._target.config, self._warned_keys, known_digests
+                    save, plan, planner, self._target.config, self._warned_keys
                 )
                 if not save.is_coordinator:
                     self.last_save = save.report(objects, None)

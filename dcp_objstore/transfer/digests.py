@@ -38,13 +38,14 @@ def small_digest(payload: Buffer) -> bytes:
 
     Which costs its other users less than handing it over twice, up to a MiB or so (100 us).
     """
-    view = memoryview(payload)
-    if view.nbytes <= _HOLDING_BYTES:
-        return xxhash.xxh3_128_digest(view) if view.nbytes else b""
-    state = BlockDigest()
-    for start in range(0, view.nbytes, _HOLDING_BYTES):
-        state.update(view[start : start + _HOLDING_BYTES])
-    return state.digest()
+    with memoryview(payload) as view:
+        if view.nbytes <= _HOLDING_BYTES:
+            return xxhash.xxh3_128_digest(view) if view.nbytes else b""
+        state = BlockDigest()
+        for start in range(0, view.nbytes, _HOLDING_BYTES):
+            with view[start : start + _HOLDING_BYTES] as piece:
+                state.update(piece)
+        return state.digest()
 
 
 def block_digests(payload: Buffer) -> bytes:

@@ -306,6 +306,7 @@ class _Worker(Generic[T]):
                 for body in bodies:
                     self.shared.consume(pieces[consumed], body)
                     consumed += 1
+                    self.shared.progress.alive()
         except CorruptDataError as error:
             if channel is not None:
                 channel.tell(
@@ -325,6 +326,7 @@ class _Worker(Generic[T]):
                 for some in rest:
                     for body in self._arriving([some], None):
                         self.shared.consume(some, body)
+                    self.shared.progress.alive()
             except CorruptDataError as error:
                 raise error.at(object_key=self.shared.object_keys[request.object_number]) from None
 
