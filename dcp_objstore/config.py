@@ -24,8 +24,8 @@ class TransferConfig:
     the tensors' own memory). Tensors of up to 1 MiB are gathered: for them it is what is in flight,
     at most `(upload_concurrency + 2) x part_size_bytes`. From a GPU it is as much, or 80 MiB where
     that is more, of pinned memory. Here it is the size that parts have grown to which counts: at
-    most 32 MiB, so 320 MiB in all by default, unless `part_size_bytes` is larger, or an object above
-    281 GiB needs larger ones (5 TiB: 583 MiB a part, so 5.7 GiB in all).
+    most 32 MiB, so 320 MiB in all by default, unless `part_size_bytes` is larger, or an object
+    above 281 GiB needs larger ones (5 TiB: 583 MiB a part, so 5.7 GiB in all).
     Extra memory of a load: at most `memory_budget_bytes` for what is copied straight into the
     tensors. Where these are on a GPU that includes the pinned memory that it goes through; each
     request then counts three times, so `4 x request_size_bytes x download_concurrency` keeps all
