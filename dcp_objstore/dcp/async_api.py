@@ -31,6 +31,7 @@ from dcp_objstore.errors import (
     RankFailedError,
     SaveInProgressError,
 )
+from dcp_objstore.transfer.workers import wait_until
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -131,7 +132,7 @@ class AsyncSaveHandle:
         Raises:
             TimeoutError: Python's own: it has not ended within `timeout_seconds`; it goes on.
         """
-        if not self._ended.wait(timeout_seconds):
+        if not wait_until(self._ended, timeout_seconds):
             raise TimeoutError(f"the save of {self.url} is still under way")
         return self.upload_completion.exception()
 
@@ -342,7 +343,7 @@ def _take_turn(
     while True:
         earlier = _latest
         if earlier is not None and on_busy == "wait":
-            earlier._ended.wait()
+            wait_until(earlier._ended)
         try:
             agree(_objection(earlier, handle.url), handle.url, group)
         except SaveInProgressError:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
 
+_POLL_SECONDS = 0.25
 # Small requests: as many at once as a connection pool has room for.
 AT_ONCE = 16
 # Ctrl-C ends the waiting between two waves; what a wave has begun goes on, and does no harm.
@@ -71,7 +74,7 @@ def in_waves(do: Callable[[T], R], items: Sequence[T], wave: int = WAVE) -> Iter
         for start in range(0, len(items), wave):
             futures = [pool.submit(do, item) for item in items[start : start + wave]]
             for future in futures:
-                yield future.result()
+                yield result_of(future)
 
 
 def run_into(future: Future[Any], function: Callable[[], Any]) -> None:
@@ -89,7 +92,32 @@ def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
     """
     future: Future[T] = Future()
     spawn(lambda: run_into(future, lambda: function(*args, **settings)), "request")
-    return future.result()
+    return result_of(future)
+
+
+def result_of(future: Future[T]) -> T:
+    """`future.result()`, in short steps.
+
+    A signal that comes in the instant before a thread begins to wait interrupts nothing, and Python
+    looks at it again only when the waiting ends: Ctrl-C would be lost.
+    """
+    while True:
+        try:
+            return future.result(timeout=_POLL_SECONDS)
+        except FutureTimeoutError:
+            if future.done():  # it ended in this instant, or with a time-out of its own
+                return future.result()
+
+
+def wait_until(event: threading.Event, timeout_seconds: float | None = None) -> bool:
+    """`event.wait(timeout_seconds)`, in short steps; see `result_of`."""
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    while True:
+        left = _POLL_SECONDS if deadline is None else deadline - time.monotonic()
+        if event.wait(min(max(left, 0.0), _POLL_SECONDS)):
+            return True
+        if left <= 0:
+            return False
 
 
 def worker_number() -> int:
