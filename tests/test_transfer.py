@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from itertools import pairwise
 
 import numpy as np
@@ -37,7 +38,7 @@ from dcp_objstore.transfer.ranges import (
     plan_requests,
 )
 from dcp_objstore.transfer.upload import run_watched, upload_object
-from dcp_objstore.transfer.workers import spawn
+from dcp_objstore.transfer.workers import result_of, spawn, wait_until
 from tests.support.listening import heard_channel, of
 
 PART = 5 * MIB
@@ -644,3 +645,25 @@ def test_the_first_error_of_a_download_ends_all_workers():
 def test_settings_out_of_bounds_are_refused_by_name(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         TransferConfig(**settings)
+
+
+@pytest.mark.parametrize("wait", [result_of, lambda future, seconds: result_of(future)])
+def test_a_result_is_waited_for_in_steps_until_it_is_there(wait):
+    future: Future[int] = Future()
+    timer = threading.Timer(0.6, lambda: future.set_result(7))
+    timer.start()
+    assert wait(future, 30) == 7
+
+
+def test_a_wait_ends_at_its_time_out_and_a_time_out_of_the_future_is_passed_on():
+    with pytest.raises(FutureTimeoutError):
+        result_of(Future(), 0.3)
+    failed: Future[int] = Future()
+    failed.set_exception(FutureTimeoutError("its own"))
+    with pytest.raises(FutureTimeoutError, match="its own"):
+        result_of(failed)
+    assert not wait_until(threading.Event(), 0.3)
+    happened = threading.Event()
+    threading.Timer(0.4, happened.set).start()
+    assert wait_until(happened)
+    assert wait_until(happened, 0.0)

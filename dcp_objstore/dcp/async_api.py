@@ -31,7 +31,7 @@ from dcp_objstore.errors import (
     RankFailedError,
     SaveInProgressError,
 )
-from dcp_objstore.transfer.workers import wait_until
+from dcp_objstore.transfer.workers import result_of, wait_until
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -113,7 +113,7 @@ class AsyncSaveHandle:
             Whatever made the copy fail; `result` raises it on every rank.
         """
         try:
-            self.staging_completion.result(timeout_seconds)
+            result_of(self.staging_completion, timeout_seconds)
         except FutureTimeoutError:
             if self.staging_completion.done():  # what failed was a time-out of its own
                 raise

@@ -95,18 +95,22 @@ def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
     return result_of(future)
 
 
-def result_of(future: Future[T]) -> T:
-    """`future.result()`, in short steps.
+def result_of(future: Future[T], timeout_seconds: float | None = None) -> T:
+    """`future.result(timeout_seconds)`, in short steps.
 
     A signal that comes in the instant before a thread begins to wait interrupts nothing, and Python
     looks at it again only when the waiting ends: Ctrl-C would be lost.
     """
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     while True:
+        left = _POLL_SECONDS if deadline is None else deadline - time.monotonic()
         try:
-            return future.result(timeout=_POLL_SECONDS)
+            return future.result(timeout=min(max(left, 0.0), _POLL_SECONDS))
         except FutureTimeoutError:
             if future.done():  # it ended in this instant, or with a time-out of its own
                 return future.result()
+            if left <= 0:
+                raise
 
 
 def wait_until(event: threading.Event, timeout_seconds: float | None = None) -> bool:
