@@ -1,5 +1,7 @@
 """`async-loop`: does a training loop keep its pace while `async_save` uploads?
 
+Ours is `dcp_objstore.async_save`; the other storages are called through `dcp.async_save`.
+
 A step is Python, which needs the GIL all the time (the worst case for an upload that wants it
 too), and a small matrix product. The sink takes about 0.3 GiB/s, as a network would, so that the
 upload lasts, and does not take the processors from the loop. The raw loop in a thread, which has

@@ -32,7 +32,7 @@ _SHOWN = 10
 # Comparing two names takes some 50 microseconds, so only the likely ones are compared.
 _COMPARED = 200
 
-
+# Of this process: `dcp_objstore.async_save` has one save under way at a time.
 _staged_items = WriteItems()
 
 

@@ -2,7 +2,7 @@
 
 What shares memory in the state shares it in the copy, and is copied once. Of a view into a large
 storage only what the view reaches is copied. Device memory is copied by the device, on a stream of
-its own; host memory by as many threads as torch is set to use.
+its own; host memory by as many threads as torch is set to use, which hash what they copy.
 """
 
 from __future__ import annotations

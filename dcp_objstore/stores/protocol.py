@@ -238,6 +238,7 @@ class AskedRange(Protocol):
         ...
 
 
+# See `AskableStore.get_asked`; what a memory budget is counted with.
 REST_SIZE_BYTES = 8 * 1024 * 1024
 
 

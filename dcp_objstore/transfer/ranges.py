@@ -19,6 +19,9 @@ T = TypeVar("T")
 # to the first byte, a request costs as much as 1 MiB. We stay well below, since bytes are billed
 # and cached too.
 DEFAULT_GAP_BYTES = 256 * 1024
+# See `grown_request_size`.
+_GROWN_REQUEST_SIZE_BYTES = 32 * MIB
+_MANY_REQUESTS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +32,6 @@ class Span(Generic[T]):
     start: int
     end: int
     tag: T
-
-
-_GROWN_REQUEST_SIZE_BYTES = 32 * MIB
-_MANY_REQUESTS = 32
 
 
 @dataclass(slots=True)

@@ -189,7 +189,7 @@ class _Pool:
 
     def _receive(self, rank: int, worker: _Worker) -> Outcome:
         try:
-            ok, payload, text = worker.connection.recv()
+            joined, ok, payload, text = worker.connection.recv()
         except (EOFError, ConnectionResetError):
             worker.process.join()
             code = worker.process.exitcode or 0
@@ -200,6 +200,8 @@ class _Pool:
             return Outcome(
                 rank, error=UnpicklableError(f"the process exited with {code}"), text=text
             )
+        if not joined:
+            self._drop(rank)  # torch there has counted another number of groups than elsewhere
         value = pickle.loads(payload)
         return Outcome(rank, value=value) if ok else Outcome(rank, error=value, text=text)
 
@@ -249,9 +251,9 @@ def _worker_main(connection: multiprocessing.connection.Connection, log: str) ->
             job = connection.recv()
         except EOFError:
             os._exit(0)
-        connection.send(_call(*job))
-        if not _joined.is_set():
-            os._exit(1)  # torch would go on with another number of groups than other ranks have
+        _joined.clear()
+        result = _call(*job)
+        connection.send((_joined.is_set(), *result))
 
 
 # Of a rank's process: whether it was in the group of its latest job.
@@ -264,7 +266,6 @@ def _call(
     """One call in a group of its own: (returned, pickled value or error, traceback)."""
     import torch.distributed as dist
 
-    _joined.clear()
     try:
         fn, args = pickle.loads(call)
         limit = datetime.timedelta(seconds=seconds)
