@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from itertools import pairwise
 
@@ -38,7 +38,7 @@ from dcp_objstore.transfer.ranges import (
     plan_requests,
 )
 from dcp_objstore.transfer.upload import run_watched, upload_object
-from dcp_objstore.transfer.workers import result_of, spawn, wait_until
+from dcp_objstore.transfer.workers import result_of, spawn, wait_for, wait_until
 from tests.support.listening import heard_channel, of
 
 PART = 5 * MIB
@@ -270,12 +270,23 @@ class Stuck:
     put = get_range = None
 
 
-def test_a_stalled_upload_raises_and_its_stream_is_told_to_abort(monkeypatch):
+def elsewhere(function, *args):
+    """In a thread as an async save has it, where no Ctrl-C can come."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
+
+
+def here(function, *args):
+    return function(*args)
+
+
+@pytest.mark.parametrize("where", [here, elsewhere])
+def test_a_stalled_upload_raises_and_its_stream_is_told_to_abort(monkeypatch, where):
     monkeypatch.setattr("dcp_objstore.transfer.upload._ABORT_GRACE_SECONDS", 0.2)
     store = Stuck()
     pieces = (random_bytes(4 * MIB) for _ in range(4))
     with pytest.raises(TransferStalledError, match="incomplete multipart upload may be left"):
-        upload_object(store, "o", pieces, plan(), config(), Progress(0.3))
+        where(upload_object, store, "o", pieces, plan(), config(), Progress(0.3))
     store.let_go.set()
     assert store.ended.wait(10)
 
@@ -647,23 +658,36 @@ def test_settings_out_of_bounds_are_refused_by_name(settings):
         TransferConfig(**settings)
 
 
+@pytest.mark.parametrize("where", [here, elsewhere])
 @pytest.mark.parametrize("wait", [result_of, lambda future, seconds: result_of(future)])
-def test_a_result_is_waited_for_in_steps_until_it_is_there(wait):
+def test_a_result_is_waited_for_until_it_is_there(wait, where):
     future: Future[int] = Future()
     timer = threading.Timer(0.6, lambda: future.set_result(7))
     timer.start()
-    assert wait(future, 30) == 7
+    assert where(wait, future, 30) == 7
 
 
-def test_a_wait_ends_at_its_time_out_and_a_time_out_of_the_future_is_passed_on():
+@pytest.mark.parametrize("where", [here, elsewhere])
+def test_a_wait_ends_at_its_time_out_and_a_time_out_of_the_future_is_passed_on(where):
     with pytest.raises(FutureTimeoutError):
-        result_of(Future(), 0.3)
+        where(result_of, Future(), 0.3)
     failed: Future[int] = Future()
     failed.set_exception(FutureTimeoutError("its own"))
     with pytest.raises(FutureTimeoutError, match="its own"):
-        result_of(failed)
-    assert not wait_until(threading.Event(), 0.3)
+        where(result_of, failed)
+    assert not where(wait_until, threading.Event(), 0.3)
     happened = threading.Event()
     threading.Timer(0.4, happened.set).start()
-    assert wait_until(happened)
-    assert wait_until(happened, 0.0)
+    assert where(wait_until, happened)
+    assert where(wait_until, happened, 0.0)
+
+
+def test_a_request_is_made_beside_the_main_thread_and_within_any_other():
+    assert wait_for(threading.current_thread) is not threading.main_thread()
+    assert elsewhere(lambda: wait_for(threading.current_thread) is threading.current_thread())
+    with pytest.raises(CorruptDataError, match="planned"):
+        elsewhere(wait_for, broken)
+
+
+def broken():
+    raise CorruptDataError("planned")

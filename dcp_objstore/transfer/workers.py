@@ -3,6 +3,9 @@
 No obstore call can be interrupted: a thread inside one ends when the server answers or the
 request times out. The threads of `concurrent.futures` are joined at interpreter exit, so one
 stalled request would keep a program that was told to stop alive for minutes. These are not.
+
+Ctrl-C reaches the main thread only. It waits in short steps here; others wait without waking, as
+each waking takes the GIL from a training loop.
 """
 
 from __future__ import annotations
@@ -86,21 +89,25 @@ def run_into(future: Future[Any], function: Callable[[], Any]) -> None:
 
 
 def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
-    """Run `function` in a daemon thread and wait here, where Ctrl-C can end the waiting.
+    """Run `function` so that Ctrl-C can end the waiting: in the main thread, beside it.
 
     The call itself cannot be ended; it goes on until the store answers or the request times out.
     """
+    if not in_main_thread():
+        return function(*args, **settings)
     future: Future[T] = Future()
     spawn(lambda: run_into(future, lambda: function(*args, **settings)), "request")
     return result_of(future)
 
 
 def result_of(future: Future[T], timeout_seconds: float | None = None) -> T:
-    """`future.result(timeout_seconds)`, in short steps.
+    """`future.result(timeout_seconds)`, in the main thread in short steps.
 
     A signal that comes in the instant before a thread begins to wait interrupts nothing, and Python
     looks at it again only when the waiting ends: Ctrl-C would be lost.
     """
+    if not in_main_thread():
+        return future.result(timeout_seconds)
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     while True:
         left = _POLL_SECONDS if deadline is None else deadline - time.monotonic()
@@ -114,7 +121,9 @@ def result_of(future: Future[T], timeout_seconds: float | None = None) -> T:
 
 
 def wait_until(event: threading.Event, timeout_seconds: float | None = None) -> bool:
-    """`event.wait(timeout_seconds)`, in short steps; see `result_of`."""
+    """`event.wait(timeout_seconds)`; see `result_of`."""
+    if not in_main_thread():
+        return event.wait(timeout_seconds)
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     while True:
         left = _POLL_SECONDS if deadline is None else deadline - time.monotonic()
@@ -122,6 +131,11 @@ def wait_until(event: threading.Event, timeout_seconds: float | None = None) -> 
             return True
         if left <= 0:
             return False
+
+
+def in_main_thread() -> bool:
+    """Whether this is the thread that signals reach."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def worker_number() -> int:
