@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 
 import dcp_objstore as dos
-from dcp_objstore.dcp import async_api, staging, uploading
+from dcp_objstore.dcp import async_api, staging, staging_regions, uploading
 from dcp_objstore.dcp.staging import StagedState, Staging, stage
 from dcp_objstore.dcp.staging_memory import StagingMemory
 from dcp_objstore.transfer import digests
@@ -305,8 +305,8 @@ def resident_kib() -> int:
 def test_fifty_saves_take_the_memory_of_one(
     memory: StagingMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(staging, "_LARGE_BYTES", 1 << 16)
-    monkeypatch.setattr(staging, "_SLAB_BYTES", 1 << 18)
+    monkeypatch.setattr(staging_regions, "_LARGE_BYTES", 1 << 16)
+    monkeypatch.setattr(staging_regions, "_SLAB_BYTES", 1 << 18)
     state: dict[str, Any] = {f"t{n}": torch.ones(5000 * n + 1) for n in range(10)}
     resident, made = [], []
     for number in range(50):
