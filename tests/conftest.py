@@ -1,8 +1,8 @@
 """Fixtures: real stores, started once per session and only when a test asks for them.
 
-`bucket` is a fresh prefix on SeaweedFS and on moto (each test runs on both);
-`@pytest.mark.backends("gcs", "azure", …)` chooses others. `pytest --bucket-url s3://…` runs the
-same tests once, against a bucket of your own; credentials then come from your environment.
+`bucket` is a fresh prefix on SeaweedFS and, for what stores are about, on moto (for the rest in the
+campaign); `@pytest.mark.backends("gcs", "azure", …)` chooses others. `pytest --bucket-url s3://…`
+runs the same tests once, against a bucket of your own; credentials then come from your environment.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 
@@ -51,7 +52,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.config.getoption("--bucket-url"):
         # A test that names one of our servers needs something of that server: it is skipped.
         kinds = ("user",) if set(DEFAULT_BACKENDS) <= set(kinds) else ()
-    metafunc.parametrize("bucket", kinds, indirect=True)
+    # Both speak S3: what is no matter of a store's own is tried on the second in the campaign.
+    second = "moto" if "seaweed" in kinds and not _is_about_stores(metafunc.module) else None
+    chosen_kinds = [
+        pytest.param(kind, marks=pytest.mark.campaign) if kind == second else kind for kind in kinds
+    ]
+    metafunc.parametrize("bucket", chosen_kinds, indirect=True)
+
+
+def _is_about_stores(module: ModuleType) -> bool:
+    return module.__name__.startswith(
+        ("tests.test_stores", "tests.test_doctor", "tests.test_uploads")
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)

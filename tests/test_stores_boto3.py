@@ -150,6 +150,7 @@ def test_a_fake_that_raises_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch
     assert not boto3_turns._turn._free.locked()
 
 
+@pytest.mark.campaign  # eight processes that each make boto3's clients
 @pytest.mark.backends("seaweed")
 def test_a_job_saved_on_8_resumes_on_4_through_boto3(bucket: Bucket) -> None:
     options = {**bucket.storage_options, **BOTO3}
