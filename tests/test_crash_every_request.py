@@ -20,7 +20,8 @@ from tests.crash.scenes import OLD, OURS, ROOT, STOCK, Scene, Shape
 
 _OURS = [one for one in scenes.scenes() if one.writer == OURS]
 SMALL = [one for one in _OURS if (one.name, one.ranks) != ("save over another", 2)]
-LARGE = [one for one in (*_OURS, *scenes.large_scenes()) if one.writer == OURS and one not in SMALL]
+LARGE = [one for one in _OURS if one not in SMALL]
+LARGE += [one for one in scenes.large_scenes() if one.writer == OURS]
 
 
 @pytest.fixture(autouse=True)

@@ -375,3 +375,16 @@ def test_the_transport_is_chosen_by_the_settings_or_by_an_option() -> None:
     assert type(StoreSpec("s3://bucket/x", {"anon": True}).open()).__name__ == "ObstoreStore"
     both = StoreSpec("s3://bucket/x", {"anon": True, **BOTO3}, TransferConfig(transport="boto3"))
     assert both == by_option
+
+
+def test_a_forked_child_does_not_wait_for_a_turn_that_its_parent_took() -> None:
+    """The thread that took it is not in the child."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(boto3_turns._turn.take).result()
+        try:
+            child = os.fork()
+            if child == 0:
+                os._exit(int(boto3_turns._turn._free.locked()))
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        finally:
+            pool.submit(boto3_turns._turn.give_back).result()
