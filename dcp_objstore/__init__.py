@@ -13,15 +13,32 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from dcp_objstore import errors, events
+from dcp_objstore import errors
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import *  # noqa: F403 - the whole error tree is public
+from dcp_objstore.observe import events
 
 if TYPE_CHECKING:
-    from dcp_objstore.checkpoint.deleting import DeleteReport
-    from dcp_objstore.checkpoint.epoch import RunEpoch
-    from dcp_objstore.checkpoint.repairing import RepairReport
-    from dcp_objstore.checkpoint.retention import (
+    from dcp_objstore.checkpoint.claim import RunEpoch
+    from dcp_objstore.checkpoint.delete import DeleteReport
+    from dcp_objstore.checkpoint.repair import RepairReport
+    from dcp_objstore.checkpoint.sweep import CheckpointSweep
+    from dcp_objstore.inspect.checkpoint import (
+        Checkpoint,
+        load_state_dict,
+        open,  # noqa: A004 - `dos.open`, as gzip.open
+    )
+    from dcp_objstore.inspect.entries import TensorEntry, ValueEntry
+    from dcp_objstore.inspect.verify import Damage, VerifyReport
+    from dcp_objstore.load.api import load
+    from dcp_objstore.load.reader import ObjectStoreReader
+    from dcp_objstore.observe.report import LoadReport, SaveReport
+    from dcp_objstore.observe.trace import merge_traces
+    from dcp_objstore.run.claim_run import take_over
+    from dcp_objstore.run.gc import SweepReport, sweep
+    from dcp_objstore.run.manager import CheckpointManager
+    from dcp_objstore.run.resume import ResumeReport, SkippedStep
+    from dcp_objstore.run.retention import (
         KeepAll,
         KeepAny,
         KeepBest,
@@ -30,71 +47,56 @@ if TYPE_CHECKING:
         RetentionPolicy,
         StepFacts,
     )
-    from dcp_objstore.checkpoint.sweep import CheckpointSweep
-    from dcp_objstore.dcp.api import load, save
-    from dcp_objstore.dcp.async_api import AsyncSaveHandle, async_save
-    from dcp_objstore.dcp.entries import TensorEntry, ValueEntry
-    from dcp_objstore.dcp.opened import (
-        Checkpoint,
-        load_state_dict,
-        open,  # noqa: A004 - `dos.open`, as gzip.open
-    )
-    from dcp_objstore.dcp.per_rank import PerRank
-    from dcp_objstore.dcp.random_state import RandomState
-    from dcp_objstore.dcp.reader import ObjectStoreReader
-    from dcp_objstore.dcp.report import LoadReport, SaveReport
-    from dcp_objstore.dcp.resuming import ResumeReport, SkippedStep
-    from dcp_objstore.dcp.runs import RunStep, steps
-    from dcp_objstore.dcp.sweeping import SweepReport, sweep
-    from dcp_objstore.dcp.taking_over import take_over
-    from dcp_objstore.dcp.upkeep import delete, pin, repair, unpin
-    from dcp_objstore.dcp.verify import Damage, VerifyReport
-    from dcp_objstore.dcp.writer import ObjectStoreWriter
-    from dcp_objstore.manager import CheckpointManager
-    from dcp_objstore.tracing import merge_traces
+    from dcp_objstore.run.steps import RunStep, steps
+    from dcp_objstore.run.upkeep import delete, pin, repair, unpin
+    from dcp_objstore.save.api import save
+    from dcp_objstore.save.async_save import AsyncSaveHandle, async_save
+    from dcp_objstore.save.writer import ObjectStoreWriter
+    from dcp_objstore.state.per_rank import PerRank
+    from dcp_objstore.state.random_state import RandomState
 
 _HOMES = {
-    "PerRank": "dcp_objstore.dcp.per_rank",
-    "RandomState": "dcp_objstore.dcp.random_state",
-    "CheckpointManager": "dcp_objstore.manager",
-    "ResumeReport": "dcp_objstore.dcp.resuming",
-    "SkippedStep": "dcp_objstore.dcp.resuming",
-    "KeepAll": "dcp_objstore.checkpoint.retention",
-    "KeepAny": "dcp_objstore.checkpoint.retention",
-    "KeepBest": "dcp_objstore.checkpoint.retention",
-    "KeepEvery": "dcp_objstore.checkpoint.retention",
-    "KeepLatest": "dcp_objstore.checkpoint.retention",
-    "RetentionPolicy": "dcp_objstore.checkpoint.retention",
-    "StepFacts": "dcp_objstore.checkpoint.retention",
-    "ObjectStoreReader": "dcp_objstore.dcp.reader",
-    "ObjectStoreWriter": "dcp_objstore.dcp.writer",
-    "LoadReport": "dcp_objstore.dcp.report",
-    "SaveReport": "dcp_objstore.dcp.report",
-    "Damage": "dcp_objstore.dcp.verify",
-    "VerifyReport": "dcp_objstore.dcp.verify",
-    "Checkpoint": "dcp_objstore.dcp.opened",
-    "TensorEntry": "dcp_objstore.dcp.entries",
-    "ValueEntry": "dcp_objstore.dcp.entries",
-    "load_state_dict": "dcp_objstore.dcp.opened",
-    "merge_traces": "dcp_objstore.tracing",
-    "open": "dcp_objstore.dcp.opened",
-    "load": "dcp_objstore.dcp.api",
-    "save": "dcp_objstore.dcp.api",
-    "AsyncSaveHandle": "dcp_objstore.dcp.async_api",
-    "async_save": "dcp_objstore.dcp.async_api",
-    "DeleteReport": "dcp_objstore.checkpoint.deleting",
-    "RepairReport": "dcp_objstore.checkpoint.repairing",
-    "RunEpoch": "dcp_objstore.checkpoint.epoch",
-    "RunStep": "dcp_objstore.dcp.runs",
-    "steps": "dcp_objstore.dcp.runs",
-    "take_over": "dcp_objstore.dcp.taking_over",
+    "PerRank": "dcp_objstore.state.per_rank",
+    "RandomState": "dcp_objstore.state.random_state",
+    "CheckpointManager": "dcp_objstore.run.manager",
+    "ResumeReport": "dcp_objstore.run.resume",
+    "SkippedStep": "dcp_objstore.run.resume",
+    "KeepAll": "dcp_objstore.run.retention",
+    "KeepAny": "dcp_objstore.run.retention",
+    "KeepBest": "dcp_objstore.run.retention",
+    "KeepEvery": "dcp_objstore.run.retention",
+    "KeepLatest": "dcp_objstore.run.retention",
+    "RetentionPolicy": "dcp_objstore.run.retention",
+    "StepFacts": "dcp_objstore.run.retention",
+    "ObjectStoreReader": "dcp_objstore.load.reader",
+    "ObjectStoreWriter": "dcp_objstore.save.writer",
+    "LoadReport": "dcp_objstore.observe.report",
+    "SaveReport": "dcp_objstore.observe.report",
+    "Damage": "dcp_objstore.inspect.verify",
+    "VerifyReport": "dcp_objstore.inspect.verify",
+    "Checkpoint": "dcp_objstore.inspect.checkpoint",
+    "TensorEntry": "dcp_objstore.inspect.entries",
+    "ValueEntry": "dcp_objstore.inspect.entries",
+    "load_state_dict": "dcp_objstore.inspect.checkpoint",
+    "merge_traces": "dcp_objstore.observe.trace",
+    "open": "dcp_objstore.inspect.checkpoint",
+    "load": "dcp_objstore.save.api",
+    "save": "dcp_objstore.save.api",
+    "AsyncSaveHandle": "dcp_objstore.save.async_save",
+    "async_save": "dcp_objstore.save.async_save",
+    "DeleteReport": "dcp_objstore.checkpoint.delete",
+    "RepairReport": "dcp_objstore.checkpoint.repair",
+    "RunEpoch": "dcp_objstore.checkpoint.claim",
+    "RunStep": "dcp_objstore.run.steps",
+    "steps": "dcp_objstore.run.steps",
+    "take_over": "dcp_objstore.run.claim_run",
     "CheckpointSweep": "dcp_objstore.checkpoint.sweep",
-    "SweepReport": "dcp_objstore.dcp.sweeping",
-    "sweep": "dcp_objstore.dcp.sweeping",
-    "delete": "dcp_objstore.dcp.upkeep",
-    "pin": "dcp_objstore.dcp.upkeep",
-    "repair": "dcp_objstore.dcp.upkeep",
-    "unpin": "dcp_objstore.dcp.upkeep",
+    "SweepReport": "dcp_objstore.run.gc",
+    "sweep": "dcp_objstore.run.gc",
+    "delete": "dcp_objstore.run.upkeep",
+    "pin": "dcp_objstore.run.upkeep",
+    "repair": "dcp_objstore.run.upkeep",
+    "unpin": "dcp_objstore.run.upkeep",
 }
 
 __version__ = "0.1.0.dev0"

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import dcp_objstore as dos
-from dcp_objstore.dcp import async_api
+from dcp_objstore.save import async_save as async_api
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import Bucket
 
@@ -547,7 +547,7 @@ def test_a_tensor_of_which_only_a_part_would_be_saved_is_refused() -> None:
     from torch.distributed.checkpoint import metadata as described
 
     from dcp_objstore.checkpoint.index import ObjectEntry
-    from dcp_objstore.dcp.metadata import StoredItem, StoredObject, build_index
+    from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject, build_index
 
     half = described.ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
     whole = described.TensorStorageMetadata(

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from dcp_objstore import errors
+from dcp_objstore.checkpoint.claim import take_over
 from dcp_objstore.checkpoint.commit import begin, commit
-from dcp_objstore.checkpoint.epoch import take_over
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import EPOCH_KEY, MARKER_KEY, data_key, new_nonce
 from dcp_objstore.checkpoint.pins import pin
 from dcp_objstore.cli.exits import exits, status_of
-from dcp_objstore.cli.listing import print_checkpoints
+from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.stores import open_store
 
 TYPER_AND_TORCH_FREE = """

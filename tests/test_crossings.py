@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dcp_objstore.checkpoint import commit as commits
-from dcp_objstore.checkpoint.deleting import delete
+from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
-from dcp_objstore.checkpoint.repairing import repair
+from dcp_objstore.checkpoint.repair import repair
 from dcp_objstore.checkpoint.sweep import sweep
 from dcp_objstore.errors import StoreUnavailableError
 from tests.support import upkeep

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dcp_objstore.checkpoint import commit as commits
-from dcp_objstore.checkpoint.deleting import delete
+from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import decode_marker, encode_marker, new_id
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, data_key, new_nonce
 from dcp_objstore.checkpoint.pins import pin, unpin

@@ -26,17 +26,17 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dcp_objstore as dos
 from benchmarks.sink import Sink
 from dcp_objstore.config import MIB
-from dcp_objstore.dcp import device
-from dcp_objstore.dcp.device import Inbound, Outbound, pinned_memory, plan_ring
-from dcp_objstore.dcp.reads import TensorRead
-from dcp_objstore.dcp.ring import Ring
-from dcp_objstore.dcp.source import Stored
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     RankFailedError,
     StoreUnavailableError,
     TransferStalledError,
 )
+from dcp_objstore.load.stored_checkpoint import Stored
+from dcp_objstore.load.tensor_read import TensorRead
+from dcp_objstore.state import device
+from dcp_objstore.state.device import Inbound, Outbound, pinned_memory, plan_ring
+from dcp_objstore.state.ring import Ring
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import Fault, FaultStore, WrappedStore
 from dcp_objstore.transfer.parts import plan_parts

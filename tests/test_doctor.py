@@ -21,12 +21,12 @@ from threading import Thread
 
 import pytest
 
-from dcp_objstore.checkpoint.checkup import Finding, Limits, check_up
-from dcp_objstore.checkpoint.checkup.running import CONFIG
-from dcp_objstore.checkpoint.checkup.speed import Rate, recommend
-from dcp_objstore.checkpoint.checkup.surroundings import Surroundings, versions
 from dcp_objstore.cli.doctor import _wrapped
 from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.doctor import Finding, Limits, check_up
+from dcp_objstore.doctor.runner import CONFIG
+from dcp_objstore.doctor.speed import Rate, recommend
+from dcp_objstore.doctor.surroundings import Surroundings, versions
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.identity import shortened
@@ -201,7 +201,7 @@ def test_memory_and_folders_pass_and_are_left_as_they_were(tmp_path: Path) -> No
 
 WITHOUT_ROOT = """
 import json, os, sys
-from dcp_objstore.checkpoint.checkup import check_up
+from dcp_objstore.doctor import check_up
 import dcp_objstore.stores.local
 if os.getuid() == 0:  # no permission stops root
     os.setuid(65534)

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_objstore.dcp import dot_metadata
-from dcp_objstore.dcp.dot_metadata import encode_metadata
-from dcp_objstore.dcp.foreign import decode_metadata
+from dcp_objstore.compat import dot_metadata
+from dcp_objstore.compat.dot_metadata import encode_metadata
+from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.errors import UnsupportedError
 from tests.test_foreign_metadata import save_stock
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dcp_objstore as dos
-from dcp_objstore.cli.listing import print_checkpoints
+from dcp_objstore.cli.ls import print_checkpoints
 from tests.support.servers import Bucket
 
 # Large enough that it is read over signed URLs too, which quote such keys by themselves.

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from dcp_objstore.checkpoint import claim as rule
 from dcp_objstore.checkpoint import commit as commits
-from dcp_objstore.checkpoint import epoch as rule
+from dcp_objstore.checkpoint.claim import EpochRecord, RunEpoch, decode_epoch, encode_epoch
 from dcp_objstore.checkpoint.commit import Committed
-from dcp_objstore.checkpoint.deleting import delete
-from dcp_objstore.checkpoint.epoch import EpochRecord, RunEpoch, decode_epoch, encode_epoch
+from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import new_id
 from dcp_objstore.checkpoint.names import EPOCH_KEY, MARKER_KEY
 from dcp_objstore.checkpoint.pins import pin

@@ -22,13 +22,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_objstore as dos
-from dcp_objstore import events
-from dcp_objstore.dcp import uploading
-from dcp_objstore.dcp.report import Bar
-from dcp_objstore.events import AnyEvent
+from dcp_objstore.observe import events
+from dcp_objstore.observe.dispatch import Channel
+from dcp_objstore.observe.events import AnyEvent
+from dcp_objstore.observe.report import Bar
+from dcp_objstore.save import upload_items as uploading
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import Fault, FaultStore, Verb
-from dcp_objstore.telling import Channel
 from tests.support.listening import Heard, of
 from tests.support.proxy import Cut, NetworkProxy
 from tests.support.ranks import run_ranks
@@ -241,7 +241,7 @@ def test_what_a_callback_raises_is_logged_once_and_the_save_and_load_go_on(
 def test_a_callback_that_never_returns_holds_up_nothing_but_its_own_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dcp_objstore.telling._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("dcp_objstore.observe.dispatch._PATIENCE_SECONDS", 0.2)
     let_go, url = threading.Event(), memory_url()
     trace = tmp_path / "save.json"
     dos.save(

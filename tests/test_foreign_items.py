@@ -26,7 +26,7 @@ from torch.distributed.checkpoint._extension import (
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_objstore as dos
-from dcp_objstore.dcp.transforms import check_transforms, undo
+from dcp_objstore.compat.transforms import check_transforms, undo
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     DcpObjstoreError,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
-from dcp_objstore.dcp.foreign import decode_metadata
+from dcp_objstore.compat.foreign import decode_metadata
 from tests.support import layouts
 from tests.support.layouts import Layout
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as stock
 
-from dcp_objstore.dcp.foreign import decode_metadata
+from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     DcpObjstoreError,

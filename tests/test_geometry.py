@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_objstore.dcp.geometry import Box, Selection, collapse, plan_copies
+from dcp_objstore.state.geometry import Box, Selection, collapse, plan_copies
 
 
 @st.composite

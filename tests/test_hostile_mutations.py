@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 import dcp_objstore as dos
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.marker import Marker, decode_marker
-from dcp_objstore.dcp.foreign import decode_metadata
-from dcp_objstore.dcp.source import open_source
-from dcp_objstore.dcp.transforms import check_archive
-from dcp_objstore.dcp.values import check_safe
+from dcp_objstore.compat.foreign import decode_metadata
+from dcp_objstore.compat.transforms import check_archive
+from dcp_objstore.compat.values import check_safe
+from dcp_objstore.load.stored_checkpoint import open_source
 from tests.support import hostile
 from tests.support import pickles as p
 from tests.support.memory_store import MemoryStore

@@ -22,15 +22,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 import dcp_objstore as dos
-from dcp_objstore.dcp import gather
-from dcp_objstore.dcp.gather import Backlog, GatherRead
-from dcp_objstore.dcp.source import Stored
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     DcpObjstoreError,
     TransferStalledError,
     UnsupportedError,
 )
+from dcp_objstore.load import item_read as gather
+from dcp_objstore.load.item_read import Backlog, GatherRead
+from dcp_objstore.load.stored_checkpoint import Stored
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import Request, WrappedStore
 from dcp_objstore.transfer.progress import Progress

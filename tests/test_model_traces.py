@@ -15,9 +15,9 @@ import pytest
 
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.checkpoint.deleting import delete
+from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import decode_marker
-from dcp_objstore.checkpoint.opening import explain_missing
+from dcp_objstore.checkpoint.read import explain_missing
 from dcp_objstore.checkpoint.sweep import sweep
 from dcp_objstore.errors import (
     CheckpointCorruptError,

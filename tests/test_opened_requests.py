@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 import dcp_objstore as dos
 from dcp_objstore.config import MIB
-from dcp_objstore.dcp.hooks import Hooks
-from dcp_objstore.dcp.target import Target
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
+from dcp_objstore.observe.hooks import Hooks
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.wrappers import RecordingStore, Request
 from tests.support.states import same_bits, seeded
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_objstore.dcp.geometry import Box
-from dcp_objstore.dcp.parts import box_of, check_covered, matching, nested
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
+from dcp_objstore.inspect.selection import box_of, check_covered, matching, nested
+from dcp_objstore.state.geometry import Box
 
 KEYS = dict.fromkeys(["model.a.weight", "model.a.bias", "model.b[0]", "Model.c", "step"])
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from dcp_objstore.checkpoint import commit as commits
-from dcp_objstore.checkpoint.deleting import delete
+from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import MAX_PINS
 from dcp_objstore.checkpoint.names import MARKER_KEY
-from dcp_objstore.checkpoint.opening import read_marker
 from dcp_objstore.checkpoint.pins import pin, unpin
+from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.checkpoint.sweep import sweep
 from dcp_objstore.errors import (
     CheckpointExistsError,

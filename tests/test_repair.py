@@ -6,9 +6,9 @@ import pytest
 
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint import probe
-from dcp_objstore.checkpoint.deleting import delete
+from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
-from dcp_objstore.checkpoint.repairing import RepairReport, repair
+from dcp_objstore.checkpoint.repair import RepairReport, repair
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dcp_objstore.checkpoint.retention import (
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.run.retention import (
     KeepAll,
     KeepAny,
     KeepBest,
@@ -19,7 +20,6 @@ from dcp_objstore.checkpoint.retention import (
     as_policy,
     plan_deletions,
 )
-from dcp_objstore.errors import ConfigError
 
 VALUES = st.one_of(st.floats(), st.integers(), st.sampled_from([True, None, "nan"]))
 FACTS = st.builds(

@@ -18,9 +18,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
 import dcp_objstore as dos
-from dcp_objstore.dcp import committing, layout, uploading
-from dcp_objstore.dcp.report import size_text
 from dcp_objstore.errors import PermissionDeniedError, UntrustedPickleError
+from dcp_objstore.observe.report import size_text
+from dcp_objstore.save import finish as committing
+from dcp_objstore.save import layout
+from dcp_objstore.save import upload_items as uploading
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import Fault, FaultStore, Verb
 from tests.support.checkpoints import cause

@@ -18,9 +18,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 
 import dcp_objstore as dos
-from dcp_objstore.dcp import async_api, staging, staging_regions, uploading
-from dcp_objstore.dcp.staging import StagedState, Staging, stage
-from dcp_objstore.dcp.staging_memory import StagingMemory
+from dcp_objstore.save import async_save as async_api
+from dcp_objstore.save import upload_items as uploading
+from dcp_objstore.save.staging import regions as staging_regions
+from dcp_objstore.save.staging import state as staging
+from dcp_objstore.save.staging.memory import StagingMemory
+from dcp_objstore.save.staging.state import StagedState, Staging, stage
 from dcp_objstore.transfer import digests
 from tests.support.checkpoints import HookPlanner
 from tests.support.lanes import LateLane, use_lane

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from dcp_objstore.dcp.state import ConvertedState
 from dcp_objstore.errors import StateMismatchError
+from dcp_objstore.state.state_dict import ConvertedState
 
 
 def to_state_dict(state):

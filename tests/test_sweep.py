@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_objstore.checkpoint import commit as commits
-from dcp_objstore.checkpoint.deleting import delete
+from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import decode_marker
 from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
@@ -21,7 +21,7 @@ from dcp_objstore.checkpoint.names import (
     is_ours,
     new_nonce,
 )
-from dcp_objstore.checkpoint.opening import find_marker
+from dcp_objstore.checkpoint.read import find_marker
 from dcp_objstore.checkpoint.sweep import (
     GRACE_SECONDS,
     CheckpointSweep,

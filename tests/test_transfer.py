@@ -22,7 +22,7 @@ from dcp_objstore.errors import (
     TransferStalledError,
     UnsupportedError,
 )
-from dcp_objstore.events import ObjectUploaded, PartUploaded
+from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.limiter import limiter_of
 from dcp_objstore.stores.wrappers import RecordingStore

@@ -16,13 +16,13 @@ import torch.distributed.checkpoint as dcp
 import dcp_objstore as dos
 from dcp_objstore.checkpoint import probe as probes
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, data_key, new_nonce
-from dcp_objstore.checkpoint.opening import open_committed
 from dcp_objstore.checkpoint.probe import require_rewrites
-from dcp_objstore.dcp.derived import StockDotMetadata
-from dcp_objstore.dcp.foreign import decode_metadata
-from dcp_objstore.dcp.prompt import PromptStore
+from dcp_objstore.checkpoint.read import open_committed
+from dcp_objstore.compat.derived import StockDotMetadata
+from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion
+from dcp_objstore.transfer.interruptible import PromptStore
 from tests.support.memory_store import MemoryStore
 from tests.support.servers import Bucket, RcloneServer
 from tests.support.upkeep import AgedStore, Ages, tear

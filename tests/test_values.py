@@ -18,8 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_objstore.dcp import values
-from dcp_objstore.dcp.values import check_safe, warn_unsafe_value
+from dcp_objstore.compat import values
+from dcp_objstore.compat.values import check_safe, warn_unsafe_value
 from dcp_objstore.errors import CheckpointCorruptError, UntrustedPickleError
 
 

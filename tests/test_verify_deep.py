@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.marker import decode_marker, encode_marker
 from dcp_objstore.config import MIB, TransferConfig
-from dcp_objstore.dcp.verify import _Framing
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError, ObjectNotFoundError
+from dcp_objstore.inspect.verify import _Framing
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.local import LocalStore
 from dcp_objstore.stores.wrappers import Fault, FaultStore, Verb

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from benchmarks.peers import State
     from benchmarks.settings import Settings
     from benchmarks.targets import Place
-    from dcp_objstore.events import OnEvent
+    from dcp_objstore.observe.events import OnEvent
 
 Transport = Literal["native", "boto3"]
 

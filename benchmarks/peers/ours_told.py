@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from benchmarks.peers.ours import Ours
 
 if TYPE_CHECKING:
-    from dcp_objstore.events import AnyEvent
+    from dcp_objstore.observe.events import AnyEvent
 
 _counts: Counter[str] = Counter()
 

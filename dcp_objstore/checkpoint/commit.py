@@ -38,6 +38,7 @@ from typing import Any
 import msgspec
 
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
+from dcp_objstore.checkpoint.compare_and_swap import Outcome, settle_put
 from dcp_objstore.checkpoint.listing import check_objects
 from dcp_objstore.checkpoint.marker import (
     ON_NOTHING,
@@ -51,15 +52,14 @@ from dcp_objstore.checkpoint.marker import (
     next_marker,
 )
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, index_key
-from dcp_objstore.checkpoint.opening import (
+from dcp_objstore.checkpoint.publish import publish_dot_metadata
+from dcp_objstore.checkpoint.read import (
     Found,
     explain_missing,
     open_committed,
     open_found,
     read_marker,
 )
-from dcp_objstore.checkpoint.publishing import publish_dot_metadata
-from dcp_objstore.checkpoint.settling import Outcome, settle_put
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,

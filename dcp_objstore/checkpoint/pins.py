@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
 from dcp_objstore.checkpoint.commit import rewrite_marker
 from dcp_objstore.checkpoint.marker import MAX_PIN_LENGTH, MAX_PINS
-from dcp_objstore.checkpoint.opening import not_committed, read_marker
+from dcp_objstore.checkpoint.read import not_committed, read_marker
 from dcp_objstore.errors import ConfigError, RetryableError
 from dcp_objstore.stores.protocol import ObjectStore
 

@@ -34,16 +34,11 @@ from datetime import datetime, timedelta
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
 from dcp_objstore.checkpoint.commit import put_tombstone, rewrite_marker
-from dcp_objstore.checkpoint.deleting import finish_deleting
+from dcp_objstore.checkpoint.delete import finish_deleting
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
-from dcp_objstore.checkpoint.opening import Found, find_marker, read_index
-from dcp_objstore.checkpoint.publishing import (
-    Change,
-    DotMetadata,
-    align_dot_metadata,
-    needed_change,
-)
+from dcp_objstore.checkpoint.publish import Change, DotMetadata, align_dot_metadata, needed_change
+from dcp_objstore.checkpoint.read import Found, find_marker, read_index
 from dcp_objstore.checkpoint.sweep_plan import (
     GRACE_SECONDS,
     LEAST_GRACE_SECONDS,

@@ -91,7 +91,7 @@ def list_checkpoints(
     Data objects of a save that was never committed are listed too, as what they are.
     """
     with exits():
-        from dcp_objstore.cli.listing import print_checkpoints
+        from dcp_objstore.cli.ls import print_checkpoints
 
         print_checkpoints(url, as_json=as_json)
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from dcp_objstore.checkpoint.checkup import Finding, Limits, check_up
 from dcp_objstore.cli.access import chosen
+from dcp_objstore.doctor import Finding, Limits, check_up
 from dcp_objstore.stores import StoreSpec
 
 if TYPE_CHECKING:
-    from dcp_objstore.checkpoint.checkup import Status
+    from dcp_objstore.doctor import Status
 
 _SHOWN: dict[Status, tuple[str, str | None]] = {
     "ok": ("ok", "green"),

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.cli.access import chosen, chosen_arguments
 from dcp_objstore.cli.exits import fail
-from dcp_objstore.dcp.report import size_text
 from dcp_objstore.errors import ConfigError
+from dcp_objstore.observe.report import size_text
 from dcp_objstore.stores import StoreSpec
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.sweep import CheckpointSweep
-    from dcp_objstore.dcp.sweeping import SweepReport
+    from dcp_objstore.run.gc import SweepReport
 
 _UNITS_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])\Z")
@@ -29,7 +29,7 @@ def remove(url: str, *, now: bool, yes: bool, even_newest: bool, as_json: bool) 
     Raises:
         DcpObjstoreError: see `dcp_objstore.delete`.
     """
-    from dcp_objstore.dcp.upkeep import delete
+    from dcp_objstore.run.upkeep import delete
 
     report = delete(
         url, now=now, even_newest=even_newest, dry_run=not yes, storage_options=chosen()
@@ -62,7 +62,7 @@ def collect(url: str, *, grace: str, yes: bool, as_json: bool) -> None:
     Raises:
         DcpObjstoreError: see `dcp_objstore.sweep`.
     """
-    from dcp_objstore.dcp.sweeping import sweep
+    from dcp_objstore.run.gc import sweep
 
     report = sweep(url, grace_seconds=_seconds(grace), dry_run=not yes, storage_options=chosen())
     if as_json:
@@ -81,7 +81,7 @@ def mend(url: str, *, dry_run: bool, as_json: bool) -> None:
     Raises:
         DcpObjstoreError: see `dcp_objstore.repair`.
     """
-    from dcp_objstore.dcp.upkeep import repair
+    from dcp_objstore.run.upkeep import repair
 
     report = repair(url, dry_run=dry_run, storage_options=chosen())
     if as_json:
@@ -102,7 +102,7 @@ def protect(url: str, name: str, *, wanted: bool, as_json: bool) -> None:
     Raises:
         DcpObjstoreError: see `dcp_objstore.pin`.
     """
-    from dcp_objstore.dcp.upkeep import pin, unpin
+    from dcp_objstore.run.upkeep import pin, unpin
 
     pins = (pin if wanted else unpin)(url, name, storage_options=chosen())
     where = StoreSpec(url, chosen()).url

@@ -19,12 +19,12 @@ from urllib.parse import unquote, urlsplit
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
+from dcp_objstore.observe.dispatch import tell_retry
 from dcp_objstore.stores.boto3_checksums import checksums_for
 from dcp_objstore.stores.boto3_turns import take_turns
 from dcp_objstore.stores.credentials import Credentials, no_s3_credentials, open_boto3_session
 from dcp_objstore.stores.options import S3Settings, s3_settings
 from dcp_objstore.stores.servers import s3_requester_pays, s3_server, server_url
-from dcp_objstore.telling import tell_retry
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl

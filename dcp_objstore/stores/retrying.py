@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.observe.dispatch import tell_retry
 from dcp_objstore.stores.limiter import Limiter, Retry
 from dcp_objstore.stores.translate import is_throttling, is_transient, translate_obstore
-from dcp_objstore.telling import tell_retry
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
-from dcp_objstore.events import RangeRead, Retried
+from dcp_objstore.observe.events import RangeRead, Retried
 from dcp_objstore.stores.limiter import lane_for
 from dcp_objstore.stores.protocol import (
     REST_SIZE_BYTES,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dcp_objstore.errors import TransferStalledError
 
 if TYPE_CHECKING:
-    from dcp_objstore.telling import Channel
+    from dcp_objstore.observe.dispatch import Channel
 
 
 class Progress:

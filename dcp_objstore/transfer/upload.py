@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
-from dcp_objstore.events import ObjectUploaded, PartUploaded
+from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores.limiter import Lane, lane_for
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count
@@ -38,8 +38,8 @@ from dcp_objstore.transfer.workers import in_main_thread, run_into, spawn
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
+    from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.stores.protocol import ObjectStore, Version
-    from dcp_objstore.telling import Channel
 
 T = TypeVar("T")
 

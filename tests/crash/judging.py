@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
-from dcp_objstore.cli.listing import print_checkpoints
+from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.stores import StoreSpec
 from tests.crash.bucket import Bucket, Cut, Process, here, uploads
 from tests.crash.scenes import (

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from dcp_objstore.dcp import device
-from dcp_objstore.dcp.ring import Lane
+from dcp_objstore.state import device
+from dcp_objstore.state.ring import Lane
 
 
 class LateTicket:

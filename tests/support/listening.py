@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from dcp_objstore.events import AnyEvent, Event
-from dcp_objstore.telling import Channel
+from dcp_objstore.observe.dispatch import Channel
+from dcp_objstore.observe.events import AnyEvent, Event
 
 E = TypeVar("E", bound=Event)
 

@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.checkpoint.deleting import delete
+from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.names import MARKER_KEY
-from dcp_objstore.checkpoint.opening import explain_missing
 from dcp_objstore.checkpoint.pins import pin, unpin
-from dcp_objstore.checkpoint.repairing import repair
+from dcp_objstore.checkpoint.read import explain_missing
+from dcp_objstore.checkpoint.repair import repair
 from dcp_objstore.checkpoint.sweep import sweep
 from dcp_objstore.errors import (
     CheckpointCorruptError,

@@ -12,7 +12,7 @@ from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.commit import BeginToken, Committed
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import data_key, is_ours, new_nonce
-from dcp_objstore.checkpoint.opening import find_marker
+from dcp_objstore.checkpoint.read import find_marker
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.digests import DIGEST_SIZE_BYTES

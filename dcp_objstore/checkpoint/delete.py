@@ -1,0 +1,194 @@
+"""Deleting a checkpoint, so that nobody ever sees a half of it and anybody can finish.
+
+The rule of `commit` that this module carries out:
+
+ 8. Delete: the marker is changed to `deleting`, by a conditional PUT against what was read (so a
+    pin or a commit that came first wins). From here on readers find no checkpoint and savers wait.
+    The marker is read again; while it is `deleting` and of the same commit, `.metadata` is removed,
+    and the marker is changed to `deleted`. It keeps naming the index, and stays for ever. The
+    objects are removed after the grace period by a sweep; or at once (`now`): exactly the keys
+    that the index named, data first and the index last, so that a crash can be resumed. Never a
+    prefix. Anyone may finish a `deleting`. What is pinned is refused here; the newest committed
+    step of a run, by whoever calls this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
+from dcp_objstore.checkpoint.commit import refuse_later, rewrite_marker
+from dcp_objstore.checkpoint.marker import Marker
+from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, is_ours
+from dcp_objstore.checkpoint.read import Found, not_committed, read_index, read_marker
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CheckpointGoneError,
+    CheckpointPinnedError,
+    LostRaceError,
+    RetryableError,
+    UnsupportedError,
+)
+from dcp_objstore.stores.protocol import ObjectStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteReport:
+    """A deletion; with `dry_run` what it would do.
+
+    Attributes:
+        url: the checkpoint.
+        commit_id: of the commit that was deleted.
+        objects: data objects that it had, by the marker.
+        total_bytes: their bytes, by the marker.
+        removed_objects: objects removed at once, data and index; 0 without `now`.
+        finished: somebody had begun this deletion before, and it was taken up.
+        superseded: another save has committed here since; what it wrote is untouched.
+        index_damaged: `now` was asked for, but the index cannot be read, so a sweep has to remove
+            the objects when they are older than its grace period.
+        dry_run: nothing was changed.
+    """
+
+    url: str
+    commit_id: str
+    objects: int
+    total_bytes: int
+    removed_objects: int = 0
+    finished: bool = False
+    superseded: bool = False
+    index_damaged: bool = False
+    dry_run: bool = False
+
+
+def delete(
+    store: ObjectStore,
+    *,
+    now: bool = False,
+    dry_run: bool = False,
+    epoch: int | None = None,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    clock: Clock = SYSTEM_CLOCK,
+) -> DeleteReport:
+    """Delete the checkpoint at the store's root (rule 8). Called again after a crash, it goes on.
+
+    Args:
+        store: rooted at the checkpoint; with conditional updates (see `probe.require_rewrites`).
+        now: remove the objects at once, not after the grace period. Who is reading the checkpoint
+            gets a CheckpointGoneError. On a tombstone it removes what the commit left.
+        dry_run: only look; refuse what would be refused.
+        epoch: of the job that deletes (rule E5 of `epoch`); None: somebody who belongs to none.
+        deadline_seconds: no change of the marker begins later than this.
+        clock: for tests.
+
+    Raises:
+        CheckpointNotFoundError: nothing is committed here (any more).
+        CheckpointPinnedError: it is pinned; names the pins.
+        SupersededError: it belongs to a later epoch than that of the job.
+        LostRaceError: another save replaced it meanwhile; nothing was deleted.
+        CommitUnknownError: no clear answer until the deadline; the same call goes on from there.
+        CheckpointCorruptError, UnsupportedError: the marker cannot be read.
+    """
+    retries = Retries(deadline_seconds, clock)
+    found = read_marker(store)
+    if found is None:
+        raise not_committed(store, found)
+    marker = found[0]
+    if epoch is not None:
+        refuse_later(store, marker, epoch)
+    # Before the marker changes: afterwards a sweep may remove the index, in its own time.
+    keys = _referenced(store, marker) if now else ()
+    if marker.state == "deleted" and not keys:
+        raise not_committed(store, found)
+    _refuse_pinned(store, marker)
+    resumed = marker.state != "committed"
+    superseded = False
+    if not dry_run:
+        if not resumed:
+            _begin(store, found, epoch, retries)
+        superseded = finish_deleting(store, marker.commit_id, retries)
+        for key in keys or ():
+            store.delete(key)
+    return DeleteReport(
+        url=store.url,
+        commit_id=marker.commit_id,
+        objects=marker.counts.objects,
+        total_bytes=marker.counts.total_bytes,
+        removed_objects=len(keys or ()),
+        finished=resumed,
+        superseded=superseded,
+        index_damaged=keys is None,
+        dry_run=dry_run,
+    )
+
+
+def _refuse_pinned(store: ObjectStore, marker: Marker) -> None:
+    if marker.is_committed and marker.pins:
+        raise CheckpointPinnedError(
+            f"the checkpoint is pinned ({', '.join(marker.pins)}) and was not deleted; unpin it"
+            " first",
+            url=store.url,
+        )
+
+
+def _referenced(store: ObjectStore, marker: Marker) -> tuple[str, ...] | None:
+    """Exactly the keys of a commit, the index last; None: its index cannot be read.
+
+    A key that is not of our own form is left out: we never wrote it.
+    """
+    try:
+        index = ix.decode(read_index(store, marker))
+    except (CheckpointCorruptError, CheckpointGoneError, UnsupportedError):
+        return None
+    assert marker.index is not None
+    named = [*(entry.key for entry in index.objects), marker.index.key]
+    return tuple(key for key in dict.fromkeys(named) if is_ours(key))
+
+
+def _begin(store: ObjectStore, found: Found, epoch: int | None, retries: Retries) -> None:
+    """Change the marker to `deleting`, whoever else rewrites it meanwhile."""
+    marker = found[0]
+    while not rewrite_marker(store, found, "the deletion", retries, state="deleting"):
+        again = read_marker(store)
+        if again is None or again[0].commit_id != marker.commit_id:
+            raise LostRaceError(
+                "another save replaced this checkpoint before it was deleted; nothing was deleted",
+                url=store.url,
+            )
+        if again[0].state != "committed":
+            return  # another deleter was first
+        if epoch is not None:
+            refuse_later(store, again[0], epoch)
+        _refuse_pinned(store, again[0])
+        found = again
+        _pause(store, retries)
+
+
+def finish_deleting(store: ObjectStore, commit_id: str, retries: Retries) -> bool:
+    """Bring a `deleting` of this commit to its end, whoever began it.
+
+    Returns:
+        Whether another save has committed here since, so that `.metadata` may need mending: our
+        removal of the old one may have met the new one.
+
+    Raises:
+        CommitUnknownError, RetryableError: not until the deadline.
+    """
+    while True:
+        found = read_marker(store)
+        if found is None or found[0].commit_id != commit_id:
+            return True
+        if found[0].state != "deleting":
+            return False
+        store.delete(DOT_METADATA_KEY)
+        if rewrite_marker(store, found, "the tombstone", retries, state="deleted", pins=()):
+            return False
+        _pause(store, retries)
+
+
+def _pause(store: ObjectStore, retries: Retries) -> None:
+    if not retries.pause():
+        raise RetryableError(
+            "others kept changing this checkpoint until the deadline; delete it again",
+            url=store.url,
+        )

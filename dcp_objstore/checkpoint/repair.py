@@ -1,0 +1,101 @@
+"""Repair: what a crash after the commit or in the middle of a deletion left to be done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
+from dcp_objstore.checkpoint.commit import rewrite_marker
+from dcp_objstore.checkpoint.delete import finish_deleting
+from dcp_objstore.checkpoint.probe import can_rewrite
+from dcp_objstore.checkpoint.publish import Change, DotMetadata, align_dot_metadata, needed_change
+from dcp_objstore.checkpoint.read import not_committed, read_marker
+from dcp_objstore.errors import RetryableError
+from dcp_objstore.stores.protocol import ObjectStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairReport:
+    """What a repair did; with `dry_run` what it would do.
+
+    Attributes:
+        url: the checkpoint.
+        state: of the marker afterwards: `committed` or `deleted`.
+        commit_id: of the marker.
+        finished_delete: a deletion that somebody had begun was finished.
+        dot_metadata: what was done to `.metadata`, by which stock torch finds the checkpoint;
+            None: it was in line with the marker.
+        dry_run: nothing was changed.
+    """
+
+    url: str
+    state: str
+    commit_id: str
+    finished_delete: bool = False
+    dot_metadata: Change | None = None
+    dry_run: bool = False
+
+
+def repair(
+    store: ObjectStore,
+    *,
+    dot_metadata: DotMetadata,
+    dry_run: bool = False,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    clock: Clock = SYSTEM_CLOCK,
+) -> RepairReport:
+    """Finish a deletion that was begun, and bring `.metadata` into line with the marker (rule 6).
+
+    No data object is touched. Safe at any time, also beside a save.
+
+    Args:
+        store: rooted at the checkpoint.
+        dot_metadata: what the torch floor knows of `.metadata`.
+        dry_run: only look.
+        deadline_seconds: no change begins later than this.
+        clock: for tests.
+
+    Raises:
+        CheckpointNotFoundError: there is no marker: no checkpoint of ours, or none that was ever
+            committed.
+        CheckpointCorruptError, UnsupportedError: marker or index cannot be read.
+        CheckpointGoneError: it was replaced or deleted meanwhile; repair it again.
+        CommitUnknownError, RetryableError: not until the deadline; repair it again.
+    """
+    retries = Retries(deadline_seconds, clock)
+    finished = False
+    while True:
+        found = read_marker(store)
+        if found is None:
+            raise not_committed(store, found)
+        if found[0].state != "deleting":
+            break
+        finished = True
+        if dry_run:
+            return RepairReport(
+                url=store.url,
+                state="deleted",
+                commit_id=found[0].commit_id,
+                finished_delete=True,
+                dry_run=True,
+            )
+        finish_deleting(store, found[0].commit_id, retries)
+        if not retries.pause():
+            raise RetryableError("others kept changing this checkpoint", url=store.url)
+    if dry_run:
+        change = needed_change(store, found[0], dot_metadata)
+    else:
+        aligned = align_dot_metadata(store, found, dot_metadata, retries=retries)
+        found, change = aligned.found, aligned.change
+        # So that a sweep lets readers of the old `.metadata` end. Where there are no conditional
+        # writes there are no sweeps, and a save might be lost by this.
+        if change is not None and can_rewrite(store, clock=clock):
+            rewrite_marker(store, found, "the fence", retries)
+    return RepairReport(
+        url=store.url,
+        state=found[0].state,
+        commit_id=found[0].commit_id,
+        finished_delete=finished,
+        dot_metadata=change,
+        dry_run=dry_run,
+    )

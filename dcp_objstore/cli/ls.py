@@ -1,0 +1,244 @@
+"""`dcp-objstore ls`: what is at a URL or below it, and whether it is a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from dcp_objstore.checkpoint.claim import EpochRecord, counts, read_epoch
+from dcp_objstore.checkpoint.commit import read_marker
+from dcp_objstore.checkpoint.listing import explain_absence
+from dcp_objstore.checkpoint.marker import Marker
+from dcp_objstore.checkpoint.names import EPOCH_KEY, MARKER_KEY, natural_order, parse_data_key
+from dcp_objstore.cli.access import chosen
+from dcp_objstore.cli.exits import fail, status_of
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    DcpObjstoreError,
+    PermissionDeniedError,
+    RetryableError,
+    UnsupportedError,
+)
+from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.transfer.workers import in_waves
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+# How often jobs may take the runs over while we list them.
+_TRIES = 5
+# With less room than this in a terminal's line, user metadata is left out.
+_LEAST_METADATA_COLUMNS = 16
+
+
+def print_checkpoints(url: str, *, as_json: bool) -> None:
+    """Print one line for each checkpoint and each save that was never committed.
+
+    A checkpoint at the URL itself does not hide those below it. The table names them relative to
+    the URL; on a terminal, user metadata is cut to what fits a line, or left out. One below that
+    cannot be read has a line, too, and the exit status says so in the end. In a run that was taken
+    over, a committed step that does not count any more is `superseded`.
+
+    Args:
+        url: of a checkpoint, or a prefix above some.
+        as_json: one JSON object per line instead of a table.
+
+    Raises:
+        CheckpointNotFoundError: there is neither.
+        DcpObjstoreError: as the store or a damaged marker at the URL itself says.
+        SystemExit: something below cannot be read.
+    """
+    spec = StoreSpec(url, chosen())
+    store = spec.open()
+    entry = _describe(store, _base_above(spec))
+    entries = [entry] if entry is not None else []
+    unread: list[DcpObjstoreError] = []
+    try:
+        below, unread = _below(spec, store, but_itself=entry is not None)
+        entries += below
+    except PermissionDeniedError as error:
+        if entry is None:
+            raise
+        print(f"dcp-objstore: what lies below is not shown: {error}", file=sys.stderr)
+    if not entries:
+        raise CheckpointNotFoundError(explain_absence(store), url=store.url)
+    if as_json:
+        for one in entries:
+            print(json.dumps(one))
+    else:
+        _print_table(store.url, entries)
+    if unread:
+        fail(f"{type(unread[0]).__name__}: {unread[0]}", status_of(unread[0]))
+
+
+def _base_above(spec: StoreSpec) -> int:
+    """The base of the run that a checkpoint lies in; 0 where none is to be seen."""
+    run_url, _, name = spec.url.rpartition("/")
+    if not name or not spec.parsed.prefix.strip("/") or run_url in ("file:/", "file://"):
+        return 0
+    try:
+        found = read_epoch(spec.at(run_url).open())
+    except (PermissionDeniedError, CheckpointCorruptError, UnsupportedError):
+        return 0
+    return found[0].base if found is not None else 0
+
+
+def _below(
+    spec: StoreSpec, store: ObjectStore, *, but_itself: bool
+) -> tuple[list[dict[str, Any]], list[DcpObjstoreError]]:
+    """As `_below_once`, at a time when no job took any of the runs over (rule E3 of `epoch`)."""
+    for _ in range(_TRIES):
+        entries, unread, epochs = _below_once(spec, store, but_itself=but_itself)
+        again = {run: _epoch_of(spec, run, []) for run in epochs}
+        if again == epochs:
+            return entries, unread
+    raise RetryableError("jobs kept taking over the runs here; try again", url=spec.url)
+
+
+def _below_once(
+    spec: StoreSpec, store: ObjectStore, *, but_itself: bool
+) -> tuple[list[dict[str, Any]], list[DcpObjstoreError], dict[str, EpochRecord | None]]:
+    """All checkpoints below, and prefixes with data objects but no marker, in natural order.
+
+    Args:
+        spec: of the URL.
+        store: at the URL.
+        but_itself: leave out what is at the URL itself.
+
+    Returns:
+        Them, the errors of what could not be read, and the `_EPOCH` of each run that has one.
+    """
+    sizes: dict[str, int] = {}
+    marked: set[str] = set()
+    unread: list[DcpObjstoreError] = []
+    epochs: dict[str, EpochRecord | None] = {}
+    for meta in store.list():
+        prefix, _, name = meta.key.rpartition("/")
+        if name == MARKER_KEY:
+            marked.add(prefix)
+        elif name == EPOCH_KEY:
+            epochs[prefix] = _epoch_of(spec, prefix, unread)
+        elif parse_data_key(name) is not None:
+            sizes[prefix] = sizes.get(prefix, 0) + meta.size_bytes
+
+    def describe(
+        at: tuple[str, StoreSpec, ObjectStore],
+    ) -> tuple[dict[str, Any], DcpObjstoreError | None]:
+        prefix, one, opened = at
+        # The last segment is the step's name, and what is before it the run.
+        epoch = epochs.get(prefix.rpartition("/")[0]) if prefix else None
+        size_bytes = sizes.get(prefix, 0)
+        entry = None
+        if prefix in marked:
+            try:
+                entry = _describe(opened, epoch.base if epoch is not None else 0)
+            except (CheckpointCorruptError, UnsupportedError) as error:
+                return _unreadable(one.url, size_bytes, error), error
+        return entry or _uncommitted(one.url, size_bytes), None
+
+    places = []
+    for prefix in sorted(marked | sizes.keys(), key=natural_order):
+        if prefix or not but_itself:
+            one = spec.at(f"{spec.url}/{prefix}") if prefix else spec
+            places.append((prefix, one, one.open()))
+    described = list(in_waves(describe, places))
+    unread += [error for _, error in described if error is not None]
+    return [entry for entry, _ in described], unread, epochs
+
+
+def _epoch_of(spec: StoreSpec, run: str, unread: list[DcpObjstoreError]) -> EpochRecord | None:
+    """The run's `_EPOCH`, or None and one error more."""
+    try:
+        found = read_epoch(spec.at(f"{spec.url}/{run}" if run else spec.url).open())
+    except (CheckpointCorruptError, UnsupportedError) as error:
+        unread.append(error)
+        return None
+    return found[0] if found is not None else None
+
+
+def _describe(store: ObjectStore, base: int) -> dict[str, Any] | None:
+    found = read_marker(store)
+    if found is None:
+        return None
+    marker = found[0]
+    return {
+        "url": store.url,
+        "state": _state(marker, base),
+        "bytes": marker.counts.total_bytes,
+        "tensors": marker.counts.tensors,
+        "objects": marker.counts.objects,
+        "world_size": marker.world_size,
+        "created": marker.created_at.isoformat(timespec="seconds"),
+        "commit_id": marker.commit_id,
+        "epoch": marker.epoch,
+        "pins": list(marker.pins),
+        "user_metadata": marker.user_metadata,
+    }
+
+
+def _state(marker: Marker, base: int) -> str:
+    if marker.is_committed and not counts(marker, base):
+        return "superseded"
+    return marker.state
+
+
+def _unreadable(url: str, size_bytes: int, error: DcpObjstoreError) -> dict[str, Any]:
+    """One that is damaged, or of a newer version of us."""
+    state = "damaged" if isinstance(error, CheckpointCorruptError) else "unsupported"
+    return {"url": url, "state": state, "bytes": size_bytes, "error": error.message}
+
+
+def _uncommitted(url: str, size_bytes: int) -> dict[str, Any]:
+    return {"url": url, "state": "not committed", "bytes": size_bytes}
+
+
+def _print_table(root: str, entries: Sequence[dict[str, Any]]) -> None:
+    """The URL on a line of its own, then a table that names what is there relative to it."""
+    lines = [("state", "size", "ranks", "created (UTC)", "name", "user metadata")]
+    for entry in entries:
+        created = entry.get("created")
+        lines.append(
+            (
+                f"{entry['state']}, pinned" if entry.get("pins") else entry["state"],
+                _readable(entry["bytes"]),
+                str(entry.get("world_size", "-")),
+                datetime.fromisoformat(created).strftime("%Y-%m-%d %H:%M") if created else "-",
+                entry["url"].removeprefix(root).lstrip("/") or ".",
+                _told(entry),
+            )
+        )
+    widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
+    if sys.stdout.isatty():
+        room = shutil.get_terminal_size().columns - sum(widths[:-1]) - 2 * (len(widths) - 1)
+        widths[-1] = min(widths[-1], room if room >= _LEAST_METADATA_COLUMNS else 0)
+    print(root)
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        for number in (1, 2):  # figures
+            cells[number] = line[number].rjust(widths[number])
+        cells[-1] = _cut(line[-1], widths[-1])
+        print("  ".join(cells).rstrip())
+
+
+def _told(entry: dict[str, Any]) -> str:
+    """The last column."""
+    if entry.get("pins"):
+        pinned = f"pinned: {', '.join(entry['pins'])}"
+        return (
+            f"{pinned} {json.dumps(entry['user_metadata'])}" if entry["user_metadata"] else pinned
+        )
+    return json.dumps(entry["user_metadata"]) if entry.get("user_metadata") else ""
+
+
+def _cut(text: str, columns: int) -> str:
+    return text if len(text) <= columns else f"{text[: columns - 3]}..." if columns else ""
+
+
+def _readable(size_bytes: int) -> str:
+    size, unit = float(size_bytes), 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{size_bytes} B"

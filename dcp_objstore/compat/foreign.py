@@ -1,0 +1,385 @@
+"""Read the `.metadata` pickle of a stock torch writer without unpickling it.
+
+FileSystemWriter, FsspecWriter (torch 2.1 to 2.15) and writers derived from them, such as
+s3torchconnector's, pickle one `Metadata`. `inert_pickle` turns the bytes into records; this module
+checks each value by type and bounds and makes real stock objects from what passed. Attributes and
+trailing fields that stock torch 2.13 does not know (Megatron's `mcore_data` and `all_local_plans`,
+the strides that torch 2.15 adds to TensorProperties) are dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_objstore.compat.foreign_names import (
+    ALLOWED,
+    DTYPES,
+    FILESYSTEM,
+    LAYOUT,
+    LAYOUTS,
+    MEMORY_ENCODING,
+    MEMORY_FORMATS,
+    MEMORY_NAMES,
+    METADATA,
+    METADATA_CLASSES,
+    MSC_PATH,
+    PATHS,
+    PROPERTIES,
+    SIZE,
+)
+from dcp_objstore.compat.inert_pickle import Global, Node, parse
+from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
+
+_MAX_NUMBER: Final = 2**63 - 1
+_MAX_DIMENSIONS: Final = 64
+_MAX_KEY_LENGTH_BYTES: Final = 1024  # S3's and GCS's bound on an object's key
+_MAX_PATH_PARTS: Final = 1000
+_MAX_TRANSFORMS: Final = 4
+_MAX_TRANSFORM_NAME: Final = 200
+# The smallest pickled chunk, path or entry takes more than this, so a body in which the memo
+# makes one list appear in many places runs out of its budget before it costs quadratic time.
+_MIN_ENTRY_SIZE_BYTES: Final = 4
+
+MAX_METADATA_SIZE_BYTES: Final = 512 * 1024 * 1024
+
+
+def decode_metadata(body: bytes, *, max_bytes: int = MAX_METADATA_SIZE_BYTES) -> Metadata:
+    """Decode a stock `.metadata`; nothing in it is imported or executed.
+
+    Args:
+        body: the whole object.
+        max_bytes: a larger body is refused. Default 512 MiB (about 200 bytes per tensor, 100 per
+            further chunk). Decoding takes memory of some 20 times the body, 100 for a hostile one.
+
+    Guarantees: every key, shape, offset and length has its type; chunks lie within their tensor;
+    no size exceeds 2**63 - 1 bytes; `relative_path` is a clean relative key;
+    `storage_meta.checkpoint_id` is a `str` or None; `transform_descriptors` is a short list of text
+    or None. That each chunk has an entry in
+    `storage_data`, and that the objects exist, is left to the reader.
+
+    Raises:
+        CheckpointCorruptError: the body is damaged, too large or not a `Metadata`.
+        UntrustedPickleError: it asks for a global that stock torch does not write; names it.
+        UnsupportedError: an object's key has an empty part (`a//b`).
+    """
+    if len(body) > max_bytes:
+        raise CheckpointCorruptError(f".metadata has {len(body)} bytes, more than {max_bytes}")
+    with _collector_paused():
+        # bytes() because the body must not change between two looks at it.
+        return _Converter(len(body)).metadata(parse(bytes(body), ALLOWED))
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Hold back the cyclic collector, which would walk all records again and again.
+
+    It took half of the time for 20,000 tensors, more where the process holds much already. Two
+    threads may overlap here: whoever found it running starts it again.
+    """
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
+
+
+def _damaged(what: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(f"the .metadata is damaged: {what}")
+
+
+def _state(value: object, *names: str) -> dict[object, object]:
+    """The attributes of a new object of one of these classes."""
+    if type(value) is not Node or not value.made or value.args or value.name not in names:
+        raise _damaged(f"expected {names[0].rpartition('.')[2]}, got {_kind(value)}")
+    if value.state is None:
+        return {}
+    return _dict(value.state, value.name)
+
+
+def _kind(value: object) -> str:
+    """What a foreign value is, without printing what it holds."""
+    return value.name[:200] if isinstance(value, Node | Global) else type(value).__name__
+
+
+def _dict(value: object, what: str) -> dict[object, object]:
+    if type(value) is not dict:
+        raise _damaged(f"{what} holds {_kind(value)} in place of a dictionary")
+    return value
+
+
+def _text(value: object, what: str) -> str:
+    """A string that UTF-8 can hold."""
+    if type(value) is not str:
+        raise _damaged(f"{what} is {_kind(value)}, not a string")
+    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        raise _damaged(f"{what} is not valid text")
+    return value
+
+
+def _optional_text(value: object, what: str) -> str | None:
+    return None if value is None else _text(value, what)
+
+
+def _number(value: object, what: str) -> int:
+    """A whole number that a signed 64-bit integer holds; `bool` is none."""
+    if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
+        raise _damaged(f"{what} is not a whole number from 0 to 2**63 - 1")
+    return value
+
+
+def _size(value: object, what: str) -> torch.Size:
+    """A `torch.Size` of non-negative numbers."""
+    args = value.args if type(value) is Node and value.name == SIZE else ()
+    if len(args) != 1 or value.made or value.state is not None:  # type: ignore[attr-defined]
+        raise _damaged(f"{what} is {_kind(value)}, not a torch.Size")
+    numbers = args[0]
+    if type(numbers) is not tuple or len(numbers) > _MAX_DIMENSIONS:
+        raise _damaged(f"{what} has no or too many dimensions")
+    for number in numbers:
+        if type(number) is not int or not 0 <= number <= _MAX_NUMBER:
+            raise _damaged(f"{what} is not made of whole numbers from 0 to 2**63 - 1")
+    return torch.Size(numbers)
+
+
+def _properties(value: object, fqn: str) -> TensorProperties:
+    """TensorProperties from its pickled 5-tuple, or a longer one of a newer torch."""
+    if type(value) is not Node or value.name not in PROPERTIES or not value.made or value.args:
+        raise _damaged(f"the properties of {fqn!r} are {_kind(value)}")
+    state = value.state
+    if type(state) is not tuple or not 5 <= len(state) <= 32:
+        raise _damaged(f"the properties of {fqn!r} do not have their five fields")
+    dtype, layout, requires_grad, encoding, pin_memory = state[:5]
+    if type(dtype) is not Global or dtype.name not in DTYPES:
+        raise _damaged(f"the dtype of {fqn!r} is {_kind(dtype)}")
+    if type(requires_grad) is not bool or type(pin_memory) is not bool:
+        raise _damaged(f"requires_grad or pin_memory of {fqn!r} is not a bool")
+    layout_name = _only_argument(layout, {LAYOUT}, f"the layout of {fqn!r}")
+    if type(encoding) is Global:
+        number: object = MEMORY_NAMES.get(encoding.name)
+    else:
+        number = _only_argument(encoding, MEMORY_ENCODING, f"the memory format of {fqn!r}")
+    if type(layout_name) is not str or layout_name not in LAYOUTS:
+        raise _damaged(f"the layout of {fqn!r} is unknown")
+    if type(number) is not int or number not in MEMORY_FORMATS:
+        raise _damaged(f"the memory format of {fqn!r} is unknown")
+    return TensorProperties(
+        dtype=DTYPES[dtype.name],
+        layout=LAYOUTS[layout_name],
+        requires_grad=requires_grad,
+        memory_format=MEMORY_FORMATS[number],
+        pin_memory=pin_memory,
+    )
+
+
+def _only_argument(value: object, names: set[str] | frozenset[str], what: str) -> object:
+    """The argument of a recorded call of one of `names` with exactly one."""
+    if (
+        type(value) is not Node
+        or value.name not in names
+        or value.made
+        or value.state is not None
+        or len(value.args) != 1
+    ):
+        raise _damaged(f"{what} is {_kind(value)}")
+    return value.args[0]
+
+
+def _relative_path(value: object) -> str:
+    """A key below the checkpoint: no absolute, climbing, empty or unprintable parts."""
+    path = _text(value, "relative_path")
+    parts = path.split("/")
+    if "" in parts[1:-1] and parts[0] and ":" not in parts[0]:
+        raise UnsupportedError(
+            f"an item lies in {path[:200]!r}, a key with an empty part, which cannot be addressed"
+            " here (a prefix strategy was given a prefix that ends in a slash): copy its objects to"
+            " keys without it, and write its .metadata anew"
+        )
+    if (
+        not path
+        or len(path.encode()) > _MAX_KEY_LENGTH_BYTES
+        or any(part in {"", ".", ".."} for part in parts)
+        or "\\" in path
+        or ":" in parts[0]  # a drive letter or a scheme
+        or any(character < " " or character == "\x7f" for character in path)
+    ):
+        raise _damaged(f"relative_path {path[:200]!r} does not lead to an object below it")
+    return path
+
+
+class _Converter:
+    """Makes stock objects from records. One per decode: it carries the budget of entries."""
+
+    def __init__(self, body_size_bytes: int) -> None:
+        self.entries_left = body_size_bytes // _MIN_ENTRY_SIZE_BYTES
+        self.paths: set[str] = set()
+        self.texts: set[str] = set()
+
+    def spend(self, entries: int) -> None:
+        """Count entries; more than the body has room for come from sharing, not from a save."""
+        self.entries_left -= entries
+        if self.entries_left < 0:
+            raise _damaged("it repeats its entries more often than its size allows")
+
+    def text(self, value: object, what: str) -> str:
+        """`_text`, looking once at a string that the memo makes appear in many places."""
+        if type(value) is str and (value.isascii() or value in self.texts):
+            return value
+        text = _text(value, what)
+        self.texts.add(text)
+        return text
+
+    def metadata(self, value: object) -> Metadata:
+        state = _state(value, *METADATA_CLASSES)
+        items = _dict(state.get("state_dict_metadata"), "state_dict_metadata")
+        self.spend(len(items))
+        return Metadata(
+            state_dict_metadata={
+                self.text(key, "a key"): self.item(str(key), item) for key, item in items.items()
+            },
+            planner_data=self.planner_data(state.get("planner_data")),
+            storage_data=self.storage_data(state.get("storage_data")),
+            storage_meta=self.storage_meta(state.get("storage_meta")),
+            version=_optional_text(state.get("version"), "version"),
+        )
+
+    def item(self, fqn: str, value: object) -> TensorStorageMetadata | BytesStorageMetadata:
+        if type(value) is Node and value.name == METADATA + "BytesStorageMetadata":
+            _state(value, value.name)
+            return BytesStorageMetadata()
+        state = _state(value, METADATA + "TensorStorageMetadata")
+        fqn = fqn[:200]  # only shown from here on, once for every chunk
+        properties = _properties(state.get("properties"), fqn)
+        size = _size(state.get("size"), f"the shape of {fqn!r}")
+        # Dimensions of 0 do not hide others that are too large to multiply.
+        if math.prod(max(1, n) for n in size) * properties.dtype.itemsize > _MAX_NUMBER:
+            raise _damaged(f"{fqn!r} would have more than 2**63 - 1 bytes")
+        chunks = state.get("chunks")
+        if type(chunks) is not list:
+            raise _damaged(f"the chunks of {fqn!r} are not a list")
+        if not chunks and size.numel():
+            # A load would plan nothing for it, and leave the destination as it was.
+            raise _damaged(f"{fqn!r} has no chunks")
+        self.spend(len(chunks))
+        return TensorStorageMetadata(
+            properties=properties,
+            size=size,
+            chunks=[self.chunk(fqn, size, chunk) for chunk in chunks],
+        )
+
+    def chunk(self, fqn: str, shape: torch.Size, value: object) -> ChunkStorageMetadata:
+        state = _state(value, METADATA + "ChunkStorageMetadata")
+        offsets = _size(state.get("offsets"), f"the offsets of a chunk of {fqn!r}")
+        sizes = _size(state.get("sizes"), f"the sizes of a chunk of {fqn!r}")
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            raise _damaged(f"a chunk of {fqn!r} has other dimensions than its tensor")
+        for offset, length, whole in zip(offsets, sizes, shape, strict=True):
+            if offset + length > whole:
+                raise _damaged(f"a chunk of {fqn!r} lies outside its tensor")
+        return ChunkStorageMetadata(offsets=offsets, sizes=sizes)
+
+    def planner_data(self, value: object) -> dict[str, tuple[str | int, ...]] | None:
+        """DCP's FLATTEN_MAPPING: key to the path of that key in the nested state."""
+        if value is None:
+            return None
+        mapping = {}
+        for key, path in _dict(value, "planner_data").items():
+            if type(path) is not tuple or len(path) > _MAX_PATH_PARTS:
+                raise _damaged("planner_data is not a mapping of keys to paths")
+            self.spend(1 + len(path) // 2)
+            for part in path:
+                if type(part) is not int:
+                    self.text(part, "a part of a path in planner_data")
+                elif abs(part) > _MAX_NUMBER:
+                    raise _damaged("a part of a path in planner_data is too large")
+            mapping[self.text(key, "a key of planner_data")] = path
+        return mapping
+
+    def storage_data(self, value: object) -> dict[MetadataIndex, _StorageInfo]:
+        entries = _dict(value, "storage_data")
+        self.spend(len(entries))
+        made = {self.index(key): self.storage_info(info) for key, info in entries.items()}
+        if len(made) != len(entries):
+            raise _damaged("storage_data names one chunk twice")
+        return made
+
+    def index(self, value: object) -> MetadataIndex:
+        state = _state(value, METADATA + "MetadataIndex")
+        offset, index = state.get("offset"), state.get("index")
+        return MetadataIndex(
+            self.text(state.get("fqn"), "the key in a MetadataIndex"),
+            None if offset is None else _size(offset, "the offset in a MetadataIndex"),
+            None if index is None else _number(index, "the number in a MetadataIndex"),
+        )
+
+    def storage_info(self, value: object) -> _StorageInfo:
+        state = _state(value, FILESYSTEM + "_StorageInfo")
+        path = state.get("relative_path")
+        if type(path) is not str or path not in self.paths:
+            self.paths.add(_relative_path(path))
+        offset = _number(state.get("offset"), "the offset of an item")
+        length = _number(state.get("length"), "the length of an item")
+        if offset + length > _MAX_NUMBER:
+            raise _damaged("an item ends beyond 2**63 - 1")
+        transforms = self.transforms(state.get("transform_descriptors"))
+        return _StorageInfo(str(path), offset, length, transforms)
+
+    def transforms(self, value: object) -> list[str] | None:
+        """The names of the extensions that an item went through; None for none, as torch has it."""
+        if value is None:
+            return None
+        if type(value) not in (list, tuple) or len(value) > _MAX_TRANSFORMS:  # type: ignore[arg-type]
+            raise _damaged("transform_descriptors is not a short list")
+        names = [self.text(name, "a transform_descriptor") for name in value]  # type: ignore[attr-defined]
+        if any(len(name) > _MAX_TRANSFORM_NAME for name in names):
+            raise _damaged("a transform_descriptor is too long")
+        return names or None
+
+    def storage_meta(self, value: object) -> StorageMeta | None:
+        if value is None:
+            return None
+        state = _state(value, METADATA + "StorageMeta")
+        modules = state.get("modules", [])
+        if type(modules) is not list:
+            raise _damaged("StorageMeta.modules is not a list")
+        self.spend(len(modules))
+        return StorageMeta(
+            checkpoint_id=_checkpoint_id(state.get("checkpoint_id")),
+            save_id=_optional_text(state.get("save_id"), "save_id"),
+            load_id=_optional_text(state.get("load_id"), "load_id"),
+            modules=[self.text(module, "a module's name") for module in modules],
+        )
+
+
+def _checkpoint_id(value: object) -> str | None:
+    """Where the checkpoint was written to, as text; information only, never opened."""
+    if type(value) is Node and value.name in PATHS and not value.made and value.state is None:
+        if len(value.args) > _MAX_PATH_PARTS:
+            raise _damaged("checkpoint_id has too many parts")
+        parts = [part for part in value.args if type(part) is str]
+        if len(parts) != len(value.args):
+            raise _damaged("checkpoint_id is not a path of strings")
+        value = str(PATHS[value.name](*parts))
+    elif type(value) is Node and value.name == MSC_PATH:
+        value = _state(value, MSC_PATH).get("_path")
+    if type(value) is str:
+        # A path on the writer's machine may hold bytes that are not UTF-8.
+        return value.encode("utf-8", "replace").decode()
+    return _optional_text(value, "checkpoint_id")

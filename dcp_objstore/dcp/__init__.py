@@ -1,1 +1,0 @@
-"""The torch floor: DCP's StorageWriter and StorageReader on top of a checkpoint on a store."""

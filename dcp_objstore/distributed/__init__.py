@@ -1,0 +1,1 @@
+"""Process groups, and errors on which all ranks agree."""

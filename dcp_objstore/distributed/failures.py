@@ -1,0 +1,151 @@
+"""One error for a failure on any rank, the same on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import traceback
+from collections.abc import Callable, Iterator
+from typing import NoReturn, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_objstore.distributed.groups import current_rank
+from dcp_objstore.distributed.plugin import plugin_errors
+from dcp_objstore.errors import DcpObjstoreError, RankFailedError
+
+T = TypeVar("T")
+
+# A job can have thousands of ranks, and a wrong setting fails all of them.
+_OTHERS_SHOWN = 8
+
+
+def attempt(make: Callable[[], T]) -> tuple[T | None, DcpObjstoreError | None]:
+    """What `make` returns; or the error, for `agree` to raise where all ranks hear of it.
+
+    Raised at once on one rank alone, it would leave the others waiting for that rank.
+    """
+    try:
+        with plugin_errors(current_rank(), None):
+            return make(), None
+    except DcpObjstoreError as error:
+        return None, error
+
+
+@contextlib.contextmanager
+def typed_failures(url: str | None, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Turn what a DCP call or a collective raises into one of our errors.
+
+    Args:
+        url: the checkpoint; None where it is not known yet.
+        group: the ranks that take part; None for all.
+
+    Raises:
+        DcpObjstoreError: that of the lowest rank that failed, with its (global) rank; other
+            failures are listed in its text.
+        RankFailedError: the lowest rank failed with an error that is not ours, or the process
+            group broke because a rank died or did not answer within the group's time-out.
+        KeyboardInterrupt, SystemExit: on the rank where it came up.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        # DCP numbers the ranks within the group.
+        failures = {_global(n, group): pair[0] for n, pair in sorted(error.failures.items())}
+        _raise_lowest(failures, url)
+    except DcpObjstoreError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        # Every rank's own failure arrives as a CheckpointException; what is left is torch
+        # reporting that a collective failed.
+        raise RankFailedError(
+            "the ranks lost each other: one has died, or did not answer within the process"
+            f" group's time-out. Look at the checkpoint before you save it again: it exists only"
+            f" if rank 0 had committed it already ({error})",
+            rank=current_rank(),
+            url=url,
+        ) from error
+
+
+def agree(own: DcpObjstoreError | None, url: str | None, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank if any rank has an error. A collective of the group's ranks.
+
+    Raises:
+        As `typed_failures`.
+    """
+    if current_rank() is None:
+        if own is not None:
+            _raise_copy(own, url=url)
+        return
+    with typed_failures(url, group):
+        found: list[DcpObjstoreError | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, own, group=group)
+        failures: dict[int, BaseException] = {
+            _global(number, group): error for number, error in enumerate(found) if error is not None
+        }
+        if failures:
+            _raise_lowest(failures, url)
+
+
+def _global(number: int, group: dist.ProcessGroup | None) -> int:
+    """The global rank of a rank numbered within the group."""
+    if current_rank() is None or group is None:
+        return number
+    return dist.get_global_rank(group, number)
+
+
+def _raise_lowest(failures: dict[int, BaseException], url: str | None) -> NoReturn:
+    own = failures.get(current_rank() or 0)
+    if own is not None and not isinstance(own, Exception):
+        raise own  # Ctrl-C here; the other ranks are told of it below
+    first, cause = next(iter(failures.items()))
+    others = [
+        f"rank {number}: {type(failure).__name__}"
+        for number, failure in failures.items()
+        if number != first
+    ]
+    if len(others) > _OTHERS_SHOWN:
+        others[_OTHERS_SHOWN:] = [f"{len(others) - _OTHERS_SHOWN} more"]
+    suffix = f" (also failed: {', '.join(others)})" if others else ""
+    if isinstance(cause, DcpObjstoreError):
+        # The rank may have been filled in with that within the group.
+        _raise_copy(cause, suffix, rank=first, url=url)
+    raise RankFailedError(f"{type(cause).__name__}: {cause}{suffix}", rank=first, url=url) from None
+
+
+def _raise_copy(
+    error: DcpObjstoreError, suffix: str = "", rank: int | None = None, url: str | None = None
+) -> NoReturn:
+    raise (
+        extended(error, suffix, rank).at(url=url).with_traceback(error.__traceback__)
+    ) from error.__cause__
+
+
+def extended(error: DcpObjstoreError, suffix: str, rank: int | None = None) -> DcpObjstoreError:
+    """A copy whose message goes on with `suffix`: who holds the error may raise it again."""
+    longer = copy.copy(error)
+    longer.message += suffix
+    longer.args = (longer.message,)
+    longer.rank = error.rank if rank is None else rank
+    return longer
+
+
+def without_frames(error: BaseException) -> None:
+    """Take the frames out of an error, and of what led to it: they hold a whole state.
+
+    Where the error may be a bug, what they would have shown becomes a note of it.
+    """
+    if not isinstance(error, DcpObjstoreError) or isinstance(error, RankFailedError):
+        error.add_note("".join(traceback.format_exception(error)))
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        found = waiting.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        found.__traceback__ = None
+        waiting += [found.__cause__, found.__context__]
+        if isinstance(found, CheckpointException):
+            waiting += [pair[0] for pair in found.failures.values()]

@@ -1,0 +1,77 @@
+"""`Team`: the ranks that share a run, and how they tell each other what one of them found."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.distributed.failures import agree, attempt, typed_failures
+from dcp_objstore.distributed.groups import current_rank, own_group
+from dcp_objstore.errors import DcpObjstoreError
+
+T = TypeVar("T")
+
+
+class Team:
+    """The ranks of a process group, or this process alone. Every method is a collective.
+
+    Args:
+        url: for errors.
+        process_group: the ranks. Default: all.
+        config: its `peer_timeout_seconds` bounds the waiting for each other.
+    """
+
+    def __init__(
+        self, url: str, process_group: dist.ProcessGroup | None, config: TransferConfig | None
+    ) -> None:
+        self._url = url
+        with typed_failures(url, process_group):
+            self._group = own_group("run", process_group, config)
+        many = current_rank() is not None
+        self.world_size = dist.get_world_size(self._group) if many else 1
+        self.rank = dist.get_rank(self._group) if many else 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank makes the requests. Local."""
+        return self.rank == 0
+
+    def agree(self, failed: DcpObjstoreError | None) -> None:
+        """Raise on every rank if any has an error."""
+        agree(failed, self._url, self._group)
+
+    def any(self, holds: bool) -> bool:
+        """Whether it holds on any rank."""
+        if current_rank() is None:
+            return holds
+        found = [False] * self.world_size
+        with typed_failures(self._url, self._group):
+            dist.all_gather_object(found, holds, group=self._group)
+        return any(found)
+
+    def on_first(self, make: Callable[[], T]) -> T:
+        """What the first rank makes, on every rank; its error too."""
+        made, failed = attempt(make) if self.is_first else (None, None)
+        self.agree(failed)
+        held: list[Any] = [made]
+        if current_rank() is not None:
+            with typed_failures(self._url, self._group):
+                dist.broadcast_object_list(held, group=self._group, group_src=0)
+        found: T = held[0]
+        return found
+
+    def shared_store(self) -> dist.Store | None:  # type: ignore[name-defined]  # torch exports it
+        """A place in the process group's store for these ranks and this purpose; None: one rank.
+
+        Over a connection of its own: another thread may wait in the group's for long.
+        """
+        token = self.on_first(lambda: secrets.token_hex(8))
+        if self.world_size == 1:
+            return None
+        shared: Any = dist.distributed_c10d._get_default_store()
+        prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]  # as above
+        return prefixed(f"dcp_objstore/{token}", shared.clone())

@@ -1,0 +1,1 @@
+"""Look into a checkpoint without loading it: entries, single tensors, verification."""

@@ -1,0 +1,101 @@
+"""What a key of an opened checkpoint stands for: a tensor or a value that is not read yet."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+import torch
+
+from dcp_objstore.inspect.fill import new_tensor, whole
+from dcp_objstore.inspect.selection import box_of
+
+if TYPE_CHECKING:
+    from dcp_objstore.inspect.checkpoint import Checkpoint
+    from dcp_objstore.state.geometry import Box
+
+_Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of a checkpoint, not read yet.
+
+    Attributes:
+        key: its name, as DCP flattens state dicts ("model.embed.weight").
+        shape: of the whole tensor.
+        dtype: as it was saved.
+        chunks: (offsets, sizes) of the boxes in which it is stored.
+    """
+
+    checkpoint: Checkpoint
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[_Chunk, ...]
+
+    # Python would iterate by indices otherwise, with a request for each row.
+    __iter__: ClassVar[None] = None
+    __contains__: ClassVar[None] = None
+
+    def __repr__(self) -> str:
+        return f"<TensorEntry {self.key} {self.shape} {self.dtype}>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The whole tensor.
+
+        Raises:
+            As `Checkpoint.read`.
+        """
+        return self._read(whole(self.shape), device)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """A part, in CPU memory: `entry[10:20]`, `entry[..., 0]`, `entry[-1, :, 5:]`.
+
+        Integers, slices without a step, and one Ellipsis, with the meaning that they have for
+        tensors. Only the 4 MiB blocks that hold the part are fetched (with `verify="off"` only
+        its bytes); of what another library wrote, the whole chunks, as torch has to take those
+        apart.
+
+        Raises:
+            IndexError: an index is of another kind, out of range, or there are too many.
+            As `Checkpoint.read`.
+        """
+        box, sizes = box_of(index, self.shape)
+        return self._read(box, "cpu").reshape(sizes)
+
+    def _read(self, box: Box, device: torch.device | str) -> torch.Tensor:
+        tensor = new_tensor(box.sizes, self.dtype, device)
+        self.checkpoint._fill({self.key: (box, tensor)}, (), progress=False)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ValueEntry:
+    """A pickled value of a checkpoint (a step, a learning rate), not read yet.
+
+    Attributes:
+        key: its name.
+        nbytes: of the pickle.
+    """
+
+    checkpoint: Checkpoint
+    key: str
+    nbytes: int
+
+    def __repr__(self) -> str:
+        return f"<ValueEntry {self.key}, {self.nbytes} bytes>"
+
+    def read(self) -> Any:
+        """The value.
+
+        Raises:
+            As `Checkpoint.read`.
+        """
+        return self.checkpoint._fill({}, [self.key], progress=False)[self.key]

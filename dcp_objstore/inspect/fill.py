@@ -1,0 +1,155 @@
+"""Reading boxes of tensors and values into new memory, without a state dict to load into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
+from dcp_objstore.inspect.selection import check_covered
+from dcp_objstore.load.session import plan_load, run_load
+from dcp_objstore.state.geometry import Box
+
+if TYPE_CHECKING:
+    import io
+
+    from dcp_objstore.load.stored_checkpoint import Source
+    from dcp_objstore.observe.dispatch import Channel
+    from dcp_objstore.observe.report import LoadReport
+    from dcp_objstore.stores.target import Target
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    """The box that is a whole tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+def new_tensor(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """A tensor to read into, on a device.
+
+    Raises:
+        ConfigError: there is no such device here.
+        UnsupportedError: the host has not as much memory as the tensor takes.
+    """
+    try:
+        place = torch.device(device)
+        if place.type != "cpu":
+            # Starts its driver. Where there is none, torch raises errors of many kinds, an
+            # AssertionError for one; lack of memory, below, stays what it is.
+            torch.empty(0, device=place)
+    except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
+        text = str(error).partition("\n")[0]
+        raise ConfigError(f"{device!r} is no device of this torch and host: {text}") from error
+    try:
+        return torch.empty(shape, dtype=dtype, device=place)
+    except (RuntimeError, MemoryError) as error:
+        if place.type != "cpu":
+            raise  # torch.OutOfMemoryError says what takes the memory of a GPU
+        text = f"no memory for a tensor of shape {shape} and {dtype}, as the checkpoint has it"
+        raise UnsupportedError(text) from error
+
+
+def fill(
+    target: Target,
+    source: Source,
+    tensors: Mapping[str, tuple[Box, torch.Tensor]],
+    values: Iterable[str],
+    *,
+    verify: bool,
+    trust_pickle: bool,
+    channel: Channel,
+) -> tuple[LoadReport, dict[str, Any]]:
+    """Read boxes of tensors into memory of their size, and values, in one parallel read.
+
+    Args:
+        tensors: by key, what is wanted of it and where it goes.
+        values: keys of values.
+        verify, trust_pickle: see `ObjectStoreReader`.
+        channel: where it is told of.
+
+    Returns:
+        The report, and the values by key.
+
+    Raises:
+        CheckpointCorruptError: also where the chunks of a tensor leave a part of its box out.
+        The other errors of `run_load`.
+    """
+    items: list[ReadItem] = []
+    for key, (box, _) in tensors.items():
+        saved = source.metadata.state_dict_metadata[key]
+        assert isinstance(saved, TensorStorageMetadata)
+        chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+        found = create_read_items_for_chunk_list(key, saved, [chunk])
+        check_covered(key, box, found)
+        items += found
+    for key in values:
+        place = MetadataIndex(key)
+        nothing = torch.Size([0])
+        items.append(ReadItem(LoadItemType.BYTE_IO, place, nothing, place, nothing, nothing))
+    planner = _Filling({key: tensor for key, (_, tensor) in tensors.items()})
+    planned = plan_load(source, items, verify=verify)
+    report = run_load(
+        target.spec.open(),
+        planned,
+        planner,
+        target.config,
+        trust_pickle=trust_pickle,
+        channel=channel,
+    )
+    return report, planner.values
+
+
+class _Filling(LoadPlanner):
+    """Hands out parts of given tensors, and takes values."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.values: dict[str, Any] = {}
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        tensor = self._tensors[read_item.dest_index.fqn]
+        for dim, (offset, size) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            tensor = tensor.narrow(dim, offset, size)
+        return tensor
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        try:
+            # It was test-loaded with `weights_only=True`, or the user trusts it.
+            self.values[key] = torch.load(value, map_location="cpu", weights_only=False)
+        except (ImportError, AttributeError) as error:
+            raise UnsupportedError(
+                f"the value needs a class that is not here: {error}", key=key
+            ) from error
+        except Exception as error:
+            raise CheckpointCorruptError(
+                f"the value cannot be loaded: {type(error).__name__}: {error}", key=key
+            ) from error
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError("this planner makes no plans")
+
+    def create_local_plan(self) -> LoadPlan:
+        raise NotImplementedError("this planner makes no plans")
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        raise NotImplementedError("this planner makes no plans")
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        raise NotImplementedError("this planner makes no plans")

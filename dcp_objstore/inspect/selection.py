@@ -1,0 +1,188 @@
+"""What an index or a pattern selects of an opened checkpoint, and the way back to a nested dict."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
+from dcp_objstore.load.planner import nearest
+from dcp_objstore.state.geometry import Box, fills
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import ReadItem
+
+Patterns: TypeAlias = str | Iterable[str] | None
+
+_WILDCARDS = re.compile(r"[*?\[]")
+# Entries of a list that the keys present do not account for (those of a partial read): more than
+# any state has, and few enough to be made up.
+_MAX_LIST_LENGTH = 100_000
+
+
+def matching(keys: Collection[str], patterns: Patterns) -> list[str]:
+    """The keys that are among the patterns or match one, in their own order.
+
+    Args:
+        keys: with a quick `in`.
+        patterns: as in a shell (`*`, `?`, `[ab]`), on whole keys, case-sensitive. None: all keys.
+
+    Raises:
+        StateMismatchError: a pattern matches nothing; names what is near.
+        ConfigError: a pattern is no `str`.
+    """
+    if patterns is None:
+        return list(keys)
+    found: set[str] = set()
+    for pattern in _listed(patterns):
+        # A key may have brackets in its name, so what is one is taken as one.
+        hits = {pattern} if pattern in keys else set()
+        if _WILDCARDS.search(pattern):
+            match = re.compile(fnmatch.translate(pattern)).match
+            hits.update(key for key in keys if match(key))
+        if not hits:
+            raise StateMismatchError(f"no key matches {pattern!r}{_hint(keys, pattern)}")
+        found |= hits
+    return [key for key in keys if key in found]
+
+
+def _listed(patterns: str | Iterable[str]) -> list[str]:
+    if isinstance(patterns, str):
+        return [patterns]
+    listed = list(patterns) if isinstance(patterns, Iterable) else [patterns]
+    for pattern in listed:
+        if not isinstance(pattern, str):
+            raise ConfigError(f"a pattern of keys must be a str, got {pattern!r}")
+    return listed
+
+
+def _hint(keys: Collection[str], pattern: str) -> str:
+    below = sum(key.startswith(f"{pattern}.") for key in keys)
+    if below:
+        return f"; '{pattern}.*' matches {below}"
+    near = nearest(_WILDCARDS.split(pattern, maxsplit=1)[0].rstrip(".") or pattern, list(keys))
+    return f" (nearest: {', '.join(near)})" if near else ""
+
+
+def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, list[int]]:
+    """The box that an index selects, and the sizes of the dimensions of it that remain.
+
+    Raises:
+        IndexError: it is out of range, or selects what is no box.
+    """
+    parts = list(index) if isinstance(index, tuple) else [index]
+    # `in` and `count` would ask a tensor or array among the parts whether it equals Ellipsis.
+    places = [place for place, part in enumerate(parts) if part is Ellipsis]
+    if len(places) > 1:
+        raise IndexError("an index can have only one Ellipsis")
+    place = places[0] if places else len(parts)
+    given = len(parts) - len(places)
+    if given > len(shape):
+        raise IndexError(f"too many indices: the tensor has {len(shape)} dimensions, got {given}")
+    parts[place : place + 1] = [slice(None)] * (len(shape) - given)
+    offsets, sizes, kept = [], [], []
+    for dim, (part, extent) in enumerate(zip(parts, shape, strict=True)):
+        if isinstance(part, slice):
+            if part.step not in (None, 1):
+                raise IndexError(
+                    f"only slices with step 1 select a part, got {part} for dimension {dim}; read"
+                    " the part that holds it, and take the steps there"
+                )
+            start, stop, _ = part.indices(extent)
+            offsets.append(start)
+            sizes.append(max(0, stop - start))
+            kept.append(sizes[-1])
+            continue
+        number = _integer(part)
+        if not -extent <= number < extent:
+            raise IndexError(f"index {number} is out of range for dimension {dim} of {extent}")
+        offsets.append(number % extent)
+        sizes.append(1)
+    return Box(tuple(offsets), tuple(sizes)), kept
+
+
+def _integer(part: Any) -> int:
+    as_index: Callable[[], int] | None = getattr(part, "__index__", None)
+    # A tensor of one truth value is a mask to torch, though it can be taken for 0 or 1.
+    if isinstance(part, bool) or getattr(part, "dtype", None) is torch.bool or as_index is None:
+        raise IndexError(
+            f"only integers, slices and Ellipsis select a part, got a {type(part).__name__}; read"
+            " the tensor first for anything else"
+        )
+    try:
+        return as_index()
+    except TypeError as error:  # an array of several elements, or of floats
+        raise IndexError(f"only integers, slices and Ellipsis select a part: {error}") from error
+
+
+def check_covered(key: str, box: Box, items: Sequence[ReadItem]) -> None:
+    """Return if the chunks that are to be read fill the box: new memory holds anything at first.
+
+    Raises:
+        CheckpointCorruptError: they do not.
+    """
+    lengths = [item.lengths for item in items]
+    if fills(box.sizes, [item.dest_offsets for item in items], lengths):
+        return
+    raise CheckpointCorruptError(
+        "the chunks in the checkpoint do not make up this tensor: they have"
+        f" {sum(size.numel() for size in lengths)} of the {math.prod(box.sizes)} elements that are"
+        " to be read, or overlap and leave some out",
+        key=key,
+    )
+
+
+def nested(
+    flat: Mapping[str, Any], places: Mapping[str, tuple[str | int, ...]] | None
+) -> dict[str, Any]:
+    """The nested dict that was flattened into these keys.
+
+    A list of which only some entries are there has None for the others, as
+    `torch.distributed.checkpoint` does it.
+
+    Args:
+        places: DCP's FLATTEN_MAPPING: for each key its place in the nested dict. A key without
+            one stays as it is.
+
+    Raises:
+        CheckpointCorruptError: two places contradict each other.
+    """
+    result: dict[str, Any] = {}
+    for key, value in flat.items():
+        place = (places or {}).get(key, (key,))
+        container: Any = result
+        for step, following in pairwise(place):
+            inner = _at(container, step, key)
+            if inner is None:
+                inner = {} if isinstance(following, str) else []
+                container[step] = inner
+            container = inner
+        if not place or _at(container, place[-1], key) is not None:
+            raise _contradiction(key)
+        container[place[-1]] = value
+    return result
+
+
+def _at(container: Any, step: str | int, key: str) -> Any:
+    """What is at this step of a place, None for nothing yet; a list is made long enough."""
+    if isinstance(container, dict) and isinstance(step, str):
+        return container.get(step)
+    if not isinstance(container, list) or not isinstance(step, int):
+        raise _contradiction(key)
+    if not 0 <= step < _MAX_LIST_LENGTH:
+        raise _contradiction(key)
+    container.extend([None] * (step + 1 - len(container)))
+    return container[step]
+
+
+def _contradiction(key: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        "the checkpoint gives this key an impossible place in the nested dict; read it flat",
+        key=key,
+    )

@@ -1,0 +1,407 @@
+"""Verification of a whole checkpoint: all damage is found and named, nothing is kept in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import xxhash
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from dcp_objstore.checkpoint.marker import Counts
+from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CorruptDataError,
+    ObjectNotFoundError,
+    UnsupportedError,
+)
+from dcp_objstore.observe.events import Planned, Verified
+from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, block_digest
+from dcp_objstore.transfer.download import fetch_ranges
+from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
+from dcp_objstore.transfer.workers import DaemonPool
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from dcp_objstore.checkpoint.index import ObjectEntry
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.load.stored_checkpoint import Source, Stored
+    from dcp_objstore.observe.dispatch import Channel
+    from dcp_objstore.stores import ObjectStore
+
+_SHOWN = 3  # keys of a missing object that are named
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Damage:
+    """One thing that is not as it was saved.
+
+    Attributes:
+        object_key: the data object, or the marker.
+        what: `missing`: there is no such object; `size`: it has another size, or ends before
+            bytes that it should have; `block`: a block of payload differs; `framing`: something
+            around the payloads differs; `counts`: the marker counts other things than the index
+            names.
+        key: of the tensor or value, for a block.
+        block: number of the 4 MiB block in its item, for a block; otherwise -1.
+        text: the same for people.
+    """
+
+    object_key: str
+    what: Literal["missing", "size", "block", "framing", "counts"]
+    key: str = ""
+    block: int = -1
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """What was verified.
+
+    Attributes:
+        url, commit_id: the checkpoint.
+        objects: data objects looked at.
+        blocks: blocks of payload that were read and compared.
+        total_bytes: bytes read.
+        deep: whether framing, padding and counts were compared, too.
+        damaged: everything that was found, by object.
+    """
+
+    url: str
+    commit_id: str | None
+    objects: int
+    blocks: int
+    total_bytes: int
+    deep: bool
+    damaged: tuple[Damage, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damaged
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A block of payload and its number in its item; or, without a digest, one between payloads
+    and its number in its object."""
+
+    key: str
+    number: int
+    digest: bytes | None
+
+
+_Place: TypeAlias = tuple[int, int]
+
+
+def _place(span: Span[_Piece]) -> _Place:
+    """Where a piece lies: its object and its first byte there."""
+    return span.object_number, span.start
+
+
+class _Framing:
+    """The digest over what lies between the payloads of an object, as its pieces arrive."""
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._next = 0
+        self._early: dict[int, bytes] = {}
+
+    def add(self, number: int, piece: bytes) -> None:
+        """Take piece `number`; only those that came before their turn are kept."""
+        self._early[number] = piece
+        while self._next in self._early:
+            self._digest.update(self._early.pop(self._next))
+            self._next += 1
+
+    def digest(self) -> bytes:
+        """Of the pieces up to the first that did not arrive."""
+        return self._digest.digest()
+
+
+class _Comparison:
+    """Compares what arrives and collects what differs."""
+
+    def __init__(self, source: Source) -> None:
+        self.damaged: set[Damage] = set()
+        self.blocks = 0
+        self.total_bytes = 0
+        self._source = source
+        self._lock = threading.Lock()
+        # By place, not by identity: a request may arrive in pieces, which come and go.
+        self._tried: set[_Place] = set()
+        self._done: set[_Place] = set()
+        self._framing: dict[int, _Framing] = {}
+
+    def is_done(self, request: RangeRequest[_Piece]) -> bool:
+        """Whether it was compared."""
+        return all(_place(span) in self._done for span in request.spans)
+
+    def consume(self, request: RangeRequest[_Piece], body: Buffer) -> None:
+        """Compare the pieces of a body, once; what differs is read again before it counts."""
+        view = memoryview(body)
+        different, framing = [], []
+        left = [span for span in request.spans if _place(span) not in self._done]
+        for span in left:
+            part = view[span.start - request.start : span.end - request.start]
+            if span.tag.digest is None:
+                framing.append((span.tag.number, bytes(part)))
+            elif block_digest(part) != span.tag.digest:
+                different.append(span)
+        with self._lock:
+            new = [span for span in different if _place(span) not in self._tried]
+            if new:
+                self._tried.update(map(_place, new))
+                raise CheckpointCorruptError("blocks differ", key=new[0].tag.key)
+            self._done.update(map(_place, left))
+            self.blocks += len(left) - len(framing)
+            self.total_bytes += _size(left)
+            for span in different:
+                self.differs(span)
+            for number, piece in framing:
+                self._framing[request.object_number].add(number, piece)
+
+    def differs(self, span: Span[_Piece]) -> None:
+        """Note a damaged block of payload."""
+        object_key = self._source.object_keys[span.object_number]
+        text = (
+            f"{span.tag.key}: block {span.tag.number}, bytes [{span.start}, {span.end}) of"
+            f" {object_key}, differs from what was saved"
+        )
+        self.damaged.add(Damage(object_key, "block", span.tag.key, span.tag.number, text))
+
+    def missing(self, object_key: str) -> None:
+        """Note that an object is not there, and whose bytes it held."""
+        number = self._source.object_keys.index(object_key)
+        items = self._source.items.items()
+        keys = list(dict.fromkeys(k for (k, _), s in items if s.object_number == number))
+        more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+        held = f"; it held {', '.join(keys[:_SHOWN])}{more}" if keys else ""
+        text = f"{object_key}: there is no such object{held}"
+        self.damaged.add(Damage(object_key, "missing", text=text))
+
+    def begin(self, object_numbers: Iterable[int]) -> None:
+        """Begin a round of requests, which bring all pieces of these objects' framing."""
+        self._tried.clear()
+        self._done.clear()
+        self._framing = {number: _Framing() for number in object_numbers}
+
+    def differing_framing(self) -> dict[int, ObjectEntry]:
+        """The objects whose framing is not as it was saved."""
+        objects = self._source.objects
+        assert objects is not None
+        return {
+            number: objects[number]
+            for number, framing in self._framing.items()
+            if framing.digest() != objects[number].framing_digest
+        }
+
+
+def verify_source(
+    store: ObjectStore, source: Source, config: TransferConfig, channel: Channel, *, deep: bool
+) -> VerifyReport:
+    """See `Checkpoint.verify`."""
+    if source.objects is None:
+        raise UnsupportedError(
+            "another library wrote this checkpoint, without digests to verify it by", url=store.url
+        )
+    comparison = _Comparison(source)
+    sizes = _sizes(store, source, comparison, config)
+    whole = {n for n, size in sizes.items() if size == source.objects[n].size_bytes}
+    spans = []
+    for span in _payload(source):
+        if span.end <= sizes.get(span.object_number, 0):
+            spans.append(span)
+        elif span.object_number in sizes:  # the object is too short for it
+            comparison.differs(span)
+    framing = _between(source, spans, whole) if deep else []
+    comparison.begin(whole if deep else ())
+    requests = plan_requests([*spans, *framing], request_size_bytes=config.request_size_bytes)
+    channel.tell(
+        Planned,
+        channel.began_at,
+        operation="verify",
+        items=len(source.items),
+        size_bytes=_size(spans) + _size(framing),
+        objects=len({request.object_number for request in requests}),
+        requests=len(requests),
+    )
+    broken = _compare(store, source, requests, comparison, config, channel)
+    again = comparison.differing_framing()
+    if again:  # a damaged transfer is no damaged checkpoint, here as for blocks
+        comparison.begin(again)
+        framing = [span for span in framing if span.object_number in again]
+        requests = plan_requests(framing, request_size_bytes=config.request_size_bytes)
+        broken |= _compare(store, source, requests, comparison, config, channel)
+    for entry in comparison.differing_framing().values():
+        if entry.key not in broken:
+            text = f"{entry.key}: framing or padding differs from what was saved"
+            comparison.damaged.add(Damage(entry.key, "framing", text=text))
+    if deep:
+        comparison.damaged.update(_miscounted(source))
+    channel.tell(
+        Verified,
+        channel.began_at,
+        size_bytes=comparison.total_bytes,
+        damaged=len(comparison.damaged),
+    )
+    return VerifyReport(
+        url=store.url,
+        commit_id=source.commit_id,
+        objects=len(source.objects),
+        blocks=comparison.blocks,
+        total_bytes=comparison.total_bytes,
+        deep=deep,
+        damaged=tuple(sorted(comparison.damaged)),
+    )
+
+
+def _sizes(
+    store: ObjectStore, source: Source, comparison: _Comparison, config: TransferConfig
+) -> dict[int, int]:
+    """Sizes of the objects that are there, by number; notes those that are not as they were."""
+    assert source.objects is not None
+    sizes = {}
+    check_gone = _GoneCheck(store, source)
+    with DaemonPool(min(config.download_concurrency, len(source.objects)), "head") as pool:
+        answers = [pool.submit(store.head, entry.key) for entry in source.objects]
+        for number, (entry, answer) in enumerate(zip(source.objects, answers, strict=True)):
+            try:
+                sizes[number] = answer.result().size_bytes
+            except ObjectNotFoundError as error:
+                check_gone(error)
+                comparison.missing(entry.key)
+                continue
+            if sizes[number] != entry.size_bytes:
+                text = f"{entry.key}: has {sizes[number]} bytes, {entry.size_bytes} were saved"
+                comparison.damaged.add(Damage(entry.key, "size", text=text))
+    return sizes
+
+
+def _compare(
+    store: ObjectStore,
+    source: Source,
+    requests: Sequence[RangeRequest[_Piece]],
+    comparison: _Comparison,
+    config: TransferConfig,
+    channel: Channel,
+) -> set[str]:
+    """Fetch and compare; returns the keys of objects that turned out to be missing or too short.
+
+    Those are left out and the rest goes on, so it takes one round more for each of them. They had
+    been there with their size a moment ago, so there are few, or the checkpoint is gone.
+    """
+    keys = source.object_keys
+    broken: set[str] = set()
+    check_gone = _GoneCheck(store, source)
+    while True:
+        left = [
+            r for r in requests if keys[r.object_number] not in broken and not comparison.is_done(r)
+        ]
+        progress = Progress(config.stall_timeout_seconds, channel)
+        try:
+            with closing(
+                fetch_ranges(store, keys, left, comparison.consume, config, progress)
+            ) as arriving:
+                for _ in arriving:
+                    pass
+        except ObjectNotFoundError as error:
+            check_gone(error)
+            object_key = error.object_key
+            if object_key is None or object_key in broken:
+                raise
+            comparison.missing(object_key)
+        except CorruptDataError as error:
+            object_key = error.object_key
+            if object_key is None or object_key in broken:
+                raise
+            text = f"{object_key}: {error.message}; what follows there was not compared"
+            comparison.damaged.add(Damage(object_key, "size", text=text))
+        else:
+            return broken
+        broken.add(object_key)
+
+
+def _size(spans: Iterable[Span[_Piece]]) -> int:
+    return sum(span.end - span.start for span in spans)
+
+
+def _miscounted(source: Source) -> Iterator[Damage]:
+    """Where the marker counts other things than the index names."""
+    assert source.marker is not None and source.objects is not None
+    described = source.metadata.state_dict_metadata.values()
+    values = sum(isinstance(item, BytesStorageMetadata) for item in described)
+    named = Counts(
+        tensors=len(described) - values,
+        blobs=values,
+        objects=len(source.objects),
+        total_bytes=sum(entry.size_bytes for entry in source.objects),
+    )
+    if source.marker.counts != named:
+        text = f"{MARKER_KEY}: counts {source.marker.counts}, the index has {named}"
+        yield Damage(MARKER_KEY, "counts", text=text)
+
+
+class _GoneCheck:
+    """Tells a missing object from a checkpoint that is gone; asks the store once."""
+
+    def __init__(self, store: ObjectStore, source: Source) -> None:
+        self._ask: Callable[[ObjectNotFoundError], Exception] | None = lambda error: source.explain(
+            store, error
+        )
+
+    def __call__(self, error: ObjectNotFoundError) -> None:
+        """Raise CheckpointGoneError, or why the store did not tell, if it is not just missing."""
+        if self._ask is not None:
+            explained = self._ask(error)
+            if not isinstance(explained, CheckpointCorruptError):
+                raise explained from error
+            self._ask = None
+
+
+def _payload(source: Source) -> Iterator[Span[_Piece]]:
+    """Every block of every item."""
+    for (key, _), stored in source.items.items():
+        yield from _blocks(key, stored)
+
+
+def _blocks(key: str, stored: Stored) -> Iterator[Span[_Piece]]:
+    assert stored.digests is not None
+    for number in range(-(-stored.payload_length // BLOCK_SIZE_BYTES)):
+        start = number * BLOCK_SIZE_BYTES
+        end = min(start + BLOCK_SIZE_BYTES, stored.payload_length)
+        digest = stored.digests[number * DIGEST_SIZE_BYTES : (number + 1) * DIGEST_SIZE_BYTES]
+        yield Span(
+            stored.object_number,
+            stored.payload_offset + start,
+            stored.payload_offset + end,
+            _Piece(key, number, digest),
+        )
+
+
+def _between(
+    source: Source, payload: Sequence[Span[_Piece]], object_numbers: Iterable[int]
+) -> list[Span[_Piece]]:
+    """What lies between the payloads of these objects, in pieces of at most a block."""
+    assert source.objects is not None
+    taken: dict[int, list[tuple[int, int]]] = {number: [] for number in object_numbers}
+    for span in payload:
+        if span.object_number in taken:
+            taken[span.object_number].append((span.start, span.end))
+    spans: list[Span[_Piece]] = []
+    for object_number, stretches in taken.items():
+        position = number = 0
+        ends = (source.objects[object_number].size_bytes,) * 2
+        for start, end in [*sorted(stretches), ends]:
+            while position < start:
+                stop = min(start, position + BLOCK_SIZE_BYTES)
+                spans.append(Span(object_number, position, stop, _Piece("", number, None)))
+                position, number = stop, number + 1
+            position = max(position, end)
+    return spans

@@ -1,0 +1,158 @@
+"""`load`: fill a state from a checkpoint in one line, called by every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
+
+from dcp_objstore.distributed.failures import agree, attempt, extended, typed_failures
+from dcp_objstore.distributed.groups import current_rank, is_alone, sync_group, world_group
+from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.load.planner import AgreeingLoadPlanner
+from dcp_objstore.load.reader import ObjectStoreReader
+from dcp_objstore.observe.report import logger
+from dcp_objstore.state.state_dict import ConvertedState, Place
+
+if TYPE_CHECKING:
+    import os
+
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.observe.events import OnEvent
+    from dcp_objstore.observe.report import LoadReport
+from dcp_objstore.save.dcp_calls import aim, single_process_is_fine, telling_failures
+
+_PARTLY = (
+    "; tensors of the state may be partly filled, so load again, or from another checkpoint, before"
+    " you use them"
+)
+
+
+def load(
+    state: MutableMapping[str, Any],
+    url: str,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+    progress: bool = True,
+    on_event: OnEvent | None = None,
+    trace: str | os.PathLike[str] | None = None,
+    verify: Literal["strict", "off"] = "strict",
+    trust_pickle: bool = False,
+    read_once: bool = True,
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """Load a checkpoint into a state, in place, with any number of ranks or in one process.
+
+    Modules, optimizers and Stateful objects are restored in place, tensors are filled, and plain
+    values are replaced in `state`. The state may ask for less than the checkpoint has. Where it has
+    a parameter but no optimizer state for it (it was frozen or never used), the optimizer is left
+    without state for it as well, and a warning is logged.
+
+    Args:
+        state: as for `save`; its shapes and keys say what is read.
+        url: the checkpoint, the same on every rank.
+        strict: raise if the state asks for a key that the checkpoint does not have. With False
+            such parameters, tensors and values stay as they are, their optimizer state is left
+            out, and the report names them. Default True. What the checkpoint has beyond the state
+            (an optimizer, where only the weights are asked for) is never an error.
+        process_group: the ranks that load together. Default: all.
+        storage_options, config, progress, on_event, trace, verify, trust_pickle, read_once: see
+            `ObjectStoreReader`.
+
+    Returns:
+        What this rank fetched, what of its state was missing, and what it did not ask for.
+
+    Raises:
+        StateMismatchError: keys or shapes that the checkpoint does not have, with the nearest
+            names.
+        DcpObjstoreError: that of the lowest rank that failed; see `ObjectStoreReader` for which.
+        RankFailedError: a rank failed otherwise, or died.
+
+    A load that fails while data is read (its error says so), or that is stopped by Ctrl-C then,
+    leaves tensors of the state partly filled: load again, or from another checkpoint, before you
+    use them.
+    """
+    group = sync_group(process_group, config)
+    reader, refused = attempt(
+        lambda: ObjectStoreReader(
+            url,
+            storage_options=storage_options,
+            config=config,
+            progress=progress,
+            on_event=on_event,
+            trace=trace,
+            verify=verify,
+            trust_pickle=trust_pickle,
+            read_once=read_once,
+            process_group=group or world_group(),
+        )
+    )
+    converted, failed = attempt(lambda: ConvertedState(state, loading=True))
+    try:
+        with telling_failures(reader):
+            agree(refused or failed, aim(reader), group)
+            assert reader is not None
+            assert converted is not None
+            return _run_load(reader, converted, group, strict=strict)
+    except BaseException:
+        if converted is not None:
+            converted.undo()
+        raise
+
+
+def _run_load(
+    reader: ObjectStoreReader,
+    converted: ConvertedState,
+    group: dist.ProcessGroup | None,
+    *,
+    strict: bool,
+) -> LoadReport:
+    """`dcp.load` and the way back into the user's state, with one typed error for all ranks."""
+    url = str(reader.checkpoint_id)
+    planner = AgreeingLoadPlanner(url, converted.optimizers, converted.per_rank, strict=strict)
+    try:
+        with typed_failures(url, group), single_process_is_fine():
+            state_dict_loader.load(
+                converted.state_dict,
+                storage_reader=reader,
+                planner=planner,
+                process_group=group,
+                no_dist=is_alone(group),
+            )
+        _, failed = attempt(lambda: converted.restore(planner.without_state))
+        agree(failed, url, group)
+    except DcpObjstoreError as error:
+        if not planner.reading:
+            raise
+        raise extended(error, _PARTLY).with_traceback(error.__traceback__) from error.__cause__
+    if strict:
+        _tell_of_missing_state(url, planner.without_state)
+    elif planner.missing and not current_rank():
+        logger.warning(
+            "%s does not have %d keys of the state, which stay as they are (%s%s)",
+            url,
+            len(planner.missing),
+            ", ".join(planner.missing[:5]),
+            ", ..." if len(planner.missing) > 5 else "",
+        )
+    assert reader.last_load is not None
+    return dataclasses.replace(
+        reader.last_load, missing=planner.missing, unexpected=planner.unexpected
+    )
+
+
+def _tell_of_missing_state(url: str, without_state: Collection[tuple[Place, str]]) -> None:
+    if without_state and not current_rank():
+        first = ", ".join(name for _, name in sorted(without_state)[:5])
+        logger.warning(
+            "%s has no optimizer state for %d parameters, which go on without (%s%s)",
+            url,
+            len(without_state),
+            first,
+            ", ..." if len(without_state) > 5 else "",
+        )

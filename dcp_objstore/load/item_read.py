@@ -1,0 +1,189 @@
+"""Items that only torch can take apart: gathered whole, then finished, in bounded memory.
+
+A tensor is finished by the worker that brings its last byte. A value is left to the calling
+thread, as DCP's planners are called from one thread only; `Backlog` bounds what waits for that.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dcp_objstore.compat.values import refused_globals
+from dcp_objstore.compat.vetting import vet
+from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError, UntrustedPickleError
+from dcp_objstore.state.geometry import Box
+from dcp_objstore.state.memory import copy_elements, fits, narrow
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import ReadItem
+    from typing_extensions import Buffer
+
+    from dcp_objstore.load.stored_checkpoint import Stored
+    from dcp_objstore.transfer.progress import Progress
+
+_POLL_SECONDS = 0.25
+
+
+class GatherRead:
+    """All bytes of an item, for torch to take apart.
+
+    Its memory is allocated when the first block arrives. With the last one a tensor is copied into
+    its destination, there and then, so that what has arrived does not pile up; `error` keeps what
+    went wrong with it. Then the read is handed to `on_complete`, and `take` gives a value away.
+
+    Args:
+        item, stored: as for `TensorRead`; a whole `torch.save` blob.
+    """
+
+    def __init__(self, item: ReadItem, stored: Stored) -> None:
+        self.item = item
+        self.stored = stored
+        self.error: DcpObjstoreError | None = None
+        self._missing_bytes = stored.payload_length
+        self._body: io.BytesIO | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def selection(self) -> None:
+        """See `Read`."""
+        return
+
+    def bind(
+        self, destination: torch.Tensor | None, on_complete: Callable[[GatherRead], None]
+    ) -> None:
+        """Say what becomes of it, before anything arrives.
+
+        Args:
+            destination: of a tensor; None for a value.
+            on_complete: called once, from the thread that brought the last byte; at once for an
+                item without bytes.
+        """
+        self._destination = destination
+        self._on_complete = on_complete
+        if not self._missing_bytes:
+            self._complete()
+
+    def accept(self, position: int, block: Buffer) -> None:
+        """See `Read`."""
+        arrived = np.frombuffer(block, dtype=np.uint8)
+        with self._lock:
+            if self._body is None:
+                # It adopts these bytes, and as nobody else has them lets us write to them.
+                self._body = io.BytesIO(bytes(self.stored.payload_length))
+            body = np.frombuffer(self._body.getbuffer(), dtype=np.uint8)
+        body[position : position + arrived.nbytes] = arrived
+        del body
+        with self._lock:
+            self._missing_bytes -= arrived.nbytes
+            if self._missing_bytes:
+                return
+        self._complete()
+
+    def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
+        """See `Read`. Nothing of it is ever left out."""
+        del size_bytes
+        self.accept(position, packed)
+
+    def _complete(self) -> None:
+        if self._destination is not None:
+            try:
+                self._load_tensor(self._destination)
+            except DcpObjstoreError as error:
+                # Not raised in a worker, which would fetch the last range once more.
+                self.error = error
+        self._on_complete(self)
+
+    def held_bytes(self) -> int:
+        """Bytes that it holds: those of a value until it is taken, none of a tensor any more."""
+        return 0 if self._body is None else self.stored.payload_length
+
+    def take(self) -> io.BytesIO:
+        """The whole item, not copied."""
+        body, self._body = self._body, None
+        return io.BytesIO() if body is None else body
+
+    def _load_tensor(self, destination: torch.Tensor) -> None:
+        """Unpickle the item as a tensor and copy the part that is wanted into `destination`.
+
+        Raises:
+            CheckpointCorruptError: it is no tensor, or not one of the expected shape.
+            UntrustedPickleError: it is of a class that torch does not load safely.
+        """
+        key = self.item.dest_index.fqn
+        body = self.stored.undone(self.take(), key)
+        with body.getbuffer() as view:
+            vet(view, key)
+        try:
+            tensor = torch.load(body, map_location="cpu", weights_only=True)
+        except Exception as error:
+            needed = refused_globals(body.getvalue(), error)
+            if needed is not None:
+                raise UntrustedPickleError(
+                    f"the stored tensor needs {needed}, which could run code when it is unpickled;"
+                    " if you trust that, declare it by torch.serialization.add_safe_globals",
+                    key=key,
+                ) from error
+            raise CheckpointCorruptError(
+                f"the stored tensor cannot be read: {type(error).__name__}: {error}", key=key
+            ) from error
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointCorruptError(f"a {type(tensor).__name__} is stored", key=key)
+        wanted = Box(tuple(self.item.storage_offsets), tuple(self.item.lengths))
+        if not fits(wanted, tuple(tensor.shape)):
+            raise CheckpointCorruptError(
+                f"a tensor of shape {tuple(tensor.shape)} is stored, {wanted} was expected of it",
+                key=key,
+            )
+        copy_elements(narrow(tensor.detach(), wanted), destination)
+
+
+class Backlog:
+    """Items that have arrived and wait for the calling thread, in bounded number.
+
+    DCP's planners take values from one thread only, while workers fetch on: they wait for room
+    before they take in another body.
+
+    Args:
+        limit_bytes: of values that may wait. They may exceed it by those that one body per worker
+            completes.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._waiting: deque[GatherRead] = deque()
+        self._waiting_bytes = 0
+        self._changed = threading.Condition()
+
+    def add(self, read: GatherRead) -> None:
+        """Take an item that has all its bytes; from any thread."""
+        with self._changed:
+            self._waiting.append(read)
+            self._waiting_bytes += read.held_bytes()
+
+    def drain(self, finish: Callable[[GatherRead], None]) -> None:
+        """Call `finish` with each item that waits; it counts as waiting until that returns."""
+        while self._waiting:
+            read = self._waiting.popleft()
+            held_bytes = read.held_bytes()
+            finish(read)
+            with self._changed:
+                self._waiting_bytes -= held_bytes
+                self._changed.notify_all()
+
+    def wait_for_room(self, progress: Progress) -> None:
+        """Wait, in a worker, until what waits is within the limit or the transfer is stopped.
+
+        This cannot block for good: it is called before a body is taken in, so all that waits is
+        known to the calling thread as soon as the bodies that are being taken in have been.
+        """
+        with self._changed:
+            while self._waiting_bytes > self._limit_bytes:
+                progress.check_stopped()
+                self._changed.wait(_POLL_SECONDS)

@@ -1,0 +1,1 @@
+"""Read once: ranks that need the same bytes share what one of them fetched."""

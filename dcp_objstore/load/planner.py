@@ -1,0 +1,253 @@
+"""DCP's default load planner, with clear errors on which all ranks agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import heapq
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from dcp_objstore.distributed.groups import current_rank
+from dcp_objstore.distributed.plugin import plugin_errors
+from dcp_objstore.errors import StateMismatchError
+from dcp_objstore.observe.report import logger
+from dcp_objstore.save.planner import _same_url
+from dcp_objstore.state.per_rank import own_name
+from dcp_objstore.state.state_dict import Place
+
+_SHOWN = 10
+
+
+# Comparing two names takes some 50 microseconds, so only the likely ones are compared.
+_COMPARED = 200
+
+
+class AgreeingLoadPlanner(DefaultLoadPlanner):
+    """Names every key and shape that the checkpoint does not have, with the nearest names.
+
+    Refuses ranks that load from different URLs.
+
+    Args:
+        url: the checkpoint.
+        optimizers: for the place of each optimizer in the state, that of its module.
+        per_rank: for the place of each `PerRank`, whether the values of all ranks are wanted.
+        strict: refuse a state that asks for what the checkpoint does not have; otherwise that
+            stays as it is. Shapes must fit in any case.
+
+    Attributes:
+        missing: keys of this rank's state that the checkpoint does not have.
+        unexpected: keys of the checkpoint that this rank's state does not ask for.
+        without_state: (optimizer's place, parameter's name in its module) for which the checkpoint
+            has the parameter and no optimizer state; nothing was loaded for them.
+        reading: whether the ranks have begun to read data into the state.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        optimizers: Mapping[Place, Place] | None = None,
+        per_rank: Mapping[Place, bool] | None = None,
+        *,
+        strict: bool = True,
+    ) -> None:
+        super().__init__(allow_partial_load=not strict)
+        self._url = url
+        self._strict = strict
+        self.missing: tuple[str, ...] = ()
+        self.unexpected: tuple[str, ...] = ()
+        self._optimizers = optimizers or {}
+        self._per_rank = per_rank or {}
+        self.without_state: set[tuple[Place, str]] = set()
+        self.reading = False
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """See `DefaultLoadPlanner`."""
+        with plugin_errors(current_rank(), self._url):
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        """See `DefaultLoadPlanner`.
+
+        Raises:
+            StateMismatchError: the state asks for what the checkpoint does not have.
+        """
+        with plugin_errors(current_rank(), self._url):
+            plan = self._fitting_plan()
+            return dataclasses.replace(plan, planner_data=(self._url, len(self.missing)))
+
+    def _fitting_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        others = self._choose_per_rank(self.metadata)
+        problems = _mismatches(self.state_dict, self.metadata)
+        if problems:
+            raise _listed("the checkpoint does not fit the state", problems)
+        before, asked = self.state_dict, dict(self.state_dict)
+        self._leave_out_absent_state(self.metadata)
+        try:
+            # It also knows the key format of torch before 2.4, under which keys that look missing
+            # may be there; it takes a new dict for these.
+            plan = super().create_local_plan()
+        except Exception:
+            missing = _missing(self.state_dict, self.metadata)
+            if missing:
+                raise _listed(
+                    "the checkpoint does not have what the state asks for (strict=False leaves"
+                    " such keys as they are)",
+                    missing,
+                ) from None
+            raise
+        saved = self.metadata.state_dict_metadata
+        keys = asked if before is self.state_dict else self.state_dict
+        self.missing = tuple(key for key in keys if key not in saved)
+        self.unexpected = tuple(key for key in saved if key not in keys and key not in others)
+        return plan
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """See `DefaultLoadPlanner`.
+
+        Raises:
+            InvalidUrlError: the ranks load from different URLs. (That they have opened the same
+                commit is checked after this, by the reader.)
+            StateMismatchError: the checkpoint has nothing of what the ranks ask for.
+        """
+        with plugin_errors(current_rank(), self._url):
+            _same_url([plan.planner_data[0] for plan in global_plan])
+            missing = sum(plan.planner_data[1] for plan in global_plan)
+            if missing and not any(plan.items for plan in global_plan):
+                raise StateMismatchError(
+                    f"the checkpoint has none of the {missing} keys that the state asks for; is it"
+                    " the right checkpoint, and has the state the nesting that was saved?"
+                )
+            plans = super().create_global_plan(global_plan)
+        if not any(plan.items for plan in plans):
+            logger.warning(
+                "%s: nothing is loaded, because the state asks for nothing on any rank; pass the"
+                " modules, tensors and values that are to be filled",
+                self._url,
+            )
+        return plans
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """See `DefaultLoadPlanner`."""
+        with plugin_errors(current_rank(), self._url):
+            self.reading = True
+            return super().finish_plan(new_plan)
+
+    def _choose_per_rank(self, metadata: Metadata) -> set[str]:
+        """Ask for the values of the ranks that are wanted; return the keys of all others.
+
+        A rank that was not there when it was saved asks for nothing, unless nobody saved any.
+        """
+        others: set[str] = set()
+        places = {tuple(map(str, path)): path for path in self.mappings.values()}
+        for place, wants_all in self._per_rank.items():
+            prefix = ".".join(place) + "."
+            saved = {
+                key: name
+                for key in metadata.state_dict_metadata
+                if (name := key.removeprefix(prefix)) != key and name.isdecimal()
+            }
+            own = f"{prefix}{own_name()}"
+            if not saved:
+                continue  # the missing key is treated like any other
+            path = places[(*place, own_name())][:-1]
+            del self.state_dict[own]
+            for key, name in saved.items():
+                if wants_all or key == own:
+                    self.state_dict[key] = ()
+                    self.mappings[key] = (*path, name)
+                else:
+                    others.add(key)
+        return others
+
+    def _leave_out_absent_state(self, metadata: Metadata) -> None:
+        """Ask for no optimizer state of parameters that were saved without any."""
+        saved = metadata.state_dict_metadata
+        asked: dict[tuple[Place, str], list[str]] = {}
+        for key in self.state_dict:
+            path = tuple(map(str, self.mappings[key]))
+            if "state" in path:
+                for optimizer in self._optimizers:
+                    if path[: len(optimizer) + 1] == (*optimizer, "state"):
+                        asked.setdefault((optimizer, path[len(optimizer) + 1]), []).append(key)
+        for (optimizer, parameter), keys in asked.items():
+            named = ".".join((*self._optimizers[optimizer], parameter))
+            known = named in saved or not self._strict
+            if known and not any(key in saved for key in keys):
+                self.without_state.add((optimizer, parameter))
+                for key in keys:
+                    del self.state_dict[key]
+
+
+def _mismatches(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
+    """One line for each key whose value is of another shape, or tensor against value."""
+    problems = []
+    for key, value in state_dict.items():
+        saved = metadata.state_dict_metadata.get(key)
+        if saved is None:
+            continue
+        is_tensor = isinstance(value, torch.Tensor)
+        if isinstance(saved, TensorStorageMetadata):
+            if is_tensor and value.size() != saved.size:
+                problems.append(
+                    f"{key}: saved with shape {tuple(saved.size)}, the state has"
+                    f" {tuple(value.size())}"
+                )
+            elif not is_tensor:
+                kind = type(value).__name__
+                article = "an" if kind[0] in "aeiouAEIOU" else "a"
+                problems.append(f"{key}: saved as a tensor, the state has {article} {kind}")
+        elif is_tensor:
+            problems.append(f"{key}: saved as a plain value, the state has a tensor")
+    return problems
+
+
+def _missing(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
+    """One line for each key that was not saved, with the nearest saved names."""
+    saved = metadata.state_dict_metadata
+    lines: list[str] = []
+    for key in state_dict:
+        if key not in saved:
+            near = nearest(key, list(saved)) if len(lines) < _SHOWN else []
+            hint = f" (nearest: {', '.join(near)})" if near else ""
+            lines.append(f"{key}: not in the checkpoint{hint}")
+    return lines
+
+
+def nearest(key: str, saved: list[str]) -> list[str]:
+    """Up to three saved names that are most like `key`."""
+    inside = [name for name in saved if name.startswith(f"{key}.")]
+    if inside:
+        return inside[:3]
+    # A prefix too many or missing, as `model.` or `module.`; the shortest such prefix first.
+    shifted = [name for name in saved if name.endswith(f".{key}") or key.endswith(f".{name}")]
+    shifted.sort(key=lambda name: abs(len(name) - len(key)))
+
+    def in_common(name: str) -> int:
+        """Characters at the start and at the end that are the same."""
+        start = os.path.commonprefix((key, name))  # noqa: RUF071 - by character on purpose
+        end = os.path.commonprefix((key[::-1], name[::-1]))  # noqa: RUF071 - as above
+        return len(start) + len(end)
+
+    if len(saved) > _COMPARED:
+        saved = heapq.nlargest(_COMPARED, saved, key=in_common)
+    alike = [name for name in difflib.get_close_matches(key, saved, n=3) if name not in shifted]
+    return [*shifted, *alike][:3]
+
+
+def _listed(summary: str, lines: list[str]) -> StateMismatchError:
+    more = f"\n  ... and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    count = "1 key" if len(lines) == 1 else f"{len(lines)} keys"
+    return StateMismatchError(f"{summary} in {count}:\n  " + "\n  ".join(lines[:_SHOWN]) + more)

@@ -1,0 +1,309 @@
+"""A rank's load: planned from the index alone, then bound to tensors, fetched and put in place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from dcp_objstore.compat.values import check_safe
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CorruptDataError,
+    DcpObjstoreError,
+    ObjectNotFoundError,
+)
+from dcp_objstore.load.item_read import Backlog, GatherRead
+from dcp_objstore.load.tensor_read import (
+    Block,
+    Read,
+    TensorRead,
+    check_destination,
+    consume,
+    is_value,
+    plan_spans,
+    stored_of,
+    warn_if_lossy,
+)
+from dcp_objstore.observe.events import Loaded, Planned
+from dcp_objstore.observe.report import LoadReport
+from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
+from dcp_objstore.stores.limiter import counting_retries
+from dcp_objstore.stores.protocol import AskableStore
+from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
+from dcp_objstore.transfer.download import fetch_ranges
+from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.ranges import RangeRequest, Span, grown_request_size, plan_requests
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.load.peers.exchange import Exchange
+    from dcp_objstore.load.stored_checkpoint import Source
+    from dcp_objstore.observe.dispatch import Channel
+    from dcp_objstore.stores import ObjectStore
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoad:
+    """What a rank is to read.
+
+    Attributes:
+        source: the opened checkpoint.
+        items: of the rank's plan.
+        reads: one for each item.
+        spans: the pieces of objects that the reads need.
+    """
+
+    source: Source
+    items: Sequence[ReadItem]
+    reads: Sequence[TensorRead | GatherRead]
+    spans: Sequence[Span[Block]]
+
+
+def plan_load(
+    source: Source, items: Sequence[ReadItem], *, verify: bool, whole_blocks: bool = False
+) -> PlannedLoad:
+    """Find out what must be read for a plan, without looking at its tensors.
+
+    Args:
+        verify: see `ObjectStoreReader`.
+        whole_blocks: see `plan_spans`.
+
+    Raises:
+        CheckpointCorruptError, StateMismatchError: the checkpoint does not have it.
+    """
+    reads: list[TensorRead | GatherRead] = []
+    for item in items:
+        stored = stored_of(source, item)
+        whole = is_value(item) or stored.dtype is None
+        reads.append(GatherRead(item, stored) if whole else TensorRead(item, stored))
+    spans = plan_spans(reads, verify=verify, whole_blocks=whole_blocks)
+    return PlannedLoad(source, items, reads, spans)
+
+
+def run_load(
+    store: ObjectStore,
+    planned: PlannedLoad,
+    planner: LoadPlanner,
+    config: TransferConfig,
+    *,
+    trust_pickle: bool,
+    channel: Channel,
+    exchange: Exchange | None = None,
+) -> LoadReport:
+    """Read every item of a plan into what the planner resolves it to. A plan is run once.
+
+    Args:
+        store: rooted at the checkpoint.
+        trust_pickle: see `ObjectStoreReader`.
+        channel: where this load is told of; it began when that was made.
+        exchange: the part of it that the ranks do together.
+
+    Raises:
+        CheckpointCorruptError, CheckpointGoneError, UntrustedPickleError, StateMismatchError,
+        UnsupportedError, and the store's errors.
+    """
+    shared_bytes = 0 if exchange is None else exchange.memory_bytes
+    backlog = Backlog(config.memory_budget_bytes)
+    destinations = _bind(planned, planner, backlog)
+    alone = planned.spans if exchange is None else exchange.alone()
+    requests = [
+        *(() if exchange is None else exchange.requests),
+        *plan_requests(
+            alone,
+            request_size_bytes=config.request_size_bytes
+            if exchange is not None
+            else _request_size(store, alone, destinations.values(), config),
+        ),
+    ]
+    total_bytes = sum(request.end - request.start for request in requests)
+    budget_bytes = config.memory_budget_bytes - shared_bytes
+    inbound, budget_bytes = _way_in(planned.reads, destinations, requests, config, budget_bytes)
+
+    def finish(read: GatherRead) -> None:
+        if read.error is not None:
+            raise read.error
+        if is_value(read.item):
+            key = read.item.dest_index.fqn
+            body = read.stored.undone(read.take(), key)
+            check_safe(body.getvalue(), key, trust_pickle=trust_pickle)
+            planner.load_bytes(read.item, body)
+
+    def take_in(request: RangeRequest[Block], body: Buffer) -> None:
+        backlog.wait_for_room(progress)
+        with nullcontext(body) if inbound is None else inbound.taking(request, body) as here:
+            consume(request, here)
+        if exchange is not None:
+            exchange.keep(request, body)
+
+    def admit(request: RangeRequest[Block], progress: Progress) -> memoryview | None:
+        into = None if exchange is None else exchange.admit(request, progress)
+        if into is None and inbound is not None and _is_sent(request):
+            into = inbound.admit(request, progress)
+        return into
+
+    def go_on() -> None:
+        if exchange is not None:
+            exchange.advance()
+        backlog.drain(finish)
+        progress.alive()  # workers may have waited for this
+
+    def explain(request: RangeRequest[Block], error: DcpObjstoreError) -> DcpObjstoreError:
+        return _explained(planned.source, store, request, error)
+
+    objects = len({request.object_number for request in requests})
+    channel.tell(
+        Planned,
+        channel.began_at,
+        operation=channel.operation,
+        items=len(planned.items),
+        size_bytes=total_bytes,
+        objects=objects,
+        requests=len(requests),
+    )
+    with (
+        nullcontext() if inbound is None else inbound,
+        counting_retries(store) as retries,
+    ):
+        progress = Progress(config.stall_timeout_seconds, channel)
+        arriving = fetch_ranges(
+            store,
+            planned.source.object_keys,
+            requests,
+            take_in,
+            config,
+            progress,
+            budget_bytes=budget_bytes,
+            admit=None if exchange is None and inbound is None else admit,
+            explain=explain,
+        )
+        with closing(arriving):
+            go_on()  # items without bytes, and what others fetch
+            for _ in arriving:
+                go_on()
+        go_on()
+    for item, read in zip(planned.items, planned.reads, strict=True):
+        if isinstance(read, TensorRead):
+            read.finish()
+        if not is_value(item):
+            planner.commit_tensor(item, destinations[id(item)])
+    report = LoadReport(
+        url=store.url,
+        total_bytes=total_bytes,
+        needed_bytes=sum(_needed_bytes(read) for read in planned.reads),
+        received_bytes=0 if exchange is None else exchange.received_bytes,
+        seconds=time.monotonic() - channel.began_at,
+        objects=objects,
+        requests=len(requests),
+        retries=retries(),
+        commit_id=planned.source.commit_id,
+    )
+    channel.tell(
+        Loaded,
+        channel.began_at,
+        seconds=report.seconds,
+        size_bytes=total_bytes,
+        needed_bytes=report.needed_bytes,
+        received_bytes=report.received_bytes,
+        objects=objects,
+        requests=len(requests),
+        commit_id=report.commit_id,
+    )
+    return report
+
+
+def _request_size(
+    store: ObjectStore,
+    spans: Sequence[Span[Block]],
+    destinations: Iterable[torch.Tensor],
+    config: TransferConfig,
+) -> int:
+    """Larger than configured where bodies come into a block of memory, however large they are."""
+    piecewise = isinstance(store, AskableStore) and store.asks_ahead
+    if not piecewise or any(to.device.type != "cpu" for to in destinations):
+        return config.request_size_bytes
+    total_bytes = sum(span.end - span.start for span in spans)
+    return grown_request_size(total_bytes, config.request_size_bytes)
+
+
+def _bind(planned: PlannedLoad, planner: LoadPlanner, backlog: Backlog) -> dict[int, torch.Tensor]:
+    """Give every read its destination; returns those of tensors by the identity of their item."""
+    destinations: dict[int, torch.Tensor] = {}
+    warned = False
+    for item, read in zip(planned.items, planned.reads, strict=True):
+        destination = None
+        if not is_value(item):
+            destination = check_destination(item, planner.resolve_tensor(item))
+            destinations[id(item)] = destination
+        if isinstance(read, GatherRead):
+            read.bind(destination, backlog.add)
+        else:
+            assert destination is not None and read.stored.dtype is not None
+            warned = warned or warn_if_lossy(item, read.stored.dtype, destination)
+            read.bind(destination)
+    return destinations
+
+
+def _way_in(
+    reads: Sequence[TensorRead | GatherRead],
+    destinations: Mapping[int, torch.Tensor],
+    requests: Sequence[RangeRequest[Block]],
+    config: TransferConfig,
+    budget_bytes: int,
+) -> tuple[Inbound | None, int]:
+    """The way to destinations on a GPU, if there are any, and the budget left for fetching."""
+    devices = {destination.device for destination in destinations.values()}
+    if any(device.type != "cpu" for device in devices):
+        settle_streams()
+    lanes = lanes_into(devices)
+    if not lanes:
+        return None, budget_bytes
+    largest_bytes = max((request.end - request.start for request in requests), default=0)
+    concurrency = min(config.download_concurrency, max(1, len(requests)))
+    slots, slot_bytes, budget_bytes = plan_ring(largest_bytes, concurrency, budget_bytes)
+    inbound = Inbound(lanes, slots, slot_bytes)
+    for read in reads:
+        if isinstance(read, TensorRead):
+            read.send_through(inbound)
+    return inbound, budget_bytes
+
+
+def _is_sent(request: RangeRequest[Block]) -> bool:
+    """Whether some of a request goes to a device."""
+    return any(
+        isinstance(read, TensorRead) and read.is_sent
+        for span in request.spans
+        for read in span.tag.reads
+    )
+
+
+def _explained(
+    source: Source, store: ObjectStore, request: RangeRequest[Block], error: DcpObjstoreError
+) -> DcpObjstoreError:
+    """What the error of a GET means for the checkpoint, and what the GET was for."""
+    if isinstance(error, ObjectNotFoundError):
+        error = source.explain(store, error)
+    elif isinstance(error, CorruptDataError):  # shorter than the index says, or another answer
+        error = CheckpointCorruptError(
+            error.message, error.rank, error.key, error.object_key, error.url
+        )
+    blocks = [
+        f"block {span.tag.position // BLOCK_SIZE_BYTES} of {span.tag.key}"
+        for span in (request.spans[0], request.spans[-1])
+    ]
+    place = " to ".join(dict.fromkeys(blocks))
+    error.message += f" (reading bytes [{request.start}, {request.end}) of the object, {place})"
+    return error.at(key=request.spans[0].tag.key)
+
+
+def _needed_bytes(read: Read) -> int:
+    if isinstance(read, TensorRead):
+        return read.needed_bytes
+    return read.stored.payload_length

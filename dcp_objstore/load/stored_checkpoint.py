@@ -1,0 +1,269 @@
+"""`Source`: a checkpoint opened for reading, ours or one that stock torch wrote.
+
+Both become the same thing here: what DCP's planners need to know, and for each item where its
+bytes lie, whether they are raw, and what they must hash to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from dcp_objstore.checkpoint import commit
+from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
+from dcp_objstore.compat.foreign import decode_metadata
+from dcp_objstore.compat.transforms import (
+    FRAMING_SIZE_BYTES,
+    check_archive,
+    check_transforms,
+    undo,
+    value_limit_bytes,
+)
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    DcpObjstoreError,
+    ObjectNotFoundError,
+    UnsupportedError,
+)
+from dcp_objstore.state.dcp_metadata import describe
+from dcp_objstore.state.geometry import fills
+
+if TYPE_CHECKING:
+    import io
+
+    from dcp_objstore.checkpoint.marker import Marker
+    from dcp_objstore.stores import ObjectStore
+
+_MAX_DOT_METADATA_BYTES = 4 * 1024**3
+# Reading is planned in blocks, before the first byte shows whether an object is as large as the
+# `.metadata` says; for what no tensor's shape accounts for, there is no other bound. (A length of
+# 2**42 took 25 s and 600 MB before it was found to be wrong.)
+_MAX_UNEXPLAINED_BYTES = 64 * 1024**3
+# torch's FileSystemWriter writes it for rank 0 where use_collectives=False is passed to dcp.save.
+_RANK_METADATA_KEY = "__0.metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where one item lies.
+
+    Attributes:
+        object_number: into `Source.object_keys`.
+        payload_offset, payload_length: its bytes in that object.
+        sizes: shape of the chunk; None for a pickled value.
+        dtype: torch's name of the dtype of raw elements; None where the payload is a whole
+            `torch.save` blob, or a pickled value.
+        digests: 16 bytes per 4 MiB block of payload; None for a checkpoint without digests.
+        transforms: names of the stream extensions that the payload went through; foreign only.
+        limit_bytes: no more may it become when it is unpacked; None for raw elements.
+    """
+
+    object_number: int
+    payload_offset: int
+    payload_length: int
+    sizes: tuple[int, ...] | None
+    dtype: str | None
+    digests: bytes | None
+    transforms: tuple[str, ...] = ()
+    limit_bytes: int | None = None
+
+    def undone(self, payload: io.BytesIO, key: str) -> io.BytesIO:
+        """The whole payload as it was before the stream extensions; itself where there are none.
+
+        Raises:
+            CheckpointCorruptError: it cannot be undone, or becomes too large.
+        """
+        if self.limit_bytes is None:
+            return payload
+        body = undo(payload, self.transforms, key, self.limit_bytes)
+        check_archive(body, key, self.limit_bytes)
+        return body
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An opened checkpoint.
+
+    Attributes:
+        metadata: for DCP's planners.
+        object_keys: of its data objects.
+        items: by key and, for a tensor's chunk, offsets.
+        commit_id: None for a checkpoint that another library wrote; as marker, and objects.
+        marker: of the commit.
+        objects: what the index says of each data object.
+    """
+
+    metadata: Metadata
+    object_keys: tuple[str, ...]
+    items: dict[tuple[str, tuple[int, ...] | None], Stored]
+    commit_id: str | None
+    marker: Marker | None = None
+    objects: tuple[ix.ObjectEntry, ...] | None = None
+
+    def item(self, place: MetadataIndex) -> Stored:
+        """Where the item lies that a read plan asks for.
+
+        Raises:
+            CheckpointCorruptError: the checkpoint does not say.
+            UnsupportedError: it went through a stream extension that cannot be undone here.
+        """
+        offset = None if place.offset is None else tuple(place.offset)
+        found = self.items.get((place.fqn, offset))
+        if found is None:
+            raise CheckpointCorruptError(
+                f"the checkpoint describes a chunk at offset {offset} but not where it lies",
+                key=place.fqn,
+            )
+        if found.transforms:
+            check_transforms(found.transforms, place.fqn)
+        return found
+
+    def check_whole(self, keys: Iterable[str]) -> None:
+        """Refuse tensors that lack elements: what is missing would stay as it was, unnoticed.
+
+        Raises:
+            CheckpointCorruptError: the chunks of a tensor do not make it up.
+        """
+        for key in dict.fromkeys(keys):
+            saved = self.metadata.state_dict_metadata.get(key)
+            if isinstance(saved, TensorStorageMetadata):
+                sizes = [chunk.sizes for chunk in saved.chunks]
+                if not fills(saved.size, [chunk.offsets for chunk in saved.chunks], sizes):
+                    raise CheckpointCorruptError(
+                        "the chunks in the checkpoint do not make up this tensor: they have"
+                        f" {sum(size.numel() for size in sizes)} of its {saved.size.numel()}"
+                        " elements, or overlap and leave some out",
+                        key=key,
+                    )
+
+    def explain(self, store: ObjectStore, error: ObjectNotFoundError) -> DcpObjstoreError:
+        """Why a data object is missing: deleted or replaced meanwhile, or corrupt."""
+        key = error.object_key or "?"
+        if self.commit_id is None:
+            return CheckpointCorruptError("an object of the checkpoint is missing", object_key=key)
+        return commit.explain_missing(store, self.commit_id, key)
+
+
+def open_source(store: ObjectStore, load_id: str | None = None) -> Source:
+    """Open the checkpoint at the store's root.
+
+    Raises:
+        CheckpointNotFoundError: there is none, or it was never committed.
+        UnsupportedError: as it says, or stock torch wrote it with use_collectives=False.
+        CheckpointCorruptError, CheckpointGoneError, UntrustedPickleError: as they say.
+    """
+    try:
+        return _open(store, load_id)
+    except CheckpointCorruptError:
+        # Once more: what is damaged may be the answer, not the object.
+        return _open(store, load_id)
+
+
+def _open(store: ObjectStore, load_id: str | None) -> Source:
+    found = commit.read_marker(store)
+    if found is None:
+        body = _dot_metadata(store)
+        if body is not None:
+            return _foreign(decode_metadata(body))
+        _check_no_rank_metadata(store)
+    marker, body = commit.open_found(store, found)
+    index = ix.decode(body)
+    items: dict[tuple[str, tuple[int, ...] | None], Stored] = {
+        (key, None): _stored(blob, None, None) for key, blob in index.blobs.items()
+    }
+    for key, tensor in index.tensors.items():
+        for chunk in tensor.chunks:
+            items[key, chunk.offsets] = _stored(
+                chunk.item, chunk.sizes, None if chunk.pickled else tensor.dtype
+            )
+    return Source(
+        metadata=describe(index, load_id),
+        object_keys=tuple(entry.key for entry in index.objects),
+        items=items,
+        commit_id=marker.commit_id,
+        marker=marker,
+        objects=index.objects,
+    )
+
+
+def _stored(item: ix.Item, sizes: tuple[int, ...] | None, dtype: str | None) -> Stored:
+    # torch packs nothing, so what it becomes is no larger than what is stored, or it is not ours.
+    return Stored(
+        item.object_number,
+        item.payload_offset,
+        item.payload_length,
+        sizes,
+        dtype,
+        item.digests,
+        limit_bytes=None if dtype is not None else item.payload_length,
+    )
+
+
+def _dot_metadata(store: ObjectStore) -> bytes | None:
+    try:
+        return store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_DOT_METADATA_BYTES)[0]
+    except ObjectNotFoundError:
+        return None
+
+
+def _check_no_rank_metadata(store: ObjectStore) -> None:
+    """Name the one thing that stock torch writes without a `.metadata`."""
+    try:
+        store.head(_RANK_METADATA_KEY)
+    except ObjectNotFoundError:
+        return
+    raise UnsupportedError(
+        "every rank has a .metadata of its own here, as torch writes it with use_collectives=False;"
+        " only stock torch loads that, with the same ranks: save it once more without that",
+        object_key=_RANK_METADATA_KEY,
+        url=store.url,
+    )
+
+
+def _foreign(metadata: Metadata) -> Source:
+    """A checkpoint that stock torch wrote: every item is a `torch.save` blob or pickled value."""
+    chunks = {
+        (key, tuple(chunk.offsets)): (tuple(chunk.sizes), item.properties.dtype.itemsize)
+        for key, item in metadata.state_dict_metadata.items()
+        if isinstance(item, TensorStorageMetadata)
+        for chunk in item.chunks
+    }
+    numbers: dict[str, int] = {}
+    items: dict[tuple[str, tuple[int, ...] | None], Stored] = {}
+    unexplained_bytes = 0
+    for place, info in metadata.storage_data.items():
+        offset = None if place.offset is None else tuple(place.offset)
+        sizes, limit_bytes = None, value_limit_bytes(info.length)
+        if offset is not None:
+            sizes, itemsize = chunks.get((place.fqn, offset), ((), 0))
+            limit_bytes = math.prod(sizes) * itemsize + FRAMING_SIZE_BYTES
+        unexplained_bytes += max(0, info.length - (limit_bytes if offset is not None else 0))
+        if unexplained_bytes > _MAX_UNEXPLAINED_BYTES:
+            raise CheckpointCorruptError(
+                "the .metadata says that pickled values, or what is around tensors, take more than"
+                f" {_MAX_UNEXPLAINED_BYTES} bytes",
+                key=place.fqn,
+            )
+        items[place.fqn, offset] = Stored(
+            numbers.setdefault(info.relative_path, len(numbers)),
+            info.offset,
+            info.length,
+            sizes,
+            None,
+            None,
+            tuple(info.transform_descriptors or ()),
+            limit_bytes,
+        )
+    if not items and metadata.state_dict_metadata:
+        raise CheckpointNotFoundError("the .metadata found describes items but not where they lie")
+    return Source(metadata, tuple(numbers), items, commit_id=None)

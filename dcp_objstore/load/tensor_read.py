@@ -1,0 +1,366 @@
+"""From DCP's read items to verified blocks, and from blocks to the destinations' own memory.
+
+`plan_spans` decides which digest blocks of which items are needed and by whom; for that, nothing
+but the checkpoint's index is looked at. A block that has arrived is verified once and then handed
+to every read that wants some of it:
+
+- `TensorRead` copies elements straight into the destination tensor;
+- `gather.GatherRead` collects an item that only torch can take apart (pickled values, foreign
+  blobs).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from dcp_objstore.errors import CheckpointCorruptError, StateMismatchError, UnsupportedError
+from dcp_objstore.state.geometry import Box, Selection, collapse
+from dcp_objstore.state.memory import byte_memory, count_write, device_bytes, fits, narrow
+from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, block_digest
+from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES, RangeRequest, Span
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from dcp_objstore.load.stored_checkpoint import Source, Stored
+    from dcp_objstore.state.device import Inbound
+    from dcp_objstore.state.geometry import Copy
+    from dcp_objstore.transfer.upload import ByteArray
+
+
+class Read(Protocol):
+    """Something that takes payload of one stored item. It can be planned before it is bound."""
+
+    item: ReadItem
+    stored: Stored
+
+    @property
+    def selection(self) -> Selection | None:
+        """What it wants of the payload; None for all of it."""
+        ...
+
+    def accept(self, position: int, block: Buffer) -> None:
+        """Take what it wants of the payload bytes at `position`; from any thread."""
+        ...
+
+    def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
+        """The same of what `Selection.pack` took out of `size_bytes` bytes at `position`."""
+        ...
+
+
+class TensorRead:
+    """Raw elements of a stored chunk into a destination tensor.
+
+    Args:
+        item: DCP's read item.
+        stored: the chunk, raw.
+
+    Raises:
+        StateMismatchError: the chunk does not have what is to be read of it.
+    """
+
+    def __init__(self, item: ReadItem, stored: Stored) -> None:
+        self.item = item
+        self.stored = stored
+        assert stored.dtype is not None and stored.sizes is not None
+        self._dtype: torch.dtype = getattr(torch, stored.dtype)
+        wanted = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        if not fits(wanted, stored.sizes):
+            raise StateMismatchError(
+                f"elements {wanted} are to be read of a chunk of shape {stored.sizes}",
+                key=item.dest_index.fqn,
+            )
+        self._selection = Selection(*collapse(stored.sizes, wanted), self._dtype.itemsize)
+        self._memory: ByteArray | None = None
+        self._inbound: Inbound | None = None
+        self._device_bytes: torch.Tensor | None = None
+
+    @property
+    def selection(self) -> Selection:
+        """See `Read`."""
+        return self._selection
+
+    def bind(self, destination: torch.Tensor) -> None:
+        """Say where to write to, before anything arrives.
+
+        Args:
+            destination: as `check_destination` lets through; written in place.
+        """
+        self._destination = self._view = destination
+        if destination.is_contiguous():
+            self._view = destination.view(self._selection.wanted.sizes)
+        else:
+            assert self.stored.sizes is not None
+            wanted = Box(tuple(self.item.storage_offsets), tuple(self.item.lengths))
+            self._selection = Selection(self.stored.sizes, wanted, self._dtype.itemsize)
+        if len(self._selection.shape) == 1 and self._view.dtype == self._dtype:
+            self._memory = byte_memory(self._view)
+
+    def send_through(self, inbound: Inbound) -> None:
+        """Fill a tensor of a device through a ring, if it has a lane there; once it is bound."""
+        if not inbound.takes(self._destination.device):
+            return
+        self._inbound, self._memory = inbound, None
+        if len(self._selection.shape) == 1 and self._view.dtype == self._dtype:
+            self._device_bytes = device_bytes(self._view)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the bytes go through a ring to a device."""
+        return self._inbound is not None
+
+    def accept(self, position: int, block: Buffer) -> None:
+        """See `Read`."""
+        arrived = np.frombuffer(block, dtype=np.uint8)
+        if self._memory is not None:
+            first = self._selection.wanted.offsets[0] * self._dtype.itemsize - position
+            low, high = max(0, first), min(arrived.nbytes, first + self._memory.nbytes)
+            self._memory[low - first : high - first] = arrived[low:high]
+            return
+        if self._inbound is not None:
+            work = functools.partial(self._send, position)
+            self._inbound.send(self._view.device, block, work)
+            return
+        elements = self._elements(arrived)
+        with torch.inference_mode(self._view.is_inference()), torch.no_grad():
+            for copy in self._selection.copies(position, position + arrived.nbytes):
+                source = elements[copy.start : copy.start + math.prod(copy.source_shape)]
+                source = narrow(source.view(copy.source_shape), copy.source)
+                narrow(self._view, copy.destination).copy_(source)
+
+    def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
+        """See `Read`."""
+        copies = self._selection.copies(position, position + size_bytes)
+        if self._inbound is not None:
+            work = functools.partial(self._send_packed, copies)
+            self._inbound.send(self._view.device, packed, work)
+            return
+        self._unpack(copies, self._elements(np.frombuffer(packed, dtype=np.uint8)))
+
+    def _unpack(self, copies: Iterable[Copy], elements: torch.Tensor) -> None:
+        taken = 0
+        with torch.inference_mode(self._view.is_inference()), torch.no_grad():
+            for copy in copies:
+                count = math.prod(copy.source.sizes)
+                source = elements[taken : taken + count].view(copy.source.sizes)
+                narrow(self._view, copy.destination).copy_(source)
+                taken += count
+
+    def _send(self, position: int, arrived: torch.Tensor) -> None:
+        """Queue the copies of a block that lies in host memory.
+
+        What is not one run of the same dtype goes to the device as it is, where it is cut and
+        converted: that takes device memory for a block, of which the lane's stream makes use again
+        for the next one, and none of the host's.
+        """
+        itemsize = self._dtype.itemsize
+        with torch.inference_mode(self._view.is_inference()), torch.no_grad():
+            if self._device_bytes is not None:
+                first = self._selection.wanted.offsets[0] * itemsize - position
+                low, high = max(0, first), min(arrived.numel(), first + self._device_bytes.numel())
+                part = arrived[low:high]
+                self._device_bytes[low - first : high - first].copy_(part, non_blocking=True)
+                return
+            start, end = self._selection.within(position, position + arrived.numel())
+            elements = self._staged(arrived[start - position : end - position])
+            for copy in self._selection.copies(start, end):
+                source = elements[copy.start : copy.start + math.prod(copy.source_shape)]
+                source = narrow(source.view(copy.source_shape), copy.source)
+                narrow(self._view, copy.destination).copy_(source, non_blocking=True)
+
+    def _send_packed(self, copies: Iterable[Copy], packed: torch.Tensor) -> None:
+        self._unpack(copies, self._staged(packed))
+
+    def _staged(self, arrived: torch.Tensor) -> torch.Tensor:
+        """Elements in memory of the device, which is aligned as it must be for every dtype."""
+        staged = torch.empty_like(arrived, device=self._view.device)
+        return staged.copy_(arrived, non_blocking=True).view(self._dtype)
+
+    def _elements(self, arrived: ByteArray) -> torch.Tensor:
+        if arrived.ctypes.data % self._dtype.itemsize:
+            arrived = arrived.copy()  # torch takes elements to lie where the processor likes them
+        return torch.frombuffer(arrived.data, dtype=self._dtype)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Payload bytes that this read is for."""
+        return math.prod(self._selection.wanted.sizes) * self._dtype.itemsize
+
+    def finish(self) -> None:
+        """Tell autograd that the destination was written, where that went past torch."""
+        if self._memory is not None:
+            count_write(self._destination)
+
+
+@dataclass(slots=True)
+class Block:
+    """One digest block of an item, or a part of one: what a span is fetched for."""
+
+    key: str
+    position: int
+    digest: bytes | None
+    reads: list[Read] = field(default_factory=list)
+
+
+def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> list[Span[Block]]:
+    """The blocks that the reads need; one that several of them want appears once.
+
+    Args:
+        verify: with digests. Implies `whole_blocks`.
+        whole_blocks: whole digest blocks, which other ranks may need as well. Otherwise only the
+            runs of bytes that are wanted, with gaps too small to be worth a request.
+    """
+    spans: dict[tuple[int, int, int], Span[Block]] = {}
+    for read in reads:
+        stored = read.stored
+        for start, end, number in _pieces(read, whole_blocks=verify or whole_blocks):
+            place = (
+                stored.object_number,
+                stored.payload_offset + start,
+                stored.payload_offset + end,
+            )
+            span = spans.get(place)
+            if span is None:
+                digest = None
+                if verify and stored.digests is not None:
+                    at = number * DIGEST_SIZE_BYTES
+                    digest = stored.digests[at : at + DIGEST_SIZE_BYTES]
+                block = Block(read.item.dest_index.fqn, start, digest)
+                span = spans[place] = Span(*place, block)
+            span.tag.reads.append(read)
+    return list(spans.values())
+
+
+def _pieces(read: Read, *, whole_blocks: bool) -> Iterable[tuple[int, int, int]]:
+    """The pieces of payload `[start, end)` to be read, each within a block, and its number."""
+    size = read.stored.payload_length
+    if read.selection is None:
+        runs = [(0, size)] if size else []
+    else:
+        # A gap of less than a block leaves no block out.
+        gap = BLOCK_SIZE_BYTES - 1 if whole_blocks else DEFAULT_GAP_BYTES
+        runs = read.selection.runs(gap)
+    next_number = 0  # two runs may touch the same block
+    for low, high in runs:
+        for number in range(low // BLOCK_SIZE_BYTES, -(-high // BLOCK_SIZE_BYTES)):
+            start = number * BLOCK_SIZE_BYTES
+            end = min(start + BLOCK_SIZE_BYTES, size)
+            if not whole_blocks:
+                yield max(start, low), min(end, high), number
+            elif number >= next_number:
+                yield start, end, number
+                next_number = number + 1
+
+
+def consume(request: RangeRequest[Block], body: Buffer) -> None:
+    """Verify every block in the body of a request, then hand each to the reads that want it.
+
+    Raises:
+        CheckpointCorruptError: a block does not have the digest that it was saved with; nothing
+            of the body has reached a tensor, so the request may be fetched and consumed again.
+    """
+    view = memoryview(body)
+    parts = [view[s.start - request.start : s.end - request.start] for s in request.spans]
+    for span, part in zip(request.spans, parts, strict=True):
+        block = span.tag
+        if block.digest is not None and block_digest(part) != block.digest:
+            raise CheckpointCorruptError(
+                f"bytes [{span.start}, {span.end}) of the object, block"
+                f" {block.position // BLOCK_SIZE_BYTES} of the item, differ from what was saved;"
+                " load another checkpoint",
+                key=block.key,
+            )
+    for span, part in zip(request.spans, parts, strict=True):
+        for read in span.tag.reads:
+            read.accept(span.tag.position, part)
+
+
+def check_destination(item: ReadItem, destination: torch.Tensor) -> torch.Tensor:
+    """The destination, detached, if it can be written in place and has the right shape.
+
+    Raises:
+        StateMismatchError, UnsupportedError: see `TensorRead`.
+    """
+    key = item.dest_index.fqn
+    destination = destination.detach()
+    if destination.is_meta or isinstance(destination, FakeTensor):
+        raise UnsupportedError("the destination is a meta or fake tensor without memory", key=key)
+    if destination.layout != torch.strided:
+        raise UnsupportedError(
+            f"the destination has layout {str(destination.layout).removeprefix('torch.')}, only"
+            " strided tensors can be loaded into",
+            key=key,
+        )
+    if destination.numel() and not destination.data_ptr():
+        raise UnsupportedError("the destination's memory was freed", key=key)
+    if any(s == 0 and n > 1 for s, n in zip(destination.stride(), destination.shape, strict=True)):
+        raise UnsupportedError(
+            "the destination is an expanded tensor, whose elements share memory; clone it first",
+            key=key,
+        )
+    if destination.shape != item.lengths:
+        raise StateMismatchError(
+            f"{tuple(item.lengths)} elements are to be read into a destination of shape"
+            f" {tuple(destination.shape)}",
+            key=key,
+        )
+    return destination
+
+
+def is_value(item: ReadItem) -> bool:
+    """Whether the item is a pickled value, not a tensor."""
+    return item.type == LoadItemType.BYTE_IO
+
+
+def stored_of(source: Source, item: ReadItem) -> Stored:
+    """Where a read item's bytes lie.
+
+    Raises:
+        StateMismatchError: a tensor is stored where a value is wanted, or the reverse.
+    """
+    stored = source.item(item.storage_index)
+    if (stored.sizes is None) != is_value(item):
+        have, want = ("a value", "a tensor") if stored.sizes is None else ("a tensor", "a value")
+        raise StateMismatchError(
+            f"the checkpoint has {have} here, the state asks for {want}", key=item.dest_index.fqn
+        )
+    return stored
+
+
+def warn_if_lossy(item: ReadItem, stored_dtype: str, destination: torch.Tensor) -> bool:
+    """Warn when the destination's dtype cannot hold all stored values; returns whether it did."""
+    dtype: torch.dtype = getattr(torch, stored_dtype)
+    if destination.dtype == dtype or _holds(destination.dtype, dtype):
+        return False
+    warnings.warn(
+        f"loading {item.dest_index.fqn}: saved as {stored_dtype}, converted to"
+        f" {str(destination.dtype).removeprefix('torch.')}, which cannot hold every value"
+        " (further conversions in this load are not reported)",
+        stacklevel=2,
+    )
+    return True
+
+
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether every value of `other` is one of `dtype`."""
+    try:
+        return torch.promote_types(dtype, other) == dtype
+    except (RuntimeError, TypeError):  # torch promotes no float8
+        return dtype.is_floating_point and dtype.itemsize > other.itemsize
+
+
+# torch warns, once in a process, that a tensor over a received (read-only) body must not be
+# written to. We only read from it; the warning is spent here, where nobody need see it.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)

@@ -1,0 +1,1 @@
+"""Events of saves and loads, and what listens to them: log line, progress bar, trace."""

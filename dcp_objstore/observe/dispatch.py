@@ -1,0 +1,229 @@
+"""`Channel`: takes the events of one save or load from any thread and hands them to listeners.
+
+Telling only queues the event: it never waits and may happen anywhere, also in the midst of another
+telling (buffers report by weak references). A thread of the channel's own hands events on, in their
+order, one at a time. So a slow listener delays no request, and none can break what it listens to.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.observe.events import AnyEvent, Event, Failed, OnEvent, Operation, Retried
+
+logger = logging.getLogger("dcp_objstore")
+
+# How long the end of a save or load waits for a listener that does not return.
+_PATIENCE_SECONDS = 10.0
+
+
+class Listener(Protocol):
+    """Made for one save or load. What it raises is logged, and nothing else.
+
+    Attributes:
+        name: for the log.
+    """
+
+    name: str
+
+    def take(self, event: AnyEvent) -> None:
+        """Called with each event, one at a time."""
+        ...
+
+    def settle(self) -> None:
+        """Called when there is nothing more to take for now, at least once after the last event."""
+        ...
+
+
+class Channel:
+    """Where the events of one save or load on one rank are told.
+
+    Args:
+        operation: which it is.
+        url: the checkpoint.
+        rank: of this process.
+
+    Attributes:
+        detailed: somebody wants what is told of each part and range; if not, do not tell it.
+        began_at: `time.monotonic()` when this was made.
+    """
+
+    def __init__(self, operation: Operation, url: str, rank: int = 0) -> None:
+        self.operation = operation
+        self.detailed = False
+        self.began_at = time.monotonic()
+        self._url = url
+        self._rank = rank
+        # From the clock that durations are measured by to the one that all hosts share.
+        self._unix_ns = time.time_ns() - time.monotonic_ns()
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._listeners: list[Listener] = []
+        self._thread: threading.Thread | None = None
+        self._failed = False
+        self._warned: set[str] = set()
+
+    def add(self, listener: Listener, *, detailed: bool) -> None:
+        """Have a listener hear what is told from now on."""
+        self._listeners.append(listener)
+        self.detailed = self.detailed or detailed
+
+    def tell(
+        self,
+        kind: Callable[..., Event],
+        began_at: float,
+        *,
+        seconds: float | None = None,
+        **fields: object,
+    ) -> None:
+        """Tell of something that began at `began_at` (`time.monotonic()`) and has just ended."""
+        if self._listeners:
+            self.pass_on(
+                kind(
+                    rank=self._rank,
+                    url=self._url,
+                    start_ns=self._unix_ns + int(began_at * 1e9),
+                    seconds=time.monotonic() - began_at if seconds is None else seconds,
+                    **fields,
+                )
+            )
+
+    def pass_on(self, event: Event) -> None:
+        """Tell an event that was made elsewhere."""
+        self._queue.put(event)
+
+    def key_of(self, place: str) -> str:
+        """What the path of a request's URL names below this checkpoint; empty if it is not there.
+
+        The bucket may be in the path or in the host's name.
+        """
+        prefix = self._url.partition("://")[2].partition("/")[2].rstrip("/")
+        return place.partition(f"/{prefix}/" if prefix else "/")[2]
+
+    def fail(self, error: BaseException) -> None:
+        """Tell of the failure of the whole; only the first one is told."""
+        if self._failed:
+            return
+        self._failed = True
+        ours = isinstance(error, DcpObjstoreError)
+        self.tell(
+            Failed,
+            self.began_at,
+            operation=self.operation,
+            error=type(error).__name__,
+            message=error.message if isinstance(error, DcpObjstoreError) else str(error),
+            failed_rank=getattr(error, "rank", None) if ours else None,
+            key=getattr(error, "key", None) if ours else None,
+            object_key=getattr(error, "object_key", None) if ours else None,
+        )
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around what is told of: hands events on meanwhile, and tells of an error that leaves."""
+        self._open()
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            self.settle()
+
+    def _open(self) -> None:
+        if self.detailed and self._thread is None:
+            # Not a daemon pool of ours: that floor is above this one.
+            self._thread = threading.Thread(
+                # All that is raised there is a listener's: Ctrl-C comes to the main thread.
+                target=lambda: self._hand_on(BaseException),
+                name="dcp_objstore-events",
+                daemon=True,
+            )
+            self._thread.start()
+            _listening[id(self)] = self
+
+    def settle(self) -> None:
+        """Return when what was told so far was handed on; bounded, whatever a listener does."""
+        if not self._queue.empty():
+            self._open()
+        _listening.pop(id(self), None)
+        thread, self._thread = self._thread, None
+        listeners = self._listeners
+        self._queue.put(None)
+        if thread is None:
+            self._hand_on(Exception)
+        else:
+            thread.join(_PATIENCE_SECONDS)
+            if thread.is_alive():
+                self._listeners, self.detailed = [], False
+                logger.warning(
+                    "%s: on_event has not returned for %g s; the %s goes on without it",
+                    self._url,
+                    _PATIENCE_SECONDS,
+                    self.operation,
+                )
+        for listener in listeners:
+            with self._guarded(listener, Exception):
+                listener.settle()
+
+    def _hand_on(self, harmless: type[BaseException]) -> None:
+        for event in iter(self._queue.get, None):
+            for listener in self._listeners:
+                with self._guarded(listener, harmless):
+                    listener.take(event)
+
+    @contextmanager
+    def _guarded(self, listener: Listener, harmless: type[BaseException]) -> Iterator[None]:
+        """Log the first such error of a listener, with where it came from."""
+        try:
+            yield
+        except harmless:
+            if listener.name not in self._warned:
+                self._warned.add(listener.name)
+                logger.warning(
+                    "%s: %s failed; the %s goes on, and further errors of it are not shown",
+                    self._url,
+                    listener.name,
+                    self.operation,
+                    exc_info=True,
+                )
+
+
+_listening: dict[int, Channel] = {}
+
+
+def tell_retry(place: str, attempt: int, error: str, began_at: float) -> None:
+    """For transports, which know of no save or load: tell of a retry those whose object it is of.
+
+    Args:
+        place: the path of the request's URL, not quoted.
+        attempt: see `Retried`.
+        error: why, in words, without a secret.
+        began_at: `time.monotonic()` at the first try.
+    """
+    for channel in list(_listening.values()):
+        if key := channel.key_of(place):
+            channel.tell(
+                Retried, began_at, what="request", attempt=attempt, error=error, object_key=key
+            )
+
+
+class Callback:
+    """A listener that is the user's function."""
+
+    name = "on_event"
+
+    def __init__(self, function: OnEvent) -> None:
+        self._function = function
+
+    def take(self, event: AnyEvent) -> None:
+        """See `Listener`."""
+        self._function(event)
+
+    def settle(self) -> None:
+        """See `Listener`."""

@@ -1,0 +1,252 @@
+"""Traces for Perfetto and `chrome://tracing`: events of ours as a file, and files into one.
+
+The format is that of the "Trace Event Format" document of the Chromium project: complete events
+(`ph` X) with `ts` and `dur` in microseconds, and metadata events (`ph` M) that name the rows.
+
+The clock is that of `torch.profiler`. Kineto (`ChromeTraceBaseTime`) writes Unix time minus a base,
+which keeps `ts` exact in a double: the last multiple of 7,889,238 s (three months) before the
+process first profiled. It is in the file as `baseTimeNanoseconds`. So is ours, and two files may be
+merged by adding the difference of their bases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.observe import events
+from dcp_objstore.observe.events import AnyEvent
+
+logger = logging.getLogger("dcp_objstore")
+
+_BASE_STEP_NS = 7_889_238 * 10**9
+# Above the highest process id of Linux (2^22), so that the rows of a rank are a group of their own
+# beside those of a torch.profiler trace, and in one file with those of other ranks and hosts.
+_FIRST_PID = 10_000_000
+# The row of what is done once, and the first row of each kind of worker.
+_MAIN_ROW = 0
+_WORKER_ROWS = {
+    events.PartUploaded: (100, "upload"),
+    events.RangeRead: (1_000, "read"),
+    events.Hashed: (2_000, "hash"),
+}
+_COMMON_FIELDS = frozenset(field.name for field in dataclasses.fields(events.Event))
+
+
+def base_ns(unix_ns: int) -> int:
+    """What Kineto subtracts from times around this one."""
+    return unix_ns // _BASE_STEP_NS * _BASE_STEP_NS
+
+
+def check_trace(trace: object) -> str | None:
+    """`trace` as given by a user, as text.
+
+    Raises:
+        ConfigError: it is no name of a local file, or has unknown fields in braces.
+    """
+    if trace is None:
+        return None
+    if not isinstance(trace, (str, os.PathLike)) or "://" in str(trace) or not str(trace):
+        raise ConfigError(
+            f"trace must name a local file, such as 'save.json', got {trace!r}; copy it to a bucket"
+            " afterwards"
+        )
+    text = os.fspath(trace)
+    try:
+        text.format(rank=0, name="")
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"trace={text!r} has an unknown field: only {{rank}} and {{name}} are known"
+        ) from error
+    return text
+
+
+def trace_path(pattern: str, url: str, rank: int, world_size: int) -> Path:
+    """The file of one rank.
+
+    Args:
+        pattern: may hold `{rank}` and `{name}`, the last element of the URL. Where there are
+            several ranks and no `{rank}`, "save.json" becomes "save.rank3.json".
+    """
+    path = Path(pattern.format(rank=rank, name=url.rstrip("/").rpartition("/")[2]))
+    if world_size > 1 and "{rank}" not in pattern:
+        path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+    return path
+
+
+class TraceFile:
+    """A listener that writes what it hears to a file, anew whenever there is more.
+
+    Args:
+        path: replaced as a whole; folders are made.
+    """
+
+    name = "trace"
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._events: list[AnyEvent] = []
+        self._written = 0
+
+    def take(self, event: AnyEvent) -> None:
+        """See `Listener`."""
+        self._events.append(event)
+
+    def settle(self) -> None:
+        """Write the file. A failure is logged: it must not become one of the save."""
+        taken = list(self._events)
+        if len(taken) == self._written:
+            return
+        self._written = len(taken)
+        try:
+            _write(self._path, _document(*trace_events(taken)))
+        except OSError as error:
+            logger.warning("the trace %s could not be written: %s", self._path, error)
+
+
+def trace_events(taken: Sequence[AnyEvent]) -> tuple[list[dict[str, Any]], int]:
+    """Events as trace events, one group for each rank, in it one row for each worker; their base.
+
+    Args:
+        taken: at least one.
+    """
+    found: list[dict[str, Any]] = []
+    rows: dict[tuple[int, int], str] = {}
+    base = base_ns(min(event.start_ns for event in taken))
+    for event in taken:
+        row, label = _row(event)
+        rows[event.rank, row] = label
+        found.append(
+            {
+                "ph": "X",
+                "cat": "dcp_objstore",
+                "name": _name(event),
+                "pid": _FIRST_PID + event.rank,
+                "tid": row,
+                "ts": (event.start_ns - base) / 1000,
+                "dur": event.seconds * 1e6,
+                "args": _arguments(event),
+            }
+        )
+    return [*_metadata(rows), *found], base
+
+
+def _row(event: AnyEvent) -> tuple[int, str]:
+    if isinstance(event, (events.PartUploaded, events.RangeRead, events.Hashed)):
+        first, label = _WORKER_ROWS[type(event)]
+        return first + event.worker, f"{label} {event.worker}"
+    return _MAIN_ROW, "checkpoint"
+
+
+def _name(event: AnyEvent) -> str:
+    match event:
+        case events.PartUploaded():
+            return f"part {event.part}"
+        case events.Planned():
+            return f"plan {event.operation}"
+        case events.Failed():
+            return f"{event.operation} failed: {event.error}"
+        case events.Retried():
+            return f"{event.what} retried"
+    return {
+        events.Staged: "stage",
+        events.Opened: "open",
+        events.Hashed: "hash",
+        events.ObjectUploaded: "upload",
+        events.RangeRead: "range",
+        events.Committed: "commit",
+        events.Saved: "save",
+        events.Loaded: "load",
+        events.Verified: "verify",
+    }[type(event)]
+
+
+def _arguments(event: AnyEvent) -> dict[str, Any]:
+    own = [field.name for field in dataclasses.fields(event) if field.name not in _COMMON_FIELDS]
+    return {"url": event.url, **{name: getattr(event, name) for name in own}}
+
+
+def _metadata(rows: dict[tuple[int, int], str]) -> list[dict[str, Any]]:
+    where = f"{socket.gethostname()}, process {os.getpid()}"
+
+    def entry(kind: str, rank: int, row: int, **arguments: object) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": _FIRST_PID + rank, "tid": row, "args": arguments}
+
+    found = []
+    for rank in sorted({rank for rank, _ in rows}):
+        name = f"dcp_objstore rank {rank} ({where})"
+        found.append(entry("process_name", rank, 0, name=name))
+        found.append(entry("process_sort_index", rank, 0, sort_index=_FIRST_PID + rank))
+    for (rank, row), label in sorted(rows.items()):
+        found.append(entry("thread_name", rank, row, name=label))
+        found.append(entry("thread_sort_index", rank, row, sort_index=row))
+    return found
+
+
+def _document(found: list[dict[str, Any]], base: int) -> dict[str, Any]:
+    return {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": base,
+        "traceEvents": found,
+    }
+
+
+def merge_traces(into: str | os.PathLike[str], *traces: str | os.PathLike[str]) -> None:
+    """Make one trace of several: those of all ranks, and `torch.profiler`'s, on one time axis.
+
+    Hosts agree as far as their clocks do.
+
+    Args:
+        into: the file to write; with the ending `.gz` it is compressed.
+        traces: files that `trace=` or `torch.profiler`'s `export_chrome_trace` wrote, `.gz` too.
+
+    Raises:
+        ConfigError: one of them is no such file, or none was given.
+        OSError: one cannot be read, or written.
+    """
+    if not traces:
+        raise ConfigError("no traces were given to merge")
+    documents = [_read(Path(trace)) for trace in traces]
+    base = min(document.get("baseTimeNanoseconds", 0) for document in documents)
+    merged: list[dict[str, Any]] = []
+    for document in documents:
+        later_us = (document.get("baseTimeNanoseconds", 0) - base) / 1000
+        for entry in document["traceEvents"]:
+            merged.append({**entry, "ts": entry["ts"] + later_us} if "ts" in entry else entry)
+    _write(Path(into), _document(merged, base))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    body = path.read_bytes()
+    try:
+        document = json.loads(gzip.decompress(body) if path.suffix == ".gz" else body)
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from error
+    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
+        raise ConfigError(f"{path} is no trace: it has no list 'traceEvents'")
+    return document
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    """Write it beside, then into place: no reader sees half of it."""
+    body = json.dumps(document, separators=(",", ":")).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(gzip.compress(body) if path.suffix == ".gz" else body)
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,75 @@
+"""`take_over`: by all ranks of a job, which then is the only one whose saves count in a run.
+
+The rules are those of `checkpoint.epoch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from dcp_objstore.checkpoint import claim as rule
+from dcp_objstore.checkpoint.claim import RunEpoch
+from dcp_objstore.checkpoint.probe import require_rewrites
+from dcp_objstore.distributed.failures import agree, attempt, typed_failures
+from dcp_objstore.distributed.groups import current_rank, sync_group
+from dcp_objstore.run.steps import opener
+from dcp_objstore.stores.target import Target
+from dcp_objstore.transfer.workers import wait_for
+
+if TYPE_CHECKING:
+    from dcp_objstore.config import TransferConfig
+
+
+def take_over(
+    run_url: str,
+    *,
+    storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> RunEpoch:
+    """Make this job the only one whose saves count in a run. Called by every rank, before training.
+
+    From here on a job that had the run before (preempted and still alive, paused, cut off) adds,
+    replaces and deletes no step that counts, whenever it wakes up: its saves raise SupersededError.
+    That is so for jobs that pass their epoch to `save`; a save without one does not count in a run
+    that was taken over. All steps that count stay: two requests for each, so it takes longer in a
+    run of thousands. After a crash, take over again.
+
+    Args:
+        run_url: the run; its steps are the checkpoints directly below.
+        storage_options: as for `save`.
+        config: time-outs and retries.
+        process_group: the ranks of the job. Default: all. The first of them makes the requests.
+
+    Returns:
+        The epoch, for `save`, `async_save`, `delete` and `ObjectStoreWriter`; the same on each
+        rank.
+
+    Raises:
+        SupersededError: another job took the run over at the same time, and goes on with it.
+        CommitUnknownError, RetryableError: no clear answers; take over again, it is safe.
+        CheckpointCorruptError: the run's `_EPOCH` is damaged.
+        UnsupportedError: the store has no conditional writes; or a newer version wrote the run.
+        DcpObjstoreError: as the store says, on every rank.
+    """
+    group = sync_group(process_group, config)
+
+    def make() -> RunEpoch:
+        spec = Target(run_url, storage_options, config).spec
+        run = spec.open()
+        wait_for(require_rewrites, run, "no run can be taken over")
+        return RunEpoch(spec.url, wait_for(rule.take_over, run, opener(spec)))
+
+    first = current_rank() is None or dist.get_rank(group) == 0
+    made, failed = attempt(make) if first else (None, None)
+    url = run_url if isinstance(run_url, str) else None
+    agree(failed, url, group)
+    held = [made]
+    if current_rank() is not None:
+        with typed_failures(url, group):
+            dist.broadcast_object_list(held, group=group, group_src=0)
+    assert held[0] is not None  # else `agree` has raised
+    return held[0]

@@ -1,0 +1,180 @@
+"""Retention at work: after each commit, the steps of a run that no policy wants are deleted, and
+now and then what is left of deleted steps and of saves that died is swept up.
+
+By one rank, in the background. The run belongs to this job, so its steps are listed once; from
+then on what this job commits and deletes is known.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dcp_objstore.errors import (
+    CheckpointNotFoundError,
+    CheckpointPinnedError,
+    DcpObjstoreError,
+    UnsupportedError,
+)
+from dcp_objstore.observe.report import logger
+from dcp_objstore.run.gc import sweep
+from dcp_objstore.run.retention import RetentionPolicy, StepFacts, plan_deletions
+from dcp_objstore.run.steps import steps
+from dcp_objstore.run.upkeep import delete
+
+if TYPE_CHECKING:
+    from dcp_objstore.checkpoint.claim import RunEpoch
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.run.steps import RunStep
+
+# One commit is not followed by hours of deletions; the next one goes on with them.
+_AT_A_TIME = 64
+# A sweep costs a listing of the run and a request for each step; what it removes is a day old.
+_SWEEP_EVERY_SECONDS = 3600.0
+_STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})\Z")
+
+
+def step_name(step: int) -> str:
+    """The name of a step below its run."""
+    return f"step-{step}"
+
+
+def step_url(run_url: str, step: int) -> str:
+    """The checkpoint of a step."""
+    return f"{run_url.rstrip('/')}/{step_name(step)}"
+
+
+def step_number(name: str) -> int | None:
+    """The number of a step, or None for another name."""
+    found = _STEP_NAME.match(name)
+    return int(found[1]) if found else None
+
+
+def facts_of(one: RunStep) -> StepFacts | None:
+    """What policies know of a step of a run; None: its name is not that of a numbered step."""
+    number = step_number(one.name)
+    if number is None:
+        return None
+    metrics = one.user_metadata.get("metrics")
+    return StepFacts(
+        step=number,
+        metrics=metrics if isinstance(metrics, Mapping) else {},
+        pinned=bool(one.pins),
+    )
+
+
+class Retainer:
+    """Deletes what a policy does not keep.
+
+    Args:
+        run_url: the run.
+        policy: what to keep; None: everything, and no request is made.
+        now: remove the objects of a deleted step at once, not after a sweep's grace period.
+        sweeps: sweep the run after the first commit, and once an hour from then on.
+        storage_options, config: as for `save`.
+    """
+
+    def __init__(
+        self,
+        run_url: str,
+        policy: RetentionPolicy | None,
+        *,
+        now: bool,
+        sweeps: bool,
+        storage_options: Mapping[str, object] | None,
+        config: TransferConfig | None,
+    ) -> None:
+        self._run_url = run_url
+        self._policy = policy
+        self._now = now
+        self._sweeps = sweeps
+        self._swept_at: float | None = None
+        self._storage_options = storage_options
+        self._config = config
+        self._lock = threading.Lock()
+        self._known: dict[int, StepFacts] | None = None
+        # What is said of single steps before they are listed.
+        self._pinned: dict[int, bool] = {}
+        self.resumed: int | None = None
+        self.epoch: RunEpoch | None = None
+
+    def set_pinned(self, step: int, *, pinned: bool) -> None:
+        """This job has pinned a step, or removed its last pin."""
+        self._pinned[step] = pinned
+
+    def committed(self, step: int, metrics: Mapping[str, object]) -> None:
+        """A newer step is durable: delete what is not kept any more. Raises nothing of ours."""
+        with self._lock:
+            try:
+                if self._policy is not None:
+                    self._apply(StepFacts(step=step, metrics=metrics))
+            except DcpObjstoreError as error:
+                logger.warning(
+                    "old steps of %s were not deleted, and will be tried again after the next"
+                    " save: %s",
+                    self._run_url,
+                    error,
+                )
+            try:
+                self._sweep()
+            except DcpObjstoreError as error:
+                logger.warning("%s was not swept: %s", self._run_url, error)
+
+    def _apply(self, newest: StepFacts) -> None:
+        if self._known is None:
+            found = steps(self._run_url, storage_options=self._storage_options, config=self._config)
+            facts = [facts_of(one) for one in found]
+            self._known = {one.step: one for one in facts if one is not None}
+        self._known[newest.step] = newest
+        for step, pinned in list(self._pinned.items()):
+            if step in self._known:
+                old = self._known[step]
+                self._known[step] = StepFacts(step=step, metrics=old.metrics, pinned=pinned)
+        in_use = {newest.step} | ({self.resumed} if self.resumed is not None else set())
+        for step in plan_deletions(self._known.values(), self._policy, in_use=in_use)[:_AT_A_TIME]:
+            self._delete(step)
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        rested = self._swept_at is None or now - self._swept_at >= _SWEEP_EVERY_SECONDS
+        if not (self._sweeps and rested):
+            return
+        self._swept_at = now
+        try:
+            swept = sweep(self._run_url, storage_options=self._storage_options, config=self._config)
+        except UnsupportedError as error:
+            self._sweeps = False
+            logger.info("%s is not swept: %s", self._run_url, error)
+            return
+        if swept.deleted or swept.uploads_aborted:
+            logger.info(
+                "swept %s: %d objects (%d bytes) and %d uploads that nobody needs were removed",
+                self._run_url,
+                swept.deleted,
+                swept.deleted_bytes,
+                swept.uploads_aborted,
+            )
+
+    def _delete(self, step: int) -> None:
+        assert self._known is not None
+        url = step_url(self._run_url, step)
+        try:
+            # Not the newest: that was planned with a list of the whole run.
+            delete(
+                url,
+                now=self._now,
+                even_newest=True,
+                epoch=self.epoch,
+                storage_options=self._storage_options,
+                config=self._config,
+            )
+        except CheckpointNotFoundError:
+            pass  # somebody else has
+        except CheckpointPinnedError:
+            self._pinned[step] = True
+            return
+        del self._known[step]
+        logger.info("deleted %s, which no retention policy keeps", url)

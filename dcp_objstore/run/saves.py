@@ -1,0 +1,239 @@
+"""`RunSaves`: the saves of a job in its run, one after the other, and the deletions after each."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from dcp_objstore.distributed.failures import attempt
+from dcp_objstore.distributed.groups import current_rank
+from dcp_objstore.distributed.team import Team
+from dcp_objstore.errors import (
+    CheckpointExistsError,
+    ConfigError,
+    DcpObjstoreError,
+    RankFailedError,
+    SaveInProgressError,
+)
+from dcp_objstore.observe.report import SaveReport, logger
+from dcp_objstore.run.housekeeping import Retainer, step_url
+from dcp_objstore.run.values import check_step, user_metadata
+from dcp_objstore.save import api
+from dcp_objstore.save import async_save as async_api
+from dcp_objstore.transfer.workers import spawn
+
+if TYPE_CHECKING:
+    from dcp_objstore.checkpoint.claim import RunEpoch
+
+Busy: TypeAlias = Literal["wait", "skip", "raise"]
+
+
+def check_busy(on_busy: object) -> None:
+    """Raise ConfigError unless it is a word of `Busy`."""
+    if on_busy not in ("wait", "skip", "raise"):
+        raise ConfigError(f"on_busy must be 'wait', 'skip' or 'raise', got {on_busy!r}")
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A save in the background."""
+
+    step: int
+    handle: async_api.AsyncSaveHandle
+
+
+class RunSaves:
+    """What this job saves in a run. Methods are collectives unless they say otherwise.
+
+    Args:
+        url: the run.
+        team: the ranks.
+        retainer: deletes old steps; used by rank 0.
+        metadata: checked values for each marker.
+        saving: arguments of `save` that are the same each time.
+
+    Attributes:
+        begun_at: when the last save began, or the job itself, by the monotonic clock.
+        epoch: of this job; None: it has not taken the run over.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        team: Team,
+        retainer: Retainer,
+        *,
+        metadata: Mapping[str, Any],
+        saving: Mapping[str, Any],
+    ) -> None:
+        self._url = url
+        self._team = team
+        self._retainer = retainer
+        self._metadata = metadata
+        self._saving = saving
+        self._pending: _Pending | None = None
+        self._retention: threading.Thread | None = None
+        self._loaded = False  # so that later steps are this job's to replace
+        self._resumed: int | None = None
+        self._saved: set[int] = set()
+        self._failed: set[int] = set()  # which may be committed all the same
+        self.begun_at = time.monotonic()
+        self.epoch: RunEpoch | None = None
+
+    def own(self, epoch: RunEpoch) -> None:
+        """Save and delete as of this epoch from now on. Local."""
+        self.epoch = self._retainer.epoch = epoch
+
+    def resume(self, step: int | None) -> None:
+        """The job goes on from this step; what is later is its own to replace. Local."""
+        self._loaded = True
+        self._resumed = self._retainer.resumed = step
+        self.begun_at = time.monotonic()
+
+    def knows(self, step: int) -> bool:
+        """Whether this job has saved the step, or came from it. Local."""
+        return step in self._saved or step == self._resumed
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, object] | None,
+        metadata: Mapping[str, object] | None,
+    ) -> SaveReport:
+        """See `CheckpointManager.save`."""
+        keywords = self._prepare(step, metrics, metadata, "wait")
+        assert keywords is not None  # only "skip" skips
+        self._failed.add(step)
+        report = api.save(state, step_url(self._url, step), **keywords)
+        self._saved.add(step)
+        self._retain(step, keywords, None)
+        return report
+
+    def async_save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, object] | None,
+        metadata: Mapping[str, object] | None,
+        on_busy: Busy,
+    ) -> async_api.AsyncSaveHandle | None:
+        """See `CheckpointManager.async_save`."""
+        keywords = self._prepare(step, metrics, metadata, on_busy)
+        if keywords is None:
+            return None
+        handle = async_api.async_save(state, step_url(self._url, step), **keywords)
+        self._saved.add(step)
+        self._pending = _Pending(step, handle)
+        self._retain(step, keywords, handle)
+        return handle
+
+    def _prepare(
+        self,
+        step: int,
+        metrics: Mapping[str, object] | None,
+        metadata: Mapping[str, object] | None,
+        on_busy: Busy,
+    ) -> dict[str, Any] | None:
+        """Wait for the turn, and give the arguments of the save; None: skip it."""
+
+        def make() -> dict[str, Any]:
+            check_step(step)
+            check_busy(on_busy)
+            if step in self._saved:
+                raise CheckpointExistsError(
+                    f"this job has saved step {step} already", url=self._url
+                )
+            return user_metadata(step, self._metadata, metadata, metrics)
+
+        described, refused = attempt(make)
+        self._team.agree(refused)
+        pending = self._pending
+        # Ranks see the end of a save at different times.
+        if on_busy != "wait" and self._team.any(pending is not None and not pending.handle.done()):
+            assert pending is not None  # the same saves are begun on all ranks
+            if on_busy == "raise":
+                raise SaveInProgressError(
+                    f"step {pending.step} is still being saved", url=pending.handle.url
+                )
+            logger.info("%s: step %d is not saved, a save is under way", self._url, step)
+            return None
+        self.settle()
+        self.begun_at = time.monotonic()
+        # What this job does again since it went back to an earlier step, it may replace.
+        again = self._loaded and (self._resumed is None or step > self._resumed)
+        again = again or step in self._failed
+        return {
+            **self._saving,
+            "overwrite": again,
+            "user_metadata": described,
+            "epoch": self.epoch,
+            "progress": False,
+        }
+
+    def settle(self) -> None:
+        """Wait for the save before; raise its error on all ranks if it failed on any."""
+        pending, failed = self._pending, None
+        if pending is None:
+            return
+        error = pending.handle.exception()
+        if error is not None:
+            self._saved.discard(pending.step)
+            self._failed.add(pending.step)
+            failed = (
+                error
+                if isinstance(error, DcpObjstoreError)
+                else RankFailedError(f"{type(error).__name__}: {error}", current_rank())
+            )
+        self._pending = None
+        self._team.agree(failed.at(url=pending.handle.url) if failed is not None else None)
+
+    def settle_quietly(self) -> None:
+        """As `settle`, but log the error: the state at hand is worth more, and may be saved."""
+        try:
+            self.settle()
+        except DcpObjstoreError as error:
+            logger.error("%s: an earlier save failed: %s", self._url, error)
+
+    def end(self) -> None:
+        """As `settle`; and wait for deletions."""
+        try:
+            self.settle()
+        finally:
+            if self._retention is not None:
+                self._retention.join()
+
+    def abandon(self, error: BaseException) -> None:
+        """Wait for the save under way, without the other ranks, which may be anywhere. Local.
+
+        Args:
+            error: what the job ends with; gets a note if that save fails.
+        """
+        pending, self._pending = self._pending, None
+        failed = pending.handle.exception() if pending is not None else None
+        if pending is not None and failed is not None:
+            note = f"{pending.handle.url} was being saved then, and that failed too: {failed}"
+            logger.error("%s", note)
+            error.add_note(note)
+
+    def _retain(
+        self, step: int, saved: Mapping[str, Any], handle: async_api.AsyncSaveHandle | None
+    ) -> None:
+        """On rank 0, in a thread: once the step is committed, delete what is not kept."""
+        if not self._team.is_first:
+            return
+        metrics = saved["user_metadata"].get("metrics", {})
+        before = self._retention
+
+        def follow() -> None:
+            if before is not None:
+                before.join()
+            # Only looks at the outcome: an error is raised by the next call that saves.
+            if handle is None or handle.exception() is None:
+                self._retainer.committed(step, metrics)
+
+        # A daemon thread: a deletion that is not begun, or ended, does no harm.
+        self._retention = spawn(follow, "retention")

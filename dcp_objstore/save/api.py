@@ -1,0 +1,111 @@
+"""`save`: a checkpoint in one line, called by every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
+
+from dcp_objstore.distributed.failures import agree, attempt, typed_failures
+from dcp_objstore.distributed.groups import current_rank, is_alone, sync_group
+from dcp_objstore.save.planner import AgreeingSavePlanner
+from dcp_objstore.save.writer import ObjectStoreWriter
+from dcp_objstore.state.state_dict import ConvertedState
+
+if TYPE_CHECKING:
+    import os
+
+    from dcp_objstore.checkpoint.claim import RunEpoch
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.observe.events import OnEvent
+    from dcp_objstore.observe.report import SaveReport
+from dcp_objstore.save.dcp_calls import aim, single_process_is_fine, telling_failures
+
+
+def save(
+    state: Mapping[str, Any],
+    url: str,
+    *,
+    overwrite: bool = False,
+    storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+    progress: bool = True,
+    on_event: OnEvent | None = None,
+    trace: str | os.PathLike[str] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    user_metadata: Mapping[str, object] | None = None,
+    allow_unfenced: bool = False,
+    epoch: RunEpoch | None = None,
+) -> SaveReport:
+    """Save a sharded state as one checkpoint. Called by every rank, without `if rank == 0`.
+
+    When it returns, the checkpoint exists, whole, on the store. When it raises, it raises on
+    every rank, and no torn checkpoint is visible.
+
+    Args:
+        state: dict, nested as you like, of modules, optimizers, Stateful objects, tensors,
+            DTensors and plain values. An optimizer finds its module in the state by the identity
+            of its parameters.
+        url: the checkpoint, the same on every rank.
+        process_group: the ranks that save together. Default: all.
+        overwrite, storage_options, config, progress, on_event, trace, user_metadata,
+        allow_unfenced, epoch: see `ObjectStoreWriter`.
+
+    Returns:
+        The report of all ranks' work, the same on every rank.
+
+    Raises:
+        DcpObjstoreError: that of the lowest rank that failed; see `ObjectStoreWriter` for which.
+        RankFailedError: a rank failed otherwise, or died. When a rank dies the others notice
+            when its connections close; when it hangs, after the process group's time-out (that
+            given to `init_process_group`; see also `TransferConfig.peer_timeout_seconds`).
+    """
+    group = sync_group(process_group, config)
+    writer, refused = attempt(
+        lambda: ObjectStoreWriter(
+            url,
+            overwrite=overwrite,
+            storage_options=storage_options,
+            config=config,
+            progress=progress,
+            on_event=on_event,
+            trace=trace,
+            allow_unfenced=allow_unfenced,
+            user_metadata=user_metadata,
+            epoch=epoch,
+        )
+    )
+    # Also on a rank whose arguments were refused: some modules make their state in collectives.
+    converted, failed = attempt(lambda: ConvertedState(state, loading=False))
+    with telling_failures(writer):
+        agree(refused or failed, aim(writer), group)
+        assert writer is not None
+        assert converted is not None
+        return run_save(writer, converted.state_dict, group)
+
+
+def run_save(
+    writer: ObjectStoreWriter, state_dict: dict[str, Any], group: dist.ProcessGroup | None
+) -> SaveReport:
+    """`dcp.save` with one typed error for all ranks and the coordinator's report for each."""
+    url = str(writer.checkpoint_id)
+    with typed_failures(url, group), single_process_is_fine():
+        state_dict_saver.save(
+            state_dict,
+            storage_writer=writer,
+            planner=AgreeingSavePlanner(url, state_dict),
+            process_group=group,
+            no_dist=is_alone(group),
+        )
+        return _from_coordinator(writer.last_save, group)
+
+
+def _from_coordinator(report: SaveReport | None, group: dist.ProcessGroup | None) -> SaveReport:
+    """Rank 0's report, on every rank."""
+    held = [report]
+    if current_rank() is not None:
+        dist.broadcast_object_list(held, group=group, group_src=0)
+    assert held[0] is not None  # dcp.save returned, so the coordinator has committed
+    return held[0]

@@ -1,0 +1,390 @@
+"""`async_save`: the state is copied at once, uploaded and committed in the background.
+
+One save at a time in a process: the memory of the copy is kept and used again, and belongs to the
+save that is under way until it has ended. The upload runs in a thread of this process; the
+transport holds no GIL while bytes move.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+
+from dcp_objstore.distributed.failures import agree, attempt, typed_failures, without_frames
+from dcp_objstore.distributed.groups import current_rank, own_group
+from dcp_objstore.errors import (
+    ConfigError,
+    DcpObjstoreError,
+    RankFailedError,
+    SaveInProgressError,
+)
+from dcp_objstore.observe import hooks
+from dcp_objstore.observe.report import SaveReport, logger
+from dcp_objstore.save.api import run_save
+from dcp_objstore.save.dcp_calls import aim, telling_failures
+from dcp_objstore.save.staging.state import Staging, staging_memory
+from dcp_objstore.save.writer import ObjectStoreWriter
+from dcp_objstore.state.state_dict import ConvertedState
+from dcp_objstore.transfer.workers import result_of, wait_until
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from dcp_objstore.checkpoint.claim import RunEpoch
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.observe.events import OnEvent
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_latest: AsyncSaveHandle | None = None
+
+
+def _forget_parent() -> None:
+    """In a forked child: the parent's save goes on in the parent, in a thread that is not here."""
+    global _lock, _latest
+    _lock, _latest = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+
+class _Outcome(Future[T]):
+    """A future that notes when its error was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+        self.set_running_or_notify_cancel()  # a save cannot be cancelled
+
+    def result(self, timeout: float | None = None) -> T:
+        """See `Future`."""
+        self._see(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See `Future`."""
+        return self._see(timeout)
+
+    def _see(self, timeout: float | None) -> BaseException | None:
+        error = super().exception(timeout)
+        self.seen = True
+        return error
+
+
+class AsyncSaveHandle:
+    """A save under way.
+
+    When the program ends while it is, the interpreter waits for it. If it fails and nobody asks
+    for its outcome, the next `async_save` raises its error, or it is shown as the program ends.
+
+    Attributes:
+        url: the checkpoint.
+        staging_completion, upload_completion: what `staged` and `result` wait for, as futures,
+            under the names that `torch.distributed.checkpoint.async_save` has for them.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.staging_completion: Future[None] = _Outcome()
+        self.upload_completion: Future[SaveReport] = _Outcome()
+        self._running = False
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._told = False
+
+    def __repr__(self) -> str:
+        state = "running" if not self.done() else "failed" if self._error else "done"
+        return f"<AsyncSaveHandle {self.url} {state}>"
+
+    def staged(self, timeout_seconds: float | None = None) -> None:
+        """Wait until the state was copied, after which training may change it.
+
+        Returns at once, unless `async_save` was told not to wait for it.
+
+        Raises:
+            TimeoutError: Python's own: it was not copied within `timeout_seconds`.
+            Whatever made the copy fail; `result` raises it on every rank.
+        """
+        try:
+            result_of(self.staging_completion, timeout_seconds)
+        except FutureTimeoutError:
+            if self.staging_completion.done():  # what failed was a time-out of its own
+                raise
+            raise TimeoutError(f"the state for {self.url} is still being copied") from None
+
+    def done(self) -> bool:
+        """Whether the save has ended, one way or the other."""
+        return self._ended.is_set()
+
+    def exception(self, timeout_seconds: float | None = None) -> BaseException | None:
+        """The error of the save, or None if it is committed; waits for its end.
+
+        Args:
+            timeout_seconds: how long to wait. Default: until it ends.
+
+        Raises:
+            TimeoutError: Python's own: it has not ended within `timeout_seconds`; it goes on.
+        """
+        if not wait_until(self._ended, timeout_seconds):
+            raise TimeoutError(f"the save of {self.url} is still under way")
+        return self.upload_completion.exception()
+
+    def result(self, timeout_seconds: float | None = None) -> SaveReport:
+        """Wait for the commit and return the report, the same on every rank.
+
+        Args:
+            timeout_seconds: how long to wait. Default: until it ends.
+
+        Raises:
+            TimeoutError: Python's own, no DcpObjstoreError: the save has not ended within
+                `timeout_seconds`. It goes on; ask again.
+            Whatever `dcp_objstore.save` raises.
+        """
+        error = self.exception(timeout_seconds)
+        if error is not None:
+            raise error
+        return self.upload_completion.result()
+
+    @property
+    def _error_seen(self) -> bool:
+        return self._told or cast(_Outcome[SaveReport], self.upload_completion).seen
+
+    def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
+        self._error = error
+        for future in (self.staging_completion, self.upload_completion):
+            if not future.done():
+                if error is not None:
+                    future.set_exception(error)
+                else:
+                    cast(Future[Any], future).set_result(report)
+        self._ended.set()
+
+    def _fail(self, error: BaseException) -> None:
+        """End it, unless its thread runs: then that ends it."""
+        with _lock:
+            if not self._running:
+                self._end(None, error)
+
+    def _run(self, save: _Save) -> None:
+        with _lock:
+            if self.done():
+                return  # Ctrl-C came as the thread was started
+            self._running = True
+        report, failed = None, None
+        try:
+            report = save.run()
+        except BaseException as error:  # noqa: BLE001 - raised by `result` and the next async_save
+            failed = error
+            logger.error("saving %s in the background failed: %s", self.url, error)
+            # They hold the copy of the state, and the next save is to use that memory.
+            without_frames(error)
+        # Also before it is said to have ended, so that the memory is there for the next save.
+        save.forget_state()
+        self._end(report, failed)
+
+
+def async_save(
+    state: Mapping[str, Any],
+    url: str,
+    *,
+    overwrite: bool = False,
+    storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+    progress: bool = False,
+    on_event: OnEvent | None = None,
+    trace: str | os.PathLike[str] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    user_metadata: Mapping[str, object] | None = None,
+    allow_unfenced: bool = False,
+    epoch: RunEpoch | None = None,
+    on_busy: Literal["wait", "raise"] = "wait",
+    wait_for_staging: bool = True,
+) -> AsyncSaveHandle:
+    """Copy the state to host memory, return, and save the copy in the background.
+
+    Called by every rank. The copy takes as much host memory as this rank's shards, kept for the
+    next save (pinned where there is a GPU). Collectives of the save run in gloo groups of their
+    own, made at the first call; the ranks begin a save, or refuse it, together. Call
+    `handle.result()` before `torch.distributed.destroy_process_group()`: without the groups a save
+    that is under way fails.
+
+    Args:
+        on_busy: what to do while an earlier save is under way: "wait" for it (default), or
+            "raise" with SaveInProgressError.
+        wait_for_staging: return when the state was copied, so that it may be changed at once.
+            With False the copy is made meanwhile, and nothing that is saved may be changed before
+            `handle.staged()` has returned: call it just before the optimizer's next step.
+        progress: show a bar; it would be drawn over the training's output. Default False.
+        state, url, process_group, overwrite, storage_options, config, on_event, trace,
+        user_metadata, allow_unfenced, epoch: see `dcp_objstore.save`.
+
+    Raises:
+        SaveInProgressError: see `on_busy`.
+        DcpObjstoreError: the earlier save failed and on some rank nobody has asked for its result;
+            this one was not begun. Also wrong arguments.
+        RankFailedError: a rank died, or did not call within `config.peer_timeout_seconds`.
+    """
+
+    def make_writer() -> ObjectStoreWriter:
+        if on_busy not in ("wait", "raise"):
+            raise ConfigError(f"on_busy must be 'wait' or 'raise', got {on_busy!r}")
+        return ObjectStoreWriter(
+            url,
+            overwrite=overwrite,
+            storage_options=storage_options,
+            config=config,
+            progress=progress,
+            on_event=on_event,
+            trace=trace,
+            allow_unfenced=allow_unfenced,
+            user_metadata=user_metadata,
+            epoch=epoch,
+        )
+
+    writer, refused = attempt(make_writer)
+    with typed_failures(aim(writer), process_group):
+        # Two: collectives of this thread and of the one that saves must not meet in one group.
+        calls = own_group("async_save calls", process_group, config)
+        saves = own_group("async_save saves", process_group, config)
+    agree(refused, aim(writer), calls)
+    assert writer is not None
+    return _begin(
+        _Save(writer, saves), state, on_busy, calls, wait_for_staging=bool(wait_for_staging)
+    )
+
+
+class _Save:
+    """What one save needs, until it has ended."""
+
+    def __init__(self, writer: ObjectStoreWriter, group: dist.ProcessGroup | None) -> None:
+        self.handle = AsyncSaveHandle(str(writer.checkpoint_id))
+        self._writer = writer
+        self._group = group
+        self._staging: Staging | None = None
+        self._failed: DcpObjstoreError | None = None
+        self._began_at = 0.0
+
+    def begin_staging(self, state: Mapping[str, Any]) -> None:
+        """Allocate, and begin what copies by itself. What fails is raised by the save."""
+
+        self._began_at = time.monotonic()
+
+        def begin() -> Staging:
+            return Staging(ConvertedState(state, loading=False).state_dict, staging_memory())
+
+        self._staging, self._failed = attempt(begin)
+
+    def finish_staging(self) -> None:
+        """Copy what is left; a second call does nothing."""
+        if self._staging is not None and not self.handle.staging_completion.done():
+            _, failed = attempt(self._staging.finish)
+            self._failed = self._failed or failed
+            size_bytes = self._staging.state.size_bytes
+            self._writer._staged = hooks.staged(self.handle.url, size_bytes, self._began_at)
+        if not self.handle.staging_completion.done():
+            if self._failed is None:
+                self.handle.staging_completion.set_result(None)
+            else:
+                self.handle.staging_completion.set_exception(self._failed)
+
+    def run(self) -> SaveReport:
+        """Save the copy. The other ranks are told if it could not be made."""
+        with telling_failures(self._writer):
+            self.finish_staging()
+            agree(self._failed, self.handle.url, self._group)
+            assert self._staging is not None
+            return run_save(self._writer, self._staging.state, self._group)
+
+    def forget_state(self) -> None:
+        """Nothing here holds the copy any more."""
+        self._staging = None
+
+
+def _begin(
+    save: _Save,
+    state: Mapping[str, Any],
+    on_busy: Literal["wait", "raise"],
+    calls: dist.ProcessGroup | None,
+    *,
+    wait_for_staging: bool,
+) -> AsyncSaveHandle:
+    """Wait for the turn, copy the state and start the thread that saves it."""
+    handle = save.handle
+    try:
+        _take_turn(handle, on_busy, calls)
+        save.begin_staging(state)
+        if wait_for_staging:
+            save.finish_staging()
+        # No daemon: the interpreter waits for it at its end, so that the last save is not lost.
+        threading.Thread(target=handle._run, args=(save,), name="dcp_objstore-async-save").start()
+    except BaseException as error:  # Ctrl-C, or no thread can be started
+        handle._fail(error)
+        raise
+    return handle
+
+
+def _take_turn(
+    handle: AsyncSaveHandle, on_busy: Literal["wait", "raise"], group: dist.ProcessGroup | None
+) -> None:
+    """Make `handle` the latest save; or raise, on every rank if on any.
+
+    Ranks see the end of the earlier save at different times, and its result may have been asked
+    for on some only. A rank that refused alone would leave the others in the collectives of the
+    new save.
+    """
+    global _latest  # noqa: PLW0603 - one save at a time in a process
+    while True:
+        earlier = _latest
+        if earlier is not None and on_busy == "wait":
+            wait_until(earlier._ended)
+        try:
+            agree(_objection(earlier, handle.url), handle.url, group)
+        except SaveInProgressError:
+            raise
+        except DcpObjstoreError:
+            if earlier is not None:
+                earlier._told = True
+            raise
+        with _lock:
+            if _latest is earlier:
+                _latest = handle
+                return
+
+
+def _objection(earlier: AsyncSaveHandle | None, url: str) -> DcpObjstoreError | None:
+    """Why this rank cannot begin another save now."""
+    if earlier is None:
+        return None
+    if not earlier.done():
+        return SaveInProgressError(f"{earlier.url} is still being saved", url=url)
+    if earlier._error is None or earlier._error_seen:
+        return None
+    if isinstance(earlier._error, DcpObjstoreError):
+        return earlier._error
+    return RankFailedError(
+        f"{type(earlier._error).__name__}: {earlier._error}", current_rank(), url=earlier.url
+    )
+
+
+def _show_unseen_error() -> None:
+    """At exit: the error of the last save, if nobody has asked for it. Runs after it has ended."""
+    latest = _latest
+    if latest is not None and latest._error is not None and not latest._error_seen:
+        error = latest._error
+        print(
+            f"dcp_objstore: {latest.url} was NOT saved: the background save failed, and the"
+            " program ends without having asked for its result:",
+            file=sys.stderr,
+        )
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+atexit.register(_show_unseen_error)

@@ -1,0 +1,103 @@
+"""The end of a save on the coordinator: the commit, told of, and `.metadata` for stock readers.
+
+The rules of a commit are those of `checkpoint.commit`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dcp_objstore.checkpoint import commit
+from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.marker import Counts
+from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.compat.dot_metadata import encode_metadata
+from dcp_objstore.observe.events import Committed, Retried
+from dcp_objstore.observe.report import logger
+from dcp_objstore.transfer.workers import wait_for
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from dcp_objstore.save.session import Save
+    from dcp_objstore.stores import ObjectStore
+
+
+def commit_save(
+    save: Save,
+    store: ObjectStore,
+    index: ix.Index,
+    *,
+    user_metadata: Mapping[str, object] | None,
+    deadline_seconds: float,
+) -> str:
+    """Make the checkpoint exist. Once in a save, after all ranks have reported.
+
+    Returns:
+        The id of the commit.
+
+    Raises:
+        DcpObjstoreError: as `checkpoint.commit.commit`.
+    """
+    assert save.begin is not None
+    began_at = time.monotonic()
+
+    def retried(attempt: int, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        save.channel.tell(
+            Retried,
+            began_at,
+            what="commit",
+            attempt=attempt,
+            error=text,
+            object_key=MARKER_KEY,
+        )
+
+    committed = wait_for(
+        commit.commit,
+        store,
+        save.begin,
+        index=ix.encode(index),
+        objects=[(entry.key, entry.size_bytes) for entry in index.objects],
+        counts=Counts(
+            tensors=len(index.tensors),
+            blobs=len(index.blobs),
+            objects=len(index.objects),
+            total_bytes=sum(entry.size_bytes for entry in index.objects),
+        ),
+        world_size=save.world_size,
+        user_metadata=user_metadata,
+        nonce=save.nonce,
+        deadline_seconds=deadline_seconds,
+        fenced=save.fenced,
+        on_retry=retried,
+    )
+    save.channel.tell(
+        Committed, began_at, commit_id=committed.commit_id, attempts=committed.attempts
+    )
+    return committed.commit_id
+
+
+def publish_for_stock_readers(
+    store: ObjectStore, commit_id: str, stock: Metadata, *, deadline_seconds: float, fenced: bool
+) -> None:
+    """Write `.metadata`. The checkpoint is committed already, so a failure only warns."""
+    try:
+        body = encode_metadata(stock)
+        wait_for(
+            commit.publish_dot_metadata,
+            store,
+            commit_id,
+            body,
+            deadline_seconds=deadline_seconds,
+            fenced=fenced,
+        )
+    except Exception as error:  # noqa: BLE001 - whatever it is, the save has succeeded
+        logger.warning(
+            "%s is committed, but .metadata, by which stock torch readers find it, could not be"
+            " written: %s",
+            store.url,
+            error,
+        )

@@ -1,0 +1,259 @@
+"""Laying one rank's items out in objects: the stream of buffers, and where everything went.
+
+Items follow one another, each framed as stock torch readers expect it (`blob.py`). Large payloads
+are handed on as views of the tensors' own memory and hashed in worker threads meanwhile; small
+ones are gathered, so that thousands of tiny tensors do not become thousands of tiny buffers.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from dcp_objstore.config import MIB
+from dcp_objstore.errors import DcpObjstoreError, RankFailedError, UnsupportedError
+from dcp_objstore.state import tensor_frame as blob
+from dcp_objstore.transfer.digests import block_digests, small_digest
+from dcp_objstore.transfer.parts import check_item_size
+
+if TYPE_CHECKING:
+    from dcp_objstore.state.device import Outbound
+    from dcp_objstore.transfer.parts import PartPlan
+    from dcp_objstore.transfer.upload import ByteArray
+    from dcp_objstore.transfer.workers import DaemonPool
+
+# Up to here a payload is copied into the gathering buffer: cheaper than a buffer of its own, for
+# which the transport and the hashers must get the GIL half a dozen times. In a program that is busy
+# in Python each of these takes up to 5 ms, and slows the program down.
+_SMALL_BYTES = MIB
+# The same for the memory of a device, which would be asked for each by itself.
+_SMALL_DEVICE_BYTES = 64 * 1024
+# The gathering buffer is handed on at this size.
+_GATHERED_BYTES = 8 * MIB
+# More than what is around a small payload.
+_FRAMING_BYTES = 64 * 1024
+
+
+# Not tracked by the cyclic collector (there are no cycles): with tens of thousands of tensors the
+# collector's passes over the whole program would cost more than the tensors.
+class Placed(msgspec.Struct, gc=False):
+    """Where one item went; offsets are within its object."""
+
+    item: WriteItem
+    offset: int
+    length: int
+    payload_offset: int
+    payload_length: int
+    pickled: bool
+    digests: bytes | list[Future[bytes]]
+
+    def digest_bytes(self) -> bytes:
+        """All digests of the payload; waits for those still being computed."""
+        if isinstance(self.digests, bytes):
+            return self.digests
+        return b"".join(future.result() for future in self.digests)
+
+
+def item_bytes(item: WriteItem) -> int:
+    """Payload bytes of an item's chunk; 0 for a pickled value, whose size is not known yet."""
+    if item.tensor_data is None:
+        return 0
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+def check_item(item: WriteItem) -> None:
+    """Refuse what cannot be saved, before anything is sent.
+
+    Raises:
+        UnsupportedError: a layout that DCP cannot place, or a chunk that fits no object.
+    """
+    if item.tensor_data is not None:
+        blob.check_layout(item.tensor_data.properties.layout, item.index.fqn)
+    try:
+        check_item_size(item_bytes(item))
+    except UnsupportedError as error:
+        raise error.at(key=item.index.fqn) from None
+
+
+@dataclass(slots=True)
+class Layout:
+    """The items of one object, as they are laid out.
+
+    Args:
+        pending: items still to be written by this rank, in order, each with its `item_bytes`; the
+            object takes from the left and leaves what would exceed `plan.max_object_size_bytes`
+            to the next one; a larger item gets an object of its own.
+        resolve: DCP's `planner.resolve_data`.
+        on_value: called with each pickled value's key and bytes.
+        outbound: the way out of a GPU's memory.
+        digests_of: `block_digests`, or the same with something around it; runs in the hashers.
+        known_digests: see `StagedState.digests`.
+    """
+
+    pending: deque[tuple[WriteItem, int]]
+    resolve: Callable[[WriteItem], torch.Tensor | io.BytesIO]
+    plan: PartPlan
+    hashers: DaemonPool
+    on_value: Callable[[str, bytes], None]
+    rank: int
+    outbound: Outbound
+    digests_of: Callable[[ByteArray], bytes] = block_digests
+    known_digests: Mapping[tuple[int, int], bytes] = field(default_factory=dict)
+    placed: list[Placed] = field(default_factory=list)
+    _position: int = 0
+    _framing: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+    _gathered: bytearray = field(default_factory=bytearray)
+    _options: tuple[object, ...] = field(default_factory=blob.save_options)
+
+    @property
+    def framing_digest(self) -> bytes:
+        """XXH3-128 over all framing and padding written so far."""
+        return self._framing.digest()
+
+    def buffers(self) -> Iterator[ByteArray]:
+        """The object's bytes. Items are resolved one at a time, as the transport asks for more.
+
+        Raises:
+            DcpObjstoreError: naming rank and key; an error from elsewhere is a RankFailedError.
+        """
+        while self.pending:
+            item, size_bytes = self.pending[0]
+            if self._position and self._position + size_bytes > self.plan.max_object_size_bytes:
+                break
+            self.pending.popleft()
+            try:
+                yield from self._item(item)
+            except DcpObjstoreError as error:
+                raise error.at(rank=self.rank, key=item.index.fqn) from None
+            except Exception as error:
+                raise RankFailedError(
+                    f"reading the value to save failed: {type(error).__name__}: {error}",
+                    rank=self.rank,
+                    key=item.index.fqn,
+                ) from error
+        if self._gathered:
+            yield self._take_gathered()
+
+    def _item(self, item: WriteItem) -> Iterator[ByteArray]:
+        data = self.resolve(item)
+        if item.type == WriteItemType.BYTE_IO:
+            if not isinstance(data, io.BytesIO):
+                raise TypeError(f"the planner resolved a BYTE_IO item to {type(data).__name__}")
+            self.on_value(item.index.fqn, data.getvalue())
+            yield from self._whole(item, np.frombuffer(data.getbuffer(), np.uint8), pickled=False)
+            return
+        if not isinstance(data, torch.Tensor):
+            raise TypeError(f"the planner resolved a tensor item to {type(data).__name__}")
+        payload = blob.raw_payload(data, item.index.fqn)
+        if payload is None:
+            yield from self._whole(item, blob.pickled_blob(data), pickled=True)
+        elif (size_bytes := payload.nbytes) <= (
+            _SMALL_BYTES if payload.device.type == "cpu" else _SMALL_DEVICE_BYTES
+        ):
+            # A buffer is no larger than a slice.
+            if len(self._gathered) + size_bytes > self.plan.slice_size_bytes - _FRAMING_BYTES:
+                yield self._take_gathered()
+            self._small_tensor(item, payload, size_bytes)
+            if len(self._gathered) >= _GATHERED_BYTES:
+                yield self._take_gathered()
+        else:
+            yield from self._large_tensor(item, payload, size_bytes)
+
+    def _small_tensor(self, item: WriteItem, payload: torch.Tensor, size_bytes: int) -> None:
+        if payload.device.type != "cpu":
+            payload = payload.cpu()
+        frame = blob.frame(payload.dtype, tuple(payload.shape), self._options)
+        body = blob.small_payload(payload, size_bytes)
+        # What `_begin` and `_frame` do, spelt out: this runs once per tensor, and there may be
+        # tens of thousands.
+        padding = blob.padding_before(self._position, len(frame.header))
+        lead = bytes(padding) + frame.header
+        self._framing.update(lead)
+        self._framing.update(frame.trailer)
+        self._gathered += lead
+        self._gathered += memoryview(body)
+        # Of what is sent, not of the tensor: whoever changes it meanwhile gets values of the moment
+        # and not a checkpoint that does not load.
+        with memoryview(self._gathered) as all_, all_[len(all_) - size_bytes :] as gathered:
+            digest = small_digest(gathered)
+        self._gathered += frame.trailer
+        offset = self._position + padding
+        payload_offset = self._position + len(lead)
+        self._position = payload_offset + size_bytes + len(frame.trailer)
+        self.placed.append(
+            Placed(
+                item,
+                offset,
+                self._position - offset,
+                payload_offset,
+                size_bytes,
+                False,
+                digest,
+            )
+        )
+
+    def _large_tensor(
+        self, item: WriteItem, payload: torch.Tensor, size_bytes: int
+    ) -> Iterator[ByteArray]:
+        frame = blob.frame(payload.dtype, tuple(payload.shape), self._options)
+        offset = self._begin(frame)
+        payload_offset = offset + len(frame.header)
+        if self._gathered:
+            yield self._take_gathered()
+        known = self.known_digests.get((payload.data_ptr(), size_bytes))
+        hashing: list[Future[bytes]] = []
+        pieces = self.outbound.slices(payload)
+        if pieces is None:
+            pieces = blob.payload_slices(payload, self.plan.slice_size_bytes)
+        for piece in pieces:
+            if known is None:
+                hashing.append(self.hashers.submit(self.digests_of, piece))
+            yield piece
+        digests = hashing if known is None else known
+        self._position += size_bytes
+        self._frame(frame.trailer)
+        self.placed.append(
+            Placed(
+                item, offset, self._position - offset, payload_offset, size_bytes, False, digests
+            )
+        )
+
+    def _whole(self, item: WriteItem, body: ByteArray, *, pickled: bool) -> Iterator[ByteArray]:
+        """An item that is all payload: a pickled value, or a tensor pickled as a whole."""
+        self._frame(bytes(blob.padding_before(self._position, 0)))
+        offset = self._position
+        if self._gathered:
+            yield self._take_gathered()
+        size_bytes = body.nbytes
+        digests = []
+        for start in range(0, size_bytes, self.plan.slice_size_bytes):
+            piece = body[start : start + self.plan.slice_size_bytes]
+            digests.append(self.hashers.submit(self.digests_of, piece))
+            yield piece
+        self._position += size_bytes
+        self.placed.append(Placed(item, offset, size_bytes, offset, size_bytes, pickled, digests))
+
+    def _begin(self, frame: blob.Frame) -> int:
+        """Write padding and header; returns the offset of the header."""
+        padding = blob.padding_before(self._position, len(frame.header))
+        self._frame(bytes(padding) + frame.header)
+        return self._position - len(frame.header)
+
+    def _frame(self, framing: bytes) -> None:
+        self._framing.update(framing)
+        self._gathered += framing
+        self._position += len(framing)
+
+    def _take_gathered(self) -> ByteArray:
+        taken, self._gathered = self._gathered, bytearray()
+        return np.frombuffer(taken, dtype=np.uint8)

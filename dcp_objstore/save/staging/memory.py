@@ -1,0 +1,150 @@
+"""`StagingMemory`: host memory that copies of a state are made in, kept from save to save.
+
+A piece of it is leased: whoever holds an array of it, a staged tensor or the transport, keeps it,
+and it is used again when nobody does. So nothing that is still being uploaded can be overwritten,
+however the save that it belongs to may have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dcp_objstore.config import MIB
+from dcp_objstore.state.device import warn_of_pageable_memory
+from dcp_objstore.state.memory import byte_memory, lend
+
+if TYPE_CHECKING:
+    from dcp_objstore.transfer.upload import ByteArray
+
+# A slab that this many takes in a row had no use for is freed. Two, so that a program that saves
+# two states in turn has the memory for both.
+_KEPT_TAKES = 2
+_HUGE_PAGE_BYTES = 2 * MIB
+
+
+@dataclass(slots=True)
+class _Slab:
+    """A piece of memory; `memory` owns it and `array` is a view of it."""
+
+    memory: torch.Tensor
+    array: ByteArray
+    pinned: bool
+    used_at: int = 0
+
+
+class StagingMemory:
+    """Slabs of host memory that come back by themselves. Safe to use from many threads.
+
+    Attributes:
+        allocations: how often memory was asked for since this was made.
+        allocated_bytes: of all slabs that it keeps or has leased.
+    """
+
+    def __init__(self) -> None:
+        self.allocations = 0
+        self.allocated_bytes = 0
+        self._lock = threading.Lock()
+        self._idle: list[_Slab] = []
+        # Slabs come back wherever their last array dies: in any thread, also in the midst of a
+        # call of this queue. SimpleQueue alone is made for that.
+        self._returned: queue.SimpleQueue[_Slab] = queue.SimpleQueue()
+        self._takes = 0
+
+    def take(self, sizes_bytes: Sequence[int], *, pinned: bool) -> list[ByteArray]:
+        """One array of each of these sizes; each is leased until no view of it is left.
+
+        Args:
+            sizes_bytes: the same state should ask for the same ones each time.
+            pinned: memory that a GPU copies to by itself; ordinary memory where there is none.
+        """
+        with self._lock:
+            self._takes += 1
+            self._collect()
+            found = [self._idle_slab(size_bytes, pinned=pinned) for size_bytes in sizes_bytes]
+            self._free(lambda slab: slab.used_at + _KEPT_TAKES <= self._takes)
+            slabs = [
+                slab or self._allocate(size_bytes, pinned=pinned)
+                for slab, size_bytes in zip(found, sizes_bytes, strict=True)
+            ]
+            arrays = []
+            for slab in slabs:
+                slab.used_at = self._takes
+                arrays.append(lend(slab.array, functools.partial(self._returned.put, slab)))
+            return arrays
+
+    def release(self) -> None:
+        """Free all that is not leased."""
+        with self._lock:
+            self._collect()
+            self._free(lambda _: True)
+
+    def _collect(self) -> None:
+        while True:
+            try:
+                self._idle.append(self._returned.get_nowait())
+            except queue.Empty:
+                return
+
+    def _idle_slab(self, size_bytes: int, *, pinned: bool) -> _Slab | None:
+        for number, slab in enumerate(self._idle):
+            if slab.array.nbytes == size_bytes and slab.pinned == pinned:
+                return self._idle.pop(number)
+        return None
+
+    def _free(self, unused: Callable[[_Slab], bool]) -> None:
+        kept = [slab for slab in self._idle if not unused(slab)]
+        self.allocated_bytes -= sum(slab.array.nbytes for slab in self._idle)
+        self.allocated_bytes += sum(slab.array.nbytes for slab in kept)
+        self._idle = kept
+
+    def _allocate(self, size_bytes: int, *, pinned: bool) -> _Slab:
+        array = _new_memory(size_bytes)
+        memory = torch.from_numpy(array)
+        self.allocations += 1
+        self.allocated_bytes += size_bytes
+        if pinned:
+            _pin(memory)
+        return _Slab(memory, array, pinned)
+
+
+def _new_memory(size_bytes: int) -> ByteArray:
+    """Memory of its own, from a page's start on, in huge pages where the system lends them.
+
+    (Linux: madvise(2).) The first copy into it takes a third of the time, since it is that of
+    making pages.
+    """
+    if size_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        array = byte_memory(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
+        assert array is not None
+        return array
+    mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapped, dtype=np.uint8)
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Have CUDA pin memory that is there, until it is freed; where it cannot, warn once.
+
+    Not `pin_memory=True`: that rounds up to a power of two, up to twice the state.
+    """
+    address, size_bytes = memory.data_ptr(), memory.nbytes
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    portable = 1  # for all GPUs of this process
+    status = int(runtime.cudaHostRegister(address, size_bytes, portable))
+    if status:
+        warn_of_pageable_memory(size_bytes, f"cudaHostRegister returned {status}")
+        return
+    # Not at exit: CUDA may have gone by then, and what is pinned goes with the process.
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False

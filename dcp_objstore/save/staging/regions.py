@@ -1,0 +1,170 @@
+"""Staging, planned: which bytes are copied together, and where in them each tensor begins.
+
+Tensors whose memory touches make one region, so what is shared in the state is shared in the copy,
+and copied once. Of a view into a large storage only what the view reaches is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dcp_objstore.config import MIB
+
+if TYPE_CHECKING:
+    from dcp_objstore.save.staging.memory import StagingMemory
+    from dcp_objstore.transfer.upload import ByteArray
+
+# Regions are laid into slabs of this size, one after the other; a large one has its own.
+_SLAB_BYTES = 64 * MIB
+_LARGE_BYTES = 16 * MIB
+_SMALLEST_SLAB_BYTES = 1 << 16
+_PAGE_BYTES = 4096
+# What torch aligns memory to; and no element is larger than 16, so that one is aligned in a copy
+# that begins at such a boundary of its storage.
+_ALIGNMENT_BYTES = 64
+_ELEMENT_BYTES = 16
+
+
+@dataclass(slots=True)
+class Region:
+    """Bytes of a storage that are copied together.
+
+    Attributes:
+        storage: the bytes are `[start, end)` of it; None: the elements of `tensor` are copied,
+            closely packed.
+        array, address: where to.
+        is_payload: these are the bytes of one contiguous tensor, as they are uploaded.
+    """
+
+    device: torch.device
+    storage: torch.UntypedStorage | None
+    start: int
+    end: int
+    tensor: torch.Tensor | None = None
+    array: ByteArray | None = None
+    address: int = 0
+    is_payload: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """How much is copied."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A tensor of the state: the bytes `[start, end)` of its storage are all that it reaches."""
+
+    tensor: torch.Tensor
+    storage: torch.UntypedStorage
+    start: int
+    end: int
+
+    @property
+    def alias(self) -> tuple[Any, ...]:
+        """The same for views that are the same tensor in all but name."""
+        return self.start, self.tensor.dtype, self.tensor.shape, self.tensor.stride()
+
+
+def _view(tensor: torch.Tensor) -> _View:
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    if tensor.is_contiguous():
+        return _View(tensor, tensor.untyped_storage(), start, start + tensor.nbytes)
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return _View(tensor, tensor.untyped_storage(), start, start + reach * tensor.itemsize)
+
+
+def plan_regions(tensors: list[torch.Tensor]) -> dict[int, tuple[Region, int]]:
+    """Which bytes are copied together, and at which offset in them each tensor (by id) begins.
+
+    A tensor without memory (meta, freed) has no region: the writer refuses it, by name.
+    """
+    views: dict[tuple[torch.device, int], list[_View]] = {}
+    places: dict[int, tuple[Region, int]] = {}
+    for tensor in tensors:
+        if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+            continue
+        if not tensor.untyped_storage().data_ptr():
+            continue
+        if tensor.is_conj() or tensor.is_neg():  # its memory is not its value
+            places[id(tensor)] = _packed(tensor), 0
+            continue
+        view = _view(tensor)
+        views.setdefault((tensor.device, view.storage.data_ptr()), []).append(view)
+    for (of, _), found in views.items():
+        for group in _touching(sorted(found, key=lambda view: view.start)):
+            first = group[0]
+            if len(group) == 1 and first.end - first.start == first.tensor.nbytes:
+                region = Region(of, first.storage, first.start, first.end)
+                region.is_payload = first.tensor.is_contiguous()
+                places[id(first.tensor)] = region, 0
+                continue
+            start = first.start // _ELEMENT_BYTES * _ELEMENT_BYTES
+            end = max(view.end for view in group)
+            firsts = {view.alias: view.tensor for view in reversed(group)}
+            if end - start <= _ELEMENT_BYTES + sum(tensor.nbytes for tensor in firsts.values()):
+                region = Region(of, first.storage, start, end)
+                places.update({id(view.tensor): (region, view.start - start) for view in group})
+                continue
+            packed = {alias: _packed(tensor) for alias, tensor in firsts.items()}
+            places.update({id(view.tensor): (packed[view.alias], 0) for view in group})
+    return places
+
+
+def _packed(tensor: torch.Tensor) -> Region:
+    return Region(tensor.device, None, 0, tensor.nbytes, tensor.detach())
+
+
+def _touching(views: list[_View]) -> Iterator[list[_View]]:
+    """Views, ordered by where they begin, in groups that reach one another."""
+    group: list[_View] = []
+    end = 0
+    for view in views:
+        if group and view.start > end:
+            yield group
+            group = []
+        end = max(end, view.end) if group else view.end
+        group.append(view)
+    if group:
+        yield group
+
+
+def lay(regions: list[Region], memory: StagingMemory, *, pinned: bool) -> None:
+    """Give each region its memory."""
+    slabs: list[int] = []
+    places: list[tuple[int, int]] = []
+    open_slab, taken = -1, _SLAB_BYTES
+    for region in regions:
+        size_bytes = region.size_bytes
+        if size_bytes > _LARGE_BYTES:
+            slabs.append(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+            places.append((len(slabs) - 1, 0))
+            continue
+        if taken + size_bytes > _SLAB_BYTES:
+            slabs.append(_SLAB_BYTES)
+            open_slab, taken = len(slabs) - 1, 0
+        places.append((open_slab, taken))
+        taken += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    if open_slab >= 0:
+        # As large as it must be, but the same for a state that is a little larger or smaller.
+        slabs[open_slab] = max(_SMALLEST_SLAB_BYTES, 1 << (taken - 1).bit_length())
+    arrays = memory.take(slabs, pinned=pinned) if slabs else []
+    addresses = [array.ctypes.data for array in arrays]  # asked for once: it takes microseconds
+    for region, (number, offset) in zip(regions, places, strict=True):
+        region.array = arrays[number][offset : offset + region.size_bytes]
+        region.address = addresses[number] + offset
+
+
+def copy_of(tensor: torch.Tensor, region: Region, offset_bytes: int) -> torch.Tensor:
+    """The staged tensor: of a region that is copied as it lies, with the same strides."""
+    memory = torch.from_numpy(region.array)
+    if region.size_bytes == tensor.nbytes and tensor.is_contiguous():
+        return memory.view(tensor.dtype).view(tensor.shape)
+    whole = memory[: memory.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+    if region.storage is None:
+        return whole.view(tensor.shape)
+    return whole.as_strided(tensor.shape, tensor.stride(), offset_bytes // tensor.itemsize)

@@ -1,0 +1,164 @@
+"""`KeptStager`: how a writer stages for `dcp.async_save`, one save at a time.
+
+DCP makes a new stager for every save with a writer that is none itself, and copies into new
+memory each time. It does not tell a writer when a save has ended; the thread that runs it, and the
+copy that it holds, do.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, Literal
+
+from dcp_objstore.distributed.groups import current_rank
+from dcp_objstore.distributed.plugin import plugin_errors
+from dcp_objstore.errors import ConfigError, SaveInProgressError
+from dcp_objstore.observe import hooks
+from dcp_objstore.observe.report import logger
+from dcp_objstore.save.staging.state import StagedState, stage, staging_memory
+
+if TYPE_CHECKING:
+    from dcp_objstore.observe.events import Staged
+
+_POLL_SECONDS = 0.05
+# A save whose result was returned may still be about to end its thread.
+_GRACE_SECONDS = 0.5
+# It is told that a copy goes just before its tensors do; a thread of DCP's ends then, too.
+_LAST_SECONDS = 0.02
+
+OnBusy = Literal["wait", "raise"]
+
+
+class _BackgroundSave:
+    """A save from its staging to its end.
+
+    It has ended when its thread has, or has come back with something else, or when nobody holds
+    the copy any more. (A copy that was sent to a child process says nothing: the thread waits for
+    the child.)
+    """
+
+    def __init__(self, state: StagedState) -> None:
+        self.thread: threading.Thread | None = None
+        self._staged_in = threading.current_thread()
+        self._in_child = False
+        self._dropped = threading.Event()
+        weakref.finalize(state, self._dropped.set).atexit = False
+
+    def runs_here(self, *, in_child: bool = False) -> None:
+        """Called by whatever runs the save; the thread that staged it waits or saves otherwise."""
+        here = threading.current_thread()
+        if here is not self._staged_in:
+            self.thread = here
+            self._in_child = in_child
+
+    def has_ended(self) -> bool:
+        """Whether another save may begin."""
+        thread = self.thread
+        if thread is not None and (not thread.is_alive() or thread is threading.current_thread()):
+            return True
+        return not self._in_child and self._dropped.is_set()
+
+    def wait(self, timeout_seconds: float | None) -> bool:
+        """Wait for its end, at most so long; whether it has ended."""
+        waited_seconds = 0.0
+        while not self.has_ended():
+            if timeout_seconds is not None and waited_seconds >= timeout_seconds:
+                return False
+            if self.thread is not None:
+                self.thread.join(_POLL_SECONDS)
+            else:
+                self._dropped.wait(_POLL_SECONDS)
+            waited_seconds += _POLL_SECONDS
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join(_LAST_SECONDS)
+        return True
+
+
+class KeptStager:
+    """DCP's `AsyncStager`, into memory that is kept; a base of the writer.
+
+    Args:
+        on_busy: what `stage` does while an earlier save of this writer is under way: "wait" for
+            its end, or "raise" with SaveInProgressError.
+
+    Raises:
+        ConfigError: `on_busy` is neither.
+    """
+
+    # Asked for by DCP: `stage` returns when all is copied.
+    _synchronize_after_execute = False
+
+    def __init__(self, on_busy: OnBusy = "wait") -> None:
+        if on_busy not in ("wait", "raise"):
+            raise ConfigError(f"on_busy must be 'wait' or 'raise', got {on_busy!r}")
+        self._on_busy = on_busy
+        self._background: _BackgroundSave | None = None
+        self._staged: Staged | None = None  # not told of yet
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """False: nothing is left to wait for when `stage` has returned."""
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: Mapping[str, Any], **_: Any) -> StagedState:
+        """A copy of the state in host memory; called by `dcp.async_save`.
+
+        The memory is leased until the save has let go of it, and then used again.
+
+        Raises:
+            SaveInProgressError: see `on_busy`. On this rank only: where ranks may differ in what
+                they have under way, `dcp_objstore.async_save` has them agree.
+        """
+        url = getattr(self, "checkpoint_id", None)
+        with plugin_errors(current_rank(), url):
+            earlier = self._background
+            if earlier is not None:
+                if not earlier.wait(_GRACE_SECONDS if self._on_busy == "raise" else None):
+                    raise SaveInProgressError(
+                        "an earlier save with this writer is under way in the background; wait for"
+                        " its future, or use a second writer"
+                    )
+                self._background = None
+            began_at = time.monotonic()
+            staged = stage(state_dict)
+            self._staged = hooks.staged(str(url), staged.size_bytes, began_at)
+            self._background = _BackgroundSave(staged)
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        """Free the memory that no save holds; the next one allocates it again."""
+        staging_memory().release()
+
+    def _runs_here(self, *, in_child: bool = False) -> None:
+        if self._background is not None:
+            self._background.runs_here(in_child=in_child)
+
+    @contextmanager
+    def _logged(self) -> Iterator[None]:
+        """Log what fails in the background: nobody may ever ask the future."""
+        background = self._background
+        try:
+            yield
+        except BaseException as error:
+            if background is not None and background.thread is threading.current_thread():
+                url = getattr(self, "checkpoint_id", None)
+                logger.error("saving %s in the background failed: %s", url, error)
+            raise
+
+
+def _reduce_for_child(writer: KeptStager) -> Any:
+    writer._runs_here(in_child=True)
+    return writer.__reduce_ex__(2)
+
+
+def note_children(kind: type[KeptStager]) -> None:
+    """Have writers of this class know when a process-mode save sends them to its child."""
+    ForkingPickler.register(kind, _reduce_for_child)

@@ -1,0 +1,206 @@
+"""Staging: a copy of a state in host memory, after which training may change the state.
+
+`staging_regions` plans it, `staging_copies` carries it out. Device memory is copied by the device,
+on a stream of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+
+from dcp_objstore.save.staging.copies import copy_by_torch, copy_host
+from dcp_objstore.save.staging.memory import StagingMemory
+from dcp_objstore.save.staging.regions import Region, copy_of, lay, plan_regions
+from dcp_objstore.state import device
+
+if TYPE_CHECKING:
+    from dcp_objstore.state.ring import Ticket
+
+_SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+class StagedState(dict[str, Any]):
+    """The copy. A dict that can be weakly referenced: when it goes, the save has ended.
+
+    Attributes:
+        size_bytes: of the memory that was copied into.
+        digests: `block_digests` of the large contiguous tensors in it that were copied between
+            host memory, by their memory's address and size in bytes.
+    """
+
+    size_bytes: int = 0
+    digests: Mapping[tuple[int, int], bytes] = MappingProxyType({})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class Staging:
+    """A copy that is being made.
+
+    Args:
+        state_dict: nested dicts, lists and tuples of anything. Tensors are copied; scalars are
+            taken as they are, other values are deep-copied, all at once.
+        memory: where to.
+
+    Copies from devices are under way when this is made; those in host memory are made by `finish`.
+    Until then neither may be changed.
+
+    Attributes:
+        state: the copy, whole once `finish` has returned.
+    """
+
+    def __init__(self, state_dict: Mapping[str, Any], memory: StagingMemory) -> None:
+        leaves = [leaf for value in state_dict.values() for leaf in _leaves(value)]
+        tensors = {
+            id(local): local for leaf in leaves if (local := _plain_tensor(leaf)) is not None
+        }
+        others = {
+            id(leaf): leaf
+            for leaf in leaves
+            if type(leaf) not in _SCALARS and _plain_tensor(leaf) is None
+        }
+        copies: dict[int, Any] = dict(zip(others, _deep_copies(list(others.values())), strict=True))
+        places = plan_regions(list(tensors.values()))
+        regions = list({id(region): region for region, _ in places.values()}.values())
+        self._tickets: list[Ticket] = []
+        self._host: list[Region] = []
+        with torch.no_grad():
+            self._begin(regions, memory)
+            for key, tensor in tensors.items():
+                copies[key] = copy_of(tensor, *places[key]) if key in places else _no_region(tensor)
+            self.state = StagedState(
+                (name, _rebuilt(value, copies)) for name, value in state_dict.items()
+            )
+            self.state.size_bytes = sum(region.size_bytes for region in regions)
+        # Their memory is read until `finish` has returned.
+        self._sources = list(tensors.values())
+
+    def _begin(self, regions: list[Region], memory: StagingMemory) -> None:
+        pinned = [region for region in regions if region.device.type == "cuda"]
+        lay(pinned, memory, pinned=True)
+        lay([region for region in regions if region.device.type != "cuda"], memory, pinned=False)
+        on_devices: dict[torch.device, list[Region]] = {}
+        for region in regions:
+            on_devices.setdefault(region.device, []).append(region)
+        for of, found in on_devices.items():
+            lane = device.lane_of(of, "out")
+            if lane is None:
+                self._host += found
+            else:
+                lane.follow()  # what training has queued so far
+                self._tickets.append(
+                    lane.queue(lambda found=found: copy_by_torch(found))  # type: ignore[misc]
+                )
+
+    def finish(self) -> None:
+        """Wait for what devices copy, and copy what lies in host memory."""
+        host = [region for region in self._host if region.device.type == "cpu" and region.storage]
+        with torch.no_grad():
+            self.state.digests = copy_host(host)
+            copy_by_torch([r for r in self._host if r.device.type != "cpu" or not r.storage])
+        self._host.clear()
+        for ticket in self._tickets:
+            ticket.synchronize()
+        self._tickets.clear()
+        self._sources.clear()
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What is not a container to descend into."""
+    if type(value) in _CONTAINERS:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _rebuilt(value: Any, copies: Mapping[int, Any]) -> Any:
+    """The same containers, with copies of the leaves."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if kind not in _CONTAINERS:
+        if isinstance(value, DTensor) and id(value) not in copies:
+            local = _local(value)
+            return DTensor(copies[id(local)], value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return copies[id(value)]
+    if isinstance(value, dict):
+        return kind((key, _rebuilt(item, copies)) for key, item in value.items())
+    return kind(_rebuilt(item, copies) for item in value)
+
+
+def _local(value: DTensor) -> torch.Tensor:
+    return value._local_tensor
+
+
+def _plain_tensor(leaf: Any) -> torch.Tensor | None:
+    """The tensor whose memory is to be copied; None for a leaf that is deep-copied."""
+    tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+    if type(tensor) not in _PLAIN or tensor.is_quantized:
+        return None
+    return tensor
+
+
+def _deep_copies(values: list[Any]) -> list[Any]:
+    """As DCP's own stager makes them: of quantized tensors, subclasses and any other object.
+
+    Their memory is not kept for the next save.
+    """
+    if not values:
+        return []
+    for value in values:
+        if isinstance(value, DTensor) and isinstance(value._local_tensor, AsyncCollectiveTensor):
+            value._local_tensor.wait()
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        copied: Any = stager.stage({"values": values})  # not async: no future
+    finally:
+        stager.close()
+    copies: list[Any] = copied["values"]
+    return copies
+
+
+def _no_region(tensor: torch.Tensor) -> torch.Tensor:
+    """Of one that is sparse, or has no memory; where it should have some, the writer refuses it."""
+    if tensor.layout != torch.strided:
+        return tensor.detach().clone()  # DCP's own stager fails
+    return tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+_memory = StagingMemory()
+# What a forked child has of its parent's. Never given back there: unpinning takes a call of CUDA,
+# which does not work in a forked child.
+_inherited: list[StagingMemory] = []
+
+
+def staging_memory() -> StagingMemory:
+    """The memory of this process: one, so that writers which follow one another share it."""
+    return _memory
+
+
+def _forget_parent() -> None:
+    global _memory  # noqa: PLW0603 - see `_inherited`
+    _inherited.append(_memory)
+    _memory = StagingMemory()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+
+def stage(state_dict: Mapping[str, Any]) -> StagedState:
+    """A copy of the state in host memory; returns when training may change the state."""
+    staging = Staging(state_dict, staging_memory())
+    staging.finish()
+    return staging.state

@@ -1,0 +1,140 @@
+"""A rank's items of one save, from the tensors' memory to data objects.
+
+Which item goes where is `layout`'s, the transfer of an object `transfer.upload`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.names import data_key
+from dcp_objstore.compat.values import warn_unsafe_value
+from dcp_objstore.observe.events import Hashed, Planned
+from dcp_objstore.save.layout import Layout, item_bytes
+from dcp_objstore.save.planner import AgreeingSavePlanner
+from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject
+from dcp_objstore.state.device import Outbound, settle_streams
+from dcp_objstore.transfer.digests import block_digests
+from dcp_objstore.transfer.parts import part_count, plan_parts
+from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
+from dcp_objstore.transfer.upload import Uploaded, upload_object
+from dcp_objstore.transfer.workers import DaemonPool, worker_number
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.observe.dispatch import Channel
+    from dcp_objstore.save.session import Save
+    from dcp_objstore.transfer.upload import ByteArray
+
+
+def upload_items(
+    save: Save,
+    plan: SavePlan,
+    planner: SavePlanner,
+    config: TransferConfig,
+    warned_keys: set[str],
+) -> tuple[list[WriteResult], list[StoredObject]]:
+    """Put the items of a rank's plan; returns when all of them are on the store.
+
+    Args:
+        save: told of what is planned, hashed and sent.
+        plan: as the planner finished it.
+        planner: asked for the data of each item.
+        config: sizes, concurrency and time-outs.
+        warned_keys: of values that were warned about; keys are added.
+
+    Returns:
+        A result for each item, and the objects that were put, in their order.
+    """
+    settle_streams()  # tensors are read in another thread
+    store = save.open()
+    sized = [(item, item_bytes(item)) for item in plan.items]
+    # Pickled values first, as stock writers have it; then tensors in the plan's order, but the
+    # small ones together, so that a reader gets them with one request: an optimizer's step
+    # counts are read by every rank, whatever it reads of what would lie between them.
+    sized.sort(key=lambda pair: (pair[0].tensor_data is not None, pair[1] > DEFAULT_GAP_BYTES))
+    pending = deque(sized)
+    payload_bytes = sum(size_bytes for _, size_bytes in pending)
+    part_plan = plan_parts(
+        payload_bytes,
+        config.part_size_bytes,
+        max_object_size_bytes=config.max_object_size_bytes,
+        largest_item_bytes=max((size_bytes for _, size_bytes in pending), default=0),
+    )
+    results: list[WriteResult] = []
+    objects: list[StoredObject] = []
+    save.channel.tell(
+        Planned,
+        save.channel.began_at,
+        operation="save",
+        items=len(pending),
+        size_bytes=payload_bytes,
+        objects=max(1, -(-payload_bytes // part_plan.max_object_size_bytes)),
+        requests=part_count(payload_bytes, part_plan.part_size_bytes),
+    )
+    with DaemonPool(config.hash_threads, "hash") as hashers:
+        progress = Progress(config.stall_timeout_seconds, save.channel)
+        outbound = Outbound(part_plan, config, progress.check_stopped)
+        while pending:
+            layout = Layout(
+                pending,
+                planner.resolve_data,
+                part_plan,
+                hashers,
+                lambda key, body: warn_unsafe_value(body, key, warned_keys),
+                save.rank,
+                outbound,
+                block_digests if progress.channel is None else _told(progress.channel),
+                planner.digests if isinstance(planner, AgreeingSavePlanner) else {},
+            )
+            key = data_key(save.rank, len(objects), save.nonce)
+            uploaded = upload_object(store, key, layout.buffers(), part_plan, config, progress)
+            stored = _stored_object(key, uploaded, layout)
+            objects.append(stored)
+            results.extend(_write_results(stored, layout))
+    return results, objects
+
+
+def _told(channel: Channel) -> Callable[[ByteArray], bytes]:
+    """`block_digests` that is told of."""
+
+    def digests_of(piece: ByteArray) -> bytes:
+        began_at = time.monotonic()
+        digests = block_digests(piece)
+        channel.tell(Hashed, began_at, size_bytes=piece.nbytes, worker=worker_number())
+        return digests
+
+    return digests_of
+
+
+def _stored_object(key: str, uploaded: Uploaded, layout: Layout) -> StoredObject:
+    entry = ix.ObjectEntry(key, uploaded.size_bytes, uploaded.version.e_tag, layout.framing_digest)
+    return StoredObject(entry, uploaded.parts)
+
+
+def _write_results(stored: StoredObject, layout: Layout) -> list[WriteResult]:
+    return [
+        WriteResult(
+            index=placed.item.index,
+            size_in_bytes=placed.length,
+            storage_data=StoredItem(
+                stored,
+                placed.offset,
+                placed.length,
+                placed.payload_offset,
+                placed.payload_length,
+                placed.digest_bytes(),
+                placed.pickled,
+            ),
+        )
+        for placed in layout.placed
+    ]

@@ -1,0 +1,116 @@
+"""Writing to the memory of destination tensors, past torch where that is faster."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from dcp_objstore.state.geometry import Box
+    from dcp_objstore.transfer.upload import ByteArray
+
+
+class _Exposed:
+    """A tensor's memory as NumPy asks for it; an array made of this keeps the tensor alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.numel() * tensor.element_size(),),
+            "typestr": "|u1",
+        }
+
+
+def byte_memory(tensor: torch.Tensor) -> ByteArray | None:
+    """The bytes of a contiguous CPU tensor, writable; None where copies must go through torch.
+
+    They are written without asking torch, whose copy would start a team of OpenMP threads in each
+    of our workers. (Not by `tensor.numpy()`, after which a storage cannot be resized any more, nor
+    by `np.from_dlpack`, which makes read-only arrays in older versions of NumPy.)
+    """
+    if (
+        tensor.device.type != "cpu"
+        or type(tensor) is not torch.Tensor
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or not tensor.is_contiguous()
+        or not tensor.numel()
+    ):
+        return None
+    return np.asarray(_Exposed(tensor))
+
+
+class _Lent:
+    """An array's memory, as NumPy asks for it; dies with the last array made of it."""
+
+    def __init__(self, array: ByteArray) -> None:
+        self._array = array
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (array.ctypes.data, False),
+            "shape": array.shape,
+            "typestr": "|u1",
+        }
+
+
+def lend(array: ByteArray, give_back: Callable[[], object]) -> ByteArray:
+    """The same memory, as an array of which the last view's end calls `give_back`.
+
+    That may be in any thread, in the midst of whatever it does.
+    """
+    lent = _Lent(array)
+    weakref.finalize(lent, give_back).atexit = False
+    return cast("ByteArray", np.asarray(cast("Any", lent)))
+
+
+def device_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The bytes of a contiguous tensor of any device, as a view; None where there is no such."""
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or not tensor.is_contiguous()
+        or not tensor.numel()
+    ):
+        return None
+    return tensor.view(-1).view(torch.uint8)
+
+
+def count_write(tensor: torch.Tensor) -> None:
+    """Tell autograd of a write that went past torch."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def copy_elements(source: torch.Tensor, destination: torch.Tensor) -> None:
+    """Copy all elements, converting if need be."""
+    to = byte_memory(destination) if source.dtype == destination.dtype else None
+    have = None if to is None or source.is_quantized else byte_memory(source)
+    if to is None or have is None:
+        with torch.inference_mode(destination.is_inference()), torch.no_grad():
+            destination.copy_(source)
+    else:
+        to[:] = have
+        count_write(destination)
+
+
+def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The part of a tensor that a box covers."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def fits(wanted: Box, shape: tuple[int, ...]) -> bool:
+    """Whether the box lies within a tensor of this shape."""
+    return len(shape) == len(wanted.sizes) and all(
+        offset + size <= extent
+        for offset, size, extent in zip(wanted.offsets, wanted.sizes, shape, strict=True)
+    )
