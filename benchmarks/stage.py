@@ -81,7 +81,7 @@ def _fresh(state: State) -> Any:
 
 def _stager(name: str) -> Callable[[State], Any]:
     if name == OURS:
-        from dcp_objstore.save.staging.state import stage as ours
+        from dcp_objstore.write.staging.state import stage as ours
 
         return ours
     if name == FRESH:

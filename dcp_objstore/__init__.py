@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     )
     from dcp_objstore.inspect.entries import TensorEntry, ValueEntry
     from dcp_objstore.inspect.verify import Damage, VerifyReport
-    from dcp_objstore.load.api import load
-    from dcp_objstore.load.reader import ObjectStoreReader
     from dcp_objstore.observe.report import LoadReport, SaveReport
     from dcp_objstore.observe.trace import merge_traces
+    from dcp_objstore.read.api import load
+    from dcp_objstore.read.reader import ObjectStoreReader
     from dcp_objstore.run.claim_run import take_over
     from dcp_objstore.run.gc import SweepReport, sweep
     from dcp_objstore.run.manager import CheckpointManager
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     )
     from dcp_objstore.run.steps import RunStep, steps
     from dcp_objstore.run.upkeep import delete, pin, repair, unpin
-    from dcp_objstore.save.api import save
-    from dcp_objstore.save.async_save import AsyncSaveHandle, async_save
-    from dcp_objstore.save.writer import ObjectStoreWriter
     from dcp_objstore.state.per_rank import PerRank
     from dcp_objstore.state.random_state import RandomState
+    from dcp_objstore.write.api import save
+    from dcp_objstore.write.async_save import AsyncSaveHandle, async_save
+    from dcp_objstore.write.writer import ObjectStoreWriter
 
 _HOMES = {
     "PerRank": "dcp_objstore.state.per_rank",
@@ -68,8 +68,8 @@ _HOMES = {
     "KeepLatest": "dcp_objstore.run.retention",
     "RetentionPolicy": "dcp_objstore.run.retention",
     "StepFacts": "dcp_objstore.run.retention",
-    "ObjectStoreReader": "dcp_objstore.load.reader",
-    "ObjectStoreWriter": "dcp_objstore.save.writer",
+    "ObjectStoreReader": "dcp_objstore.read.reader",
+    "ObjectStoreWriter": "dcp_objstore.write.writer",
     "LoadReport": "dcp_objstore.observe.report",
     "SaveReport": "dcp_objstore.observe.report",
     "Damage": "dcp_objstore.inspect.verify",
@@ -80,10 +80,10 @@ _HOMES = {
     "load_state_dict": "dcp_objstore.inspect.checkpoint",
     "merge_traces": "dcp_objstore.observe.trace",
     "open": "dcp_objstore.inspect.checkpoint",
-    "load": "dcp_objstore.save.api",
-    "save": "dcp_objstore.save.api",
-    "AsyncSaveHandle": "dcp_objstore.save.async_save",
-    "async_save": "dcp_objstore.save.async_save",
+    "load": "dcp_objstore.write.api",
+    "save": "dcp_objstore.write.api",
+    "AsyncSaveHandle": "dcp_objstore.write.async_save",
+    "async_save": "dcp_objstore.write.async_save",
     "DeleteReport": "dcp_objstore.checkpoint.delete",
     "RepairReport": "dcp_objstore.checkpoint.repair",
     "RunEpoch": "dcp_objstore.checkpoint.claim",

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import dcp_objstore as dos
-from dcp_objstore.save import async_save as async_api
+from dcp_objstore.write import async_save as async_api
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import Bucket
 

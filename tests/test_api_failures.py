@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dcp_objstore as dos
 from dcp_objstore.distributed.failures import agree, typed_failures
-from dcp_objstore.save import async_save as async_api
+from dcp_objstore.write import async_save as async_api
 from tests.support.ranks import run_ranks, try_ranks
 
 
@@ -321,7 +321,7 @@ def test_ctrl_c_as_the_thread_has_begun_leaves_the_save_to_the_thread(
 
 _FORKS = """
 import os, sys, threading, torch, dcp_objstore as dos
-from dcp_objstore.save import async_save as async_api
+from dcp_objstore.write import async_save as async_api
 root, go_on, run_save = sys.argv[1], threading.Event(), async_api.run_save
 async_api.run_save = lambda *args: go_on.wait(60) and run_save(*args)
 first = dos.async_save({"w": torch.ones(2)}, root + "/parent")

@@ -32,8 +32,8 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     TransferStalledError,
 )
-from dcp_objstore.load.stored_checkpoint import Stored
-from dcp_objstore.load.tensor_read import TensorRead
+from dcp_objstore.read.stored_checkpoint import Stored
+from dcp_objstore.read.tensor_read import TensorRead
 from dcp_objstore.state import device
 from dcp_objstore.state.device import Inbound, Outbound, pinned_memory, plan_ring
 from dcp_objstore.state.ring import Ring

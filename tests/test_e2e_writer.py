@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import dcp_objstore as dos
 from dcp_objstore.checkpoint import probe
 from dcp_objstore.errors import CheckpointExistsError, RetryableError, SaveInProgressError
-from dcp_objstore.save.staging.state import staging_memory
+from dcp_objstore.write.staging.state import staging_memory
 from tests.support.checkpoints import (
     HookPlanner,
     Options,

@@ -26,9 +26,9 @@ from dcp_objstore.observe import events
 from dcp_objstore.observe.dispatch import Channel
 from dcp_objstore.observe.events import AnyEvent
 from dcp_objstore.observe.report import Bar
-from dcp_objstore.save import upload_items as uploading
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import Fault, FaultStore, Verb
+from dcp_objstore.write import upload_items as uploading
 from tests.support.listening import Heard, of
 from tests.support.proxy import Cut, NetworkProxy
 from tests.support.ranks import run_ranks

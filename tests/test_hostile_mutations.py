@@ -24,7 +24,7 @@ from dcp_objstore.checkpoint.marker import Marker, decode_marker
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.compat.transforms import check_archive
 from dcp_objstore.compat.values import check_safe
-from dcp_objstore.load.stored_checkpoint import open_source
+from dcp_objstore.read.stored_checkpoint import open_source
 from tests.support import hostile
 from tests.support import pickles as p
 from tests.support.memory_store import MemoryStore

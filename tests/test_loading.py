@@ -28,9 +28,9 @@ from dcp_objstore.errors import (
     TransferStalledError,
     UnsupportedError,
 )
-from dcp_objstore.load import item_read as gather
-from dcp_objstore.load.item_read import Backlog, GatherRead
-from dcp_objstore.load.stored_checkpoint import Stored
+from dcp_objstore.read import item_read as gather
+from dcp_objstore.read.item_read import Backlog, GatherRead
+from dcp_objstore.read.stored_checkpoint import Stored
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import Request, WrappedStore
 from dcp_objstore.transfer.progress import Progress

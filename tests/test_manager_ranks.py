@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dcp_objstore as dos
 from dcp_objstore.distributed.step_consensus import Boundaries
-from dcp_objstore.save import async_save as async_api
+from dcp_objstore.write import async_save as async_api
 from tests.support.ranks import RanksFailedError, run_ranks, try_ranks
 from tests.support.servers import Bucket
 

@@ -185,7 +185,7 @@ def load_across_hosts(
     rank: int, world: int, url: str, options: Options, dim: int | None, folder: str, hosts: int
 ) -> dos.LoadReport:
     """As if the ranks were on so many hosts, in turn; neighbours then have no memory in common."""
-    from dcp_objstore.load.peers import shared_memory as slots
+    from dcp_objstore.read.peers import shared_memory as slots
 
     boot_id = Path(folder) / f"host-{rank % hosts}"
     boot_id.write_text(f"host {rank % hosts}")

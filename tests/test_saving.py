@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemT
 import dcp_objstore as dos
 from dcp_objstore.errors import PermissionDeniedError, UntrustedPickleError
 from dcp_objstore.observe.report import size_text
-from dcp_objstore.save import finish as committing
-from dcp_objstore.save import layout
-from dcp_objstore.save import upload_items as uploading
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import Fault, FaultStore, Verb
+from dcp_objstore.write import finish as committing
+from dcp_objstore.write import layout
+from dcp_objstore.write import upload_items as uploading
 from tests.support.checkpoints import cause
 from tests.support.servers import Bucket
 

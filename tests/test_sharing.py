@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_objstore.load.peers.plan import NEED, Needs, SharedRequest, plan_sharing
+from dcp_objstore.read.peers.plan import NEED, Needs, SharedRequest, plan_sharing
 
 _BLOCK = 64
 

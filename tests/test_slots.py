@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dcp_objstore.load.peers import shared_memory as module
-from dcp_objstore.load.peers.shared_memory import Slots, SlotsAddress, attach
+from dcp_objstore.read.peers import shared_memory as module
+from dcp_objstore.read.peers.shared_memory import Slots, SlotsAddress, attach
 
 
 def read_there(address: SlotsAddress) -> bytes | None:

@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 
 import dcp_objstore as dos
-from dcp_objstore.save import async_save as async_api
-from dcp_objstore.save import upload_items as uploading
-from dcp_objstore.save.staging import regions as staging_regions
-from dcp_objstore.save.staging import state as staging
-from dcp_objstore.save.staging.memory import StagingMemory
-from dcp_objstore.save.staging.state import StagedState, Staging, stage
 from dcp_objstore.transfer import digests
+from dcp_objstore.write import async_save as async_api
+from dcp_objstore.write import upload_items as uploading
+from dcp_objstore.write.staging import regions as staging_regions
+from dcp_objstore.write.staging import state as staging
+from dcp_objstore.write.staging.memory import StagingMemory
+from dcp_objstore.write.staging.state import StagedState, Staging, stage
 from tests.support.checkpoints import HookPlanner
 from tests.support.lanes import LateLane, use_lane
 

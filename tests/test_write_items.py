@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dcp_objstore as dos
-from dcp_objstore.save import write_items
-from dcp_objstore.save.write_items import WriteItems
+from dcp_objstore.write import write_items
+from dcp_objstore.write.write_items import WriteItems
 
 
 @pytest.fixture

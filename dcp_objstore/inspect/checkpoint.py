@@ -25,11 +25,11 @@ from dcp_objstore.inspect.entries import TensorEntry, ValueEntry
 from dcp_objstore.inspect.fill import fill, new_tensor, whole
 from dcp_objstore.inspect.selection import Patterns, matching, nested
 from dcp_objstore.inspect.verify import VerifyReport, verify_source
-from dcp_objstore.load.planner import nearest
-from dcp_objstore.load.stored_checkpoint import open_source
 from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import size_text
+from dcp_objstore.read.planner import nearest
+from dcp_objstore.read.stored_checkpoint import open_source
 from dcp_objstore.stores.target import Target
 from dcp_objstore.transfer.workers import wait_for
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.load.stored_checkpoint import Source
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport
+    from dcp_objstore.read.stored_checkpoint import Source
     from dcp_objstore.state.geometry import Box
 
 

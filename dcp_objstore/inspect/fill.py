@@ -16,15 +16,15 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
 from dcp_objstore.inspect.selection import check_covered
-from dcp_objstore.load.session import plan_load, run_load
+from dcp_objstore.read.session import plan_load, run_load
 from dcp_objstore.state.geometry import Box
 
 if TYPE_CHECKING:
     import io
 
-    from dcp_objstore.load.stored_checkpoint import Source
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.report import LoadReport
+    from dcp_objstore.read.stored_checkpoint import Source
     from dcp_objstore.stores.target import Target
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
-from dcp_objstore.load.planner import nearest
+from dcp_objstore.read.planner import nearest
 from dcp_objstore.state.geometry import Box, fills
 
 if TYPE_CHECKING:

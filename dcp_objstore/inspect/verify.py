@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from dcp_objstore.checkpoint.index import ObjectEntry
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.load.stored_checkpoint import Source, Stored
     from dcp_objstore.observe.dispatch import Channel
+    from dcp_objstore.read.stored_checkpoint import Source, Stored
     from dcp_objstore.stores import ObjectStore
 
 _SHOWN = 3  # keys of a missing object that are named

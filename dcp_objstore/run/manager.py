@@ -18,9 +18,9 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.distributed.step_consensus import Boundaries
 from dcp_objstore.distributed.team import Team
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.load import api as load_api
 from dcp_objstore.observe.hooks import Hooks
 from dcp_objstore.observe.report import LoadReport, SaveReport, logger
+from dcp_objstore.read import api as load_api
 from dcp_objstore.run import claim_run as taking_over
 from dcp_objstore.run import steps as runs
 from dcp_objstore.run import upkeep
@@ -30,8 +30,8 @@ from dcp_objstore.run.resume import ResumeReport, SkippedStep, load_newest
 from dcp_objstore.run.retention import RetentionPolicy, as_policy
 from dcp_objstore.run.saves import Busy, RunSaves, check_busy
 from dcp_objstore.run.values import check_step, intervals
-from dcp_objstore.save import async_save as async_api
 from dcp_objstore.stores.target import Target
+from dcp_objstore.write import async_save as async_api
 
 if TYPE_CHECKING:
     import os

@@ -21,9 +21,9 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.report import SaveReport, logger
 from dcp_objstore.run.housekeeping import Retainer, step_url
 from dcp_objstore.run.values import check_step, user_metadata
-from dcp_objstore.save import api
-from dcp_objstore.save import async_save as async_api
 from dcp_objstore.transfer.workers import spawn
+from dcp_objstore.write import api
+from dcp_objstore.write import async_save as async_api
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunEpoch

@@ -17,9 +17,9 @@ from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.errors import InputError
-from dcp_objstore.save.claim import above, check_epoch
 from dcp_objstore.stores.target import Target
 from dcp_objstore.transfer.interruptible import PromptStore
+from dcp_objstore.write.claim import above, check_epoch
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunEpoch

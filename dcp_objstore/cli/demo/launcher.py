@@ -31,7 +31,7 @@ _WORKER_MODULE = "dcp_objstore.cli.demo.worker"
 # Imported once, before ranks are forked. The last three are imported at first use otherwise, by
 # every rank on its own; optimizers are what needs torch._dynamo. The only thread that these start
 # is NumPy's OpenBLAS's, which knows how to survive a fork.
-_PRELOAD = [_WORKER_MODULE, "torch._dynamo", "dcp_objstore.save.async_save", "obstore.store"]
+_PRELOAD = [_WORKER_MODULE, "torch._dynamo", "dcp_objstore.write.async_save", "obstore.store"]
 _LOG_TAIL_BYTES = 2000
 # Apple's frameworks do not survive a fork after torch was imported.
 _METHOD = "spawn" if sys.platform == "darwin" else "forkserver"

@@ -27,12 +27,12 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.observe import hooks
 from dcp_objstore.observe.report import SaveReport, logger
-from dcp_objstore.save.api import run_save
-from dcp_objstore.save.dcp_calls import aim, telling_failures
-from dcp_objstore.save.staging.state import Staging, staging_memory
-from dcp_objstore.save.writer import ObjectStoreWriter
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.transfer.workers import result_of, wait_until
+from dcp_objstore.write.api import run_save
+from dcp_objstore.write.dcp_calls import aim, telling_failures
+from dcp_objstore.write.staging.state import Staging, staging_memory
+from dcp_objstore.write.writer import ObjectStoreWriter
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from dcp_objstore.distributed.failures import agree, typed_failures
 from dcp_objstore.distributed.groups import current_rank
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError
-from dcp_objstore.load.peers.plan import NEED, Needs, Segment, SharedRequest, Sharing
-from dcp_objstore.load.peers.shared_memory import Slots, SlotsAddress, attach
+from dcp_objstore.read.peers.plan import NEED, Needs, Segment, SharedRequest, Sharing
+from dcp_objstore.read.peers.shared_memory import Slots, SlotsAddress, attach
 from dcp_objstore.state.geometry import Selection
 from dcp_objstore.transfer.ranges import RangeRequest, Span
 from dcp_objstore.transfer.workers import wait_for
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from dcp_objstore.load.session import PlannedLoad
-    from dcp_objstore.load.tensor_read import Block, Read
+    from dcp_objstore.read.session import PlannedLoad
+    from dcp_objstore.read.tensor_read import Block, Read
     from dcp_objstore.transfer.progress import Progress
 
 # Pieces that make up less of a stretch than this are packed; otherwise all of it is sent, which

@@ -32,7 +32,7 @@ from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES, RangeRequest, Span
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from dcp_objstore.load.stored_checkpoint import Source, Stored
+    from dcp_objstore.read.stored_checkpoint import Source, Stored
     from dcp_objstore.state.device import Inbound
     from dcp_objstore.state.geometry import Copy
     from dcp_objstore.transfer.upload import ByteArray

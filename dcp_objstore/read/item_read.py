@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
     from typing_extensions import Buffer
 
-    from dcp_objstore.load.stored_checkpoint import Stored
+    from dcp_objstore.read.stored_checkpoint import Stored
     from dcp_objstore.transfer.progress import Progress
 
 _POLL_SECONDS = 0.25

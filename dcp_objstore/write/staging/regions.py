@@ -15,8 +15,8 @@ import torch
 from dcp_objstore.config import MIB
 
 if TYPE_CHECKING:
-    from dcp_objstore.save.staging.memory import StagingMemory
     from dcp_objstore.transfer.upload import ByteArray
+    from dcp_objstore.write.staging.memory import StagingMemory
 
 # Regions are laid into slabs of this size, one after the other; a large one has its own.
 _SLAB_BYTES = 64 * MIB

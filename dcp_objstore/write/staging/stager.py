@@ -20,7 +20,7 @@ from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import ConfigError, SaveInProgressError
 from dcp_objstore.observe import hooks
 from dcp_objstore.observe.report import logger
-from dcp_objstore.save.staging.state import StagedState, stage, staging_memory
+from dcp_objstore.write.staging.state import StagedState, stage, staging_memory
 
 if TYPE_CHECKING:
     from dcp_objstore.observe.events import Staged

@@ -16,8 +16,8 @@ from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, BlockDigest
 from dcp_objstore.transfer.workers import DaemonPool
 
 if TYPE_CHECKING:
-    from dcp_objstore.save.staging.regions import Region
     from dcp_objstore.transfer.upload import ByteArray
+    from dcp_objstore.write.staging.regions import Region
 
 # A thread that copies takes this much at a time: whole digest blocks.
 _COPY_BYTES = 32 * MIB

@@ -24,16 +24,16 @@ from dcp_objstore.errors import SaveInProgressError, UnsupportedError
 from dcp_objstore.observe.events import Saved
 from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import SaveReport
-from dcp_objstore.save.claim import check_epoch, confirm
-from dcp_objstore.save.finish import commit_save, publish_for_stock_readers
-from dcp_objstore.save.layout import check_item
-from dcp_objstore.save.session import Save
-from dcp_objstore.save.staging.stager import KeptStager, OnBusy, note_children
-from dcp_objstore.save.upload_items import upload_items
 from dcp_objstore.state.dcp_metadata import build_index, stock_metadata
 from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer.workers import wait_for
+from dcp_objstore.write.claim import check_epoch, confirm
+from dcp_objstore.write.finish import commit_save, publish_for_stock_readers
+from dcp_objstore.write.layout import check_item
+from dcp_objstore.write.session import Save
+from dcp_objstore.write.staging.stager import KeptStager, OnBusy, note_children
+from dcp_objstore.write.upload_items import upload_items
 
 if TYPE_CHECKING:
     import os

@@ -28,13 +28,13 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     UnsupportedError,
 )
-from dcp_objstore.load.peers.exchange import Exchange, Share
-from dcp_objstore.load.peers.meeting import Offer, all_come, make_offer, open_once, share_out
-from dcp_objstore.load.session import PlannedLoad, plan_load, run_load
-from dcp_objstore.load.stored_checkpoint import Source, open_source
 from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import LoadReport, logger
+from dcp_objstore.read.peers.exchange import Exchange, Share
+from dcp_objstore.read.peers.meeting import Offer, all_come, make_offer, open_once, share_out
+from dcp_objstore.read.session import PlannedLoad, plan_load, run_load
+from dcp_objstore.read.stored_checkpoint import Source, open_source
 from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer.workers import wait_for

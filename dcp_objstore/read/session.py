@@ -18,8 +18,10 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     ObjectNotFoundError,
 )
-from dcp_objstore.load.item_read import Backlog, GatherRead
-from dcp_objstore.load.tensor_read import (
+from dcp_objstore.observe.events import Loaded, Planned
+from dcp_objstore.observe.report import LoadReport
+from dcp_objstore.read.item_read import Backlog, GatherRead
+from dcp_objstore.read.tensor_read import (
     Block,
     Read,
     TensorRead,
@@ -30,8 +32,6 @@ from dcp_objstore.load.tensor_read import (
     stored_of,
     warn_if_lossy,
 )
-from dcp_objstore.observe.events import Loaded, Planned
-from dcp_objstore.observe.report import LoadReport
 from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
 from dcp_objstore.stores.limiter import counting_retries
 from dcp_objstore.stores.protocol import AskableStore
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.load.peers.exchange import Exchange
-    from dcp_objstore.load.stored_checkpoint import Source
     from dcp_objstore.observe.dispatch import Channel
+    from dcp_objstore.read.peers.exchange import Exchange
+    from dcp_objstore.read.stored_checkpoint import Source
     from dcp_objstore.stores import ObjectStore
 
 

@@ -19,17 +19,17 @@ import torch.distributed as dist
 from dcp_objstore.distributed.failures import typed_failures
 from dcp_objstore.distributed.groups import current_rank
 from dcp_objstore.errors import DcpObjstoreError
-from dcp_objstore.load.peers.exchange import Share, needs_of
-from dcp_objstore.load.peers.plan import plan_sharing
 from dcp_objstore.observe.report import logger
+from dcp_objstore.read.peers.exchange import Share, needs_of
+from dcp_objstore.read.peers.plan import plan_sharing
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.load.peers.plan import Needs, Sharing
-    from dcp_objstore.load.session import PlannedLoad
-    from dcp_objstore.load.stored_checkpoint import Source
+    from dcp_objstore.read.peers.plan import Needs, Sharing
+    from dcp_objstore.read.session import PlannedLoad
+    from dcp_objstore.read.stored_checkpoint import Source
     from dcp_objstore.state.geometry import Selection
 
 # Of what all ranks would fetch otherwise; see `_worthwhile`.

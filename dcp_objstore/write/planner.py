@@ -14,8 +14,8 @@ from dcp_objstore.distributed.groups import current_rank
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import InvalidUrlError
 from dcp_objstore.observe.report import logger
-from dcp_objstore.save.staging.state import StagedState
-from dcp_objstore.save.write_items import WriteItems
+from dcp_objstore.write.staging.state import StagedState
+from dcp_objstore.write.write_items import WriteItems
 
 # Of this process: `dcp_objstore.async_save` has one save under way at a time.
 _staged_items = WriteItems()

@@ -16,8 +16,6 @@ from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import data_key
 from dcp_objstore.compat.values import warn_unsafe_value
 from dcp_objstore.observe.events import Hashed, Planned
-from dcp_objstore.save.layout import Layout, item_bytes
-from dcp_objstore.save.planner import AgreeingSavePlanner
 from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject
 from dcp_objstore.state.device import Outbound, settle_streams
 from dcp_objstore.transfer.digests import block_digests
@@ -26,14 +24,16 @@ from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
 from dcp_objstore.transfer.upload import Uploaded, upload_object
 from dcp_objstore.transfer.workers import DaemonPool, worker_number
+from dcp_objstore.write.layout import Layout, item_bytes
+from dcp_objstore.write.planner import AgreeingSavePlanner
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.dispatch import Channel
-    from dcp_objstore.save.session import Save
     from dcp_objstore.transfer.upload import ByteArray
+    from dcp_objstore.write.session import Save
 
 
 def upload_items(

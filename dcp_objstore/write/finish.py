@@ -21,8 +21,8 @@ from dcp_objstore.transfer.workers import wait_for
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from dcp_objstore.save.session import Save
     from dcp_objstore.stores import ObjectStore
+    from dcp_objstore.write.session import Save
 
 
 def commit_save(

@@ -17,10 +17,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from dcp_objstore.save.staging.copies import copy_by_torch, copy_host
-from dcp_objstore.save.staging.memory import StagingMemory
-from dcp_objstore.save.staging.regions import Region, copy_of, lay, plan_regions
 from dcp_objstore.state import device
+from dcp_objstore.write.staging.copies import copy_by_torch, copy_host
+from dcp_objstore.write.staging.memory import StagingMemory
+from dcp_objstore.write.staging.regions import Region, copy_of, lay, plan_regions
 
 if TYPE_CHECKING:
     from dcp_objstore.state.ring import Ticket

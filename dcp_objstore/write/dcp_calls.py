@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dcp_objstore.load.reader import ObjectStoreReader
-from dcp_objstore.save.writer import ObjectStoreWriter
+from dcp_objstore.read.reader import ObjectStoreReader
+from dcp_objstore.write.writer import ObjectStoreWriter
 
 if TYPE_CHECKING:
     pass

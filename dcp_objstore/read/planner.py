@@ -18,9 +18,9 @@ from dcp_objstore.distributed.groups import current_rank
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.observe.report import logger
-from dcp_objstore.save.planner import _same_url
 from dcp_objstore.state.per_rank import own_name
 from dcp_objstore.state.state_dict import Place
+from dcp_objstore.write.planner import _same_url
 
 _SHOWN = 10
 

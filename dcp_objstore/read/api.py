@@ -12,9 +12,9 @@ from torch.distributed.checkpoint import state_dict_loader
 from dcp_objstore.distributed.failures import agree, attempt, extended, typed_failures
 from dcp_objstore.distributed.groups import current_rank, is_alone, sync_group, world_group
 from dcp_objstore.errors import DcpObjstoreError
-from dcp_objstore.load.planner import AgreeingLoadPlanner
-from dcp_objstore.load.reader import ObjectStoreReader
 from dcp_objstore.observe.report import logger
+from dcp_objstore.read.planner import AgreeingLoadPlanner
+from dcp_objstore.read.reader import ObjectStoreReader
 from dcp_objstore.state.state_dict import ConvertedState, Place
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport
-from dcp_objstore.save.dcp_calls import aim, single_process_is_fine, telling_failures
+from dcp_objstore.write.dcp_calls import aim, single_process_is_fine, telling_failures
 
 _PARTLY = (
     "; tensors of the state may be partly filled, so load again, or from another checkpoint, before"

@@ -10,9 +10,9 @@ from torch.distributed.checkpoint import state_dict_saver
 
 from dcp_objstore.distributed.failures import agree, attempt, typed_failures
 from dcp_objstore.distributed.groups import current_rank, is_alone, sync_group
-from dcp_objstore.save.planner import AgreeingSavePlanner
-from dcp_objstore.save.writer import ObjectStoreWriter
 from dcp_objstore.state.state_dict import ConvertedState
+from dcp_objstore.write.planner import AgreeingSavePlanner
+from dcp_objstore.write.writer import ObjectStoreWriter
 
 if TYPE_CHECKING:
     import os
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import SaveReport
-from dcp_objstore.save.dcp_calls import aim, single_process_is_fine, telling_failures
+from dcp_objstore.write.dcp_calls import aim, single_process_is_fine, telling_failures
 
 
 def save(
