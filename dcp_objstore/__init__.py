@@ -80,7 +80,7 @@ _HOMES = {
     "load_state_dict": "dcp_objstore.inspect.checkpoint",
     "merge_traces": "dcp_objstore.observe.trace",
     "open": "dcp_objstore.inspect.checkpoint",
-    "load": "dcp_objstore.write.api",
+    "load": "dcp_objstore.read.api",
     "save": "dcp_objstore.write.api",
     "AsyncSaveHandle": "dcp_objstore.write.async_save",
     "async_save": "dcp_objstore.write.async_save",
