@@ -16,7 +16,8 @@ from types import ModuleType
 import pytest
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer
-from dcp_objstore.stores import client_makers, spec
+from dcp_objstore.stores import spec
+from dcp_objstore.stores.obstore import makers
 from tests.support.azurite import AzureBucket, Azurite
 from tests.support.servers import (
     BUCKET,
@@ -71,7 +72,7 @@ def memory_is_given_back() -> Iterator[None]:
     """What a module put into `memory://` stores goes with it, some gigabytes in all."""
     yield
     spec._cache.clear()
-    client_makers._memory.clear()
+    makers._memory.clear()
 
 
 @pytest.fixture(scope="session")

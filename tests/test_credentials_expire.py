@@ -22,7 +22,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.renewing import Renewing
+from dcp_objstore.stores.credentials.renewal import Renewing
 from tests.support.proxy import Asked, Fault, Refuse
 from tests.support.slow_sink import SlowSink
 

@@ -325,7 +325,7 @@ def test_azure_a_key_that_is_refused_says_that_nobody_can_renew_it(azurite: Azur
 def test_the_end_of_a_signature_is_told() -> None:
     from azure.storage.blob import generate_container_sas
 
-    from dcp_objstore.stores.azure_credentials import find_azure_credentials
+    from dcp_objstore.stores.credentials.azure import find_azure_credentials
 
     end = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
     sas = generate_container_sas(ACCOUNT, BUCKET, KEY, permission="r", expiry=end)

@@ -29,8 +29,8 @@ from dcp_objstore.doctor.speed import Rate, recommend
 from dcp_objstore.doctor.surroundings import Surroundings, versions
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.identity import shortened
-from dcp_objstore.stores.uploads import lifecycle_configuration
+from dcp_objstore.stores.diagnosis.identity import shortened
+from dcp_objstore.stores.uploads.lifecycle import lifecycle_configuration
 from tests.support.proxy import NetworkProxy
 from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket, MotoServer, RcloneServer
 from tests.support.tampering import Answer, Asked, TamperingProxy, flipped

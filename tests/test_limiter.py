@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_objstore.errors import TransferStalledError
-from dcp_objstore.stores.limiter import RETRY_BUDGET, Limiter, Retry
-from dcp_objstore.stores.pace import (
+from dcp_objstore.stores.admission.bounds import (
     LEAST_RATE_PER_SECOND,
     LEAST_WINDOW,
     OPEN_AFTER_SECONDS,
     Pace,
 )
+from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter, Retry
 
 # What happens, how much later, and for a throttled request: how long ago it was begun, how many
 # are in flight, what was done per second.
@@ -119,7 +119,7 @@ def test_whoever_holds_all_places_and_never_ends_stops_nobody_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a transport that gathers all buffers before it sends any."""
-    monkeypatch.setattr("dcp_objstore.stores.limiter._LONGEST_HOLD_SECONDS", 0.1)
+    monkeypatch.setattr("dcp_objstore.stores.admission.limiter._LONGEST_HOLD_SECONDS", 0.1)
     limiter = Limiter()
     lane = filled(limiter, 2)
     limiter.throttled(limiter._clock())

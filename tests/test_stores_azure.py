@@ -22,7 +22,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores import IfAbsent, ObjectStore, StoreSpec, open_store
-from dcp_objstore.stores.azure_credentials import find_azure_credentials
+from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from tests.store_contract import PART, ExpectedError, StoreContract
 from tests.support.azurite import ACCOUNT, KEY, AzureBucket, AzureDoor, Azurite
 from tests.support.servers import BUCKET, Bucket

@@ -25,8 +25,9 @@ from dcp_objstore.errors import (
     PreconditionFailedError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores import ObjectStore, StoreSpec, boto3_turns, open_store
-from dcp_objstore.stores.boto3_bodies import JoinedBuffers
+from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
+from dcp_objstore.stores.boto3 import turns as boto3_turns
+from dcp_objstore.stores.boto3.bodies import JoinedBuffers
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, IfAbsent, PiecewiseStore
 from tests.store_contract import PART, BucketContract, StoreContract
 from tests.support.proxy import Asked, Cut, NetworkProxy

@@ -8,7 +8,7 @@ import pytest
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import StoreSpec, open_store
-from dcp_objstore.stores.options import s3_settings
+from dcp_objstore.stores.options.check import s3_settings
 
 KEYS = {"key": "KEYOFMINE", "secret": "SECRETOFMINE"}
 

@@ -14,7 +14,7 @@ import pytest
 
 from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.google_credentials import find_gcs_credentials
+from dcp_objstore.stores.credentials.google import find_gcs_credentials
 from tests.support.servers import Bucket
 
 pytestmark = pytest.mark.backends("seaweed")

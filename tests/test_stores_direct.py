@@ -14,8 +14,8 @@ import pytest
 
 from dcp_objstore.errors import CorruptDataError, ObjectNotFoundError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.direct import WORTHWHILE_BYTES, DirectLane
-from dcp_objstore.stores.obstore_store import ObstoreStore
+from dcp_objstore.stores.obstore.direct import WORTHWHILE_BYTES, DirectLane
+from dcp_objstore.stores.obstore.store import ObstoreStore
 from dcp_objstore.stores.protocol import PiecewiseStore
 from tests.support.servers import Bucket
 

@@ -7,9 +7,9 @@ import pytest
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import StoreSpec, open_store
-from dcp_objstore.stores.client_makers import gcs_payer
-from dcp_objstore.stores.fsspec_options import make_filesystems
-from dcp_objstore.stores.options import s3_settings
+from dcp_objstore.stores.endpoint import gcs_payer
+from dcp_objstore.stores.fsspec.filesystems import make_filesystems
+from dcp_objstore.stores.options.check import s3_settings
 from dcp_objstore.stores.urls import parse_url
 from tests.support.servers import Bucket
 from tests.support.tampering import Asked, TamperingProxy

@@ -11,9 +11,9 @@ import pytest
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, PermissionDeniedError, StoreUnavailableError
-from dcp_objstore.stores import ObjectStore, fsspec_options, open_store
-from dcp_objstore.stores import fsspec_greeting as greeting
-from dcp_objstore.stores.fsspec_errors import translate_fsspec
+from dcp_objstore.stores import ObjectStore, open_store
+from dcp_objstore.stores.fsspec import filesystems, greeting
+from dcp_objstore.stores.fsspec.errors import translate_fsspec
 
 S3 = {"key": "a", "secret": "b"}
 GS: dict[str, object] = {"anon": True}
@@ -26,7 +26,7 @@ BOTH = pytest.mark.parametrize(
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(greeting, "_PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(greeting, "_PAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(fsspec_options, "ANSWER_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(filesystems, "ANSWER_TIMEOUT_SECONDS", 0.5)
 
 
 class Listener:

@@ -26,7 +26,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores import IfVersion, ObjectStore, StoreSpec, open_store
-from dcp_objstore.stores.google_credentials import find_gcs_credentials
+from dcp_objstore.stores.credentials.google import find_gcs_credentials
 from dcp_objstore.stores.wrappers import RecordingStore
 from tests.store_contract import PART, ExpectedError
 from tests.support.servers import Bucket, MotoServer

@@ -20,7 +20,7 @@ import pytest
 from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
 from dcp_objstore.errors import InputError, PermissionDeniedError, PreconditionFailedError
 from dcp_objstore.stores import IfAbsent, IfVersion, ObjectStore, StoreSpec, local, open_store
-from dcp_objstore.stores.uploads import open_uploads
+from dcp_objstore.stores.uploads.open import open_uploads
 from tests.store_contract import ExpectedError, keys, read
 
 

@@ -10,8 +10,9 @@ from obstore.exceptions import BaseError, UnknownConfigurationKeyError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores import StoreSpec, options
-from dcp_objstore.stores.option_table import OPTIONS, markdown
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.options import check as options
+from dcp_objstore.stores.options.table import OPTIONS, markdown
 
 # Of HTTP clients in general, not of S3: obstore takes them elsewhere.
 OF_CLIENTS = {"allow_http", "allow_invalid_certificates", "root_certificate"}

@@ -13,9 +13,9 @@ import pytest
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
-from dcp_objstore.stores.boto3_checksums import Checksums, checksums_for
-from dcp_objstore.stores.options import S3Settings
-from dcp_objstore.stores.servers import s3_checksum
+from dcp_objstore.stores.endpoint import s3_checksum
+from dcp_objstore.stores.options.check import S3Settings
+from dcp_objstore.stores.s3.checksums import Checksums, checksums_for
 from tests.support.servers import Bucket
 from tests.support.tampering import Asked, TamperingProxy
 

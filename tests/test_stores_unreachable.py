@@ -21,7 +21,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import ObjectStore, open_store
-from dcp_objstore.stores.translate import translate_obstore
+from dcp_objstore.stores.errors import translate_obstore
 from tests.support.servers import RcloneServer
 
 MIB = 1024 * 1024
@@ -145,7 +145,7 @@ def test_a_certificate_that_is_not_valid_says_how_to_name_ones_own() -> None:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcp_objstore.stores.clients._FIRST_RETRY_TIMEOUT_SECONDS", 0.0)
+    monkeypatch.setattr("dcp_objstore.stores.obstore.clients._FIRST_RETRY_TIMEOUT_SECONDS", 0.0)
 
 
 class Server:

@@ -10,7 +10,7 @@ import pytest
 
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec, open_store
-from dcp_objstore.stores.options import s3_settings
+from dcp_objstore.stores.options.check import s3_settings
 from dcp_objstore.stores.urls import parse_url
 
 

@@ -12,8 +12,8 @@ import pytest
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.options import S3Settings
-from dcp_objstore.stores.servers import s3_checksum
+from dcp_objstore.stores.endpoint import s3_checksum
+from dcp_objstore.stores.options.check import S3Settings
 from tests.support.servers import Bucket
 from tests.test_stores_s3_settings import carrying, requests_of
 from tests.test_stores_unreachable import VERBS
@@ -38,7 +38,7 @@ def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
     def sleep(seconds: float) -> None:
         raise AssertionError("a setting that is wrong was tried again")
 
-    monkeypatch.setattr("dcp_objstore.stores.retrying.time.sleep", sleep)
+    monkeypatch.setattr("dcp_objstore.stores.retries.time.sleep", sleep)
 
 
 @pytest.mark.parametrize("verb", VERBS)

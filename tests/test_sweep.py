@@ -37,7 +37,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import ObjectMeta, Version
-from dcp_objstore.stores.uploads import Upload
+from dcp_objstore.stores.uploads.unfinished import Upload
 from dcp_objstore.stores.wrappers import Fault, FaultStore, RecordingStore
 from tests.support.memory_store import LOST, UNANSWERED, MemoryStore, Put, TickingClock
 from tests.support.servers import Bucket

@@ -14,7 +14,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.errors import StoreUnavailableError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.limiter import Limiter, Retry, limiter_of
+from dcp_objstore.stores.admission.limiter import Limiter, Retry, limiter_of
 from tests.support.proxy import Asked, NetworkProxy, SlowDown
 from tests.support.servers import Bucket
 from tests.support.slow_sink import SlowSink
@@ -161,7 +161,7 @@ def test_a_store_that_says_slow_down_for_ever_fails_the_save_soon_and_says_so(
 def test_a_store_that_says_slow_down_for_ever_fails_the_load_within_the_shared_budget(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dcp_objstore.stores.limiter.RETRY_BUDGET", 6.0)
+    monkeypatch.setattr("dcp_objstore.stores.admission.limiter.RETRY_BUDGET", 6.0)
     url = bucket.at("step-1")
     with NetworkProxy(bucket.storage_options) as proxy:
         save(8 * PART_BYTES, url, proxy)

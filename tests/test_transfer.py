@@ -24,7 +24,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.limiter import limiter_of
+from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.wrappers import RecordingStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests, digest_count
 from dcp_objstore.transfer.download import fetch_ranges, worker_count

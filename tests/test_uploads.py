@@ -19,14 +19,10 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.uploads import (
-    Upload,
-    covering_days,
-    incomplete_upload_rule,
-    lifecycle_configuration,
-    open_uploads,
-    versioning,
-)
+from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
+from dcp_objstore.stores.uploads.open import open_uploads
+from dcp_objstore.stores.uploads.unfinished import Upload
+from tests.support.bucket_rules import incomplete_upload_rule, versioning
 from tests.support.servers import READ_ONLY, Bucket
 from tests.test_stores_errors import Scripted
 

@@ -23,14 +23,10 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.google_credentials import find_gcs_token
-from dcp_objstore.stores.uploads import (
-    covering_days,
-    incomplete_upload_rule,
-    lifecycle_configuration,
-    open_uploads,
-    versioning,
-)
+from dcp_objstore.stores.credentials.google import find_gcs_token
+from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
+from dcp_objstore.stores.uploads.open import open_uploads
+from tests.support.bucket_rules import incomplete_upload_rule, versioning
 from tests.support.servers import BUCKET, Bucket, FakeGcsServer, MotoServer
 from tests.test_stores_gcs import ShortLived, is_valid, post
 from tests.test_uploads import PART, begin_upload

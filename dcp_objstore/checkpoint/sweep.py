@@ -48,7 +48,7 @@ from dcp_objstore.checkpoint.sweep_plan import (
     plan_sweep,
 )
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
-from dcp_objstore.stores.uploads import Uploads
+from dcp_objstore.stores.uploads.unfinished import Uploads
 
 
 @dataclass(frozen=True, kw_only=True)

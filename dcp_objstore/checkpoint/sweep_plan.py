@@ -20,7 +20,7 @@ from dcp_objstore.checkpoint.names import (
 )
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.protocol import ObjectMeta
-from dcp_objstore.stores.uploads import Upload
+from dcp_objstore.stores.uploads.unfinished import Upload
 
 GRACE_SECONDS: Final = 24 * 3600.0
 LEAST_GRACE_SECONDS: Final = 3600.0

@@ -18,7 +18,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
-from dcp_objstore.stores.translate import advice_of, answer_of
+from dcp_objstore.stores.errors import advice_of, answer_of
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dcp_objstore.checkpoint.names import new_nonce
 from dcp_objstore.errors import DcpObjstoreError, InputError, UnsupportedError
-from dcp_objstore.stores.uploads import S3Uploads, open_bucket_uploads
+from dcp_objstore.stores.uploads.open import open_bucket_uploads
+from dcp_objstore.stores.uploads.s3 import S3Uploads
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.protocol import ObjectStore

@@ -22,15 +22,12 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
-from dcp_objstore.stores.fsspec_errors import status_and_code
-from dcp_objstore.stores.identity import Identity, identify
-from dcp_objstore.stores.server_clock import ask_server, named_server
-from dcp_objstore.stores.translate import http_code
-from dcp_objstore.stores.uploads import (
-    LIFECYCLE_DAYS,
-    S3Uploads,
-    covering_days,
-)
+from dcp_objstore.stores.diagnosis.identity import Identity, identify
+from dcp_objstore.stores.diagnosis.server import ask_server, named_server
+from dcp_objstore.stores.errors import http_code
+from dcp_objstore.stores.fsspec.errors import status_and_code
+from dcp_objstore.stores.uploads.lifecycle import LIFECYCLE_DAYS, covering_days
+from dcp_objstore.stores.uploads.s3 import S3Uploads
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.spec import StoreSpec

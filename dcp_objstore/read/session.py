@@ -33,7 +33,7 @@ from dcp_objstore.read.tensor_read import (
     warn_if_lossy,
 )
 from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
-from dcp_objstore.stores.limiter import counting_retries
+from dcp_objstore.stores.admission.limiter import counting_retries
 from dcp_objstore.stores.protocol import AskableStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.download import fetch_ranges

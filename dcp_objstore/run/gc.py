@@ -20,14 +20,15 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores.target import Target
-from dcp_objstore.stores.uploads import covering_days, lifecycle_configuration, open_uploads
+from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
+from dcp_objstore.stores.uploads.open import open_uploads
 from dcp_objstore.transfer.interruptible import PromptStore
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores import StoreSpec
-    from dcp_objstore.stores.local_uploads import LocalUploads
-    from dcp_objstore.stores.uploads import S3Uploads
+    from dcp_objstore.stores.uploads.local import LocalUploads
+    from dcp_objstore.stores.uploads.s3 import S3Uploads
 
 
 @dataclass(frozen=True, kw_only=True)

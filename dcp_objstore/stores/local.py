@@ -9,7 +9,7 @@ it guarantees, on a POSIX file system:
 - A version is (mtime in ns, inode, size). The mtime is set by us from the clock in full
   nanoseconds, so rewriting equal content gives another version.
 - A process that is killed leaves a temporary object at most, which `list` never shows and a sweep
-  removes (`local_uploads`). Its lock goes with it.
+  removes (`uploads.local`). Its lock goes with it.
 
 On a shared file system all of that is as good as its rename, link and locks. NFS keeps them (Linux
 sends `flock` to the server as a lock of the whole file) unless it is mounted with `nolock` or
@@ -43,7 +43,8 @@ from dcp_objstore.errors import (
     PreconditionFailedError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores.inputs import WatchedBuffers, as_buffers, check_buffer, check_range
+from dcp_objstore.stores.base import BaseStore
+from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer, check_range
 from dcp_objstore.stores.protocol import (
     Capabilities,
     IfAbsent,
@@ -52,7 +53,6 @@ from dcp_objstore.stores.protocol import (
     Precondition,
     Version,
 )
-from dcp_objstore.stores.rooted import RootedStore
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ _BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
 }
 
 
-class LocalStore(RootedStore):
+class LocalStore(BaseStore):
     """A store rooted at one folder, which is made by the first write."""
 
     def __init__(self, url: StoreUrl) -> None:

@@ -16,11 +16,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options import check_options, is_foreign, public_options, secret_names
+from dcp_objstore.stores.options.check import (
+    check_options,
+    is_foreign,
+    public_options,
+    secret_names,
+)
 from dcp_objstore.stores.urls import StoreUrl, parse_url
 
 if TYPE_CHECKING:
-    from dcp_objstore.stores.boto3_clients import Boto3Clients
+    from dcp_objstore.stores.boto3.clients import Boto3Clients
     from dcp_objstore.stores.protocol import ObjectStore
 
 C = TypeVar("C")
@@ -49,7 +54,7 @@ class StoreSpec:
 
     Attributes:
         url: the root, in its normal form.
-        storage_options: in fsspec spelling; see `dcp_objstore.stores.options`. Or
+        storage_options: in fsspec spelling; see `dcp_objstore.stores.options.check`. Or
             `{"fs": filesystem}`, a filesystem of fsspec, which then carries the requests; it counts
             as a secret as a whole.
         config: time-outs and retries; and the transport, also where it was given as a storage
@@ -69,7 +74,7 @@ class StoreSpec:
         """Check everything that needs no connection."""
         parsed = parse_url(self.url, _schemes_of(self.storage_options))
         given, config = _with_transport(self.storage_options, self.config)
-        options = check_options(parsed.scheme, given)
+        options = _checked(parsed.scheme, given)
         _opener(parsed.scheme, options, config)
         object.__setattr__(self, "url", str(parsed))
         object.__setattr__(self, "storage_options", options)
@@ -105,7 +110,7 @@ class StoreSpec:
         Raises:
             ConfigError, CredentialsError: see `Boto3Clients`.
         """
-        from dcp_objstore.stores.boto3_clients import Boto3Clients
+        from dcp_objstore.stores.boto3.clients import Boto3Clients
 
         return self._shared(Boto3Clients)
 
@@ -176,25 +181,25 @@ def _open_local(spec: StoreSpec) -> ObjectStore:
 
 
 def _open_obstore(spec: StoreSpec) -> ObjectStore:
-    from dcp_objstore.stores.clients import make_clients
-    from dcp_objstore.stores.obstore_store import ObstoreStore, guard_fork
+    from dcp_objstore.stores.obstore.clients import make_clients
+    from dcp_objstore.stores.obstore.store import ObstoreStore, guard_fork
 
     guard_fork()
     return ObstoreStore(spec.parsed, spec._shared(make_clients))
 
 
 def _open_boto3(spec: StoreSpec) -> ObjectStore:
-    from dcp_objstore.stores.boto3_store import Boto3Store
+    from dcp_objstore.stores.boto3.store import Boto3Store
 
     return Boto3Store(spec.parsed, spec.boto3_clients())
 
 
 def _open_fsspec(spec: StoreSpec) -> ObjectStore:
-    from dcp_objstore.stores.fsspec_gcs import GcsfsStore
-    from dcp_objstore.stores.fsspec_options import make_filesystems
-    from dcp_objstore.stores.fsspec_s3 import S3fsStore
-    from dcp_objstore.stores.fsspec_store import FsspecStore
-    from dcp_objstore.stores.fsspec_ways import is_gcsfs, is_s3fs
+    from dcp_objstore.stores.fsspec.filesystems import make_filesystems
+    from dcp_objstore.stores.fsspec.gcs import GcsfsStore
+    from dcp_objstore.stores.fsspec.kinds import is_gcsfs, is_s3fs
+    from dcp_objstore.stores.fsspec.s3 import S3fsStore
+    from dcp_objstore.stores.fsspec.store import FsspecStore
 
     filesystems = spec._shared(make_filesystems)
     kind = FsspecStore
@@ -258,9 +263,17 @@ def _schemes_of(options: Mapping[str, object] | None) -> Collection[str]:
     """The schemes of a filesystem among the options."""
     if not isinstance(options, Mapping) or options.get("fs") is None:
         return ()
-    from dcp_objstore.stores.fsspec_options import protocols
+    from dcp_objstore.stores.fsspec.filesystems import protocols
 
     return protocols(options["fs"])
+
+
+def _checked(scheme: str, options: Mapping[str, object] | None) -> dict[str, object]:
+    if isinstance(options, Mapping) and options.get("fs") is not None:
+        from dcp_objstore.stores.fsspec.filesystems import check_filesystem
+
+        return check_filesystem(scheme, {k: v for k, v in options.items() if v is not None})
+    return check_options(scheme, options)
 
 
 def open_store(

@@ -11,10 +11,10 @@ import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 from dcp_objstore.errors import InvalidUrlError
-from dcp_objstore.stores.fsspec_schemes import is_known
 
 Scheme = Literal["s3", "gs", "az", "file", "memory"]
 SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "az", "file", "memory")
@@ -40,6 +40,36 @@ _FOREIGN = {
     "local": "file",
     "mem": "memory",
 }
+# They stand around another filesystem or inside one object, or are no stores at all. What they
+# need more than a URL, only a filesystem object has: storage_options={"fs": filesystem}.
+_ONLY_AS_OBJECTS = frozenset(
+    {
+        "async_wrapper",
+        "asynclocal",
+        "asyncwrapper",
+        "blockcache",
+        "cached",
+        "dask",
+        "data",
+        "dir",
+        "file",
+        "filecache",
+        "generic",
+        "http",
+        "https",
+        "gist",
+        "git",
+        "libarchive",
+        "local",
+        "memory",
+        "pyscript",
+        "reference",
+        "root",
+        "simplecache",
+        "tar",
+        "zip",
+    }
+)
 # `abfss://container@account.dfs.core.windows.net/prefix`, as Hadoop and Azure's portal write it.
 _AZURE_ACCOUNT = re.compile(r"([a-z0-9-]+)@([a-z0-9]{3,24})\.(?:dfs|blob)\.[a-z.]+\Z")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -97,7 +127,9 @@ def parse_url(url: object, also: Collection[str] = ()) -> StoreUrl:
         )
     scheme = _ALIASES.get(head.lower())
     if scheme is None:
-        if head.lower() in also or (head.lower() not in _FOREIGN and is_known(head.lower())):
+        if head.lower() in also or (
+            head.lower() not in _FOREIGN and is_known_to_fsspec(head.lower())
+        ):
             return _foreign_url(url, head.lower(), rest)
         raise InvalidUrlError(_unknown_scheme(head))
     if scheme == "file":
@@ -130,6 +162,18 @@ def parse_url(url: object, also: Collection[str] = ()) -> StoreUrl:
     return StoreUrl(
         scheme, bucket, _check_segments(prefix.removesuffix("/"), _shown(url), empty_ok=True)
     )
+
+
+def is_known_to_fsspec(scheme: str) -> bool:
+    """Whether fsspec itself or an installed package brings a filesystem for the scheme.
+
+    Known does not mean installed: the package may be missing still, which opening it tells.
+    """
+    if scheme in _ONLY_AS_OBJECTS or find_spec("fsspec") is None:
+        return False
+    from fsspec.registry import known_implementations, registry
+
+    return scheme in known_implementations or scheme in registry
 
 
 def is_supported_url(url: object) -> bool:
@@ -234,7 +278,7 @@ def _not_a_string(url: object) -> str:
 
 def _no_scheme(url: str) -> str:
     broken = re.match(r"([A-Za-z0-9]+):/(?!/)(.*)", url)
-    if broken and (broken[1].lower() in _ALIASES or is_known(broken[1].lower())):
+    if broken and (broken[1].lower() in _ALIASES or is_known_to_fsspec(broken[1].lower())):
         whole = f"{broken[1]}://{broken[2]}"
         return f"{_shown(url)} has lost a slash (pathlib does that): write {_shown(whole)}"
     known = ", ".join(f"{scheme}://" for scheme in SCHEMES)

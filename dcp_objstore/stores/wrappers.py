@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from dcp_objstore.stores.inputs import WatchedBuffers, as_buffers
+from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers
 from dcp_objstore.stores.protocol import (
     Capabilities,
     ObjectMeta,

@@ -24,7 +24,7 @@ import numpy as np
 
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.events import RangeRead, Retried
-from dcp_objstore.stores.limiter import lane_for
+from dcp_objstore.stores.admission.limiter import lane_for
 from dcp_objstore.stores.protocol import (
     REST_SIZE_BYTES,
     AskableStore,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores.limiter import Lane
+    from dcp_objstore.stores.admission.limiter import Lane
     from dcp_objstore.stores.protocol import ObjectStore
 
 T = TypeVar("T")

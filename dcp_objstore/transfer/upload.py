@@ -5,7 +5,7 @@ thread waits in short steps, so Ctrl-C and the stall watchdog act at once: they 
 raise, which makes the transport abort its multipart upload, and if even that takes too long the
 thread is left behind and the possible orphan is named in the error.
 
-Each part waits for its turn where the store is throttling (`stores.limiter`): the transport pulls
+Each part waits for its turn where the store is throttling (`stores.admission`): the transport pulls
 what it sends next, so it can be held back there. Parts are told by their place in the stream: one
 is under way from when its last byte is handed over until a buffer that reaches into it is dropped.
 
@@ -30,7 +30,7 @@ import numpy as np
 
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
-from dcp_objstore.stores.limiter import Lane, lane_for
+from dcp_objstore.stores.admission.limiter import Lane, lane_for
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count
 from dcp_objstore.transfer.progress import Progress

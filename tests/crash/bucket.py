@@ -28,7 +28,7 @@ from dcp_objstore.stores.protocol import (
     Precondition,
     Version,
 )
-from dcp_objstore.stores.uploads import Upload
+from dcp_objstore.stores.uploads.unfinished import Upload
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -327,7 +327,7 @@ class Connection:
 
 
 class ConnectionUploads:
-    """As `stores.uploads.S3Uploads`."""
+    """As `stores.uploads.s3.S3Uploads`."""
 
     def __init__(self, connection: Connection, root: str) -> None:
         self.connection, self.prefix = connection, root

@@ -1,0 +1,321 @@
+"""`Limiter`: what all saves and loads of a process may ask of one bucket at one endpoint.
+
+It costs a lock per request while nothing is throttled. When the store says 429 or 503 (told by an
+adapter that retries itself) or requests take several times as long as they did (the only sign
+where the transport retries inside, as in multipart uploads over obstore), fewer are begun: see
+`Pace`. A `Lane` is one transfer's share of it. None of them can wait for ever: a lane with nothing
+in flight gets its turn whatever the others hold, and nobody waits for a free place longer than 5 s.
+
+Retries that are ours are counted here, and only here: `spend_retry`, `note_retry`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from dcp_objstore.stores.admission.bounds import Pace
+
+if TYPE_CHECKING:
+    from dcp_objstore.stores.protocol import ObjectStore
+
+# Retries of this process that may be under way on credit, as in the SDKs of AWS (500 tokens at 5
+# each): an outage of half a minute takes some 8 for each of 8 connections.
+RETRY_BUDGET = 100.0
+_REFUND = 0.2  # per success: about every fifth request may be a retry for ever
+_LONGEST_HOLD_SECONDS = 5.0
+_STEP_SECONDS = 0.25
+# So late may a request be begun without the next one having to wait for it.
+_BURST_SECONDS = 0.05
+# What counts as lately, for the successes per second: longer than the pauses before retries.
+_LATELY_SECONDS = 2.0
+_LEAST_SPAN_SECONDS = 0.5
+_FEW = 5
+# A request that the transport sends again out of sight takes at least this longer: its first
+# pause, which `clients` sets.
+HIDDEN_PAUSE_SECONDS = 1.0
+_SLOW_FACTOR = 2.5
+_SLOW_SECONDS = 0.9 * HIDDEN_PAUSE_SECONDS
+_SLOW_AMONG = 16  # of so many, two slow ones tell; one alone may be the network
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """A request is about to be sent again.
+
+    Attributes:
+        verb: of `ObjectStore`.
+        key: in the bucket.
+        number: of this request's retries, from 1.
+        pause_seconds: before it.
+        throttled: whether the store had said to slow down.
+        reason: of the failure, in words, without credentials.
+    """
+
+    verb: str
+    key: str
+    number: int
+    pause_seconds: float
+    throttled: bool
+    reason: str
+
+
+class Limiter:
+    """See the module. Safe from many threads, and from within weak references' callbacks."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # Re-entrant, because places are given back by weak references.
+        self._changed = threading.Condition(threading.RLock())
+        self._pace = Pace()
+        self._in_flight = 0
+        self._next_at = 0.0
+        self._done: deque[float] = deque(maxlen=256)
+        self._budget = RETRY_BUDGET
+        self._listeners: list[Callable[[Retry], None]] = []
+        self.retries = 0
+
+    @property
+    def pace(self) -> Pace:
+        """As it is now."""
+        return self._pace
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of all lanes."""
+        return self._in_flight
+
+    def lane(self, *, judged: bool) -> Lane:
+        """A transfer's share.
+
+        Args:
+            judged: whether slow requests tell that the store is throttling; False where the
+                adapter says so itself.
+        """
+        return Lane(self, judged=judged)
+
+    def throttled(self, begun_at: float) -> None:
+        """A request that was begun at `begun_at` was put off by the store."""
+        with self._changed:
+            now = self._clock()
+            lately = [at for at in self._done if now - at <= _LATELY_SECONDS]
+            span_seconds = max(now - lately[0], _LEAST_SPAN_SECONDS) if lately else 1.0
+            self._pace = self._pace.throttled(
+                now, begun_at, self._in_flight, len(lately) / span_seconds
+            )
+
+    def succeeded(self) -> None:
+        """A request was answered."""
+        with self._changed:
+            now = self._clock()
+            self._done.append(now)
+            self._budget = min(RETRY_BUDGET, self._budget + _REFUND)
+            self._pace = self._pace.succeeded(now)
+
+    def spend_retry(self) -> bool:
+        """Whether the budget that all requests share allows one more retry; it is then taken."""
+        with self._changed:
+            if self._budget < 1:
+                return False
+            self._budget -= 1
+            return True
+
+    def note_retry(self, retry: Retry) -> None:
+        """A request of ours is about to be sent again: count it, and tell who listens."""
+        with self._changed:
+            self.retries += 1
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener(retry)
+
+    @contextmanager
+    def listening(self, listener: Callable[[Retry], None]) -> Iterator[None]:
+        """Meanwhile `listener` is called with every retry, in the thread that makes it.
+
+        Retries of all that goes on in the bucket: tell them apart by their keys.
+        """
+        with self._changed:
+            self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._listeners.remove(listener)
+
+    def wait_turn(self, check: Callable[[], None] = lambda: None) -> None:
+        """Wait for what the rate allows. `check` is called now and then, and may raise."""
+        while (seconds := self._turn()) > 0:
+            check()
+            with self._changed:
+                self._changed.wait(min(seconds, _STEP_SECONDS))
+
+    def _turn(self) -> float:
+        """Take the next turn, or say how long it is away."""
+        with self._changed:
+            if self._pace.is_open:
+                return 0.0
+            now = self._clock()
+            if self._next_at - now > _BURST_SECONDS:
+                return self._next_at - now
+            self._next_at = max(self._next_at, now) + 1 / self._pace.rate(now)
+            return 0.0
+
+    def _wait_place(self, lane: Lane, check: Callable[[], None]) -> None:
+        """Wait for a place in the window, and take it; then for the turn."""
+        with self._changed:
+            began = self._clock()
+            while (
+                lane.in_flight
+                and self._in_flight >= self._pace.window
+                and self._clock() - began < _LONGEST_HOLD_SECONDS
+            ):
+                check()
+                lane.look()
+                self._changed.wait(_STEP_SECONDS)
+            self._in_flight += 1
+        try:
+            self.wait_turn(check)
+        except BaseException:
+            self._give_back(1)
+            raise
+
+    def _give_back(self, places: int) -> None:
+        with self._changed:
+            self._in_flight -= places
+            self._changed.notify_all()
+
+
+class Lane:
+    """One transfer's requests. `close` it, whatever happens: it gives back all its places."""
+
+    def __init__(self, limiter: Limiter, *, judged: bool) -> None:
+        self._limiter = limiter
+        self._judged = judged
+        self._begun: dict[Hashable, float] = {}
+        self._slow: set[Hashable] = set()
+        self._took: deque[float] = deque(maxlen=2 * _SLOW_AMONG)
+        self._verdicts: deque[bool] = deque(maxlen=_SLOW_AMONG)
+        self._closed = False
+
+    @property
+    def in_flight(self) -> int:
+        """Of this lane."""
+        return len(self._begun)
+
+    def begin(self, request: Hashable, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until a request may begin. `check` is called while waiting, and may raise."""
+        limiter = self._limiter
+        if request in self._begun:
+            return
+        self.look()
+        limiter._wait_place(self, check)
+        with limiter._changed:
+            if self._closed:
+                limiter._give_back(1)
+            else:
+                self._begun[request] = limiter._clock()
+
+    def end(self, request: Hashable, *, answered: bool = True) -> None:
+        """It has ended; one that had before, or never began, is no error."""
+        limiter = self._limiter
+        with limiter._changed:
+            begun_at = self._begun.pop(request, None)
+            if begun_at is None:
+                return
+            seconds = limiter._clock() - begun_at
+            if request in self._slow:
+                self._slow.remove(request)
+            else:
+                self._judge(begun_at, seconds)
+            self._took.append(seconds)
+            limiter._give_back(1)
+            if answered:
+                limiter.succeeded()
+
+    def look(self) -> None:
+        """Judge those that are still under way by their age."""
+        with self._limiter._changed:
+            now = self._limiter._clock()
+            for request, begun_at in list(self._begun.items()):
+                if request not in self._slow and self._is_slow(now - begun_at):
+                    self._slow.add(request)
+                    self._judge(begun_at, now - begun_at)
+
+    def close(self) -> None:
+        """Give everything back. What ends later is not heard any more."""
+        with self._limiter._changed:
+            self._closed = True
+            self._limiter._give_back(len(self._begun))
+            self._begun.clear()
+
+    def _is_slow(self, seconds: float) -> bool:
+        if not self._judged or seconds < _SLOW_SECONDS or len(self._took) < _FEW:
+            return False
+        usual = sorted(self._took)[(len(self._took) - 1) // 5]
+        return seconds > max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS)
+
+    def _judge(self, begun_at: float, seconds: float) -> None:
+        slow = self._is_slow(seconds)
+        known = any(self._verdicts)
+        self._verdicts.append(slow)
+        if slow and (known or not self._limiter.pace.is_open):
+            self._limiter.throttled(begun_at)
+
+
+_limiters: dict[tuple[str | None, str, str], Limiter] = {}
+_lock = threading.Lock()
+
+
+def limiter_at(endpoint_url: str | None, scheme: str, bucket: str) -> Limiter:
+    """The one of this process for a bucket at an endpoint (None: the provider's own)."""
+    with _lock:
+        return _limiters.setdefault((endpoint_url, scheme, bucket), Limiter())
+
+
+def limiter_of(store: ObjectStore) -> Limiter:
+    """The one of this process for the store's bucket and `endpoint_url`, if it has one."""
+    url = urlsplit(store.url)
+    return limiter_at(getattr(store, "endpoint_url", None), url.scheme, url.netloc)
+
+
+def lane_for(store: ObjectStore, verb: str) -> Lane:
+    """A transfer's share of the store, for requests of one verb.
+
+    Slow requests count as throttled, unless the adapter tells of such itself: it then names the
+    verb in its attribute `tells_throttling`.
+    """
+    return limiter_of(store).lane(judged=verb not in getattr(store, "tells_throttling", ()))
+
+
+@contextmanager
+def counting_retries(store: ObjectStore) -> Iterator[Callable[[], int | None]]:
+    """Yields what tells how many requests below the store's root were sent again meanwhile.
+
+    It tells None where the adapter's transport retries reads out of sight.
+    """
+    count = 0
+    root = urlsplit(store.url).path.strip("/")
+    known = "get_range" in getattr(store, "tells_throttling", ())
+
+    def listen(retry: Retry) -> None:
+        nonlocal count
+        count += not root or retry.key.startswith(f"{root}/")
+
+    with limiter_of(store).listening(listen):
+        yield lambda: count if known else None
+
+
+def _forget_after_fork() -> None:
+    global _lock  # noqa: PLW0603  the parent's may be held by a thread that is not here
+    _lock = threading.Lock()
+    _limiters.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,44 @@
+"""`BaseStore`: what all adapters are, a store rooted at one URL whose errors say where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.stores.urls import StoreUrl
+
+
+class BaseStore:
+    """A base of the adapters.
+
+    Args:
+        url: the root; keys are relative to it.
+    """
+
+    def __init__(self, url: StoreUrl) -> None:
+        self._url = url
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("a store holds connections and is not pickled; pickle its StoreSpec")
+
+    @property
+    def url(self) -> str:
+        """The root, without credentials."""
+        return str(self._url)
+
+    @contextmanager
+    def _located(
+        self, key: str | None, translate: Callable[[Exception], DcpObjstoreError]
+    ) -> Iterator[None]:
+        """Translate what is raised, and say in it which object of which store it was about."""
+        try:
+            yield
+        except DcpObjstoreError as error:
+            error.at(object_key=key, url=self.url)
+            raise
+        except Exception as error:
+            raise translate(error).at(object_key=key, url=self.url) from error

@@ -1,0 +1,1 @@
+"""The transport `boto3`: s3:// over boto3."""

@@ -1,0 +1,162 @@
+"""The one place where errors of boto3 become ours: by the store's code, by status, by type.
+
+Unlike obstore's, botocore's errors carry status and code as attributes, and connections that fail
+have classes of their own, so no text is read here.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+from collections.abc import Iterator
+from typing import Any
+
+from dcp_objstore.errors import (
+    ConfigError,
+    CredentialsError,
+    DcpObjstoreError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+)
+from dcp_objstore.stores.boto3.bodies import BrokenOffError
+from dcp_objstore.stores.errors import NO_STORE, advice_on, kind_of_answer, redacted
+
+_NO_SUCH_KEY = "NoSuchKey"
+# And nothing else, so that no object can be missing.
+_NEED_A_BUCKET = ("ListObjectsV2", "PutObject", "CreateMultipartUpload")
+_NO_SUCH_UPLOAD = "NoSuchUpload"
+
+
+def translate_boto3(error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
+    """Turn what a boto3 call raised into an error of ours.
+
+    Credentials and signatures that a store tells back are left out, in the text and in `error`.
+
+    Args:
+        conditional: the request had an `If-Match`: an absent key then fails the precondition.
+    """
+    if isinstance(error, DcpObjstoreError):
+        return error
+    from botocore import exceptions as boto
+
+    # In place, because it stays as the cause of ours and is shown with it.
+    error.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in error.args)
+    if isinstance(error, boto.ClientError):
+        return _answer(error, conditional)
+    if isinstance(error, KeyError) and error.args in (("ETag",), ("UploadId",)):
+        # A write may have taken effect all the same.
+        return StoreUnavailableError(f"{NO_STORE}: its answer has no {error.args[0]}")
+    kind, what = _no_answer(error)
+    return kind(f"{what}: {redacted(str(error))}")
+
+
+def code_of(error: Any) -> str:
+    """The store's `<Code>` in a `ClientError`; its status as text where the answer had no body."""
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def status_of(error: Any) -> int | None:
+    """The HTTP status in a `ClientError`."""
+    status: int | None = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return status
+
+
+def is_upload_gone(error: Any) -> bool:
+    """Whether a `ClientError` says that a multipart upload was completed or aborted."""
+    return code_of(error) == _NO_SUCH_UPLOAD
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The error, letting go of what a request that failed held: its body is the caller's memory."""
+    from botocore.exceptions import HTTPClientError
+
+    for one in _chain(error):
+        one.with_traceback(None)
+        if isinstance(one, HTTPClientError):
+            one.request = None
+    return error
+
+
+def _answer(error: Any, conditional: bool) -> DcpObjstoreError:
+    status, code = status_of(error), code_of(error)
+    kind = kind_of_answer(status, code) or DcpObjstoreError
+    if code == _NO_SUCH_KEY and conditional:
+        kind = PreconditionFailedError  # If-Match on an absent key: 404 on AWS and moto
+    if code == _NO_SUCH_UPLOAD:
+        return StoreUnavailableError(f"the store lost this upload in its midst: {error}")
+    missing = status == http.client.NOT_FOUND and code in ("", str(status))
+    if missing and not conditional and error.operation_name in _NEED_A_BUCKET:
+        return ConfigError(f"{NO_STORE}, and that the bucket exists: {error} (status {status})")
+    advice = advice_on(kind, status, code) or type(error).__name__
+    return kind(f"{advice}: {error}")
+
+
+def _no_answer(error: Exception) -> tuple[type[DcpObjstoreError], str]:
+    """The error of ours for a request that got no answer, and what happened, in words."""
+    from botocore import exceptions as boto
+
+    for cause in _chain(error):
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return ConfigError, (
+                "the server's TLS certificate is not valid here; for a certificate of your own set"
+                " storage_options={'verify': 'path of the CA'}"
+            )
+        if isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER":
+            return ConfigError, (
+                "the server does not speak TLS; endpoint_url should begin with http:// if it really"
+                " has no TLS"
+            )
+        # RemoteDisconnected is a BadStatusLine, too.
+        if type(cause) is http.client.BadStatusLine:
+            return ConfigError, (
+                "the server's answer is no HTTP; endpoint_url should begin with https:// if it"
+                " speaks TLS"
+            )
+    kinds: tuple[tuple[tuple[type[BaseException], ...], type[DcpObjstoreError], str], ...] = (
+        (
+            (
+                boto.CredentialRetrievalError,
+                boto.NoAuthTokenError,
+                boto.NoCredentialsError,
+                boto.PartialCredentialsError,
+                boto.ProfileNotFound,
+                boto.SSOError,
+                boto.TokenRetrievalError,
+                *([boto.LoginError] if hasattr(boto, "LoginError") else []),  # since 1.41
+            ),
+            CredentialsError,
+            "there are no credentials, or they could not be renewed",
+        ),
+        (
+            (boto.EndpointConnectionError, boto.ProxyConnectionError),
+            StoreUnavailableError,
+            "no connection could be made; check endpoint_url and that the server runs",
+        ),
+        (
+            (boto.ConnectTimeoutError, boto.ReadTimeoutError),
+            StoreUnavailableError,
+            "no answer in time; check endpoint_url, the network and any proxy or firewall",
+        ),
+        (
+            (boto.HTTPClientError, boto.ConnectionError, BrokenOffError, OSError),
+            StoreUnavailableError,
+            "the connection to the store was lost",
+        ),
+        ((boto.BotoCoreError, ValueError, TypeError), ConfigError, "boto3 refused the request"),
+    )
+    for types, kind, what in kinds:
+        if isinstance(error, types):
+            return kind, what
+    return DcpObjstoreError, type(error).__name__
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and what it was raised for; urllib3 keeps some of that in `args` and `reason`."""
+    seen: set[int] = set()
+    waiting: list[object] = [error]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, BaseException) and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            waiting += [*one.args, one.__cause__, one.__context__, getattr(one, "reason", None)]

@@ -1,0 +1,201 @@
+"""A multipart upload of a stream of buffers, in parts that are sent in parallel without a copy.
+
+Not through s3transfer: it reads each part of a stream into bytes of its own, and it reads in a
+thread of its own, where the caller's iterator (which may wait for a device, and whose errors are
+the caller's) does not belong. Its threads are joined at interpreter exit, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dcp_objstore.errors import InputError
+from dcp_objstore.stores.boto3.bodies import body_of
+from dcp_objstore.stores.boto3.errors import code_of, is_upload_gone, without_frames
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from dcp_objstore.stores.s3.checksums import Checksums
+
+_Part = tuple[int, list[memoryview]]
+
+
+class _StoppedError(BaseException):
+    """Ends a request whose upload is given up. No `Exception`, so that botocore does not retry."""
+
+
+def parts_of(buffers: Iterator[Buffer], part_size_bytes: int) -> Iterator[list[memoryview]]:
+    """Cut a stream into parts of equal size; only the last one may be shorter. None is empty.
+
+    No variable here holds a buffer while the next one is waited for, except in an unfinished part.
+    """
+    part: list[memoryview] = []
+    room_bytes = part_size_bytes
+    for buffer in buffers:
+        view = memoryview(buffer)
+        del buffer
+        while view:
+            part.append(view[:room_bytes])
+            room_bytes -= len(part[-1])
+            view = view[len(part[-1]) :]
+            if not room_bytes:
+                full, part, room_bytes = part, [], part_size_bytes
+                yield full
+                del full
+        del view
+    if part:
+        yield part
+
+
+@dataclass
+class Upload:
+    """One multipart upload: `send` parts in their order, then `complete`, or else `abort`.
+
+    Args:
+        client: of boto3, with retries.
+        target: Bucket, Key and what else goes with every request.
+        sealing: what goes with the first request only.
+        checksums: that go with the parts.
+        threads: that send parts.
+    """
+
+    client: Any
+    target: Mapping[str, str]
+    sealing: Mapping[str, str | bool]
+    checksums: Checksums
+    threads: int
+
+    _tasks: queue.SimpleQueue[_Part | None] = field(default_factory=queue.SimpleQueue)
+    _sent: dict[int, dict[str, str]] = field(default_factory=dict)
+    _error: BaseException | None = None
+    _stopped: bool = False
+    _upload_id: str | None = None
+    _team: list[threading.Thread] = field(default_factory=list)
+    _count: int = 0
+
+    def __post_init__(self) -> None:
+        self._slots = threading.Semaphore(self.threads)
+
+    def begin(self) -> None:
+        """Open the upload."""
+        answer = self.client.create_multipart_upload(
+            **self.target, **self.sealing, **self.checksums.beginning
+        )
+        self._upload_id = answer["UploadId"]
+
+    def send(self, part: list[memoryview]) -> None:
+        """Hand a part to a thread; waits while all are busy.
+
+        Raises:
+            What an earlier part met.
+        """
+        self._slots.acquire()
+        if self._error is not None:
+            raise self._error
+        self._count += 1
+        if self._count > 10_000:
+            raise InputError("more than 10,000 parts; raise TransferConfig.part_size_bytes")
+        self._tasks.put((self._count, part))
+        if len(self._team) < min(self.threads, self._count):
+            # Daemons: a request that hangs must not keep a program alive that was told to stop.
+            thread = threading.Thread(
+                target=self._work, name=f"dcp_objstore-part-{self._count}", daemon=True
+            )
+            self._team.append(thread)
+            thread.start()
+
+    def complete(self) -> Mapping[str, Any]:
+        """Wait for all parts and make the object of them; the store's answer.
+
+        Raises:
+            What a part met.
+        """
+        from botocore.exceptions import ClientError
+
+        self._dismiss()
+        if self._error is not None:
+            raise self._error
+        # S3 wants the checksums of the parts again, of those algorithms whose checksum of the
+        # object is made of them ("Checking object integrity": composite checksums).
+        listed = [{"PartNumber": n, **self._sent[n]} for n in sorted(self._sent)]
+        try:
+            answer: Mapping[str, Any] = self.client.complete_multipart_upload(
+                **self.target, UploadId=self._upload_id, MultipartUpload={"Parts": listed}
+            )
+        except ClientError as error:
+            # A first try may have done it, and its answer was lost.
+            found = self._found() if is_upload_gone(error) else None
+            if found is None:
+                raise
+            return found
+        return answer
+
+    def _found(self) -> Mapping[str, Any] | None:
+        """The object, if it is made of our parts: S3's ETag is the MD5 of those of the parts."""
+        parts = [self._sent[number]["ETag"].strip('"') for number in sorted(self._sent)]
+        if not all(re.fullmatch("[0-9a-f]{32}", one) for one in parts):
+            return None
+        joined = bytes.fromhex("".join(parts))
+        expected = f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(parts)}"
+        answer: Mapping[str, Any] = self.client.head_object(**self.target)
+        return answer if answer["ETag"].strip('"') == expected else None
+
+    def abort(self) -> bool:
+        """End the requests under way, then have the store remove the parts; whether it has.
+
+        In this order, because a part that arrives after the abort would stay.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        self._stopped = True
+        self._dismiss()
+        if self._upload_id is None:
+            return True
+        try:
+            self.client.abort_multipart_upload(**self.target, UploadId=self._upload_id)
+        except ClientError as error:
+            return is_upload_gone(error) or code_of(error) == "NoSuchBucket"
+        except BotoCoreError:
+            return False  # the caller says so; what ended the upload is the error to raise
+        return True
+
+    def _dismiss(self) -> None:
+        for _ in self._team:
+            self._tasks.put(None)
+        for thread in self._team:
+            thread.join()
+        self._team.clear()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            number, part = task
+            del task  # whose buffers must not outlive their request while this thread waits
+            try:
+                self._check()
+                checksum = self.checksums.of(part)
+                answer = self.client.upload_part(
+                    **self.target,
+                    UploadId=self._upload_id,
+                    PartNumber=number,
+                    Body=body_of(part, self._check),
+                    **checksum,
+                )
+                self._sent[number] = {"ETag": answer["ETag"], **checksum}
+                del answer
+            except _StoppedError:
+                pass
+            except BaseException as error:  # noqa: BLE001  raised in the thread that sends
+                self._error = self._error or without_frames(error)
+            del part
+            self._slots.release()
+
+    def _check(self) -> None:
+        if self._stopped or self._error is not None:
+            raise _StoppedError

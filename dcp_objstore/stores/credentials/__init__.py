@@ -1,0 +1,1 @@
+"""Where credentials come from, for each provider; nothing here prints one."""

@@ -1,0 +1,312 @@
+"""Which Azure storage account, at which endpoint, and with what credentials, in order.
+
+`anon`; `connection_string`; `account_key`; `sas_token`; `client_id` with `client_secret` and
+`tenant_id`; `credential`; AZURE_STORAGE_CONNECTION_STRING; the AZURE_* variables that obstore reads
+itself; azure-identity's DefaultAzureCredential (extra `azure`); a machine's managed identity.
+The names are those of adlfs; `connection_string` is taken apart as the Azure documentation says
+("Configure Azure Storage connection strings"). Nothing here ever prints a credential.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs
+
+from dcp_objstore.errors import ConfigError, CredentialsError
+from dcp_objstore.stores.credentials.base import Credentials, lost, metadata_answers
+
+_INSTALL = "pip install 'dcp-objstore[azure]'"
+# Account, key and endpoint of the storage emulators; the key is public knowledge, part of the
+# documentation ("Use the Azurite emulator").
+_EMULATOR = (
+    "AccountName=devstoreaccount1;AccountKey=Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVEr"
+    "Cz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==;BlobEndpoint=http://127.0.0.1:10000/devstoreaccount1"
+)
+_ACCOUNT_VARIABLES = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
+_ENDPOINT_VARIABLES = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+# With one of these groups in the environment obstore has all it needs.
+_NATIVE_VARIABLES = (
+    ("AZURE_STORAGE_TOKEN",),
+    ("AZURE_STORAGE_ACCOUNT_KEY",),
+    ("AZURE_STORAGE_ACCESS_KEY",),
+    ("AZURE_STORAGE_MASTER_KEY",),
+    ("AZURE_STORAGE_SAS_TOKEN",),
+    ("AZURE_STORAGE_SAS_KEY",),
+    ("AZURE_STORAGE_CLIENT_ID", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_STORAGE_TENANT_ID"),
+    ("AZURE_CLIENT_ID", "AZURE_CLIENT_SECRET", "AZURE_TENANT_ID"),
+    ("AZURE_FEDERATED_TOKEN_FILE", "AZURE_CLIENT_ID", "AZURE_TENANT_ID"),
+    ("AZURE_USE_AZURE_CLI",),
+)
+
+
+_ADVICE = (
+    "log in again (az login), or use a source that renews them itself: a managed identity, an"
+    " application's client_secret, credentials of azure-identity"
+)
+# Read by obstore, which asks Azure AD for tokens with them.
+_ASKED_FOR_TOKENS = (
+    "AZURE_STORAGE_CLIENT_ID",
+    "AZURE_CLIENT_ID",
+    "AZURE_FEDERATED_TOKEN_FILE",
+    "AZURE_USE_AZURE_CLI",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AzureCredentials(Credentials):
+    """What to give obstore; `endpoint_url` is None for Azure's public cloud.
+
+    Attributes:
+        account_name: the storage account.
+    """
+
+    account_name: str
+
+    def __repr__(self) -> str:
+        return f"AzureCredentials(source={self.source!r}, account_name={self.account_name!r})"
+
+
+def find_azure_credentials(
+    options: Mapping[str, Any], stripped: tuple[str, ...] = ()
+) -> AzureCredentials:
+    """Find account, endpoint and credentials in the order of the module's docstring.
+
+    Args:
+        options: as checked by `check_options`.
+        stripped: names of options that were left behind when the spec was pickled.
+
+    Raises:
+        CredentialsError: there are none, or azure-identity is needed and is not installed.
+        ConfigError: no account is named, or options contradict each other.
+    """
+    given = _from_options(options)
+    if "client_secret" not in (*options, *stripped):
+        idle = [name for name in ("client_id", "tenant_id") if name in options]
+        if idle:
+            raise ConfigError(
+                f"{', '.join(map(repr, idle))} in storage_options have no effect without"
+                " 'client_secret'; for an identity without a secret pass a 'credential' of"
+                " azure-identity"
+            )
+    parts = (
+        _connection_parts(options["connection_string"]) if "connection_string" in options else {}
+    )
+    if given is None and not parts:
+        parts = _connection_of_environment(options.get("account_name"))
+    endpoint = _endpoint(options, parts)
+    account = (
+        options.get("account_name")
+        or parts.get("accountname")
+        or next((os.environ[name] for name in _ACCOUNT_VARIABLES if os.environ.get(name)), None)
+        or _account_of(endpoint)
+    )
+    if account is None:
+        raise ConfigError(
+            "which storage account? Pass storage_options={'account_name': …}, or set"
+            f" AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING{lost(stripped)}"
+        )
+    found = given or _from_connection(parts) or _from_environment(endpoint)
+    if found is None:
+        raise CredentialsError(
+            "no credentials for Azure: run `az login` with azure-identity installed"
+            f" ({_INSTALL}), set AZURE_STORAGE_CONNECTION_STRING or AZURE_STORAGE_ACCOUNT_KEY, or"
+            " pass storage_options={'account_name': …, 'account_key': …} ({'anon': True} for a"
+            " public container)" + lost(stripped)
+        )
+    return AzureCredentials(
+        source=found.source,
+        provider=found.provider,
+        config=found.config,
+        renewable=found.renewable,
+        renew=found.renew,
+        advice=_ADVICE,
+        endpoint_url=endpoint,
+        account_name=account,
+    )
+
+
+def _from_options(options: Mapping[str, Any]) -> Credentials | None:
+    """By explicit options; None where only a connection string, or nothing, is given."""
+    trio = ("client_id", "client_secret", "tenant_id")
+    principal = "client_secret" in options
+    ways = [
+        name
+        for name in ("account_key", "sas_token", "connection_string", "credential")
+        if name in options
+    ]
+    if options.get("anon"):
+        ways.append("anon")
+    if principal:
+        ways.append("client_secret")
+        missing = [name for name in trio if name not in options]
+        if missing:
+            raise ConfigError(
+                f"storage_options need 'client_id', 'client_secret' and 'tenant_id';"
+                f" {', '.join(map(repr, missing))} missing"
+            )
+    if len(ways) > 1:
+        raise ConfigError(f"choose one of {', '.join(map(repr, ways))} in storage_options")
+    if options.get("anon"):
+        return Credentials("anonymous", config={"skip_signature": True})
+    if "account_key" in options:
+        return Credentials("storage_options", _account_key(options["account_key"]))
+    if "sas_token" in options:
+        return _sas("storage_options", options["sas_token"])
+    if principal:
+        # The type, so that a key in the environment does not win.
+        config = {name: options[name] for name in trio}
+        config["credential_type"] = "client_secret"
+        return Credentials("storage_options", config=config, renewable=True)
+    if "credential" in options:
+        return _from_credential(options["credential"])
+    return None
+
+
+def _from_credential(credential: object) -> Credentials:
+    """adlfs's `credential`: an object of azure-identity, or the text of a SAS or an account key."""
+    if isinstance(credential, str):
+        if "sig=" in credential:
+            return _sas("storage_options", credential)
+        return Credentials("storage_options", _account_key(credential))
+    get_token = getattr(credential, "get_token", None)
+    if get_token is None:
+        raise ConfigError(
+            "'credential' must be a SAS token, an account key, or an object of azure.identity;"
+            f" got {type(credential).__name__}"
+        )
+    if inspect.iscoroutinefunction(get_token):
+        raise ConfigError(
+            "'credential' is one of azure.identity.aio, whose tokens can only be had inside its own"
+            " event loop; pass the class of the same name from azure.identity"
+        )
+    return _identity("storage_options", credential)
+
+
+def _from_connection(parts: Mapping[str, str]) -> Credentials | None:
+    if "accountkey" in parts:
+        return Credentials("the connection string", _account_key(parts["accountkey"]))
+    if "sharedaccesssignature" in parts:
+        return _sas("the connection string", parts["sharedaccesssignature"])
+    return None
+
+
+def _from_environment(endpoint: str | None) -> Credentials | None:
+    for names in _NATIVE_VARIABLES:
+        if all(os.environ.get(name) for name in names):
+            renewable = names[0] in _ASKED_FOR_TOKENS
+            return Credentials(f"{names[0]} in the environment", renewable=renewable)
+    if _azure_identity_is_there():
+        return _identity("azure-identity's DefaultAzureCredential", None)
+    if endpoint is None and metadata_answers(
+        "http://169.254.169.254",
+        "GET",
+        "/metadata/instance?api-version=2021-02-01",
+        {"Metadata": "true"},
+    ):
+        return Credentials("managed identity", renewable=True)
+    return None
+
+
+def _azure_identity_is_there() -> bool:
+    return (
+        importlib.util.find_spec("azure") is not None
+        and importlib.util.find_spec("azure.identity") is not None
+    )
+
+
+def _identity(source: str, credential: Any) -> Credentials:
+    if not _azure_identity_is_there():
+        raise CredentialsError(f"'credential' needs azure-identity, not installed: {_INSTALL}")
+    provider = _Identity(credential)
+    return Credentials(source, provider, renewable=True, renew=provider.renew)
+
+
+class _Identity:
+    """obstore's provider for an object of azure-identity, None for its default chain."""
+
+    def __init__(self, credential: Any) -> None:
+        self._credential = credential
+        self.renew()
+
+    def __call__(self) -> Any:
+        return self._ask()
+
+    def renew(self) -> None:
+        """Ask for a token anew next time.
+
+        The default chain is made anew, which forgets the tokens that it keeps. What the user has
+        made is asked again, and has no call to make it forget: it gives what it thinks is valid.
+        """
+        from obstore.auth.azure import AzureCredentialProvider
+
+        self._ask = AzureCredentialProvider(self._credential)
+
+
+def _account_key(key: str) -> Callable[[], Any]:
+    # Providers, not the config fields: those would be mixed with what the environment holds.
+    answer = {"access_key": key, "expires_at": None}
+    return lambda: dict(answer)
+
+
+def _sas(source: str, token: str) -> Credentials:
+    """A shared access signature; it says itself when it ends ("Create a service SAS": `se`)."""
+    token = token.removeprefix("?")
+    answer = {"sas_token": token, "expires_at": None}
+    ends = parse_qs(token).get("se")
+    until = f": a signature that ends at {ends[0]}" if ends else ""
+    return Credentials(source + until, lambda: dict(answer))
+
+
+def _connection_of_environment(account: str | None) -> dict[str, str]:
+    """AZURE_STORAGE_CONNECTION_STRING, unless it is of another account than the one named."""
+    text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
+    parts = _connection_parts(text) if text else {}
+    return parts if account in (None, parts.get("accountname")) else {}
+
+
+def _connection_parts(text: str) -> dict[str, str]:
+    """The settings in a connection string, by their names in lower case.
+
+    Raises:
+        ConfigError: it is none. It is not repeated: it holds a key.
+    """
+    parts: dict[str, str] = {}
+    for item in text.strip().strip(";").split(";"):
+        name, found, value = item.strip().partition("=")
+        if not found or not name:
+            raise ConfigError(
+                "the Azure connection string must read 'AccountName=…;AccountKey=…', settings"
+                " separated by ';'"
+            )
+        parts[name.strip().lower()] = value.strip()
+    if parts.get("usedevelopmentstorage", "").lower() == "true":
+        return {**_connection_parts(_EMULATOR), **parts}
+    if "accountkey" not in parts and "sharedaccesssignature" not in parts:
+        raise ConfigError(
+            "the Azure connection string holds neither AccountKey nor SharedAccessSignature"
+        )
+    return parts
+
+
+def _endpoint(options: Mapping[str, Any], parts: Mapping[str, str]) -> str | None:
+    """Of the blob service, or None for the public cloud's."""
+    named = options.get("endpoint_url") or options.get("account_host") or parts.get("blobendpoint")
+    if named:
+        return str(named)
+    suffix = parts.get("endpointsuffix", "core.windows.net")
+    if parts and suffix != "core.windows.net" and "accountname" in parts:
+        protocol = parts.get("defaultendpointsprotocol", "https")
+        return f"{protocol}://{parts['accountname']}.blob.{suffix}"
+    return next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), None)
+
+
+def _account_of(endpoint: str | None) -> str | None:
+    """The account in `https://account.blob.core.windows.net`."""
+    host = (endpoint or "").rpartition("://")[2].partition("/")[0]
+    account, _, rest = host.partition(".")
+    return account if account and rest.startswith("blob.") else None

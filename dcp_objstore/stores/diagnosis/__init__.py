@@ -1,0 +1,1 @@
+"""What a diagnosis asks of a store: who we are there, and what its server says."""

@@ -1,0 +1,160 @@
+"""Who we are to a store, and from where that comes: for diagnosis; no secret is ever returned."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dcp_objstore.errors import CredentialsError
+from dcp_objstore.stores.credentials.aws import find_s3_credentials
+from dcp_objstore.stores.credentials.azure import find_azure_credentials
+from dcp_objstore.stores.credentials.google import find_gcs_credentials
+from dcp_objstore.stores.endpoint import gcs_endpoint, is_aws, s3_server
+from dcp_objstore.stores.options.check import S3Settings, s3_settings
+
+if TYPE_CHECKING:
+    from dcp_objstore.stores.spec import StoreSpec
+
+# A question of no consequence: no user waits longer for its answer.
+_STS_TIMEOUT_SECONDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who we are to a store.
+
+    Attributes:
+        source: where the credentials come from, in words.
+        access_key: the id of an S3 access key, shortened; None where we do not see it.
+        account: an ARN, an e-mail address or a storage account; None if it is not known.
+        unknown: why `account` is not known, or None.
+        region: the region that requests are signed for; None where there are none.
+    """
+
+    source: str
+    access_key: str | None = None
+    account: str | None = None
+    unknown: str | None = None
+    region: str | None = None
+
+
+def identify(spec: StoreSpec) -> Identity | None:
+    """Who we are to the store at a URL; None where a store knows no credentials.
+
+    On AWS it is STS that tells (GetCallerIdentity, which needs no permission), through boto3.
+
+    Raises:
+        CredentialsError: there are no credentials, or they cannot be read.
+        ConfigError: see `StoreSpec`.
+    """
+    scheme = spec.parsed.scheme
+    if scheme == "s3":
+        return _s3(spec)
+    if scheme == "gs":
+        return _gcs(spec)
+    if scheme == "az":
+        azure = find_azure_credentials(spec.storage_options or {}, spec.stripped)
+        return Identity(azure.source, account=azure.account_name)
+    return None
+
+
+def _s3(spec: StoreSpec) -> Identity:
+    settings = s3_settings(spec.storage_options or {})
+    found = find_s3_credentials(settings, spec.stripped)
+    endpoint, region = s3_server(settings, found)
+    if settings.anon:
+        return Identity(found.source, region=region)
+    key = _access_key(found.provider, found.source)
+    account = unknown = None
+    if not (is_aws(endpoint) or os.environ.get("AWS_ENDPOINT_URL_STS")):
+        unknown = "only AWS has a service that tells"
+    elif importlib.util.find_spec("boto3") is None:
+        unknown = "boto3 is not installed, which asks AWS: pip install 'dcp-objstore[s3]'"
+    else:
+        account, unknown = _caller(settings, region)
+    return Identity(found.source, key, account, unknown, region)
+
+
+def _access_key(provider: Any, source: str) -> str | None:
+    if provider is None:
+        return shortened(os.environ.get("AWS_ACCESS_KEY_ID"))
+    try:
+        return shortened(provider().get("access_key_id"))
+    except Exception as error:
+        # It asks SSO, a process or another service: whatever is wrong there, it has no key for us.
+        raise CredentialsError(f"{source}: {error}") from error
+
+
+def shortened(access_key: str | None) -> str | None:
+    """Enough of an access key's id to recognise it by; it is no secret, but need not be shown."""
+    if not access_key:
+        return None
+    if len(access_key) < 16:
+        return f"{access_key[:4]}…"
+    return f"{access_key[:4]}…{access_key[-4:]}"
+
+
+def _caller(settings: S3Settings, region: str) -> tuple[str | None, str | None]:
+    """The ARN that STS tells, and why it does not."""
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    quick = Config(
+        connect_timeout=_STS_TIMEOUT_SECONDS,
+        read_timeout=_STS_TIMEOUT_SECONDS,
+        retries={"total_max_attempts": 1},
+    )
+    try:
+        session = boto3.Session(
+            aws_access_key_id=settings.key,
+            aws_secret_access_key=settings.secret,
+            aws_session_token=settings.token,
+            profile_name=settings.profile,
+            region_name=region,
+        )
+        return str(session.client("sts", config=quick).get_caller_identity()["Arn"]), None
+    except (BotoCoreError, ClientError) as error:
+        return None, f"AWS does not tell who it is: {error}"
+
+
+def _gcs(spec: StoreSpec) -> Identity:
+    options = spec.storage_options or {}
+    found = find_gcs_credentials(options, gcs_endpoint(options), spec.stripped)
+    if found.anonymous:
+        return Identity(found.source)
+    account = _google_account(found.provider, found.config)
+    unknown = None if account else "these credentials do not name one"
+    return Identity(found.source, account=account, unknown=unknown)
+
+
+def _google_account(provider: Any, config: Mapping[str, Any]) -> str | None:
+    """The e-mail address in a key, or of credentials of google-auth."""
+    credentials = getattr(provider, "credentials", None)
+    email = getattr(credentials, "service_account_email", None) or getattr(
+        credentials, "signer_email", None
+    )
+    if email:
+        return str(email)
+    text = config.get("service_account_key")
+    path = (
+        config.get("application_credentials")
+        or os.environ.get("GOOGLE_SERVICE_ACCOUNT")
+        or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+    )
+    if text is None and provider is None and path:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError:
+            return None  # whoever uses it will say what is wrong with it
+    try:
+        content = json.loads(text) if text else None
+    except ValueError:
+        return None  # as above
+    found = content.get("client_email") if isinstance(content, dict) else None
+    return found if isinstance(found, str) else None

@@ -1,0 +1,208 @@
+"""Which server is meant, and what requests to an S3 server say of themselves.
+
+From the options, the environment and the profile; the same for every client library.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+import ssl
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores.options.check import CHECKSUMS, S3Settings, check_endpoint
+
+if TYPE_CHECKING:
+    from dcp_objstore.stores.credentials.base import Credentials
+
+CHECKSUM_VARIABLE = "AWS_CHECKSUM_ALGORITHM"
+_DEFAULT_REGION = "us-east-1"
+_REGION = re.compile(r"[A-Za-z0-9._-]+")
+# RFC 3986, without those that `check_endpoint` refuses.
+_OF_URLS = re.compile(r"[A-Za-z0-9._~:/\[\]!$&'()*+,;=%-]+")
+_AUTHORITY = re.compile(r"(?:\[[^]]+\]|[^:/\[\]]+)(?::\d+)?(?:/|$)")
+# If its last label is a number, it is read as an address (WHATWG, "URL": "ends in a number").
+_HOST_NAME = re.compile(r"(?:[A-Za-z0-9_-]+\.)*(?!(?:\d+|0[xX][0-9a-fA-F]*)\.?$)[A-Za-z0-9_-]+\.?")
+
+
+def s3_server(settings: S3Settings, found: Credentials) -> tuple[str | None, str]:
+    """Endpoint and region: from the options, the environment, then the profile.
+
+    Returns:
+        The endpoint as it was given, None for AWS itself, and the region.
+
+    Raises:
+        ConfigError: a region that cannot be one.
+    """
+    environ = os.environ
+    endpoint = (
+        settings.endpoint_url
+        or environ.get("AWS_ENDPOINT_URL_S3")
+        or environ.get("AWS_ENDPOINT_URL")
+        or environ.get("AWS_ENDPOINT")
+        or found.endpoint_url
+    )
+    region = (
+        settings.region
+        or environ.get("AWS_REGION")
+        or environ.get("AWS_DEFAULT_REGION")
+        or found.region
+        or _DEFAULT_REGION
+    )
+    if _REGION.fullmatch(region) is None:
+        raise ConfigError(
+            f"the region {region!r} cannot be one: letters, digits, '-', '_' and '.' (it is taken"
+            " from storage_options, AWS_REGION, AWS_DEFAULT_REGION, or the profile)"
+        )
+    return endpoint, region
+
+
+def s3_requester_pays(settings: S3Settings) -> bool:
+    """Whether requests say that we pay for them."""
+    named = os.environ.get("AWS_REQUEST_PAYER", "").lower()
+    return settings.requester_pays or named in ("requester", "true")
+
+
+def s3_checksum(settings: S3Settings, endpoint: str | None) -> str | None:
+    """The checksum to send with each body, by which the store refuses one that was damaged.
+
+    On AWS CRC64NVME, its own default ("Checking object integrity", Amazon S3 user guide); it took
+    0.11 CPU-seconds per GiB, SHA-256 0.85 (2 cores, loopback). Other servers may not know it, and
+    get none unless one is asked for.
+
+    Raises:
+        ConfigError: AWS_CHECKSUM_ALGORITHM names none that there is.
+    """
+    chosen = settings.checksum_algorithm
+    named = os.environ.get(CHECKSUM_VARIABLE)
+    if chosen is None and named is not None:
+        chosen = next((known for known in CHECKSUMS if known.lower() == named.lower()), None)
+        if chosen is None:
+            raise ConfigError(
+                f"{CHECKSUM_VARIABLE} is {named!r} in the environment; it must be one of"
+                f" {', '.join(CHECKSUMS)}, or not be set"
+            )
+    if chosen is None and is_aws(endpoint):
+        chosen = "CRC64NVME"
+    return None if chosen == "none" else chosen
+
+
+def gcs_endpoint(options: Mapping[str, Any]) -> str | None:
+    """The server for `gs://` as the user names it, or None for Google's own."""
+    endpoint = options.get("base_url") or options.get("endpoint_url")
+    return endpoint or os.environ.get("GOOGLE_BASE_URL")
+
+
+def gcs_payer(options: Mapping[str, Any]) -> str | None:
+    """The project that pays for requests to `gs://`, None: the bucket's owner.
+
+    Raises:
+        ConfigError: somebody shall pay, and nobody is named.
+    """
+    pays = options.get("requester_pays")
+    payer = options.get("project") if pays is True else pays
+    if pays is True and payer is None:
+        raise ConfigError("'requester_pays': name the project that pays in 'project' as well")
+    return payer or None
+
+
+def is_aws(endpoint: str | None) -> bool:
+    """Whether an endpoint is AWS itself: None, or one of its hosts."""
+    if endpoint is None:
+        return True
+    host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").hostname or ""
+    return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
+def is_directory_bucket(name: str) -> bool:
+    """Whether a bucket is of S3 Express One Zone ("Directory bucket naming rules")."""
+    return name.endswith("--x-s3")
+
+
+def server_url(text: str, *, use_ssl: bool) -> str:
+    """An endpoint as a URL.
+
+    Raises:
+        ConfigError: it is none, holds credentials, or has a host or port that there cannot be.
+    """
+    base = text if "://" in text else f"{'https' if use_ssl else 'http'}://{text}"
+    scheme, _, host = base.rstrip("/").partition("://")
+    check_endpoint(host)  # those of the environment and of profiles, too
+    if scheme not in ("http", "https") or not host:
+        raise ConfigError("an endpoint must read http(s)://host[:port], without credentials")
+    wrong = _wrong_with(host)
+    if wrong is not None:
+        raise ConfigError(f"the endpoint {text!r} {wrong}; it must read http(s)://host[:port]")
+    return f"{scheme}://{host}"
+
+
+def virtual_url(base: str, bucket: str) -> str:
+    """Where a bucket is that is addressed by its own host name.
+
+    Raises:
+        ConfigError: the endpoint's host is an address, which has no names below it.
+    """
+    scheme, _, host = base.partition("://")
+    name = urlsplit(base).hostname or ""
+    if _is_address(name):
+        raise ConfigError(
+            f"addressing_style 'virtual' needs a host name, and the endpoint {base} has an address:"
+            " use 'path', or the host's name"
+        )
+    return f"{scheme}://{bucket}.{host}"
+
+
+def tls_context(verify: bool | str) -> ssl.SSLContext:
+    """For Python's own HTTP client: True: the usual certificates; False: any; else their place.
+
+    Raises:
+        ConfigError: they cannot be read.
+    """
+    try:
+        context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"the certificates named by 'verify' cannot be read: {error}") from error
+    if verify is False:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _wrong_with(place: str) -> str | None:
+    """What is wrong with what stands behind `://`; None: nothing.
+
+    What passes here, obstore can make a request of; for what does not, it panics.
+    """
+    if _OF_URLS.fullmatch(place) is None:
+        return "has a space, or another character that a URL cannot have"
+    if _AUTHORITY.match(place) is None:
+        return "has no host, or no port after its ':'"
+    try:
+        parts = urlsplit(f"//{place}")
+        parts.port  # noqa: B018  raises for none that there can be
+    except ValueError as error:
+        return f"cannot be read ({error})"
+    name = parts.hostname or ""
+    if not _is_address(name) and (":" in name or _HOST_NAME.fullmatch(name) is None):
+        return f"has no host name that there can be ({name!r})"
+    return None
+
+
+def _is_address(name: str) -> bool:
+    """Whether a host is an address of IPv4, in any form that is read as one, or of IPv6."""
+    try:
+        ipaddress.IPv6Address(name)
+    except ValueError:
+        pass
+    else:
+        return True
+    try:
+        socket.inet_aton(name)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""The transport `fsspec`: any filesystem of fsspec."""

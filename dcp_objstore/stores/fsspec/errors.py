@@ -1,0 +1,160 @@
+"""The one place where errors of fsspec filesystems become ours: by status, code, errno and type.
+
+fsspec has no errors of its own but one for time-outs; its filesystems raise builtin ones (s3fs with
+botocore's as the cause, so with the store's code) and those of whatever library they stand on.
+Those carry the status of the answer under a few names, which are looked for here.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dcp_objstore.errors import (
+    ConfigError,
+    CredentialsError,
+    DcpObjstoreError,
+    InputError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+    UnsupportedError,
+)
+from dcp_objstore.stores.errors import kind_of_answer, redacted
+
+_BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
+    errno.ENOENT: ObjectNotFoundError,
+    # A key may not be both an object and the prefix of another one in a tree of folders.
+    errno.ENOTDIR: ObjectNotFoundError,
+    errno.EISDIR: InputError,
+    errno.EACCES: PermissionDeniedError,
+    errno.EPERM: PermissionDeniedError,
+    errno.EROFS: PermissionDeniedError,
+    errno.EEXIST: PreconditionFailedError,
+    errno.EINVAL: InputError,
+    errno.ENAMETOOLONG: InputError,
+    errno.ENOSYS: UnsupportedError,
+    errno.EOPNOTSUPP: UnsupportedError,
+}
+_BY_TYPE: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
+    (FileNotFoundError, ObjectNotFoundError),
+    (NotADirectoryError, ObjectNotFoundError),
+    (FileExistsError, PreconditionFailedError),
+    (PermissionError, PermissionDeniedError),
+    (IsADirectoryError, InputError),
+    (TimeoutError, StoreUnavailableError),
+    (ConnectionError, StoreUnavailableError),
+    (ImportError, ConfigError),
+    (NotImplementedError, UnsupportedError),
+    (OSError, StoreUnavailableError),
+    (EOFError, StoreUnavailableError),
+    (ValueError, InputError),
+    (TypeError, InputError),
+)
+# Of libraries that may or may not be loaded: module, name, ours.
+_OF_LIBRARIES: tuple[tuple[str, str, type[DcpObjstoreError]], ...] = (
+    ("botocore.exceptions", "NoCredentialsError", CredentialsError),
+    ("botocore.exceptions", "PartialCredentialsError", CredentialsError),
+    ("botocore.exceptions", "CredentialRetrievalError", CredentialsError),
+    ("botocore.exceptions", "TokenRetrievalError", CredentialsError),
+    ("botocore.exceptions", "HTTPClientError", StoreUnavailableError),
+    ("botocore.exceptions", "SSLError", ConfigError),
+    ("botocore.exceptions", "ConnectionError", StoreUnavailableError),
+    ("botocore.exceptions", "BotoCoreError", ConfigError),
+    ("google.auth.exceptions", "TransportError", StoreUnavailableError),
+    ("google.auth.exceptions", "GoogleAuthError", CredentialsError),
+    ("aiohttp", "ClientError", StoreUnavailableError),
+    ("requests", "RequestException", StoreUnavailableError),
+    ("urllib3.exceptions", "HTTPError", StoreUnavailableError),
+    ("paramiko", "AuthenticationException", CredentialsError),
+    ("paramiko", "SSHException", StoreUnavailableError),
+)
+# Of them, those by which no connection was made.
+_UNREACHED = (
+    ("botocore.exceptions", "EndpointConnectionError"),
+    ("botocore.exceptions", "ConnectTimeoutError"),
+    ("botocore.exceptions", "ProxyConnectionError"),
+    ("aiohttp", "ClientConnectorError"),
+    ("aiohttp", "ServerTimeoutError"),
+)
+
+
+def translate_fsspec(
+    error: Exception, bare: type[DcpObjstoreError] = StoreUnavailableError
+) -> DcpObjstoreError:
+    """Turn what a filesystem raised into an error of ours.
+
+    Args:
+        error: what it raised.
+        bare: what an `OSError` means that says nothing at all: no errno, no cause.
+
+    The store's own code counts first, then the status of its answer, then a library's type, errno
+    and builtin type. Anything else becomes a plain `DcpObjstoreError`.
+    """
+    if isinstance(error, DcpObjstoreError):
+        return error
+    for one in _chain(error):
+        # In place, because they stay as the cause of ours and are shown with it.
+        one.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in one.args)
+    kind = _kind(error)
+    if type(error) is OSError and error.errno is None and error.__cause__ is None:
+        kind = bare
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if kind is StoreUnavailableError and status_and_code(error)[0] is None and _is_unreached(error):
+        text += "; check endpoint_url and that the server runs"
+    return kind(text)
+
+
+def status_and_code(error: BaseException) -> tuple[int | None, str | None]:
+    """The HTTP status and the store's code in an error or what caused it, where they are."""
+    for one in _chain(error):
+        if type(one).__module__ == "aiohttp.http_exceptions":
+            continue  # its codes are its own: 400 for a body that was cut off
+        answer: Any = getattr(one, "response", None)
+        if isinstance(answer, Mapping):  # botocore
+            status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            code = str(answer.get("Error", {}).get("Code", ""))
+            return status, None if code.isdigit() else code or None
+        for value in (
+            getattr(one, "status", None),  # aiohttp
+            getattr(one, "status_code", None),  # azure
+            getattr(one, "code", None),  # gcsfs
+            getattr(answer, "status_code", None),  # requests, huggingface_hub
+        ):
+            if isinstance(value, int) and not isinstance(value, bool) and 300 <= value < 600:
+                return value, None
+    return None, None
+
+
+def _kind(error: BaseException) -> type[DcpObjstoreError]:
+    status, code = status_and_code(error)
+    found = kind_of_answer(status, code)
+    if found is not None:
+        return found
+    for module, name, ours in _OF_LIBRARIES:
+        theirs = getattr(sys.modules.get(module), name, None)
+        if theirs is not None and any(isinstance(one, theirs) for one in _chain(error)):
+            return ours
+    if isinstance(error, OSError) and error.errno in _BY_ERRNO:
+        return _BY_ERRNO[error.errno]
+    return next((ours for kind, ours in _BY_TYPE if isinstance(error, kind)), DcpObjstoreError)
+
+
+def _is_unreached(error: BaseException) -> bool:
+    """Whether no connection could be made."""
+    kinds: list[type[BaseException]] = [ConnectionRefusedError]
+    for module, name in _UNREACHED:
+        kinds += [found] if (found := getattr(sys.modules.get(module), name, None)) else []
+    return any(isinstance(one, tuple(kinds)) for one in _chain(error))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    found: BaseException | None = error
+    seen: set[int] = set()
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__

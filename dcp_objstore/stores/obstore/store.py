@@ -1,0 +1,489 @@
+"""`ObjectStore` over obstore: S3 and everything that speaks it, GCS, Azure, and memory.
+
+Facts about obstore 0.12 that shape this module (each is pinned by a test):
+- It takes an iterator of buffers and builds parts of `chunk_size` without copying; an error in
+  the iterator aborts the multipart upload.
+- It does not reply to HEAD with more than a status, so a failed HEAD is asked again as a GET.
+- Azure has no call that aborts: blocks of an upload that was given up are unseen, and gone a week
+  after the last of them (docs: "Put Block"). Its listing gives ETags without their quotes.
+- It raises `PanicException`, a `BaseException` that does not pickle, for hosts, ports, headers of
+  which it can make no request.
+- A client hangs in a forked child, also one made there, once the parent has used the runtime.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from bisect import bisect_right
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from dcp_objstore.errors import (
+    ConfigError,
+    CorruptDataError,
+    CredentialsError,
+    DcpObjstoreError,
+    ForkedProcessError,
+    InputError,
+    ObjectNotFoundError,
+    StoreUnavailableError,
+)
+from dcp_objstore.stores.base import BaseStore
+from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer, check_range
+from dcp_objstore.stores.errors import (
+    NO_STORE,
+    abort_failed,
+    http_code,
+    is_transient,
+    never_connected,
+    no_store,
+    sent_whole,
+    translate_obstore,
+    translate_panic,
+)
+from dcp_objstore.stores.obstore.direct import Asked, PutOffError
+from dcp_objstore.stores.protocol import (
+    LEFTOVER_ADVICE,
+    REST_SIZE_BYTES,
+    AskedRange,
+    Capabilities,
+    IfAbsent,
+    IfVersion,
+    ObjectMeta,
+    Precondition,
+    Version,
+)
+from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator, Sequence
+
+    from typing_extensions import Buffer
+
+    from dcp_objstore.stores.obstore.clients import Clients
+    from dcp_objstore.stores.retries import Tries
+
+_log = logging.getLogger("dcp_objstore")
+
+# A HEAD's answer has no body, so these say too little: is the key or the bucket missing, is the
+# secret wrong or the right missing?
+_UNCLEAR_IN_HEAD = (400, 403, 404, 409)
+
+# A key that no store has; a web server may have a page for every one.
+_NEVER_THERE = ".dcp_objstore/is-this-a-store"
+
+_runtime_pid: int | None = None  # the process that started obstore's runtime, or an ancestor's
+
+
+def guard_fork() -> None:
+    """Raise `ForkedProcessError` in a child forked after obstore was used; else note our use.
+
+    obstore's runtime threads do not survive a fork: every request would hang.
+    """
+    global _runtime_pid  # noqa: PLW0603  the runtime is per process
+    pid = os.getpid()
+    if _runtime_pid is None:
+        _runtime_pid = pid
+    elif _runtime_pid != pid:
+        raise ForkedProcessError(
+            f"process {pid} was forked from process {_runtime_pid}, which had opened a store;"
+            " requests would hang here. Start it with the 'spawn' or 'forkserver' method"
+            " (multiprocessing.get_context('spawn')), or fork before the first store is opened"
+        )
+
+
+class ObstoreStore(BaseStore):
+    """A store rooted at one URL, over obstore's blocking calls (which release the GIL)."""
+
+    # What is retried here and not by obstore; see `limiter.lane_for`.
+    tells_throttling = frozenset(("put", "get", "get_range", "head", "delete"))
+
+    def __init__(self, url: StoreUrl, clients: Clients) -> None:
+        super().__init__(url)
+        self._clients = clients
+        self._root = f"{url.prefix}/" if url.prefix else ""
+
+    @property
+    def endpoint_url(self) -> str | None:
+        """The server, or None for the provider's own; `checkpoint.probe` remembers by it."""
+        return self._clients.endpoint_url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Everything; `checkpoint.probe` finds out if the server keeps it.
+
+        But memory has no parts, GCS lists no generations, and Azure keeps the blocks of an upload
+        that was given up for a week.
+        """
+        scheme = self._url.scheme
+        return Capabilities(
+            multipart=scheme != "memory",
+            listed_versions=scheme != "gs",
+            clean_abort=scheme != "az",
+        )
+
+    def put(
+        self,
+        key: str,
+        data: Buffer | Sequence[Buffer],
+        *,
+        precondition: Precondition | None = None,
+        retry: bool = True,
+    ) -> Version:
+        """See `ObjectStore.put`."""
+        import obstore
+
+        with self._errors(key, needs_bucket=not isinstance(precondition, IfVersion)) as path:
+            body: Any = list(as_buffers(data))
+            for buffer in body:
+                check_buffer(buffer)
+            size_bytes = sum(memoryview(buffer).nbytes for buffer in body)
+            if self._url.scheme == "memory" or not body:
+                body = b"".join(body)  # obstore's memory store would keep the caller's memory
+            elif len(body) == 1:
+                body = body[0]  # several are copied together by obstore, one is not
+            mode = _mode(precondition, self._url.scheme)
+
+            def send() -> Any:
+                client = self._clients.write(size_bytes)
+                return obstore.put(client, path, body, use_multipart=False, mode=mode)
+
+            if retry:
+                tries = self._clients.tries("put", path, size_bytes)
+                result = self._clients.run(tries, send, repeatable=precondition is None)
+            else:
+                result = self._clients.fresh(send)
+        self._clients.proven = True
+        return _version(result)
+
+    def put_stream(
+        self,
+        key: str,
+        buffers: Iterator[Buffer],
+        *,
+        part_size_bytes: int,
+        max_concurrency: int,
+    ) -> Version:
+        """See `ObjectStore.put_stream`."""
+        import obstore
+
+        source = WatchedBuffers(buffers, check_buffer)
+        try:
+            with self._errors(key, needs_bucket=True) as path:
+                result = obstore.put(
+                    self._clients.stream(),
+                    path,
+                    # obstore's memory store would hold them all until the last has come: whoever
+                    # has only so many would wait for ever to have one back.
+                    map(bytes, source) if self._url.scheme == "memory" else source,
+                    use_multipart=True,
+                    chunk_size=part_size_bytes,
+                    max_concurrency=max_concurrency,
+                )
+                return _version(result)
+        except BaseException as error:
+            if source.error is None:
+                refused = self._clients.were_refused(error.__cause__)
+                if isinstance(error, CredentialsError) and refused:
+                    # Parts cannot be sent again from here; what comes next has fresh ones.
+                    with self._errors(key):
+                        self._clients.renew(error)
+                    error.message += "; the next try asks for fresh ones"
+                raise
+            if abort_failed(error.__cause__) and not isinstance(error.__cause__, FileNotFoundError):
+                if isinstance(source.error, DcpObjstoreError):
+                    source.error.message += f"; {LEFTOVER_ADVICE}"
+                else:
+                    _log.warning("the upload of %s was not aborted; %s", key, LEFTOVER_ADVICE)
+        # Outside of the handler, so that the caller's error keeps its own cause and context.
+        raise source.error
+
+    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        """See `ObjectStore.get`."""
+        import obstore
+
+        with self._errors(key) as path:
+
+            def read() -> tuple[ObjectMeta, bytes]:
+                answer = obstore.get(self._clients.read(), path)
+                if str(answer.attributes.get("Content-Type", "")).startswith("text/html"):
+                    raise ConfigError(NO_STORE)  # no object here is a page
+                meta = self._meta(answer.meta)
+                if meta.size_bytes > max_size_bytes:
+                    raise CorruptDataError(
+                        f"the object has {meta.size_bytes} bytes, at most {max_size_bytes} expected"
+                    )
+                return meta, bytes(answer.bytes())
+
+            meta, body = self._clients.run(self._clients.tries("get", path), read)
+        if len(body) != meta.size_bytes:
+            raise CorruptDataError(
+                f"the store announced {meta.size_bytes} bytes and sent {len(body)}"
+            ).at(object_key=key, url=self.url)
+        return body, meta
+
+    def get_range(
+        self, key: str, start: int, end: int, *, into: memoryview | None = None
+    ) -> Buffer:
+        """See `ObjectStore.get_range`. An empty range is answered without a request."""
+
+        check_range(start, end)
+        if start == end:
+            check_key(key)
+            return b""
+        cuts = (start, end)
+        with self._errors(key) as path:
+            tries = self._clients.tries("get_range", path)
+            if into is not None:
+                for piece in self._direct(path, cuts, into, tries):
+                    return piece
+            return self._range(path, start, end, tries)
+
+    def get_pieces(
+        self, key: str, cuts: Sequence[int], into: memoryview
+    ) -> Generator[Buffer, None, None]:
+        """See `PiecewiseStore.get_pieces`."""
+        return self.get_asked(key, cuts, into, None)
+
+    @property
+    def asks_ahead(self) -> bool:
+        """See `AskableStore.asks_ahead`."""
+        lane = self._clients.direct()
+        return lane is not None and lane.is_used
+
+    def ask(self, key: str, start: int, end: int) -> Asked | None:
+        """See `AskableStore.ask`."""
+        lane = self._clients.direct()
+        if lane is None:
+            return None
+        with self._errors(key) as path:
+            return lane.ask(path, start, end)
+
+    def get_asked(
+        self, key: str, cuts: Sequence[int], into: memoryview, asked: AskedRange | None
+    ) -> Generator[Buffer, None, None]:
+        """See `AskableStore.get_asked`."""
+        assert asked is None or isinstance(asked, Asked)
+        check_range(cuts[0], cuts[-1])
+        given = 0
+        with self._errors(key) as path:
+            tries = self._clients.tries("get_range", path)
+        pieces = self._direct(path, cuts, into, tries, asked)
+        while True:
+            with self._errors(key):
+                piece = next(pieces, None)
+            if piece is None:
+                break
+            yield piece
+            given += 1
+        rest = cuts[given:]
+        while len(rest) > 1:
+            # At least one piece.
+            count = max(2, bisect_right(rest, rest[0] + REST_SIZE_BYTES))
+            some, rest = rest[:count], rest[count - 1 :]
+            with self._errors(key):
+                body = memoryview(self._range(path, some[0], some[-1], tries))
+            for start, end in pairwise(some):
+                yield body[start - some[0] : end - some[0]]
+            del body
+
+    def _direct(
+        self,
+        path: str,
+        cuts: Sequence[int],
+        into: memoryview,
+        tries: Tries,
+        asked: Asked | None = None,
+    ) -> Generator[Buffer, None, None]:
+        """What comes over the direct lane; fewer pieces than asked for if it cannot be had so."""
+        lane = self._clients.direct()
+        while lane is not None:
+            begun_at = time.monotonic()
+            try:
+                yield from lane.read(path, cuts, into, asked)
+            except PutOffError as error:  # before the first piece
+                text = f"the store was throttling (status {error.status}, {tries.retries} retries)"
+                failed = StoreUnavailableError(text)
+            else:
+                return
+            tries.failed(failed, throttled=True, begun_at=begun_at)
+            asked = None
+
+    def _range(self, path: str, start: int, end: int, tries: Tries) -> Buffer:
+        import obstore
+
+        def read() -> Buffer:
+            if self._url.scheme == "memory":
+                # obstore's memory store tells a range past the end by its text alone.
+                size = obstore.head(self._clients.range(), path)["size"]
+                if size < end:
+                    raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size} bytes")
+            try:
+                return obstore.get_range(self._clients.range(), path, start=start, end=end)
+            except Exception as error:
+                # A server may say 200 where the range is the whole object: it is what was asked
+                # for.
+                if start != 0 or not sent_whole(error):
+                    raise
+                answer = obstore.get(self._clients.range(), path)
+                if answer.meta["size"] != end:
+                    raise
+                return answer.bytes()
+
+        body = self._clients.run(tries, read)
+        if len(memoryview(body)) != end - start:
+            raise CorruptDataError(
+                f"bytes [{start}, {end}) asked for, but {len(memoryview(body))} bytes came"
+            )
+        return body
+
+    def head(self, key: str) -> ObjectMeta:
+        """See `ObjectStore.head`."""
+        import obstore
+
+        def read(path: str) -> ObjectMeta:
+            try:
+                return self._meta(obstore.head(self._clients.read(), path))
+            except Exception as error:
+                status, code = http_code(error)
+                if status not in _UNCLEAR_IN_HEAD or code is not None:
+                    raise
+                # A GET of nearly nothing says it.
+                answer = obstore.get(self._clients.read(), path, options={"range": (0, 1)})
+                return self._meta(answer.meta)
+
+        with self._errors(key) as path:
+            return self._clients.run(self._clients.tries("head", path), partial(read, path))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """See `ObjectStore.list`. GCS lists no generations: `head` an object to update it."""
+        folder = self._root + check_prefix(prefix)
+        guard_fork()
+        return self._pages(folder.rstrip("/"))
+
+    def delete(self, key: str) -> None:
+        """See `ObjectStore.delete`."""
+        import obstore
+
+        with self._errors(key) as path:
+            tries = self._clients.tries("delete", path)
+            try:
+                self._clients.run(tries, lambda: obstore.delete(self._clients.write(0), path))
+            except FileNotFoundError as error:
+                # GCS and Azure say 404 for an absent object, where S3 says 204.
+                found = translate_obstore(error)
+                if not isinstance(found, ObjectNotFoundError):
+                    raise found from error
+
+    def _pages(self, folder: str) -> Iterator[ObjectMeta]:
+        import obstore
+
+        clients = self._clients
+        pages: Any = None
+        last: str | None = None  # the last key that came
+
+        def more() -> Any:
+            """The next page; of a listing that is begun anew after one that failed."""
+            nonlocal pages
+            if pages is None:
+                found = iter(obstore.list(clients.listing(), prefix=folder or None, offset=last))
+            else:
+                found, pages = pages, None
+            page = next(found, None)
+            pages = found
+            return page
+
+        with self._errors(None, needs_bucket=True):
+            try:
+                page = clients.fresh(more)
+            except Exception as error:
+                if clients.reached or never_connected(error):
+                    raise
+                clients.reached = True
+                if not is_transient(error):
+                    raise
+                page = more()  # it is there, and busy: as patiently as was asked for
+            clients.reached = True
+            if page:
+                clients.proven = True
+            elif not clients.proven and self._url.scheme in ("s3", "gs"):
+                self._prove()
+        while page is not None:
+            for meta in page:
+                last = meta["path"]
+                if self._url.scheme == "az":
+                    meta["e_tag"] = f'"{meta["e_tag"]}"'
+                yield self._meta(meta)
+            with self._errors(None, needs_bucket=True):
+                page = clients.fresh(more)
+
+    def _prove(self) -> None:
+        """Raise `ConfigError` if a web server stands where a store was meant.
+
+        obstore reads a page of HTML as a listing of nothing, which a caller would believe.
+        """
+        import obstore
+
+        try:
+            meta = obstore.head(self._clients.read(), f"{self._root}{_NEVER_THERE}")
+        except Exception as error:
+            found = translate_obstore(error)
+            if isinstance(found, ConfigError):
+                raise found from error
+            # A 404, most likely. Whatever else it is says nothing against the listing that came.
+        else:
+            if meta["e_tag"] is None:
+                raise ConfigError(NO_STORE)
+        self._clients.proven = True
+
+    @contextmanager
+    def _errors(self, key: str | None, *, needs_bucket: bool = False) -> Iterator[str]:
+        """Check key and process, yield the key in the bucket, and translate what is raised.
+
+        Args:
+            needs_bucket: and nothing else, so that no object can be missing.
+        """
+        path = self._root + check_key(key) if key is not None else self._root
+        guard_fork()
+        with self._located(key, translate_obstore):
+            try:
+                yield path
+            except BaseException as error:
+                found = translate_panic(error) or (no_store(error) if needs_bucket else None)
+                if found is None:
+                    raise
+                raise found from error
+
+    def _meta(self, meta: Any) -> ObjectMeta:
+        path: str = meta["path"]
+        if not path.startswith(self._root):
+            raise StoreUnavailableError(f"the store answered with a key outside the root: {path!r}")
+        return ObjectMeta(
+            path[len(self._root) :], meta["size"], _version(meta), meta["last_modified"]
+        )
+
+
+def _version(answer: Any) -> Version:
+    # moto and unversioned buckets say 'null' after a multipart upload and nothing in a HEAD.
+    version = answer["version"]
+    return Version(answer["e_tag"], None if version == "null" else version)
+
+
+def _mode(precondition: Precondition | None, scheme: str) -> Any:
+    if precondition is None:
+        return "overwrite"
+    if isinstance(precondition, IfAbsent):
+        return "create"
+    if isinstance(precondition, IfVersion):
+        token = precondition.version
+        fields = {"e_tag": token.e_tag, "version": token.version}
+        need = "version" if scheme == "gs" else "e_tag"
+        if fields[need] is None:
+            raise InputError(f"a conditional write to {scheme}:// needs the {need} of {token}")
+        # obstore takes an UpdateVersion only without its None fields.
+        return {name: value for name, value in fields.items() if value is not None}
+    raise InputError(f"not a precondition: {precondition!r}")

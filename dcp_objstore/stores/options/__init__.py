@@ -1,0 +1,1 @@
+"""`storage_options`: which there are, what they must be, and what they mean."""

@@ -1,0 +1,1 @@
+"""What every transport to S3 does alike."""

@@ -1,0 +1,1 @@
+"""Unfinished multipart uploads, and what the bucket does with them by itself."""
