@@ -326,9 +326,11 @@ def test_the_end_of_a_signature_is_told() -> None:
     from azure.storage.blob import generate_container_sas
 
     from dcp_objstore.stores.credentials.azure import find_azure_credentials
+    from dcp_objstore.stores.options.azure import AzureOptions
+    from dcp_objstore.stores.options.parse import parse
 
     end = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
     sas = generate_container_sas(ACCOUNT, BUCKET, KEY, permission="r", expiry=end)
-    found = find_azure_credentials({"account_name": ACCOUNT, "sas_token": sas})
+    found = find_azure_credentials(parse(AzureOptions, {"account_name": ACCOUNT, "sas_token": sas}))
     assert found.source == "storage_options: a signature that ends at 2030-01-02T03:04:05Z"
     assert not found.renewable

@@ -23,6 +23,8 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import IfAbsent, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.credentials.azure import find_azure_credentials
+from dcp_objstore.stores.options.azure import AzureOptions
+from dcp_objstore.stores.options.parse import parse
 from tests.store_contract import PART, ExpectedError, StoreContract
 from tests.support.azurite import ACCOUNT, KEY, AzureBucket, AzureDoor, Azurite
 from tests.support.servers import BUCKET, Bucket
@@ -257,18 +259,20 @@ def test_no_secret_is_shown_or_pickled(no_azure: None, options: dict[str, object
     assert "SECRET" not in repr(spec)
     assert "SECRET" not in repr(spec.open())
     assert b"SECRET" not in pickle.dumps(spec)
-    assert "SECRET" not in repr(find_azure_credentials(options))
+    assert "SECRET" not in repr(find_azure_credentials(parse(AzureOptions, options)))
     back = pickle.loads(pickle.dumps(spec))
     assert back.stripped
     with pytest.raises(DcpObjstoreError, match="leaves credentials behind"):
-        find_azure_credentials({"endpoint_url": "http://127.0.0.1:1"}, back.stripped)
+        find_azure_credentials(
+            parse(AzureOptions, {"endpoint_url": "http://127.0.0.1:1"}), back.stripped
+        )
 
 
 def test_account_and_endpoint_come_from_wherever_they_are_named(
     no_azure: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def found(**options: object) -> tuple[str, str | None]:
-        result = find_azure_credentials(options)
+        result = find_azure_credentials(parse(AzureOptions, options))
         return result.account_name, result.endpoint_url
 
     key = {"account_key": KEY}
@@ -308,11 +312,13 @@ def test_identities_of_azure_identity_are_asked_for_tokens(no_azure: None) -> No
         async def get_token(self, *_: str) -> Token:
             return Token()
 
-    found = find_azure_credentials({"account_name": "a", "credential": Identity()})
+    found = find_azure_credentials(
+        parse(AzureOptions, {"account_name": "a", "credential": Identity()})
+    )
     assert found.provider is not None
     assert found.provider()["token"] == "a-token"
     with pytest.raises(ConfigError, match="event loop"):
-        find_azure_credentials({"account_name": "a", "credential": OfAio()})
+        find_azure_credentials(parse(AzureOptions, {"account_name": "a", "credential": OfAio()}))
 
 
 def test_without_azure_identity_what_to_do_is_said(
@@ -320,7 +326,9 @@ def test_without_azure_identity_what_to_do_is_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, "azure", None)
     with pytest.raises(CredentialsError) as caught:
-        find_azure_credentials({"account_name": "a", "endpoint_url": "http://127.0.0.1:1"})
+        find_azure_credentials(
+            parse(AzureOptions, {"account_name": "a", "endpoint_url": "http://127.0.0.1:1"})
+        )
     assert "pip install 'dcp-objstore[azure]'" in str(caught.value)
 
 

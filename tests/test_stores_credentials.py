@@ -15,6 +15,7 @@ import pytest
 from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
+from dcp_objstore.stores.options.gcs import GcsOptions
 from tests.support.servers import Bucket
 
 pytestmark = pytest.mark.backends("seaweed")
@@ -200,7 +201,7 @@ def test_no_google_credentials() -> None:
 def test_common_google_credentials_are_left_to_obstore(bare_environment: Path, kind: str) -> None:
     path = bare_environment / "application_default_credentials.json"
     path.write_text(json.dumps({"type": kind}))
-    found = find_gcs_credentials({}, None)
+    found = find_gcs_credentials(GcsOptions(), None)
     assert found.provider is None
     assert kind in found.source
 
@@ -235,17 +236,17 @@ def test_forms_of_a_google_token(bare_environment: Path) -> None:
     path = bare_environment / "key.json"
     key = {"private_key": "p", "private_key_id": "1", "client_email": "a@b"}
     path.write_text(json.dumps(key))
-    assert find_gcs_credentials({"token": "anon"}, None).config == {"skip_signature": True}
-    assert find_gcs_credentials({"anon": True}, None).config == {"skip_signature": True}
-    by_path = find_gcs_credentials({"token": str(path)}, None).config
+    assert find_gcs_credentials(GcsOptions(token="anon"), None).config == {"skip_signature": True}
+    assert find_gcs_credentials(GcsOptions(anon=True), None).config == {"skip_signature": True}
+    by_path = find_gcs_credentials(GcsOptions(token=str(path)), None).config
     assert by_path == {"application_credentials": str(path)}
-    as_mapping = find_gcs_credentials({"token": key}, None).config
+    as_mapping = find_gcs_credentials(GcsOptions(token=key), None).config
     assert as_mapping == {"service_account_key": json.dumps(key)}
-    provider = find_gcs_credentials({"token": "ya29.x"}, None).provider
+    provider = find_gcs_credentials(GcsOptions(token="ya29.x"), None).provider
     assert provider is not None
     assert provider() == {"token": "ya29.x", "expires_at": None}
-    assert "ya29" not in repr(find_gcs_credentials({"token": "ya29.x"}, None))
+    assert "ya29" not in repr(find_gcs_credentials(GcsOptions(token="ya29.x"), None))
     with pytest.raises(CredentialsError, match="missing"):
-        find_gcs_credentials({"token": "/nowhere/key.json"}, None)
+        find_gcs_credentials(GcsOptions(token="/nowhere/key.json"), None)
     with pytest.raises(ConfigError, match="token"):
-        find_gcs_credentials({"token": 7}, None)
+        find_gcs_credentials(GcsOptions(token=7), None)

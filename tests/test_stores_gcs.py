@@ -27,6 +27,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import IfVersion, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
+from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.wrappers import RecordingStore
 from tests.store_contract import PART, ExpectedError
 from tests.support.servers import Bucket, MotoServer
@@ -252,29 +253,29 @@ REFRESHED = {"refresh_token": "SECRET", "client_id": "c", "client_secret": "SECR
 def test_gcsfs_forms_of_a_token_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    user = find_gcs_credentials({"token": REFRESHED}, None)
+    user = find_gcs_credentials(GcsOptions(token=REFRESHED), None)
     provider: Any = user.provider
     assert provider.credentials.refresh_token == "SECRET"
     assert "SECRET" not in repr(user)
-    as_text = find_gcs_credentials({"token": json.dumps(REFRESHED)}, None)
+    as_text = find_gcs_credentials(GcsOptions(token=json.dumps(REFRESHED)), None)
     assert as_text.provider is not None
     path = tmp_path / "key"
     path.write_text(json.dumps({**REFRESHED, "type": "authorized_user"}))
-    assert find_gcs_credentials({"token": str(path)}, None).config == {
+    assert find_gcs_credentials(GcsOptions(token=str(path)), None).config == {
         "application_credentials": str(path)
     }
     # obstore would prefer the service account of the environment to the token that was named.
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/somebody/elses.json")
-    mixed = find_gcs_credentials({"token": str(path)}, None)
+    mixed = find_gcs_credentials(GcsOptions(token=str(path)), None)
     assert mixed.provider is not None
     assert mixed.config == {}
-    machine: Any = find_gcs_credentials({"token": "cloud"}, None).provider
+    machine: Any = find_gcs_credentials(GcsOptions(token="cloud"), None).provider
     assert "compute_engine" in type(machine.credentials).__module__
 
 
 def test_a_token_of_google_auth_is_renewed_only_when_it_has_to_be() -> None:
     def answer(credentials: Credentials) -> Any:
-        provider = find_gcs_credentials({"token": credentials}, None).provider
+        provider = find_gcs_credentials(GcsOptions(token=credentials), None).provider
         assert provider is not None
         return provider()
 
@@ -295,7 +296,7 @@ def test_a_broken_key_is_refused_and_not_shown(tmp_path: Path, content: str) -> 
     path = tmp_path / "key"
     path.write_text(content)
     with pytest.raises(CredentialsError) as caught:
-        find_gcs_credentials({"token": str(path)}, None)
+        find_gcs_credentials(GcsOptions(token=str(path)), None)
     assert "SECRET" not in f"{caught.value} {caught.value.__cause__} {caught.value.__context__}"
 
 

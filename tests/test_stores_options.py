@@ -1,4 +1,4 @@
-"""Storage options: the table says what is taken, obstore knows its names, hints tell the right."""
+"""Storage options: obstore knows its names, hints tell the right one, the README has the table."""
 
 from __future__ import annotations
 
@@ -11,42 +11,25 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.options import check as options
-from dcp_objstore.stores.options.table import OPTIONS, markdown
+from dcp_objstore.stores.options.schemes import SCHEMAS, options_table
 
 # Of HTTP clients in general, not of S3: obstore takes them elsewhere.
 OF_CLIENTS = {"allow_http", "allow_invalid_certificates", "root_certificate"}
 
 
-def taken() -> set[str]:
-    """Every name that S3's options may have, the nested ones with a dot."""
-    nested = {
-        "client_kwargs": options._S3_CLIENT,
-        "s3_additional_kwargs": options._S3_EXTRA,
-        "config_kwargs.s3": options._S3_ADDRESSING,
-    }
-    plain = set(options._S3) - {"client_kwargs", "s3_additional_kwargs", "config_kwargs"}
-    return plain | {f"{place}.{name}" for place, names in nested.items() for name in names}
-
-
-def test_the_table_of_s3_has_every_option_once_and_no_other() -> None:
-    named = [name for row in OPTIONS["s3"] for name in (row.name, *row.also)]
-    assert len(named) == len(set(named))
-    assert set(named) == taken()
-
-
-@pytest.mark.parametrize(("scheme", "known"), [("gs", options._GS), ("az", options._AZ)])
-def test_the_tables_of_gcs_and_azure_have_every_option_once(
-    scheme: str, known: dict[str, object]
-) -> None:
-    named = [name for row in OPTIONS[scheme] for name in (row.name, *row.also)]
-    assert len(named) == len(set(named))
-    assert set(named) == set(known)
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_a_spelling_belongs_to_one_option(scheme: str) -> None:
+    options = SCHEMAS[scheme].options().values()
+    taken = [spelling for option in options for spelling in option.spellings]
+    assert len(taken) == len(set(taken))
+    for option in options:
+        leaves = {spelling.rpartition(".")[2] for spelling in taken}
+        assert not leaves & set(option.called)
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_local_stores_have_no_options(scheme: str) -> None:
-    assert OPTIONS[scheme] == ()
+    assert not SCHEMAS[scheme].options()
     with pytest.raises(ConfigError, match="take no options"):
         StoreSpec(f"{scheme}:///tmp/x" if scheme == "file" else "memory://x", {"key": "x"})
 
@@ -56,7 +39,9 @@ def test_local_stores_have_no_options(scheme: str) -> None:
 )
 def test_obstore_knows_its_names(scheme: str, store: Any) -> None:
     bucket = "container_name" if scheme == "az" else "bucket"
-    for name in {name for row in OPTIONS[scheme] for name in row.native} - OF_CLIENTS:
+    for name in {
+        name for row in SCHEMAS[scheme].options().values() for name in row.native
+    } - OF_CLIENTS:
         try:
             store(config={bucket: "b", name: "true"})
         except BaseError as error:  # "true" is no checksum, say
@@ -103,4 +88,4 @@ def test_another_spelling_gets_the_right_one(given: dict[str, object], text: str
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
 def test_the_readme_has_the_table_as_it_is(scheme: str) -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    assert markdown(scheme) in readme
+    assert options_table(scheme) in readme

@@ -14,7 +14,7 @@ from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.endpoint import s3_checksum
-from dcp_objstore.stores.options.check import S3Settings
+from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.s3.checksums import Checksums, checksums_for
 from tests.support.servers import Bucket
 from tests.support.tampering import Asked, TamperingProxy
@@ -160,18 +160,18 @@ def test_boto3_sends_the_checksum_of_what_it_sends_and_the_store_keeps_it(
 
 
 def test_aws_gets_a_checksum_and_other_servers_only_where_it_is_asked_for() -> None:
-    asked = S3Settings(checksum_algorithm="SHA256")
-    off = S3Settings(checksum_algorithm="none")
+    asked = S3Options(checksum_algorithm="SHA256")
+    off = S3Options(checksum_algorithm="none")
     for aws in (
         None,
         "https://s3.eu-west-1.amazonaws.com",
         "https://vpce-1.s3.us-east-1.vpce.amazonaws.com",
     ):
-        assert s3_checksum(S3Settings(), aws) == "CRC64NVME"
+        assert s3_checksum(S3Options(), aws) == "CRC64NVME"
         assert s3_checksum(asked, aws) == "SHA256"
         assert s3_checksum(off, aws) is None
     for other in ("http://127.0.0.1:9000", "https://account.r2.cloudflarestorage.com"):
-        assert s3_checksum(S3Settings(), other) is None
+        assert s3_checksum(S3Options(), other) is None
         assert s3_checksum(asked, other) == "SHA256"
 
 
@@ -219,14 +219,14 @@ def test_boto3_sends_aws_a_checksum_by_default_where_it_can(
 ) -> None:
     other = "http://127.0.0.1:9000"
     by_default = {"ChecksumAlgorithm": "CRC64NVME"} if HAS_AWSCRT else {}
-    assert checksums_for(S3Settings(), None).beginning == by_default
-    assert checksums_for(S3Settings(), other).beginning == {}
-    assert checksums_for(S3Settings(checksum_algorithm="none"), None).beginning == {}
+    assert checksums_for(S3Options(), None).beginning == by_default
+    assert checksums_for(S3Options(), other).beginning == {}
+    assert checksums_for(S3Options(checksum_algorithm="none"), None).beginning == {}
     monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "sha256")
-    assert checksums_for(S3Settings(), other).beginning == {"ChecksumAlgorithm": "SHA256"}
+    assert checksums_for(S3Options(), other).beginning == {"ChecksumAlgorithm": "SHA256"}
     monkeypatch.delenv("AWS_CHECKSUM_ALGORITHM")
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None)
-    assert checksums_for(S3Settings(), None).beginning == {}
+    assert checksums_for(S3Options(), None).beginning == {}
 
 
 @pytest.mark.parametrize(

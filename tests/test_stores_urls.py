@@ -10,7 +10,7 @@ import pytest
 
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec, open_store
-from dcp_objstore.stores.options.check import s3_settings
+from dcp_objstore.stores.options.s3 import s3_options
 from dcp_objstore.stores.urls import parse_url
 
 
@@ -120,10 +120,10 @@ def test_an_endpoint_that_is_none_is_refused() -> None:
 
 
 def test_fsspec_spellings_mean_the_same() -> None:
-    plain = s3_settings(
+    plain = s3_options(
         {"key": "k", "secret": "s", "token": "t", "endpoint_url": "http://e", "region": "r"}
     )
-    nested = s3_settings(
+    nested = s3_options(
         {
             "client_kwargs": {
                 "aws_access_key_id": "k",
@@ -135,7 +135,7 @@ def test_fsspec_spellings_mean_the_same() -> None:
         }
     )
     assert plain == nested
-    assert s3_settings({"config_kwargs": {"s3": {"addressing_style": "virtual"}}}) == s3_settings(
+    assert s3_options({"config_kwargs": {"s3": {"addressing_style": "virtual"}}}) == s3_options(
         {"addressing_style": "virtual"}
     )
 

@@ -13,7 +13,7 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.endpoint import s3_checksum
-from dcp_objstore.stores.options.check import S3Settings
+from dcp_objstore.stores.options.s3 import S3Options
 from tests.support.servers import Bucket
 from tests.test_stores_s3_settings import carrying, requests_of
 from tests.test_stores_unreachable import VERBS
@@ -104,7 +104,7 @@ def test_the_environment_can_say_that_no_checksum_goes_with_bodies(
     store.put("k", b"body")
     assert bucket.get("k") == b"body"
     assert os.environ["AWS_CHECKSUM_ALGORITHM"] == named
-    assert s3_checksum(S3Settings(), None) is None
+    assert s3_checksum(S3Options(), None) is None
 
 
 @pytest.mark.backends("moto")

@@ -24,6 +24,8 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.credentials.google import find_gcs_token
+from dcp_objstore.stores.options.gcs import GcsOptions
+from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
 from dcp_objstore.stores.uploads.open import open_uploads
 from tests.support.bucket_rules import incomplete_upload_rule, versioning
@@ -282,7 +284,7 @@ def test_a_service_account_gives_tokens_wherever_its_key_is(
     tokens = []
 
     def ask(**options: object) -> None:
-        token = find_gcs_token(options, None)
+        token = find_gcs_token(parse(GcsOptions, options), None)
         assert token is not None
         tokens.append(token())
         assert token() == tokens[-1]  # asked for once
@@ -302,7 +304,7 @@ def test_a_service_account_gives_tokens_wherever_its_key_is(
     assert len(set(tokens)) == 6
     assert all(token.startswith("ya29.handed-out-") for token in tokens)
     monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "ya29.given")
-    given = find_gcs_token({}, None)
+    given = find_gcs_token(GcsOptions(), None)
     assert given is not None
     assert given() == "ya29.given"
 

@@ -10,17 +10,18 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.check import CHECKSUMS, S3Settings, check_endpoint
+from dcp_objstore.stores.options.gcs import GcsOptions
+from dcp_objstore.stores.options.parse import check_endpoint
+from dcp_objstore.stores.options.s3 import CHECKSUMS, S3Options
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.credentials.base import Credentials
 
-CHECKSUM_VARIABLE = "AWS_CHECKSUM_ALGORITHM"
+(CHECKSUM_VARIABLE,) = S3Options.option("checksum_algorithm").environment
 _DEFAULT_REGION = "us-east-1"
 _REGION = re.compile(r"[A-Za-z0-9._-]+")
 # RFC 3986, without those that `check_endpoint` refuses.
@@ -30,7 +31,7 @@ _AUTHORITY = re.compile(r"(?:\[[^]]+\]|[^:/\[\]]+)(?::\d+)?(?:/|$)")
 _HOST_NAME = re.compile(r"(?:[A-Za-z0-9_-]+\.)*(?!(?:\d+|0[xX][0-9a-fA-F]*)\.?$)[A-Za-z0-9_-]+\.?")
 
 
-def s3_server(settings: S3Settings, found: Credentials) -> tuple[str | None, str]:
+def s3_server(settings: S3Options, found: Credentials) -> tuple[str | None, str]:
     """Endpoint and region: from the options, the environment, then the profile.
 
     Returns:
@@ -39,18 +40,14 @@ def s3_server(settings: S3Settings, found: Credentials) -> tuple[str | None, str
     Raises:
         ConfigError: a region that cannot be one.
     """
-    environ = os.environ
     endpoint = (
         settings.endpoint_url
-        or environ.get("AWS_ENDPOINT_URL_S3")
-        or environ.get("AWS_ENDPOINT_URL")
-        or environ.get("AWS_ENDPOINT")
+        or S3Options.option("endpoint_url").from_environment()
         or found.endpoint_url
     )
     region = (
         settings.region
-        or environ.get("AWS_REGION")
-        or environ.get("AWS_DEFAULT_REGION")
+        or S3Options.option("region").from_environment()
         or found.region
         or _DEFAULT_REGION
     )
@@ -62,13 +59,13 @@ def s3_server(settings: S3Settings, found: Credentials) -> tuple[str | None, str
     return endpoint, region
 
 
-def s3_requester_pays(settings: S3Settings) -> bool:
+def s3_requester_pays(settings: S3Options) -> bool:
     """Whether requests say that we pay for them."""
-    named = os.environ.get("AWS_REQUEST_PAYER", "").lower()
-    return settings.requester_pays or named in ("requester", "true")
+    named = S3Options.option("requester_pays").from_environment() or ""
+    return settings.requester_pays or named.lower() in ("requester", "true")
 
 
-def s3_checksum(settings: S3Settings, endpoint: str | None) -> str | None:
+def s3_checksum(settings: S3Options, endpoint: str | None) -> str | None:
     """The checksum to send with each body, by which the store refuses one that was damaged.
 
     On AWS CRC64NVME, its own default ("Checking object integrity", Amazon S3 user guide); it took
@@ -92,23 +89,22 @@ def s3_checksum(settings: S3Settings, endpoint: str | None) -> str | None:
     return None if chosen == "none" else chosen
 
 
-def gcs_endpoint(options: Mapping[str, Any]) -> str | None:
+def gcs_endpoint(options: GcsOptions) -> str | None:
     """The server for `gs://` as the user names it, or None for Google's own."""
-    endpoint = options.get("base_url") or options.get("endpoint_url")
-    return endpoint or os.environ.get("GOOGLE_BASE_URL")
+    return options.endpoint_url or GcsOptions.option("endpoint_url").from_environment()
 
 
-def gcs_payer(options: Mapping[str, Any]) -> str | None:
+def gcs_payer(options: GcsOptions) -> str | None:
     """The project that pays for requests to `gs://`, None: the bucket's owner.
 
     Raises:
         ConfigError: somebody shall pay, and nobody is named.
     """
-    pays = options.get("requester_pays")
-    payer = options.get("project") if pays is True else pays
-    if pays is True and payer is None:
+    if isinstance(options.requester_pays, str):
+        return options.requester_pays
+    if options.requester_pays and options.project is None:
         raise ConfigError("'requester_pays': name the project that pays in 'project' as well")
-    return payer or None
+    return options.project if options.requester_pays else None
 
 
 def is_aws(endpoint: str | None) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.check import (
+from dcp_objstore.stores.options.schemes import (
     check_options,
     is_foreign,
     public_options,
@@ -54,7 +54,7 @@ class StoreSpec:
 
     Attributes:
         url: the root, in its normal form.
-        storage_options: in fsspec spelling; see `dcp_objstore.stores.options.check`. Or
+        storage_options: in fsspec spelling; see `dcp_objstore.stores.options`. Or
             `{"fs": filesystem}`, a filesystem of fsspec, which then carries the requests; it counts
             as a secret as a whole.
         config: time-outs and retries; and the transport, also where it was given as a storage

@@ -13,7 +13,7 @@ from typing import Any
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.check import public_options
+from dcp_objstore.stores.options.schemes import public_options
 from dcp_objstore.stores.spec import StoreSpec
 
 

@@ -24,7 +24,7 @@ from dcp_objstore.stores.boto3.turns import take_turns
 from dcp_objstore.stores.credentials.aws import no_s3_credentials, open_boto3_session
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.endpoint import s3_requester_pays, s3_server, server_url
-from dcp_objstore.stores.options.check import S3Settings, s3_settings
+from dcp_objstore.stores.options.s3 import S3Options, s3_options
 from dcp_objstore.stores.s3.checksums import checksums_for
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Boto3Clients:
         if importlib.util.find_spec("boto3") is None:
             raise ConfigError("boto3 is not installed: pip install 'dcp-objstore[s3]'")
         self._url = url
-        self._settings = s3_settings(options)
+        self._settings = s3_options(options)
         self._config = config
         self._stripped = stripped
         self.max_retries = config.max_retries
@@ -236,7 +236,7 @@ class _Patience:
             raise ClientError(response[1], operation.name)
 
 
-def _botocore_config(settings: S3Settings, *, virtual: bool, **transfer: Any) -> Any:
+def _botocore_config(settings: S3Options, *, virtual: bool, **transfer: Any) -> Any:
     import botocore
     from botocore.config import Config
 
@@ -255,7 +255,7 @@ def _botocore_config(settings: S3Settings, *, virtual: bool, **transfer: Any) ->
     )
 
 
-def _verify(settings: S3Settings) -> bool | str | None:
+def _verify(settings: S3Options) -> bool | str | None:
     """What boto3 takes; None leaves it to AWS_CA_BUNDLE and the profile."""
     if isinstance(settings.verify, bool):
         return None if settings.verify else False

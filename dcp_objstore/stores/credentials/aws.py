@@ -19,7 +19,7 @@ from typing import Any
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores.credentials.base import Credentials, lost, metadata_answers, without_text
 from dcp_objstore.stores.credentials.renewal import Renewing
-from dcp_objstore.stores.options.check import S3Settings
+from dcp_objstore.stores.options.s3 import S3Options
 
 _INSTALL_S3 = "pip install 'dcp-objstore[s3]'"
 # Settings of a profile that hold or lead to credentials.
@@ -41,7 +41,7 @@ _NATIVE_VARIABLES = (
 )
 
 
-def find_s3_credentials(settings: S3Settings, stripped: tuple[str, ...] = ()) -> Credentials:
+def find_s3_credentials(settings: S3Options, stripped: tuple[str, ...] = ()) -> Credentials:
     """Find credentials for S3 in the order of the module's docstring.
 
     Args:
@@ -77,7 +77,7 @@ def no_s3_credentials(stripped: tuple[str, ...]) -> CredentialsError:
     )
 
 
-def _from_s3_options(settings: S3Settings) -> Credentials | None:
+def _from_s3_options(settings: S3Options) -> Credentials | None:
     if settings.anon:
         return Credentials("anonymous", config={"skip_signature": True})
     if settings.key is not None and settings.secret is not None:
@@ -100,7 +100,7 @@ def _from_aws_environment() -> Credentials | None:
     return None
 
 
-def _static(settings: S3Settings) -> Callable[[], Any]:
+def _static(settings: S3Options) -> Callable[[], Any]:
     # A provider, not the config fields: those would be mixed with an AWS_SESSION_TOKEN of the
     # environment that belongs to another key.
     answer = {

@@ -19,6 +19,7 @@ from urllib.parse import parse_qs
 
 from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores.credentials.base import Credentials, lost, metadata_answers
+from dcp_objstore.stores.options.azure import AzureOptions
 
 _INSTALL = "pip install 'dcp-objstore[azure]'"
 # Account, key and endpoint of the storage emulators; the key is public knowledge, part of the
@@ -27,8 +28,6 @@ _EMULATOR = (
     "AccountName=devstoreaccount1;AccountKey=Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVEr"
     "Cz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==;BlobEndpoint=http://127.0.0.1:10000/devstoreaccount1"
 )
-_ACCOUNT_VARIABLES = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
-_ENDPOINT_VARIABLES = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 # With one of these groups in the environment obstore has all it needs.
 _NATIVE_VARIABLES = (
     ("AZURE_STORAGE_TOKEN",),
@@ -72,7 +71,7 @@ class AzureCredentials(Credentials):
 
 
 def find_azure_credentials(
-    options: Mapping[str, Any], stripped: tuple[str, ...] = ()
+    options: AzureOptions, stripped: tuple[str, ...] = ()
 ) -> AzureCredentials:
     """Find account, endpoint and credentials in the order of the module's docstring.
 
@@ -85,8 +84,8 @@ def find_azure_credentials(
         ConfigError: no account is named, or options contradict each other.
     """
     given = _from_options(options)
-    if "client_secret" not in (*options, *stripped):
-        idle = [name for name in ("client_id", "tenant_id") if name in options]
+    if options.client_secret is None and "client_secret" not in stripped:
+        idle = [name for name in ("client_id", "tenant_id") if getattr(options, name) is not None]
         if idle:
             raise ConfigError(
                 f"{', '.join(map(repr, idle))} in storage_options have no effect without"
@@ -94,15 +93,15 @@ def find_azure_credentials(
                 " azure-identity"
             )
     parts = (
-        _connection_parts(options["connection_string"]) if "connection_string" in options else {}
+        {} if options.connection_string is None else _connection_parts(options.connection_string)
     )
     if given is None and not parts:
-        parts = _connection_of_environment(options.get("account_name"))
+        parts = _connection_of_environment(options.account_name)
     endpoint = _endpoint(options, parts)
     account = (
-        options.get("account_name")
+        options.account_name
         or parts.get("accountname")
-        or next((os.environ[name] for name in _ACCOUNT_VARIABLES if os.environ.get(name)), None)
+        or AzureOptions.option("account_name").from_environment()
         or _account_of(endpoint)
     )
     if account is None:
@@ -130,20 +129,23 @@ def find_azure_credentials(
     )
 
 
-def _from_options(options: Mapping[str, Any]) -> Credentials | None:
+def _from_options(options: AzureOptions) -> Credentials | None:
     """By explicit options; None where only a connection string, or nothing, is given."""
-    trio = ("client_id", "client_secret", "tenant_id")
-    principal = "client_secret" in options
+    trio = {
+        "client_id": options.client_id,
+        "client_secret": options.client_secret,
+        "tenant_id": options.tenant_id,
+    }
     ways = [
         name
         for name in ("account_key", "sas_token", "connection_string", "credential")
-        if name in options
+        if getattr(options, name) is not None
     ]
-    if options.get("anon"):
+    if options.anon:
         ways.append("anon")
-    if principal:
+    if options.client_secret is not None:
         ways.append("client_secret")
-        missing = [name for name in trio if name not in options]
+        missing = [name for name, value in trio.items() if value is None]
         if missing:
             raise ConfigError(
                 f"storage_options need 'client_id', 'client_secret' and 'tenant_id';"
@@ -151,19 +153,18 @@ def _from_options(options: Mapping[str, Any]) -> Credentials | None:
             )
     if len(ways) > 1:
         raise ConfigError(f"choose one of {', '.join(map(repr, ways))} in storage_options")
-    if options.get("anon"):
+    if options.anon:
         return Credentials("anonymous", config={"skip_signature": True})
-    if "account_key" in options:
-        return Credentials("storage_options", _account_key(options["account_key"]))
-    if "sas_token" in options:
-        return _sas("storage_options", options["sas_token"])
-    if principal:
+    if options.account_key is not None:
+        return Credentials("storage_options", _account_key(options.account_key))
+    if options.sas_token is not None:
+        return _sas("storage_options", options.sas_token)
+    if options.client_secret is not None:
         # The type, so that a key in the environment does not win.
-        config = {name: options[name] for name in trio}
-        config["credential_type"] = "client_secret"
+        config = {**trio, "credential_type": "client_secret"}
         return Credentials("storage_options", config=config, renewable=True)
-    if "credential" in options:
-        return _from_credential(options["credential"])
+    if options.credential is not None:
+        return _from_credential(options.credential)
     return None
 
 
@@ -264,7 +265,7 @@ def _sas(source: str, token: str) -> Credentials:
 
 def _connection_of_environment(account: str | None) -> dict[str, str]:
     """AZURE_STORAGE_CONNECTION_STRING, unless it is of another account than the one named."""
-    text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
+    text = AzureOptions.option("connection_string").from_environment()
     parts = _connection_parts(text) if text else {}
     return parts if account in (None, parts.get("accountname")) else {}
 
@@ -293,16 +294,16 @@ def _connection_parts(text: str) -> dict[str, str]:
     return parts
 
 
-def _endpoint(options: Mapping[str, Any], parts: Mapping[str, str]) -> str | None:
+def _endpoint(options: AzureOptions, parts: Mapping[str, str]) -> str | None:
     """Of the blob service, or None for the public cloud's."""
-    named = options.get("endpoint_url") or options.get("account_host") or parts.get("blobendpoint")
+    named = options.server or parts.get("blobendpoint")
     if named:
-        return str(named)
+        return named
     suffix = parts.get("endpointsuffix", "core.windows.net")
     if parts and suffix != "core.windows.net" and "accountname" in parts:
         protocol = parts.get("defaultendpointsprotocol", "https")
         return f"{protocol}://{parts['accountname']}.blob.{suffix}"
-    return next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), None)
+    return AzureOptions.option("endpoint_url").from_environment()
 
 
 def _account_of(endpoint: str | None) -> str | None:

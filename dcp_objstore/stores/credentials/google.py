@@ -23,6 +23,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores.credentials.base import Credentials, lost, metadata_answers, without_text
+from dcp_objstore.stores.options.gcs import GcsOptions
 
 _INSTALL = "pip install 'dcp-objstore[gcs]'"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
@@ -45,7 +46,7 @@ _ADVICE = (
 
 
 def find_gcs_credentials(
-    options: Mapping[str, Any], base_url: str | None, stripped: tuple[str, ...] = ()
+    options: GcsOptions, base_url: str | None, stripped: tuple[str, ...] = ()
 ) -> Credentials:
     """Find credentials for GCS in the order of the module's docstring.
 
@@ -63,7 +64,7 @@ def find_gcs_credentials(
 
 
 def find_gcs_token(
-    options: Mapping[str, Any], base_url: str | None, stripped: tuple[str, ...] = ()
+    options: GcsOptions, base_url: str | None, stripped: tuple[str, ...] = ()
 ) -> Callable[[], str] | None:
     """What gives an access token each time, for requests of our own; None: anonymous.
 
@@ -116,11 +117,9 @@ def _by_google_auth(found: Credentials) -> Credentials:
     return _from_google_auth(_default_credentials, found.source)
 
 
-def _find(
-    options: Mapping[str, Any], base_url: str | None, stripped: tuple[str, ...]
-) -> Credentials:
-    token = options.get("token")
-    if options.get("anon") or token == "anon":
+def _find(options: GcsOptions, base_url: str | None, stripped: tuple[str, ...]) -> Credentials:
+    token = options.token
+    if options.anon or token == "anon":
         return Credentials("anonymous", config={"skip_signature": True})
     if token == "cloud":
         return _from_google_auth(_machine_credentials, "the machine's credentials (token='cloud')")

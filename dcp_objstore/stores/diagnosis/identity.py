@@ -15,7 +15,10 @@ from dcp_objstore.stores.credentials.aws import find_s3_credentials
 from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
 from dcp_objstore.stores.endpoint import gcs_endpoint, is_aws, s3_server
-from dcp_objstore.stores.options.check import S3Settings, s3_settings
+from dcp_objstore.stores.options.azure import AzureOptions
+from dcp_objstore.stores.options.gcs import GcsOptions
+from dcp_objstore.stores.options.parse import parse
+from dcp_objstore.stores.options.s3 import S3Options, s3_options
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.spec import StoreSpec
@@ -58,13 +61,15 @@ def identify(spec: StoreSpec) -> Identity | None:
     if scheme == "gs":
         return _gcs(spec)
     if scheme == "az":
-        azure = find_azure_credentials(spec.storage_options or {}, spec.stripped)
+        azure = find_azure_credentials(
+            parse(AzureOptions, spec.storage_options or {}), spec.stripped
+        )
         return Identity(azure.source, account=azure.account_name)
     return None
 
 
 def _s3(spec: StoreSpec) -> Identity:
-    settings = s3_settings(spec.storage_options or {})
+    settings = s3_options(spec.storage_options or {})
     found = find_s3_credentials(settings, spec.stripped)
     endpoint, region = s3_server(settings, found)
     if settings.anon:
@@ -99,7 +104,7 @@ def shortened(access_key: str | None) -> str | None:
     return f"{access_key[:4]}…{access_key[-4:]}"
 
 
-def _caller(settings: S3Settings, region: str) -> tuple[str | None, str | None]:
+def _caller(settings: S3Options, region: str) -> tuple[str | None, str | None]:
     """The ARN that STS tells, and why it does not."""
     import boto3
     from botocore.config import Config
@@ -124,7 +129,7 @@ def _caller(settings: S3Settings, region: str) -> tuple[str | None, str | None]:
 
 
 def _gcs(spec: StoreSpec) -> Identity:
-    options = spec.storage_options or {}
+    options = parse(GcsOptions, spec.storage_options or {})
     found = find_gcs_credentials(options, gcs_endpoint(options), spec.stripped)
     if found.anonymous:
         return Identity(found.source)

@@ -19,7 +19,9 @@ from dcp_objstore.errors import StoreUnavailableError
 from dcp_objstore.stores.credentials.aws import find_s3_credentials
 from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from dcp_objstore.stores.endpoint import s3_server, server_url, tls_context
-from dcp_objstore.stores.options.check import s3_settings
+from dcp_objstore.stores.options.azure import AzureOptions
+from dcp_objstore.stores.options.parse import parse
+from dcp_objstore.stores.options.s3 import s3_options
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.spec import StoreSpec
@@ -78,7 +80,7 @@ def named_server(spec: StoreSpec) -> str | None:
     endpoint: str | None = getattr(spec.open(), "endpoint_url", None)
     options = spec.storage_options or {}
     if endpoint is None and spec.parsed.scheme == "s3" and "fs" not in options:
-        settings = s3_settings(options)
+        settings = s3_options(options)
         named, _ = s3_server(settings, find_s3_credentials(settings, spec.stripped))
         endpoint = server_url(named, use_ssl=settings.use_ssl) if named else None
     return endpoint
@@ -100,7 +102,7 @@ def _bucket_url(spec: StoreSpec) -> tuple[str | None, bool | str]:
     endpoint = named_server(spec)
     verify = options.get("verify", True)
     if url.scheme == "s3":
-        settings = s3_settings(options)
+        settings = s3_options(options)
         verify = settings.verify
         if endpoint is None:
             found = find_s3_credentials(settings, spec.stripped)
@@ -109,7 +111,7 @@ def _bucket_url(spec: StoreSpec) -> tuple[str | None, bool | str]:
     elif url.scheme == "gs":
         endpoint = endpoint or "https://storage.googleapis.com"
     elif url.scheme == "az" and endpoint is None:
-        account = find_azure_credentials(options, spec.stripped).account_name
+        account = find_azure_credentials(parse(AzureOptions, options), spec.stripped).account_name
         endpoint = f"https://{account}.blob.core.windows.net"
     if endpoint is None or urlsplit(endpoint).scheme not in ("http", "https"):
         return None, True

@@ -35,7 +35,10 @@ from dcp_objstore.stores.fsspec.greeting import (
     Greeting,
 )
 from dcp_objstore.stores.fsspec.kinds import is_gcsfs, is_s3fs
-from dcp_objstore.stores.options.check import is_foreign, is_secret, s3_settings
+from dcp_objstore.stores.options.gcs import GcsOptions
+from dcp_objstore.stores.options.parse import parse
+from dcp_objstore.stores.options.s3 import s3_options
+from dcp_objstore.stores.options.schemes import is_foreign, is_secret
 from dcp_objstore.stores.s3.checksums import Checksums, checksums_for
 
 if TYPE_CHECKING:
@@ -153,11 +156,12 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
         endpoint_url = given["endpoint_url"]
         fs = cls(**given, **plain)
         _set_tries(fs, 1 + config.max_retries)
-        checksums = checksums_for(s3_settings(options), endpoint_url)
+        checksums = checksums_for(s3_options(options), endpoint_url)
         found = replace(_with_once(fs, endpoint_url=endpoint_url), checksums=checksums)
         return _with_greeting(found, url, config)
     if url.scheme == "gs":
-        endpoint_url = gcs_endpoint(options)
+        gcs = parse(GcsOptions, options)
+        endpoint_url = gcs_endpoint(gcs)
         if endpoint_url is not None:
             endpoint_url = server_url(endpoint_url, use_ssl=True)
         cls = get_filesystem_class("gs")
@@ -167,7 +171,7 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
             from gcsfs.core import GCSFileSystem
 
             cls = GCSFileSystem
-        fs = cls(**_gs(options, endpoint_url, config), **plain)
+        fs = cls(**_gs(gcs, endpoint_url, config), **plain)
         _set_tries(fs, 1 + config.max_retries)
         return _with_greeting(_with_once(fs, endpoint_url=endpoint_url), url, config)
     cls = get_filesystem_class(url.scheme)
@@ -243,7 +247,7 @@ def _forget_listings(fs: Any) -> None:
 
 
 def _s3(options: Mapping[str, Any], config: TransferConfig) -> dict[str, Any]:
-    settings = s3_settings(options)
+    settings = s3_options(options)
     style = settings.addressing_style
     # What is not told here, botocore looks up in the profile.
     endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
@@ -286,14 +290,12 @@ def _s3(options: Mapping[str, Any], config: TransferConfig) -> dict[str, Any]:
     return given
 
 
-def _gs(
-    options: Mapping[str, Any], endpoint_url: str | None, config: TransferConfig
-) -> dict[str, Any]:
-    if options.get("verify", True) is not True:
+def _gs(options: GcsOptions, endpoint_url: str | None, config: TransferConfig) -> dict[str, Any]:
+    if options.verify is not True:
         raise ConfigError("gcsfs has no 'verify'; use the native transport")
     import aiohttp
 
-    token = "anon" if options.get("anon") else options.get("token")
+    token = "anon" if options.anon else options.token
     given: dict[str, Any] = {
         "token": token,
         "endpoint_url": endpoint_url,
@@ -301,8 +303,8 @@ def _gs(
             total=config.request_timeout_seconds, sock_connect=config.connect_timeout_seconds
         ),
     }
-    if options.get("project") is not None:
-        given["project"] = options["project"]
+    if options.project is not None:
+        given["project"] = options.project
     payer = gcs_payer(options)
     if payer is not None:
         given["requester_pays"] = payer

@@ -31,7 +31,10 @@ from dcp_objstore.stores.obstore.makers import (
     memory_maker,
     s3_maker,
 )
-from dcp_objstore.stores.options.check import s3_settings
+from dcp_objstore.stores.options.azure import AzureOptions
+from dcp_objstore.stores.options.gcs import GcsOptions
+from dcp_objstore.stores.options.parse import parse
+from dcp_objstore.stores.options.s3 import s3_options
 from dcp_objstore.stores.retries import (
     LONGEST_PAUSE_SECONDS,
     PAUSE_BASE,
@@ -297,14 +300,15 @@ def make_clients(
     found: Credentials
     if url.scheme == "gs":
         # To sign a URL, GCS would ask for a private key or make a request.
-        found = find_gcs_credentials(options, gcs_endpoint(options), stripped)
-        make, endpoint_url = gcs_maker(url, options, found)
+        gcs = parse(GcsOptions, options)
+        found = find_gcs_credentials(gcs, gcs_endpoint(gcs), stripped)
+        make, endpoint_url = gcs_maker(url, gcs, found)
     elif url.scheme == "az":
-        of_azure = find_azure_credentials(options, stripped)
-        found = of_azure
-        make, endpoint_url = azure_maker(url, options, of_azure)
+        azure = parse(AzureOptions, options)
+        found = of_azure = find_azure_credentials(azure, stripped)
+        make, endpoint_url = azure_maker(url, azure, of_azure)
     else:
-        settings = s3_settings(options)
+        settings = s3_options(options)
         found = find_s3_credentials(settings, stripped)
         make, endpoint_url = s3_maker(url, settings, found)
         plain = endpoint_url is not None and endpoint_url.startswith("http://")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
     from dcp_objstore.stores.credentials.azure import AzureCredentials
     from dcp_objstore.stores.credentials.base import Credentials
-    from dcp_objstore.stores.options.check import S3Settings
+    from dcp_objstore.stores.options.azure import AzureOptions
+    from dcp_objstore.stores.options.gcs import GcsOptions
+    from dcp_objstore.stores.options.s3 import S3Options
     from dcp_objstore.stores.urls import StoreUrl
 
 # Client options and the retry configuration to a client.
@@ -57,7 +59,7 @@ def memory_maker(url: StoreUrl) -> Make:
     return make
 
 
-def s3_maker(url: StoreUrl, settings: S3Settings, found: Credentials) -> tuple[Make, str | None]:
+def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> tuple[Make, str | None]:
     """For a bucket of S3, or of a server that speaks it; and its endpoint, None for AWS itself.
 
     Raises:
@@ -140,9 +142,7 @@ def _checksum_variable_unread() -> Iterator[None]:
             os.environ[CHECKSUM_VARIABLE] = named
 
 
-def gcs_maker(
-    url: StoreUrl, options: Mapping[str, Any], found: Credentials
-) -> tuple[Make, str | None]:
+def gcs_maker(url: StoreUrl, options: GcsOptions, found: Credentials) -> tuple[Make, str | None]:
     """For a bucket of Google Cloud Storage; and its endpoint, None for the provider's own.
 
     Raises:
@@ -152,7 +152,7 @@ def gcs_maker(
 
     endpoint = gcs_endpoint(options)
     config: dict[str, Any] = {"bucket": url.bucket, "skip_signature": False, **found.config}
-    client: dict[str, Any] = dict(_tls(options.get("verify", True)))
+    client: dict[str, Any] = dict(_tls(options.verify))
     if endpoint is not None:
         config["base_url"] = server_url(endpoint, use_ssl=True)
         client["allow_http"] = config["base_url"].startswith("http://")
@@ -173,7 +173,7 @@ def gcs_maker(
 
 
 def azure_maker(
-    url: StoreUrl, options: Mapping[str, Any], found: AzureCredentials
+    url: StoreUrl, options: AzureOptions, found: AzureCredentials
 ) -> tuple[Make, str | None]:
     """For a container of Azure Blob Storage; and its endpoint, None for the provider's own.
 
@@ -188,7 +188,7 @@ def azure_maker(
         "skip_signature": False,
         **found.config,
     }
-    client: dict[str, Any] = dict(_tls(options.get("verify", True)))
+    client: dict[str, Any] = dict(_tls(options.verify))
     if found.endpoint_url is not None:
         config["endpoint"] = server_url(found.endpoint_url, use_ssl=True)
         client["allow_http"] = config["endpoint"].startswith("http://")

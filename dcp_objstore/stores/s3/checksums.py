@@ -18,7 +18,7 @@ from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.endpoint import CHECKSUM_VARIABLE, s3_checksum
 
 if TYPE_CHECKING:
-    from dcp_objstore.stores.options.check import S3Settings
+    from dcp_objstore.stores.options.s3 import S3Options
 
 _Crc = Callable[[memoryview, int], int]
 
@@ -73,7 +73,7 @@ class Checksums:
         return {f"Checksum{self._algorithm}": base64.b64encode(digest).decode()}
 
 
-def checksums_for(settings: S3Settings, endpoint_url: str | None) -> Checksums:
+def checksums_for(settings: S3Options, endpoint_url: str | None) -> Checksums:
     """As over the native transport, see `s3_checksum`; but nothing is sent by default, also to AWS,
     where the default needs awscrt and that is not installed.
 

@@ -29,6 +29,8 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores.credentials.google import find_gcs_token
 from dcp_objstore.stores.endpoint import gcs_endpoint, gcs_payer, server_url, tls_context
 from dcp_objstore.stores.errors import advice_on, kind_of_answer
+from dcp_objstore.stores.options.gcs import GcsOptions
+from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.uploads.s3 import S3Uploads, boto_errors
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ def open_gcs_uploads(spec: StoreSpec) -> GcsUploads:
             "boto3 is not installed, which lists unfinished uploads to gs://, too: pip install"
             " 'dcp-objstore[gcs,s3]'"
         )
-    url, options = spec.parsed, spec.storage_options or {}
+    url, options = spec.parsed, parse(GcsOptions, spec.storage_options or {})
     endpoint = gcs_endpoint(options)
     token = find_gcs_token(options, endpoint, spec.stripped)
     base = server_url(endpoint, use_ssl=True) if endpoint else _GOOGLE
@@ -94,11 +96,9 @@ def open_gcs_uploads(spec: StoreSpec) -> GcsUploads:
         return {**found, **({"x-goog-user-project": payer} if payer else {})}
 
     root = f"{url.prefix}/" if url.prefix else ""
-    verify = options.get("verify", True)
-    assert isinstance(verify, bool | str)
-    context = tls_context(verify)
+    context = tls_context(options.verify)
     with boto_errors(spec.url):
-        client = _client(spec, base, verify, headers)
+        client = _client(spec, base, options.verify, headers)
     uploads = GcsUploads(client, url.bucket, root, {})
     asked = f"{base}/storage/v1/b/{quote(url.bucket, safe='')}?fields=lifecycle,versioning"
     seconds = spec.config.request_timeout_seconds

@@ -1,0 +1,90 @@
+"""`AzureOptions`: the options of az://, in the spelling of adlfs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dcp_objstore.stores.options.parse import check_endpoint, the_one
+from dcp_objstore.stores.options.schema import Schema, option
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class AzureOptions(Schema):
+    """The options of az://; None where not given."""
+
+    account_name: str | None = option(
+        "the storage account",
+        native=("azure_storage_account_name",),
+        called=("account",),
+        environment=("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"),
+    )
+    account_key: str | None = option(
+        "its key",
+        native=("access_key", "azure_storage_account_key", "azure_storage_access_key"),
+        called=("key",),
+        environment=("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY"),
+        secret=True,
+    )
+    sas_token: str | None = option(
+        "a shared access signature",
+        native=("sas_key", "azure_storage_sas_token", "azure_storage_sas_key"),
+        environment=("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY"),
+        secret=True,
+    )
+    connection_string: str | None = option(
+        "account, key or signature, and endpoint in one",
+        environment=("AZURE_STORAGE_CONNECTION_STRING",),
+        secret=True,
+    )
+    credential: object = option(
+        "credentials of azure-identity, or a token",
+        called=("bearer_token", "credentials", "token"),
+        secret=True,
+    )
+    tenant_id: str | None = option(
+        "of an application, with `client_id` and `client_secret`",
+        native=("authority_id", "azure_tenant_id"),
+        environment=("AZURE_STORAGE_TENANT_ID", "AZURE_TENANT_ID"),
+    )
+    client_id: str | None = option(
+        "the application",
+        native=("azure_client_id",),
+        environment=("AZURE_STORAGE_CLIENT_ID", "AZURE_CLIENT_ID"),
+    )
+    client_secret: str | None = option(
+        "its secret",
+        native=("azure_client_secret",),
+        environment=("AZURE_STORAGE_CLIENT_SECRET", "AZURE_CLIENT_SECRET"),
+        secret=True,
+    )
+    anon: bool = option(
+        "no credentials: a public container",
+        default=False,
+        native=("skip_signature",),
+        called=("anonymous",),
+    )
+    account_host: str | None = option(
+        "the account's host, in another cloud than Azure's public one"
+    )
+    endpoint_url: str | None = option(
+        "the account's URL",
+        native=("endpoint", "azure_storage_endpoint"),
+        called=("account_url",),
+        environment=("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    )
+    verify: bool | str = option(
+        "False: any TLS certificate; a path: the certificates to trust",
+        default=True,
+        native=("allow_invalid_certificates", "root_certificate"),
+    )
+
+    @property
+    def server(self) -> str | None:
+        """The server that the options name, in either of the two ways."""
+        return self.endpoint_url or self.account_host
+
+    def check(self) -> None:
+        """Raise `ConfigError` for options that contradict each other."""
+        the_one({"endpoint_url": self.endpoint_url, "account_host": self.account_host})
+        if self.server is not None:
+            check_endpoint(self.server)

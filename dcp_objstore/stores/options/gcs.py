@@ -1,0 +1,63 @@
+"""`GcsOptions`: the options of gs://, in the spelling of gcsfs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores.options.parse import check_endpoint
+from dcp_objstore.stores.options.s3 import TRANSPORT
+from dcp_objstore.stores.options.schema import Schema, option
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class GcsOptions(Schema):
+    """The options of gs://; None where not given."""
+
+    token: object = option(
+        "`google_default`, `cloud`, `anon`, an access token, a key in JSON or its path, or"
+        " credentials of google-auth",
+        native=("service_account_key", "service_account", "application_credentials"),
+        called=("bearer_token", "credentials"),
+        environment=(
+            "GOOGLE_APPLICATION_CREDENTIALS",
+            "GOOGLE_SERVICE_ACCOUNT",
+            "GOOGLE_SERVICE_ACCOUNT_KEY",
+            "GOOGLE_BEARER_TOKEN",
+        ),
+        secret=True,
+    )
+    anon: bool = option(
+        "no credentials: a public bucket",
+        default=False,
+        native=("skip_signature",),
+        called=("anonymous",),
+    )
+    project: str | None = option("the project that pays, with `requester_pays`")
+    requester_pays: bool | str = option(
+        "True, or the name of the project that pays for the requests",
+        default=False,
+        called=("user_project",),
+    )
+    endpoint_url: str | None = option(
+        "another server than Google's",
+        also=("base_url",),
+        called=("endpoint",),
+        environment=("GOOGLE_BASE_URL",),
+    )
+    verify: bool | str = option(
+        "False: any TLS certificate; a path: the certificates to trust",
+        default=True,
+        native=("allow_invalid_certificates", "root_certificate"),
+    )
+    transport: str | None = option(TRANSPORT)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for options that contradict each other."""
+        payer = self.requester_pays
+        if isinstance(payer, str) and self.project not in (None, payer):
+            raise ConfigError(
+                "'requester_pays' and 'project' name two projects that are to pay; say it once"
+            )
+        if self.endpoint_url is not None:
+            check_endpoint(self.endpoint_url)

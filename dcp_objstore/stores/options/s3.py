@@ -1,0 +1,193 @@
+"""`S3Options`: the options of s3://, in the spelling of s3fs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores.options.parse import check_endpoint, parse
+from dcp_objstore.stores.options.schema import Schema, option
+
+# "none" is not S3's: it turns the default off.
+CHECKSUMS: Final = ("CRC64NVME", "SHA256", "CRC32", "CRC32C", "none")
+_SSE: Final = ("AES256", "aws:kms", "aws:kms:dsse")
+_TRUE: Final = ("1", "true", "on", "yes", "y")
+_FALSE: Final = ("0", "false", "off", "no", "n")
+TRANSPORT: Final = "what carries the requests: `native` (default), `boto3` (S3 alone) or `fsspec`"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class S3Options(Schema):
+    """The options of s3://; None where not given."""
+
+    key: str | None = option(
+        "access key id, together with `secret`",
+        also=("client_kwargs.aws_access_key_id",),
+        native=("access_key_id", "aws_access_key_id"),
+        called=("access_key",),
+        environment=("AWS_ACCESS_KEY_ID",),
+        secret=True,
+    )
+    secret: str | None = option(
+        "secret access key",
+        also=("client_kwargs.aws_secret_access_key",),
+        native=("secret_access_key", "aws_secret_access_key"),
+        called=("secret_key",),
+        environment=("AWS_SECRET_ACCESS_KEY",),
+        secret=True,
+    )
+    token: str | None = option(
+        "session token of temporary credentials",
+        also=("client_kwargs.aws_session_token",),
+        native=("session_token", "aws_session_token"),
+        environment=("AWS_SESSION_TOKEN",),
+        secret=True,
+    )
+    profile: str | None = option(
+        "a profile of the shared AWS files, SSO included (needs boto3)",
+        environment=("AWS_PROFILE", "AWS_DEFAULT_PROFILE"),
+    )
+    anon: bool = option(
+        "no credentials: a public bucket",
+        default=False,
+        native=("skip_signature", "aws_skip_signature"),
+        called=("anonymous",),
+    )
+    endpoint_url: str | None = option(
+        "another server than AWS: `http(s)://host[:port]`",
+        also=("client_kwargs.endpoint_url",),
+        native=("endpoint", "aws_endpoint", "aws_endpoint_url", "aws_endpoint_url_s3"),
+        environment=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    )
+    region: str | None = option(
+        "the bucket's region; default us-east-1",
+        also=("region_name", "client_kwargs.region_name"),
+        native=("aws_region", "default_region", "aws_default_region"),
+        environment=("AWS_REGION", "AWS_DEFAULT_REGION"),
+    )
+    use_ssl: bool = option(
+        "False: http for an endpoint without a scheme",
+        default=True,
+        also=("client_kwargs.use_ssl",),
+        native=("allow_http",),
+    )
+    verify: bool | str = option(
+        "False: any TLS certificate; a path: the certificates to trust",
+        default=True,
+        also=("client_kwargs.verify",),
+        native=("allow_invalid_certificates", "root_certificate"),
+    )
+    addressing_style: str | None = option(
+        "`virtual`, `path` or `auto`: the bucket in the host's name or in the path;"
+        " default `virtual` on AWS, `path` elsewhere",
+        also=("config_kwargs.s3.addressing_style",),
+        native=("virtual_hosted_style_request", "aws_virtual_hosted_style_request"),
+    )
+    requester_pays: bool = option(
+        "we pay for the requests",
+        default=False,
+        native=("request_payer", "aws_request_payer"),
+        environment=("AWS_REQUEST_PAYER",),
+    )
+    sign_payload: bool = option(
+        "True: signatures cover the bodies (0.7 CPU-seconds per GiB more)",
+        default=False,
+        native=("unsigned_payload", "aws_unsigned_payload"),
+    )
+    sse: str | None = option(
+        "`AES256`, `aws:kms` or `aws:kms:dsse`",
+        name="s3_additional_kwargs.ServerSideEncryption",
+        native=("server_side_encryption", "aws_server_side_encryption"),
+        environment=("AWS_SERVER_SIDE_ENCRYPTION",),
+    )
+    sse_kms_key_id: str | None = option(
+        "the KMS key, where it is not the bucket's",
+        name="s3_additional_kwargs.SSEKMSKeyId",
+        native=("sse_kms_key_id", "aws_sse_kms_key_id"),
+        environment=("AWS_SSE_KMS_KEY_ID",),
+    )
+    sse_bucket_key: bool | None = option(
+        "one data key for the bucket: fewer requests to KMS",
+        name="s3_additional_kwargs.BucketKeyEnabled",
+        native=("sse_bucket_key_enabled", "aws_sse_bucket_key_enabled"),
+        environment=("AWS_SSE_BUCKET_KEY_ENABLED",),
+    )
+    checksum_algorithm: str | None = option(
+        "sent with each body, which the server then checks: `CRC64NVME` (default on AWS), `SHA256`"
+        " or `none` (default elsewhere). Transports `boto3` and `fsspec` also send `CRC32` and"
+        " `CRC32C`; what is not SHA256 or CRC32 they take from awscrt (`pip install"
+        " 'botocore[crt]'`), without which their default on AWS is `none`",
+        name="s3_additional_kwargs.ChecksumAlgorithm",
+        native=("checksum_algorithm", "aws_checksum_algorithm"),
+        environment=("AWS_CHECKSUM_ALGORITHM",),
+    )
+    transport: str | None = option(TRANSPORT)
+
+    def check(self) -> None:
+        """Raise `ConfigError` for options that contradict each other."""
+        if (self.key is None) != (self.secret is None):
+            missing = "secret" if self.secret is None else "key"
+            raise ConfigError(
+                f"storage_options need both 'key' and 'secret'; {missing!r} is missing"
+            )
+        if self.token is not None and self.key is None:
+            raise ConfigError("storage_options have a 'token' without 'key' and 'secret'")
+        chosen = [self.anon, self.key is not None, self.profile is not None]
+        if sum(chosen) > 1:
+            raise ConfigError("choose one of 'anon', 'key' with 'secret', and 'profile'")
+        if self.addressing_style not in (None, "path", "virtual", "auto"):
+            raise ConfigError("'addressing_style' must be 'path', 'virtual' or 'auto'")
+        if self.sse not in (None, *_SSE):
+            raise ConfigError(f"'ServerSideEncryption' must be one of {', '.join(_SSE)}")
+        of_kms = (self.sse_kms_key_id, self.sse_bucket_key)
+        if any(value is not None for value in of_kms) and self.sse in (None, "AES256"):
+            raise ConfigError(
+                "'SSEKMSKeyId' and 'BucketKeyEnabled' need 'ServerSideEncryption': 'aws:kms'"
+            )
+        if self.checksum_algorithm not in (None, *CHECKSUMS):
+            raise ConfigError(f"'ChecksumAlgorithm' must be one of {', '.join(CHECKSUMS)}")
+        if self.endpoint_url is not None:
+            check_endpoint(self.endpoint_url)
+
+
+def s3_options(options: Mapping[str, Any]) -> S3Options:
+    """Parse the options of s3://, and take from the environment how the store is to encrypt.
+
+    Raises:
+        ConfigError: as `parse`; or the environment asks for an encryption that there is not, or
+            names a key that nothing would encrypt with (obstore would send it with AES256 as well,
+            which AWS refuses).
+    """
+    found = parse(S3Options, options)
+    (sse_variable,) = S3Options.option("sse").environment
+    (key_variable,) = S3Options.option("sse_kms_key_id").environment
+    (flag_variable,) = S3Options.option("sse_bucket_key").environment
+    chosen = found.sse or os.environ.get(sse_variable) or None
+    if chosen not in (None, *_SSE):
+        raise ConfigError(f"the environment's {sse_variable} must be one of {', '.join(_SSE)}")
+    key, flag = os.environ.get(key_variable) or None, _flag(flag_variable)
+    if chosen in (None, "AES256"):
+        if key is not None or flag:
+            name = flag_variable if key is None else key_variable
+            raise ConfigError(
+                f"the environment's {name} has no effect with {chosen or 'no encryption'}: set"
+                f" 'ServerSideEncryption' or {sse_variable} to aws:kms, or unset it"
+            )
+        return replace(found, sse=chosen)
+    return replace(
+        found,
+        sse=chosen,
+        sse_kms_key_id=key if found.sse_kms_key_id is None else found.sse_kms_key_id,
+        sse_bucket_key=flag if found.sse_bucket_key is None else found.sse_bucket_key,
+    )
+
+
+def _flag(variable: str) -> bool | None:
+    """A flag of the environment, in the values that obstore takes."""
+    text = os.environ.get(variable, "").lower()
+    if text not in ("", *_TRUE, *_FALSE):
+        raise ConfigError(f"the environment's {variable} must be true or false")
+    return text in _TRUE if text else None

@@ -1,0 +1,162 @@
+"""Which schema a URL's scheme has, and what may be shown of its options.
+
+The names are those of s3fs, gcsfs and adlfs, so that options move over unchanged; their names that
+only tune fsspec itself (`default_block_size`, `listings_expiry_time`, …) are errors here. The
+options of schemes that have no schema are known to their filesystem alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores.options.azure import AzureOptions
+from dcp_objstore.stores.options.gcs import GcsOptions
+from dcp_objstore.stores.options.parse import read
+from dcp_objstore.stores.options.s3 import S3Options
+from dcp_objstore.stores.options.schema import Schema
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class NoOptions(Schema):
+    """The options of file:// and memory://, which have none."""
+
+
+SCHEMAS: Final[Mapping[str, type[Schema]]] = {
+    "s3": S3Options,
+    "gs": GcsOptions,
+    "az": AzureOptions,
+    "file": NoOptions,
+    "memory": NoOptions,
+}
+_SECRETS: Final = frozenset(
+    spelling.rpartition(".")[2]
+    for schema in SCHEMAS.values()
+    for option in schema.options().values()
+    if option.secret
+    for spelling in option.spellings
+)
+# Names that fsspec's filesystems give to what is no secret. Any other option of a scheme that has
+# no schema is taken for one.
+_PUBLIC_NAMES: Final = {
+    "account_name",
+    "anon",
+    "auto_mkdir",
+    "default_location",
+    "endpoint_override",
+    "endpoint_type",
+    "endpoint_url",
+    "host",
+    "port",
+    "profile",
+    "project",
+    "project_id",
+    "protocol",
+    "region",
+    "region_name",
+    "timeout",
+    "use_ssl",
+    "verify",
+}
+_FILESYSTEM: Final = "fs"
+# Values of GCS's `token` that name a method.
+_PUBLIC_TOKENS: Final = ("anon", "google_default", "cloud")
+
+
+def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str, object]:
+    """Return a copy of the options, after checking names, types and combinations.
+
+    Args:
+        scheme: of the URL.
+        options: as the user gave them; a value of None counts as not given.
+
+    Raises:
+        ConfigError: as `parse`.
+    """
+    if options is None:
+        return {}
+    if is_foreign(scheme):
+        return _foreign(options, scheme)
+    return read(SCHEMAS[scheme], options, scheme)[1]
+
+
+def is_foreign(scheme: str) -> bool:
+    """Whether only a filesystem of fsspec knows the options of a scheme."""
+    return scheme not in SCHEMAS
+
+
+def is_secret(name: str, value: object = None, *, foreign: bool = False) -> bool:
+    """Whether an option holds, or may hold, a credential.
+
+    Args:
+        name: of the option.
+        value: of the option.
+        foreign: the scheme has no schema, so only what is known to be public is.
+    """
+    if name == _FILESYSTEM:
+        return True  # its own options hold what it logs in with
+    if foreign:
+        odd = isinstance(value, str) and any(character in value for character in "@?")
+        return name not in _PUBLIC_NAMES or isinstance(value, Mapping) or odd
+    return name in _SECRETS and not (isinstance(value, str) and value in _PUBLIC_TOKENS)
+
+
+def secret_names(options: Mapping[str, object], *, foreign: bool = False) -> list[str]:
+    """Names of all options, nested ones too, that hold credentials."""
+    names = [name for name, value in options.items() if is_secret(name, value, foreign=foreign)]
+    for value in options.values():
+        if isinstance(value, Mapping) and not foreign:
+            names += secret_names(value)
+    return sorted(names)
+
+
+def public_options(
+    options: Mapping[str, object], *, mask: bool, foreign: bool = False
+) -> dict[str, object]:
+    """The options without credentials, or, with `mask`, with `***` in their place."""
+    shown: dict[str, object] = {}
+    for name, value in options.items():
+        if is_secret(name, value, foreign=foreign):
+            if mask:
+                shown[name] = f"<{type(value).__name__}>" if name == _FILESYSTEM else "***"
+        elif isinstance(value, Mapping):
+            shown[name] = public_options(value, mask=mask)
+        else:
+            shown[name] = value
+    return shown
+
+
+def options_table(scheme: str) -> str:
+    """The options of a scheme as a Markdown table."""
+    rows = SCHEMAS[scheme].options().values()
+    if not rows:
+        return f"`{scheme}://` has no options."
+    lines = [
+        "| `storage_options` | also taken | obstore's name | environment | what it does |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{row.name}` | {_code(row.also)} | {_code(row.native[:1])} | {_code(row.environment)} |"
+        f" {row.meaning} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _code(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _foreign(options: object, scheme: str) -> dict[str, object]:
+    where = f"storage_options for {scheme}://"
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{where} must be a mapping, got {type(options).__name__}")
+    if not all(isinstance(name, str) for name in options):
+        raise ConfigError(f"the names of {where} must be str")
+    return {
+        name: dict(value) if isinstance(value, Mapping) else value
+        for name, value in options.items()
+        if value is not None
+    }
