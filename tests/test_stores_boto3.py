@@ -26,7 +26,6 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
-from dcp_objstore.stores.boto3 import turns as boto3_turns
 from dcp_objstore.stores.boto3.bodies import JoinedBuffers
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, IfAbsent, PiecewiseStore
 from tests.store_contract import PART, BucketContract, StoreContract
@@ -104,7 +103,7 @@ def test_a_unit_test_saves_and_loads_under_mock_aws() -> None:
 
 
 def test_under_mock_aws_one_creator_wins() -> None:
-    """moto has no locks: without turns, 1 in 15 of the probe's races had two winners here."""
+    """moto has no locks: without one of ours, 1 in 15 of the probe's races had two winners here."""
     switching_seconds = sys.getswitchinterval()
     with mock_aws(), ThreadPoolExecutor(8) as pool:
         boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="raced")
@@ -128,27 +127,20 @@ def test_under_mock_aws_one_creator_wins() -> None:
             sys.setswitchinterval(switching_seconds)
 
 
-def test_a_fake_that_raises_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake's own error, and one in the middle of it that nobody is told of (Ctrl-C)."""
-    monkeypatch.setattr(boto3_turns, "_PATIENCE_SECONDS", 0.1)
+def test_a_conditional_write_that_fails_keeps_nobody_waiting() -> None:
     store = open_store("s3://raised/run", {**BOTO3, "key": "a", "secret": "b"}, ONCE)
     raised: list[type[BaseException]] = []
 
     def fake(**_: object) -> None:
         raise raised.pop()
 
-    client = store._clients.once()
-    client.meta.events.register("before-send.s3", fake)
+    store._clients.get("once").meta.events.register("before-send.s3", fake)
     for error, told in ((RuntimeError, DcpObjstoreError), (KeyboardInterrupt, KeyboardInterrupt)):
         raised += [RuntimeError, error]
         with pytest.raises(told):
-            store.put("k", b"1", retry=False)
+            store.put("k", b"1", precondition=IfAbsent(), retry=False)
         with ThreadPoolExecutor(1) as pool, pytest.raises(DcpObjstoreError):
-            pool.submit(store.put, "k", b"1", retry=False).result()
-    raised.append(RuntimeError)
-    with pytest.raises(DcpObjstoreError):
-        store.put("k", b"1", retry=False)
-    assert not boto3_turns._turn._free.locked()
+            pool.submit(store.put, "k", b"1", precondition=IfAbsent(), retry=False).result()
 
 
 @pytest.mark.campaign  # eight processes that each make boto3's clients
@@ -332,10 +324,10 @@ store = open_store(url, options)
 store.put("k", b"parent")
 state = {"w": torch.arange(1000.0), "n": 7}
 dos.save(state, url + "/step-1", storage_options=options, progress=False)
-client = store._clients.read()
+client = store._clients.get("read")
 if os.fork() == 0:
     faulthandler.dump_traceback_later(40, exit=True)  # a hang ends as a failure
-    assert store._clients.read() is not client
+    assert store._clients.get("read") is not client
     assert store.get("k", max_size_bytes=9)[0] == b"parent"
     back = {"w": torch.zeros(1000), "n": 0}
     dos.load(back, url + "/step-1", storage_options=options, progress=False)
@@ -345,7 +337,7 @@ if os.fork() == 0:
     store.put("k", b"child")
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
-assert store._clients.read() is client
+assert store._clients.get("read") is client
 assert store.get("k", max_size_bytes=9)[0] == (b"parent" if mocked else b"child")
 back = {"w": torch.zeros(1000), "n": 0}
 step = "/step-1" if mocked else "/step-2"
@@ -378,14 +370,11 @@ def test_the_transport_is_chosen_by_the_settings_or_by_an_option() -> None:
     assert both == by_option
 
 
-def test_a_forked_child_does_not_wait_for_a_turn_that_its_parent_took() -> None:
-    """The thread that took it is not in the child."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(boto3_turns._turn.take).result()
-        try:
-            child = os.fork()
-            if child == 0:
-                os._exit(int(boto3_turns._turn._free.locked()))
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        finally:
-            pool.submit(boto3_turns._turn.give_back).result()
+def test_a_forked_child_does_not_wait_for_a_write_of_its_parent() -> None:
+    """The thread that writes is not in the child."""
+    store = open_store("s3://forked/run", {**BOTO3, "key": "a", "secret": "b"}, ONCE)
+    with store._conditional_write():
+        child = os.fork()
+        if child == 0:
+            os._exit(int(store._conditional_write().locked()))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

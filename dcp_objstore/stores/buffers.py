@@ -73,29 +73,24 @@ class WatchedBuffers:
         return buffer
 
 
-def cut_parts(source: Iterator[Buffer], part_size_bytes: int) -> Iterator[list[memoryview]]:
-    """Cut buffers into parts of exactly `part_size_bytes`; the last may be shorter, or missing.
+def cut_parts(buffers: Iterator[Buffer], part_size_bytes: int) -> Iterator[list[memoryview]]:
+    """Cut a stream into parts of equal size; only the last one may be shorter. None is empty.
 
-    A part is a list of views, emptied when the next one is asked for: copy what is to be kept.
+    No variable here holds a buffer while the next one is waited for, except in an unfinished part.
     """
-    held: list[memoryview] = []
-    size = 0
-    while True:
-        # Not a `for`: its variable would keep the last buffer alive during the next one.
-        try:
-            view = memoryview(next(source))
-        except StopIteration:
-            break
-        while size + len(view) >= part_size_bytes:
-            need = part_size_bytes - size
-            held.append(view[:need])
-            view = view[need:]
-            yield held
-            held.clear()
-            size = 0
-        if len(view):
-            held.append(view)
-            size += len(view)
+    part: list[memoryview] = []
+    room_bytes = part_size_bytes
+    for buffer in buffers:
+        view = memoryview(buffer)
+        del buffer
+        while view:
+            part.append(view[:room_bytes])
+            room_bytes -= len(part[-1])
+            view = view[len(part[-1]) :]
+            if not room_bytes:
+                full, part, room_bytes = part, [], part_size_bytes
+                yield full
+                del full
         del view
-    if held:
-        yield held
+    if part:
+        yield part

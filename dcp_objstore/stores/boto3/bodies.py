@@ -6,6 +6,8 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dcp_objstore.stores.s3.errors import BrokenOffError
+
 # Up to here a body is copied together: a readable one makes botocore wait for the server's
 # "100 Continue" before it sends anything, a round trip more.
 _SMALL_BYTES = 64 * 1024
@@ -90,10 +92,6 @@ def body_of(
     if sum(len(view) for view in buffers) <= _SMALL_BYTES:
         return b"".join(buffers)
     return JoinedBuffers(buffers, check)
-
-
-class BrokenOffError(Exception):
-    """The connection was lost, or nothing came for too long, in the midst of an answer's body."""
 
 
 def receive(body: Any, into: memoryview) -> None:

@@ -14,13 +14,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.dispatch import tell_retry
-from dcp_objstore.stores.boto3.turns import take_turns
 from dcp_objstore.stores.credentials.aws import no_s3_credentials, open_boto3_session
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.endpoint import s3_requester_pays, s3_server, server_url
@@ -99,17 +98,19 @@ class Boto3Clients:
         self.endpoint_url = self._mine().endpoint_url
         self.checksums = checksums_for(self._settings, self.endpoint_url)
 
-    def write(self) -> Any:
-        """Retries; waits `request_timeout_seconds` for an answer."""
-        return self._get("write")
+    def get(self, use: Literal["read", "write", "once"]) -> Any:
+        """The client for a use.
 
-    def once(self) -> Any:
-        """As `write`, without retries."""
-        return self._get("once")
-
-    def read(self) -> Any:
-        """Retries; gives up sooner on a body that makes no progress."""
-        return self._get("read")
+        Args:
+            use: `write` retries and waits `request_timeout_seconds` for an answer; `once` is the
+                same without retries; `read` retries and gives up sooner on a body that makes no
+                progress.
+        """
+        mine = self._mine()
+        with mine.lock:
+            if use not in mine.clients:
+                mine.clients[use] = self._make(use, mine)
+            return mine.clients[use]
 
     def _mine(self) -> _OfProcess:
         pid = os.getpid()
@@ -134,13 +135,6 @@ class Boto3Clients:
         if endpoint is not None:
             endpoint = server_url(endpoint, use_ssl=settings.use_ssl)
         return _OfProcess(found.session, endpoint, region)
-
-    def _get(self, name: str) -> Any:
-        mine = self._mine()
-        with mine.lock:
-            if name not in mine.clients:
-                mine.clients[name] = self._make(name, mine)
-            return mine.clients[name]
 
     def _virtual(self, mine: _OfProcess) -> bool:
         """Whether the bucket goes into the host's name: as in `obstore.makers`."""
@@ -178,7 +172,6 @@ class Boto3Clients:
             ),
         )
         _Patience(config.retry_timeout_seconds).watch(client)
-        take_turns(client)
         return client
 
 

@@ -13,167 +13,85 @@ Facts about boto3 1.44 that shape this module (each is pinned by a test):
 from __future__ import annotations
 
 import http.client
-import logging
+import os
 import random
+import threading
 import time
-from contextlib import closing, contextmanager
-from functools import partial
+from contextlib import closing
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from dcp_objstore.errors import (
-    ConfigError,
-    CorruptDataError,
-    DcpObjstoreError,
-    InputError,
-    ObjectNotFoundError,
-    StoreUnavailableError,
-)
-from dcp_objstore.stores.base import BaseStore
-from dcp_objstore.stores.boto3.bodies import BrokenOffError, body_of, receive
-from dcp_objstore.stores.boto3.errors import status_of, translate_boto3
-from dcp_objstore.stores.boto3.upload import Upload, parts_of
-from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer, check_range
-from dcp_objstore.stores.errors import NO_STORE
-from dcp_objstore.stores.protocol import (
-    LEFTOVER_ADVICE,
-    Capabilities,
-    IfAbsent,
-    IfVersion,
-    ObjectMeta,
-    Precondition,
-    Version,
-)
-from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
+from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
+from dcp_objstore.stores.boto3.bodies import JoinedBuffers, body_of, receive
+from dcp_objstore.stores.buffers import check_range
+from dcp_objstore.stores.s3.errors import BrokenOffError, translate_botocore
+from dcp_objstore.stores.s3.store import S3Store
+from dcp_objstore.stores.urls import StoreUrl, check_key
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from typing_extensions import Buffer
 
     from dcp_objstore.stores.boto3.clients import Boto3Clients
 
-_log = logging.getLogger("dcp_objstore")
-
-# A HEAD's answer has no body, so these say too little: is the key or the bucket missing, is the
-# secret wrong or the right missing?
-_UNCLEAR_IN_HEAD = (400, 403, 404, 409)
 # Of a body that breaks off, the first pause is random up to this, and twice as long each time.
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 10.0
+# By process, endpoint and bucket. A forked child makes its own: its parent's may be held by
+# a thread that the child does not have.
+_conditional_writes: dict[tuple[int, str | None, str], threading.Lock] = {}
 
 
-class Boto3Store(BaseStore):
+class Boto3Store(S3Store):
     """A store rooted at one URL. Unlike others it may be used after a fork, too."""
 
     def __init__(self, url: StoreUrl, clients: Boto3Clients) -> None:
-        super().__init__(url)
+        super().__init__(url, clients.checksums, extra=clients.payer, sealing=clients.sealing)
         self._clients = clients
-        self._root = f"{url.prefix}/" if url.prefix else ""
-        self._bucket = {"Bucket": url.bucket, **clients.payer}
 
     @property
     def endpoint_url(self) -> str | None:
         """The server, or None for AWS; `checkpoint.probe` remembers by it."""
         return self._clients.endpoint_url
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """Everything; `checkpoint.probe` finds out if the server keeps it."""
-        return Capabilities()
+    def _client(self, use: Literal["read", "write", "once"]) -> Any:
+        return self._clients.get(use)
 
-    def put(
-        self,
-        key: str,
-        data: Buffer | Sequence[Buffer],
-        *,
-        precondition: Precondition | None = None,
-        retry: bool = True,
-    ) -> Version:
-        """See `ObjectStore.put`."""
-        condition = _condition(precondition)
-        with self._errors(key, conditional="IfMatch" in condition) as target:
-            buffers = as_buffers(data)
-            for buffer in buffers:
-                check_buffer(buffer)
-            client = self._clients.write() if retry else self._clients.once()
-            views = [memoryview(buffer) for buffer in buffers]
-            answer = client.put_object(**target, **condition, **self._whole(views))
-            return _version(answer)
+    def _body(
+        self, part: Sequence[memoryview], check: Callable[[], None] | None = None
+    ) -> bytes | JoinedBuffers:
+        return body_of(part, check)
 
-    def put_stream(
-        self,
-        key: str,
-        buffers: Iterator[Buffer],
-        *,
-        part_size_bytes: int,
-        max_concurrency: int,
-    ) -> Version:
-        """See `ObjectStore.put_stream`. A stream of less than a part goes in a single PUT."""
-        source = WatchedBuffers(buffers, check_buffer)
-        clean = True
-        try:
-            with self._errors(key) as target:
-                parts = parts_of(source, part_size_bytes)
-                part = next(parts, [])
-                client, sealing = self._clients.write(), self._clients.sealing
-                if sum(map(len, part)) < part_size_bytes:
-                    return _version(client.put_object(**target, **self._whole(part)))
-                upload = Upload(client, target, sealing, self._clients.checksums, max_concurrency)
-                try:
-                    upload.begin()
-                    while part:
-                        upload.send(part)
-                        del part  # not held while the next one is waited for
-                        part = next(parts, [])
-                    return _version(upload.complete())
-                except BaseException:
-                    clean = upload.abort()
-                    raise
-        except BaseException as error:
-            if not clean:
-                told = error if source.error is None else source.error
-                if isinstance(told, DcpObjstoreError):
-                    told.message += f"; {LEFTOVER_ADVICE}"
-                else:
-                    _log.warning("the upload of %s was not aborted; %s", key, LEFTOVER_ADVICE)
-            if source.error is None:
-                raise
-        # Outside of the handler, so that the caller's error keeps its own cause and context.
-        raise source.error
+    def _translate(self, error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
+        return translate_botocore(error, conditional=conditional)
 
-    def _whole(self, views: Sequence[memoryview]) -> dict[str, Any]:
-        """What a PUT of an object carries."""
-        body = body_of(views)
-        # With an empty Body, botocore before 1.44 hangs in the next request of the connection.
-        carried = {"Body": body} if len(body) else {}
-        return {**self._clients.sealing, **self._clients.checksums.of(views), **carried}
+    def _conditional_write(self) -> threading.Lock:
+        """Held during a conditional write to the bucket.
 
-    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        """See `ObjectStore.get`."""
-        with self._errors(key) as target:
+        `moto.mock_aws` answers in the thread that asks and has no locks: of several threads that
+        create an object there, two could win. A server sees to this itself; there such writes are
+        so few that it does not matter.
+        """
+        place = (os.getpid(), self.endpoint_url, self._url.bucket)
+        return _conditional_writes.setdefault(place, threading.Lock())
 
-            def attempt() -> tuple[bytes, ObjectMeta]:
-                answer = self._clients.read().get_object(**target)
+    def _read_whole(
+        self, target: Mapping[str, str], max_size_bytes: int
+    ) -> tuple[Mapping[str, Any], bytearray | None]:
+        tries = _Tries(self._clients.max_retries)
+        while True:
+            answer = self._clients.get("read").get_object(**target)
+            size_bytes = answer.get("ContentLength", 0)
+            into = bytearray(size_bytes) if size_bytes <= max_size_bytes else None
+            try:
                 with closing(answer["Body"]) as body:
-                    if str(answer.get("ContentType", "")).startswith("text/html"):
-                        raise ConfigError(NO_STORE)  # no object here is a page
-                    meta = _meta(key, answer)
-                    if meta.size_bytes > max_size_bytes:
-                        raise CorruptDataError(
-                            f"the object has {meta.size_bytes} bytes,"
-                            f" at most {max_size_bytes} expected"
-                        )
-                    into = bytearray(meta.size_bytes)
-                    receive(body, memoryview(into))
-                return bytes(into), meta
-
-            tries = _Tries(self._clients.max_retries)
-            while True:
-                try:
-                    return attempt()
-                except BrokenOffError as error:
-                    tries.failed(error)
+                    if into is not None:
+                        receive(body, memoryview(into))
+            except BrokenOffError as error:
+                tries.failed(error)
+            else:
+                return answer, into
 
     def get_range(
         self, key: str, start: int, end: int, *, into: memoryview | None = None
@@ -214,72 +132,13 @@ class Boto3Store(BaseStore):
                 have come may ask for the rest.
         """
         start, end = cuts[0], cuts[-1]
-        answer = self._clients.read().get_object(**target, Range=f"bytes={start}-{end - 1}")
+        answer = self._clients.get("read").get_object(**target, Range=f"bytes={start}-{end - 1}")
         with closing(answer["Body"]) as body:
             _check_range_answer(answer, start, end)
             for begin, stop in pairwise(cuts):
                 piece = into[: stop - begin]
                 receive(body, piece)
                 yield piece
-
-    def head(self, key: str) -> ObjectMeta:
-        """See `ObjectStore.head`."""
-        from botocore.exceptions import ClientError
-
-        with self._errors(key) as target:
-            client = self._clients.read()
-            try:
-                return _meta(key, client.head_object(**target))
-            except ClientError as error:
-                if status_of(error) not in _UNCLEAR_IN_HEAD:
-                    raise
-            # A GET of nearly nothing says what is wrong.
-            answer = client.get_object(**target, Range="bytes=0-0")
-            answer["Body"].close()
-            size = str(answer.get("ContentRange", "")).rpartition("/")[2]
-            return _meta(key, {**answer, "ContentLength": int(size or answer["ContentLength"])})
-
-    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """See `ObjectStore.list`."""
-        below = check_prefix(prefix)
-        return self._pages(self._root + (f"{below}/" if below else ""))
-
-    def _pages(self, start: str) -> Iterator[ObjectMeta]:
-        with self._errors(None) as target:
-            pages = self._clients.read().get_paginator("list_objects_v2")
-            for page in pages.paginate(**target, Prefix=start):
-                for entry in page.get("Contents", ()):
-                    if not entry["Key"].startswith(start):
-                        raise StoreUnavailableError(
-                            f"the store answered with a key outside the root: {entry['Key']!r}"
-                        )
-                    yield ObjectMeta(
-                        entry["Key"][len(self._root) :],
-                        entry["Size"],
-                        Version(entry["ETag"]),
-                        entry["LastModified"],
-                    )
-
-    def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`."""
-        from botocore.exceptions import ClientError
-
-        with self._errors(key) as target:
-            try:
-                self._clients.write().delete_object(**target)
-            except ClientError as error:
-                # S3 says 204 for an absent object; others say 404.
-                if not isinstance(translate_boto3(error), ObjectNotFoundError):
-                    raise
-
-    @contextmanager
-    def _errors(self, key: str | None, *, conditional: bool = False) -> Iterator[dict[str, str]]:
-        """Check the key, yield the arguments that name the object, translate what is raised."""
-        target = dict(self._bucket)
-        if key is not None:
-            target["Key"] = self._root + check_key(key)
-        with self._located(key, partial(translate_boto3, conditional=conditional)):
-            yield target
 
 
 class _Tries:
@@ -296,19 +155,6 @@ class _Tries:
         self._left -= 1
         time.sleep(random.uniform(0, self._pause_seconds))
         self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
-
-
-def _condition(precondition: Precondition | None) -> dict[str, str]:
-    if precondition is None:
-        return {}
-    if isinstance(precondition, IfAbsent):
-        return {"IfNoneMatch": "*"}
-    if isinstance(precondition, IfVersion):
-        token = precondition.version
-        if token.e_tag is None:
-            raise InputError(f"a conditional write to s3:// needs the e_tag of {token}")
-        return {"IfMatch": token.e_tag}
-    raise InputError(f"not a precondition: {precondition!r}")
 
 
 def _check_range_answer(answer: Mapping[str, Any], start: int, end: int) -> None:
@@ -328,16 +174,3 @@ def _check_range_answer(answer: Mapping[str, Any], start: int, end: int) -> None
         raise CorruptDataError(
             f"bytes [{start}, {end}) asked for, but {answer['ContentLength']} bytes announced"
         )
-
-
-def _meta(key: str, answer: Mapping[str, Any]) -> ObjectMeta:
-    missing = [name for name in ("ContentLength", "ETag", "LastModified") if name not in answer]
-    if missing:
-        raise StoreUnavailableError(f"{NO_STORE}: its answer has no {' and no '.join(missing)}")
-    return ObjectMeta(key, answer["ContentLength"], _version(answer), answer["LastModified"])
-
-
-def _version(answer: Mapping[str, Any]) -> Version:
-    # moto and unversioned buckets say 'null' after a multipart upload and nothing in a HEAD.
-    version = answer.get("VersionId")
-    return Version(answer["ETag"], None if version == "null" else version)

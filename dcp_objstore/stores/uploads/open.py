@@ -59,6 +59,6 @@ def open_bucket_uploads(spec: StoreSpec) -> S3Uploads:
         )
     with boto_errors(spec.url):
         clients = spec.boto3_clients()
-        client = clients.write()
+        client = clients.get("write")
     root = f"{url.prefix}/" if url.prefix else ""
     return S3Uploads(client, url.bucket, root, clients.payer)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
-from dcp_objstore.stores.boto3.errors import code_of, is_upload_gone, translate_boto3
+from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, translate_botocore
 from dcp_objstore.stores.uploads.unfinished import Upload
 
 if TYPE_CHECKING:
@@ -135,4 +135,4 @@ def boto_errors(url: str) -> Iterator[None]:
         error.at(url=url)
         raise
     except Exception as error:
-        raise translate_boto3(error).at(url=url) from error
+        raise translate_botocore(error).at(url=url) from error

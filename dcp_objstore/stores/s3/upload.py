@@ -11,17 +11,14 @@ import hashlib
 import queue
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import InputError
-from dcp_objstore.stores.boto3.bodies import body_of
-from dcp_objstore.stores.boto3.errors import code_of, is_upload_gone, without_frames
+from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, without_frames
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
     from dcp_objstore.stores.s3.checksums import Checksums
 
 _Part = tuple[int, list[memoryview]]
@@ -31,39 +28,19 @@ class _StoppedError(BaseException):
     """Ends a request whose upload is given up. No `Exception`, so that botocore does not retry."""
 
 
-def parts_of(buffers: Iterator[Buffer], part_size_bytes: int) -> Iterator[list[memoryview]]:
-    """Cut a stream into parts of equal size; only the last one may be shorter. None is empty.
-
-    No variable here holds a buffer while the next one is waited for, except in an unfinished part.
-    """
-    part: list[memoryview] = []
-    room_bytes = part_size_bytes
-    for buffer in buffers:
-        view = memoryview(buffer)
-        del buffer
-        while view:
-            part.append(view[:room_bytes])
-            room_bytes -= len(part[-1])
-            view = view[len(part[-1]) :]
-            if not room_bytes:
-                full, part, room_bytes = part, [], part_size_bytes
-                yield full
-                del full
-        del view
-    if part:
-        yield part
-
-
 @dataclass
 class Upload:
     """One multipart upload: `send` parts in their order, then `complete`, or else `abort`.
 
     Args:
-        client: of boto3, with retries.
+        client: has S3's operations as methods, with retries.
         target: Bucket, Key and what else goes with every request.
         sealing: what goes with the first request only.
         checksums: that go with the parts.
         threads: that send parts.
+        body: makes the `Body` of a request of a part; what it is given besides is to be called
+            while the body is sent, and raises if the upload has been given up.
+        cancel: ends the requests of parts that are under way, where `body` cannot.
     """
 
     client: Any
@@ -71,6 +48,8 @@ class Upload:
     sealing: Mapping[str, str | bool]
     checksums: Checksums
     threads: int
+    body: Callable[[list[memoryview], Callable[[], None]], Any]
+    cancel: Callable[[], None] = lambda: None
 
     _tasks: queue.SimpleQueue[_Part | None] = field(default_factory=queue.SimpleQueue)
     _sent: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -117,8 +96,6 @@ class Upload:
         Raises:
             What a part met.
         """
-        from botocore.exceptions import ClientError
-
         self._dismiss()
         if self._error is not None:
             raise self._error
@@ -129,7 +106,7 @@ class Upload:
             answer: Mapping[str, Any] = self.client.complete_multipart_upload(
                 **self.target, UploadId=self._upload_id, MultipartUpload={"Parts": listed}
             )
-        except ClientError as error:
+        except Exception as error:
             # A first try may have done it, and its answer was lost.
             found = self._found() if is_upload_gone(error) else None
             if found is None:
@@ -152,18 +129,15 @@ class Upload:
 
         In this order, because a part that arrives after the abort would stay.
         """
-        from botocore.exceptions import BotoCoreError, ClientError
-
         self._stopped = True
+        self.cancel()
         self._dismiss()
         if self._upload_id is None:
             return True
         try:
             self.client.abort_multipart_upload(**self.target, UploadId=self._upload_id)
-        except ClientError as error:
+        except Exception as error:  # noqa: BLE001  what ended the upload is the error to raise
             return is_upload_gone(error) or code_of(error) == "NoSuchBucket"
-        except BotoCoreError:
-            return False  # the caller says so; what ended the upload is the error to raise
         return True
 
     def _dismiss(self) -> None:
@@ -184,7 +158,7 @@ class Upload:
                     **self.target,
                     UploadId=self._upload_id,
                     PartNumber=number,
-                    Body=body_of(part, self._check),
+                    Body=self.body(part, self._check),
                     **checksum,
                 )
                 self._sent[number] = {"ETag": answer["ETag"], **checksum}

@@ -1,4 +1,4 @@
-"""The one place where errors of boto3 become ours: by the store's code, by status, by type.
+"""Translate botocore's errors, for boto3 and s3fs: by the store's code, by status, by type.
 
 Unlike obstore's, botocore's errors carry status and code as attributes, and connections that fail
 have classes of their own, so no text is read here.
@@ -18,7 +18,6 @@ from dcp_objstore.errors import (
     PreconditionFailedError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores.boto3.bodies import BrokenOffError
 from dcp_objstore.stores.errors import NO_STORE, advice_on, kind_of_answer, redacted
 
 _NO_SUCH_KEY = "NoSuchKey"
@@ -27,7 +26,11 @@ _NEED_A_BUCKET = ("ListObjectsV2", "PutObject", "CreateMultipartUpload")
 _NO_SUCH_UPLOAD = "NoSuchUpload"
 
 
-def translate_boto3(error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
+class BrokenOffError(Exception):
+    """The connection was lost, or nothing came for too long, during the body of an answer."""
+
+
+def translate_botocore(error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
     """Turn what a boto3 call raised into an error of ours.
 
     Credentials and signatures that a store tells back are left out, in the text and in `error`.
@@ -37,12 +40,12 @@ def translate_boto3(error: Exception, *, conditional: bool = False) -> DcpObjsto
     """
     if isinstance(error, DcpObjstoreError):
         return error
-    from botocore import exceptions as boto
-
-    # In place, because it stays as the cause of ours and is shown with it.
-    error.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in error.args)
-    if isinstance(error, boto.ClientError):
-        return _answer(error, conditional)
+    for one in _chain(error):
+        # In place, because they stay as the cause of ours and are shown with it.
+        one.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in one.args)
+    answered = client_error(error)
+    if answered is not None:
+        return _answer(answered, conditional)
     if isinstance(error, KeyError) and error.args in (("ETag",), ("UploadId",)):
         # A write may have taken effect all the same.
         return StoreUnavailableError(f"{NO_STORE}: its answer has no {error.args[0]}")
@@ -50,19 +53,33 @@ def translate_boto3(error: Exception, *, conditional: bool = False) -> DcpObjsto
     return kind(f"{what}: {redacted(str(error))}")
 
 
-def code_of(error: Any) -> str:
-    """The store's `<Code>` in a `ClientError`; its status as text where the answer had no body."""
-    return str(error.response.get("Error", {}).get("Code", ""))
+def client_error(error: BaseException) -> Any:
+    """The `ClientError` that an error is or was raised from: an answer; None if there is none."""
+    from botocore.exceptions import ClientError
+
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, ClientError):
+        found = found.__cause__
+    return found
 
 
-def status_of(error: Any) -> int | None:
-    """The HTTP status in a `ClientError`."""
-    status: int | None = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+def code_of(error: BaseException) -> str:
+    """The store's `<Code>` in an answer; its status as text where the answer had no body."""
+    found = client_error(error)
+    return "" if found is None else str(found.response.get("Error", {}).get("Code", ""))
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status of an answer."""
+    found = client_error(error)
+    status: int | None = None
+    if found is not None:
+        status = found.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     return status
 
 
-def is_upload_gone(error: Any) -> bool:
-    """Whether a `ClientError` says that a multipart upload was completed or aborted."""
+def is_upload_gone(error: BaseException) -> bool:
+    """Whether an answer says that a multipart upload was completed or aborted."""
     return code_of(error) == _NO_SUCH_UPLOAD
 
 
