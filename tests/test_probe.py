@@ -202,14 +202,6 @@ def test_bucket_of_the_same_name_elsewhere_is_probed_for_itself(store: MemorySto
     assert other_bucket.requests
 
 
-def test_store_that_does_not_tell_its_endpoint_is_probed_every_time(store: MemoryStore) -> None:
-    del store.endpoint_url
-    assert probes.bucket_of(store) is None
-    for _ in range(2):
-        probes.require_fencing(store, overwrite=False, allow_unfenced=False)
-    assert len(store.requests) == 22
-
-
 def test_buckets_are_told_apart() -> None:
     def of(url: str) -> object:
         return probes.bucket_of(MemoryStore(url))

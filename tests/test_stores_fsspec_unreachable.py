@@ -121,11 +121,8 @@ def test_tls_where_there_is_none_is_a_wrong_setting_and_is_tried_once(
 
 
 def test_a_connection_that_was_never_made_is_no_wrong_setting() -> None:
-    from botocore.exceptions import EndpointConnectionError, SSLError
+    from botocore.exceptions import EndpointConnectionError
 
     found = translate_fsspec(EndpointConnectionError(endpoint_url="http://x"))
     assert type(found) is StoreUnavailableError
     assert "check endpoint_url and that the server runs" in found.message
-    assert type(translate_fsspec(SSLError(endpoint_url="http://x", error="e"))).__name__ == (
-        "ConfigError"
-    )

@@ -35,7 +35,6 @@ _RACERS = 4
 DEADLINE_SECONDS = 30.0
 
 _LOCAL_SCHEMES = ("file", "memory")
-_UNTOLD = object()
 
 _Bucket = tuple[str, str, str]
 # Two adapters may claim different things of one bucket.
@@ -167,32 +166,24 @@ def _capabilities(
     """As `probe` found them, now or before in this process."""
     bucket = bucket_of(store)
     claims = store.capabilities
-    found = _known.get((bucket, claims)) if bucket is not None else None
+    found = _known.get((bucket, claims))
     if found is None:
         # No lock: two threads that probe at once find the same.
         found = probe(store, deadline_seconds=deadline_seconds, clock=clock)
-        if bucket is not None:
-            _known[bucket, claims] = found
+        _known[bucket, claims] = found
     return found
 
 
-def bucket_of(store: ObjectStore) -> tuple[str, str, str] | None:
+def bucket_of(store: ObjectStore) -> tuple[str, str, str]:
     """Scheme, endpoint and bucket: what stores share that are the same server and bucket.
 
-    A bucket's name says nothing without its server, so an adapter for a remote store has an
-    attribute `endpoint_url` (None: the provider's own). For `file://` the whole URL stands in for
-    the bucket.
-
-    Returns:
-        None if the adapter does not tell its endpoint; then nothing is remembered.
+    A bucket's name says nothing without its server. For `file://` the whole URL stands in for the
+    bucket.
     """
     scheme, _, rest = store.url.partition("://")
     if scheme in _LOCAL_SCHEMES:
         return scheme, "", rest
-    endpoint = getattr(store, "endpoint_url", _UNTOLD)
-    if endpoint is _UNTOLD:
-        return None
-    return scheme, str(endpoint or ""), rest.partition("/")[0]
+    return scheme, store.endpoint_url or "", rest.partition("/")[0]
 
 
 def forget() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from dcp_objstore.errors import DcpObjstoreError
@@ -29,6 +29,16 @@ class BaseStore:
     def url(self) -> str:
         """The root, without credentials."""
         return str(self._url)
+
+    @property
+    def endpoint_url(self) -> str | None:
+        """The server; None for the provider's own, and where there is no server."""
+        return None
+
+    @property
+    def tells_throttling(self) -> Collection[str]:
+        """See `ObjectStore.tells_throttling`; none."""
+        return ()
 
     @contextmanager
     def _located(

@@ -120,6 +120,14 @@ def is_directory_bucket(name: str) -> bool:
     return name.endswith("--x-s3")
 
 
+def is_virtual(settings: S3Options, endpoint: str | None, bucket: str) -> bool:
+    """Whether the bucket goes into the host's name; otherwise it goes into the path."""
+    # A bucket name with dots does not match the certificate of *.s3.amazonaws.com.
+    return settings.addressing_style == "virtual" or (
+        settings.addressing_style in (None, "auto") and endpoint is None and "." not in bucket
+    )
+
+
 def server_url(text: str, *, use_ssl: bool) -> str:
     """An endpoint as a URL.
 

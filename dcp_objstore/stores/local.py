@@ -43,6 +43,7 @@ from dcp_objstore.errors import (
     PreconditionFailedError,
     StoreUnavailableError,
 )
+from dcp_objstore.stores.answers import check_fits
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer, check_range
 from dcp_objstore.stores.protocol import (
@@ -125,10 +126,7 @@ class LocalStore(BaseStore):
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         """See `ObjectStore.get`."""
         with self._errors(key) as path, _opened(path) as (fd, status):
-            if status.st_size > max_size_bytes:
-                raise CorruptDataError(
-                    f"the object has {status.st_size} bytes, at most {max_size_bytes} expected"
-                )
+            check_fits(status.st_size, max_size_bytes)
             return bytes(_read(fd, 0, status.st_size)), _meta(key, status)
 
     def get_range(

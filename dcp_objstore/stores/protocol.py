@@ -8,7 +8,7 @@ opened with), `/`-separated, without a leading slash. Every verb raises only err
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
@@ -117,8 +117,22 @@ class ObjectStore(Protocol):
         ...
 
     @property
+    def endpoint_url(self) -> str | None:
+        """The server; None for the provider's own, and where there is no server."""
+        ...
+
+    @property
     def capabilities(self) -> Capabilities:
         """What the adapter claims to guarantee."""
+        ...
+
+    @property
+    def tells_throttling(self) -> Collection[str]:
+        """The verbs whose requests the adapter sends again itself.
+
+        It reports each such retry, and each request that the store puts off, to the bucket's
+        `Limiter`. Of other verbs the transport retries out of sight.
+        """
         ...
 
     def put(

@@ -202,7 +202,7 @@ def _open_fsspec(spec: StoreSpec) -> ObjectStore:
     from dcp_objstore.stores.fsspec.store import FsspecStore
 
     filesystems = spec._shared(make_filesystems)
-    kind = FsspecStore
+    kind: Callable[..., ObjectStore] = FsspecStore
     if is_s3fs(filesystems.fs):
         kind = S3fsStore
     elif is_gcsfs(filesystems.fs):

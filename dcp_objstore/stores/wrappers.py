@@ -94,13 +94,12 @@ class WrappedStore:
     @property
     def endpoint_url(self) -> str | None:
         """The inner store's."""
-        return getattr(self.inner, "endpoint_url", None)
+        return self.inner.endpoint_url
 
     @property
     def tells_throttling(self) -> Collection[str]:
-        """The inner store's; see `limiter.lane_for`."""
-        told: Collection[str] = getattr(self.inner, "tells_throttling", ())
-        return told
+        """The inner store's."""
+        return self.inner.tells_throttling
 
     @property
     def capabilities(self) -> Capabilities:

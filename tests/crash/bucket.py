@@ -248,6 +248,7 @@ class Connection:
         self.bucket, self.process, self.url = bucket, process, url
         self.capabilities = Capabilities()
         self.endpoint_url: str | None = None
+        self.tells_throttling = ()
         self.root = url.partition("://")[2].partition("/")[2] + "/"
 
     def _request(self, verb: str, key: str, effect: Callable[[], T]) -> T:

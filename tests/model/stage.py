@@ -181,6 +181,8 @@ class StagedStore:
         self.inner = stage.store
         self.url = self.inner.url
         self.capabilities = self.inner.capabilities
+        self.endpoint_url = self.inner.endpoint_url
+        self.tells_throttling = self.inner.tells_throttling
         self._waited = False
 
     def await_turn(self) -> None:

@@ -22,7 +22,7 @@ from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.dispatch import tell_retry
 from dcp_objstore.stores.credentials.aws import no_s3_credentials, open_boto3_session
 from dcp_objstore.stores.credentials.base import Credentials
-from dcp_objstore.stores.endpoint import s3_requester_pays, s3_server, server_url
+from dcp_objstore.stores.endpoint import is_virtual, s3_requester_pays, s3_server, server_url
 from dcp_objstore.stores.options.s3 import S3Options, s3_options
 from dcp_objstore.stores.s3.checksums import checksums_for
 
@@ -136,17 +136,6 @@ class Boto3Clients:
             endpoint = server_url(endpoint, use_ssl=settings.use_ssl)
         return _OfProcess(found.session, endpoint, region)
 
-    def _virtual(self, mine: _OfProcess) -> bool:
-        """Whether the bucket goes into the host's name: as in `obstore.makers`."""
-        style = self._settings.addressing_style
-        return style == "virtual" or (
-            style in (None, "auto") and mine.endpoint_url is None and "." not in self._url.bucket
-        )
-
-    def session(self) -> Any:
-        """The `boto3.Session` of this process, with the credentials."""
-        return self._mine().session
-
     def _make(self, name: str, mine: _OfProcess) -> Any:
         config, settings = self._config, self._settings
         seconds = config.request_timeout_seconds
@@ -160,7 +149,7 @@ class Boto3Clients:
             verify=_verify(settings),
             config=_botocore_config(
                 settings,
-                virtual=self._virtual(mine),
+                virtual=is_virtual(settings, mine.endpoint_url, self._url.bucket),
                 connect_timeout=config.connect_timeout_seconds,
                 read_timeout=seconds,
                 # A save and a load may run at the same time.

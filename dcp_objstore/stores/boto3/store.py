@@ -52,7 +52,7 @@ class Boto3Store(S3Store):
 
     @property
     def endpoint_url(self) -> str | None:
-        """The server, or None for AWS; `checkpoint.probe` remembers by it."""
+        """The server, or None for AWS."""
         return self._clients.endpoint_url
 
     def _client(self, use: Literal["read", "write", "once"]) -> Any:

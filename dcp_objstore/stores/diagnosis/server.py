@@ -77,7 +77,7 @@ def named_server(spec: StoreSpec) -> str | None:
     Raises:
         CredentialsError, ConfigError: as for the store.
     """
-    endpoint: str | None = getattr(spec.open(), "endpoint_url", None)
+    endpoint = spec.open().endpoint_url
     options = spec.storage_options or {}
     if endpoint is None and spec.parsed.scheme == "s3" and "fs" not in options:
         settings = s3_options(options)

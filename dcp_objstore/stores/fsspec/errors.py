@@ -1,8 +1,8 @@
 """The one place where errors of fsspec filesystems become ours: by status, code, errno and type.
 
-fsspec has no errors of its own but one for time-outs; its filesystems raise builtin ones (s3fs with
-botocore's as the cause, so with the store's code) and those of whatever library they stand on.
-Those carry the status of the answer under a few names, which are looked for here.
+fsspec has no errors of its own but one for time-outs; its filesystems raise builtin ones, and those
+of whatever library they stand on. Those carry the status of the answer under a few names, which are
+looked for here. s3fs raises builtin ones from botocore's, which `s3.errors` translates.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores.errors import kind_of_answer, redacted
+from dcp_objstore.stores.s3.errors import translate_botocore
 
 _BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
     errno.ENOENT: ObjectNotFoundError,
@@ -56,14 +57,6 @@ _BY_TYPE: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
 )
 # Of libraries that may or may not be loaded: module, name, ours.
 _OF_LIBRARIES: tuple[tuple[str, str, type[DcpObjstoreError]], ...] = (
-    ("botocore.exceptions", "NoCredentialsError", CredentialsError),
-    ("botocore.exceptions", "PartialCredentialsError", CredentialsError),
-    ("botocore.exceptions", "CredentialRetrievalError", CredentialsError),
-    ("botocore.exceptions", "TokenRetrievalError", CredentialsError),
-    ("botocore.exceptions", "HTTPClientError", StoreUnavailableError),
-    ("botocore.exceptions", "SSLError", ConfigError),
-    ("botocore.exceptions", "ConnectionError", StoreUnavailableError),
-    ("botocore.exceptions", "BotoCoreError", ConfigError),
     ("google.auth.exceptions", "TransportError", StoreUnavailableError),
     ("google.auth.exceptions", "GoogleAuthError", CredentialsError),
     ("aiohttp", "ClientError", StoreUnavailableError),
@@ -74,9 +67,6 @@ _OF_LIBRARIES: tuple[tuple[str, str, type[DcpObjstoreError]], ...] = (
 )
 # Of them, those by which no connection was made.
 _UNREACHED = (
-    ("botocore.exceptions", "EndpointConnectionError"),
-    ("botocore.exceptions", "ConnectTimeoutError"),
-    ("botocore.exceptions", "ProxyConnectionError"),
     ("aiohttp", "ClientConnectorError"),
     ("aiohttp", "ServerTimeoutError"),
 )
@@ -96,6 +86,8 @@ def translate_fsspec(
     """
     if isinstance(error, DcpObjstoreError):
         return error
+    if is_of_botocore(error):
+        return translate_botocore(error)
     for one in _chain(error):
         # In place, because they stay as the cause of ours and are shown with it.
         one.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in one.args)
@@ -106,6 +98,11 @@ def translate_fsspec(
     if kind is StoreUnavailableError and status_and_code(error)[0] is None and _is_unreached(error):
         text += "; check endpoint_url and that the server runs"
     return kind(text)
+
+
+def is_of_botocore(error: BaseException) -> bool:
+    """Whether an error is botocore's, or was raised from one, as those of s3fs are."""
+    return any(type(one).__module__.startswith("botocore.") for one in _chain(error))
 
 
 def status_and_code(error: BaseException) -> tuple[int | None, str | None]:

@@ -18,6 +18,7 @@ from dcp_objstore.errors import (
     ConfigError,
     CredentialsError,
     DcpObjstoreError,
+    ForkedProcessError,
     StoreUnavailableError,
 )
 from dcp_objstore.stores.credentials.base import Credentials
@@ -59,6 +60,7 @@ class Filesystems:
         endpoint_url: the server, where the filesystem has such an option.
         checksums: that go with bodies over s3fs.
         greeting: the first contact with the server, where it is ours to make.
+        pid: the process that made them.
     """
 
     fs: Any
@@ -66,6 +68,22 @@ class Filesystems:
     endpoint_url: str | None
     checksums: Checksums = field(default_factory=lambda: Checksums(None))
     greeting: Greeting | None = None
+    pid: int = field(default_factory=os.getpid)
+
+    def prepare(self) -> None:
+        """Make the first contact with the server, unless it has been made.
+
+        Raises:
+            ForkedProcessError: the process was forked from the one that made the filesystems.
+            StoreUnavailableError: see `Greeting.once`.
+        """
+        if self.pid != os.getpid() and self.fs.async_impl:
+            raise ForkedProcessError(
+                f"this store was opened in process {self.pid}, from which process {os.getpid()}"
+                " was forked; its event loop is not here. Open it again in this process"
+            )
+        if self.greeting is not None:
+            self.greeting.once()
 
 
 def protocols(fs: object) -> Collection[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 
-from dcp_objstore.errors import CorruptDataError, UnsupportedError
+from dcp_objstore.errors import UnsupportedError
+from dcp_objstore.stores.answers import check_fits, check_whole
 from dcp_objstore.stores.fsspec.store import FsspecStore
 from dcp_objstore.stores.protocol import IfAbsent, ObjectMeta, Precondition, Version
 
@@ -32,18 +33,12 @@ class GcsfsStore(FsspecStore):
 
     def _get(self, key: str, path: str, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         meta = self._meta(key, self._info(path))
-        if meta.size_bytes > max_size_bytes:
-            raise CorruptDataError(
-                f"the object has {meta.size_bytes} bytes, at most {max_size_bytes} expected"
-            )
+        check_fits(meta.size_bytes, max_size_bytes)
         headers, body = self._fs.call("GET", self._fs.url(path))
         generation = headers["X-Goog-Generation"]
         if meta.version.version != generation:  # rewritten in between; the body's own then
             modified = parsedate_to_datetime(headers["Last-Modified"])
             meta = ObjectMeta(key, len(body), Version(None, generation), modified)
-        if not meta.size_bytes == len(body) <= max_size_bytes:
-            raise CorruptDataError(
-                f"{len(body)} bytes came, {meta.size_bytes} were announced and at most"
-                f" {max_size_bytes} expected"
-            )
+        check_fits(len(body), max_size_bytes)
+        check_whole(len(body), meta.size_bytes)
         return body, meta

@@ -1,167 +1,130 @@
-"""`ObjectStore` over s3fs, which lets any call of S3 through: conditions, parts, one-request reads.
+"""`ObjectStore` over s3fs, which lets any operation of S3 through.
 
-`call_s3` and its coroutine `_call_s3` take the arguments of botocore's client, so writes carry
-`IfNoneMatch` and `IfMatch` themselves, and the parts of an upload run beside each other on s3fs's
-event loop. s3fs's own file object sends them one after the other, and its `pipe_file` knows no
-update.
+`call_s3` and its coroutine `_call_s3` take the arguments of botocore's client and add those that
+s3fs was made with. s3fs's own verbs have no conditional update, and send parts one after the other.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
-from dcp_objstore.errors import (
-    CorruptDataError,
-    DcpObjstoreError,
-    InputError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    UnsupportedError,
-)
-from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts
-from dcp_objstore.stores.fsspec.errors import translate_fsspec
-from dcp_objstore.stores.fsspec.store import FsspecStore
-from dcp_objstore.stores.protocol import (
-    LEFTOVER_ADVICE,
-    Capabilities,
-    IfAbsent,
-    IfVersion,
-    ObjectMeta,
-    Precondition,
-    Version,
-)
+from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.stores.answers import check_came
+from dcp_objstore.stores.buffers import check_range
+from dcp_objstore.stores.fsspec.errors import is_of_botocore, translate_fsspec
+from dcp_objstore.stores.s3.errors import translate_botocore
+from dcp_objstore.stores.s3.store import S3Store
+from dcp_objstore.stores.s3.upload import Upload
+from dcp_objstore.stores.urls import StoreUrl, check_key
 
-_log = logging.getLogger("dcp_objstore")
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from typing_extensions import Buffer
+
+    from dcp_objstore.stores.fsspec.filesystems import Filesystems
 
 
-class S3fsStore(FsspecStore):
+class S3fsStore(S3Store):
     """A store rooted at one URL, over s3fs."""
 
+    def __init__(self, url: StoreUrl, filesystems: Filesystems) -> None:
+        super().__init__(url, filesystems.checksums)
+        self._filesystems = filesystems
+        self._fs = filesystems.fs
+
     @property
-    def capabilities(self) -> Capabilities:
-        """Everything; `checkpoint.probe` finds out if the server keeps it."""
-        return Capabilities()
+    def endpoint_url(self) -> str | None:
+        """The server, or None for AWS."""
+        return self._filesystems.endpoint_url
 
-    def _put(
-        self, path: str, body: bytes, precondition: Precondition | None, *, retry: bool
-    ) -> Version:
-        fs = self._filesystems.fs if retry else self._filesystems.once
-        condition: dict[str, str] = {}
-        if isinstance(precondition, IfAbsent):
-            condition["IfNoneMatch"] = "*"
-        elif isinstance(precondition, IfVersion):
-            if precondition.version.e_tag is None:
-                raise InputError(f"a conditional write needs the e_tag of {precondition.version}")
-            condition["IfMatch"] = precondition.version.e_tag
-        elif precondition is not None:
-            raise UnsupportedError(f"not a precondition: {precondition!r}")
-        try:
-            answer = fs.call_s3(
-                "put_object", **self._place(path), Body=body, **condition, **self._checksum(body)
-            )
-        except Exception as error:
-            found = translate_fsspec(error)
-            if "IfMatch" in condition and isinstance(found, ObjectNotFoundError):
-                # If-Match on an absent key: 404 on AWS and moto, 412 elsewhere.
-                raise PreconditionFailedError("there is no such object any more") from error
-            raise
-        return Version(answer["ETag"])
+    def _client(self, use: Literal["read", "write", "once"]) -> Any:
+        return _Operations(self._filesystems.once if use == "once" else self._fs)
 
-    def _put_stream(
-        self, path: str, source: WatchedBuffers, part_size_bytes: int, max_concurrency: int
-    ) -> Version:
-        parts = cut_parts(source, part_size_bytes)
-        first = list(next(parts, ()))
-        size = sum(map(len, first))
-        if size < part_size_bytes:
-            return self._put(path, b"".join(first), None, retry=True)
-        place = self._place(path)
-        beginning = self._filesystems.checksums.beginning
-        upload_id = self._fs.call_s3("create_multipart_upload", **place, **beginning)["UploadId"]
-        upload = {**place, "UploadId": upload_id}
-        # With each part the buffers that it was made of: their end is the caller's sign that it
-        # has arrived.
-        pending: dict[Future[Any], tuple[dict[str, Any], list[memoryview]]] = {}
-        sent: list[dict[str, Any]] = []
-        number = 0
-        try:
-            while first:
-                number += 1
-                body = b"".join(first)
-                part = {"PartNumber": number, **self._checksum(body)}
-                pending[self._start_part(upload, part, body)] = (part, first)
-                while len(pending) >= max_concurrency:
-                    self._collect(pending, sent)
-                first = list(next(parts, ()))
-            while pending:
-                self._collect(pending, sent)
-            # With the checksums again, as over boto3 (`boto3.upload`).
-            listed = sorted(sent, key=lambda part: part["PartNumber"])
-            answer = self._fs.call_s3(
-                "complete_multipart_upload", **upload, MultipartUpload={"Parts": listed}
-            )
-        except BaseException as error:
-            for future in pending:
-                future.cancel()
-            self._abort(upload, error)
-            raise
-        return Version(answer["ETag"])
+    def _body(self, part: Sequence[memoryview], check: Any = None) -> bytes:  # noqa: ARG002
+        return b"".join(part)
 
-    def _start_part(
-        self, upload: Mapping[str, Any], part: Mapping[str, Any], body: bytes
-    ) -> Future[Any]:
-        call = self._fs._call_s3("upload_part", **upload, **part, Body=body)
-        return asyncio.run_coroutine_threadsafe(call, self._fs.loop)
+    def _conditional_write(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    @staticmethod
-    def _collect(
-        pending: dict[Future[Any], tuple[dict[str, Any], list[memoryview]]],
-        sent: list[dict[str, Any]],
-    ) -> None:
-        for future in wait(pending, return_when=FIRST_COMPLETED).done:
-            part, _ = pending.pop(future)
-            sent.append({**part, "ETag": future.result()["ETag"]})
+    def _upload(self, target: Mapping[str, str], max_concurrency: int) -> Upload:
+        upload = super()._upload(target, max_concurrency)
+        upload.cancel = upload.client.cancel_parts
+        return upload
 
-    def _abort(self, upload: Mapping[str, Any], cause: BaseException) -> None:
-        try:
-            self._fs.call_s3("abort_multipart_upload", **upload)
-        except Exception as error:  # noqa: BLE001  the first error is the one to show
-            if isinstance(translate_fsspec(error), ObjectNotFoundError):
-                return  # the store has forgotten it: nothing is left
-            if isinstance(cause, DcpObjstoreError):
-                cause.message += f"; {LEFTOVER_ADVICE}"
-            else:
-                _log.warning("an upload was not aborted: %s; %s", upload["Key"], LEFTOVER_ADVICE)
+    def _translate(self, error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
+        if is_of_botocore(error) or isinstance(error, KeyError):
+            return translate_botocore(error, conditional=conditional)
+        return translate_fsspec(error)
 
-    def _get(self, key: str, path: str, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+    @contextmanager
+    def _errors(self, key: str | None, *, conditional: bool = False) -> Iterator[dict[str, str]]:
+        with super()._errors(key, conditional=conditional) as target:
+            self._filesystems.prepare()
+            yield target
+
+    def _read_whole(
+        self, target: Mapping[str, str], max_size_bytes: int
+    ) -> tuple[Mapping[str, Any], bytes | None]:
         from fsspec.asyn import sync
 
-        async def read() -> tuple[Any, bytes | None]:
-            answer = await self._fs._call_s3("get_object", **self._place(path))
+        async def read() -> tuple[Mapping[str, Any], bytes | None]:
+            answer = await self._fs._call_s3("get_object", **target)
             stream = answer["Body"]
             try:
-                large = answer["ContentLength"] > max_size_bytes
-                return answer, None if large else await stream.read()
+                is_large = answer.get("ContentLength", 0) > max_size_bytes
+                return answer, None if is_large else await stream.read()
             finally:
                 stream.close()
 
-        answer, body = sync(self._fs.loop, read)
-        size = answer["ContentLength"]
-        if body is None:
-            raise CorruptDataError(
-                f"the object has {size} bytes, at most {max_size_bytes} expected"
-            )
-        if len(body) != size:
-            raise CorruptDataError(f"the store announced {size} bytes and sent {len(body)}")
-        return body, ObjectMeta(key, size, Version(answer["ETag"]), answer["LastModified"])
+        found: tuple[Mapping[str, Any], bytes | None] = sync(self._fs.loop, read)
+        return found
 
-    def _checksum(self, body: bytes) -> dict[str, str]:
-        return self._filesystems.checksums.of([memoryview(body)])
+    def get_range(
+        self,
+        key: str,
+        start: int,
+        end: int,
+        *,
+        into: memoryview | None = None,  # noqa: ARG002  s3fs brings memory of its own
+    ) -> Buffer:
+        """See `ObjectStore.get_range`. An empty range is answered without a request."""
+        check_range(start, end)
+        if start == end:
+            check_key(key)
+            return b""
+        with self._errors(key) as target:
+            path = f"{target['Bucket']}/{target['Key']}"
+            body: bytes = self._fs.cat_file(path, start=start, end=end)
+            check_came(len(body), start, end)
+        return body
 
-    def _place(self, path: str) -> dict[str, str]:
-        bucket, key, _ = self._fs.split_path(path)
-        return {"Bucket": bucket, "Key": key}
+
+class _Operations:
+    """S3's operations as blocking methods, as boto3's clients have them."""
+
+    def __init__(self, fs: Any) -> None:
+        self._fs = fs
+        self._parts: set[Future[Any]] = set()
+
+    def __getattr__(self, operation: str) -> Any:
+        return partial(self._fs.call_s3, operation)
+
+    def upload_part(self, **arguments: Any) -> Any:
+        """Send a part; `cancel_parts` ends it."""
+        call = self._fs._call_s3("upload_part", **arguments)
+        future = asyncio.run_coroutine_threadsafe(call, self._fs.loop)
+        self._parts.add(future)
+        try:
+            return future.result()
+        finally:
+            self._parts.discard(future)
+
+    def cancel_parts(self) -> None:
+        """End the requests of parts that are under way."""
+        for future in list(self._parts):
+            future.cancel()

@@ -1,6 +1,6 @@
-"""`ObjectStore` over any filesystem of fsspec; s3fs has more in `fsspec.s3`.
+"""`ObjectStore` over any filesystem of fsspec but s3fs, which has its own in `fsspec.s3`.
 
-How a kind of filesystem is written is told by `fsspec.kinds`. What would show an object while it is
+`fsspec.kinds` says how a kind of filesystem is written. What would show an object while it is
 being written is written beside its place, under a name that listings leave out, and moved: by the
 filesystem's own rename where it has one, by copying and removing otherwise, which is as whole as
 that copy is.
@@ -11,7 +11,6 @@ so `get` compares what it was told before and after.
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,15 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
     BucketNotFoundError,
-    CorruptDataError,
     DcpObjstoreError,
-    ForkedProcessError,
     ObjectNotFoundError,
     PermissionDeniedError,
     PreconditionFailedError,
     StoreUnavailableError,
     UnsupportedError,
 )
+from dcp_objstore.stores.answers import check_came, check_fits, check_whole
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import (
     WatchedBuffers,
@@ -69,13 +67,12 @@ class FsspecStore(BaseStore):
         self._fs = filesystems.fs
         self._ways = ways_of(self._fs)
         self._root: str = self._fs._strip_protocol(str(url)).rstrip("/")
-        self._pid = os.getpid()
         self._made: set[str] = set()  # parents that were made
         self._seen = False  # whether the bucket has been seen
 
     @property
     def endpoint_url(self) -> str | None:
-        """The server, or None for the provider's own; `checkpoint.probe` remembers by it."""
+        """The server, or None for the provider's own."""
         return self._filesystems.endpoint_url
 
     @property
@@ -126,10 +123,9 @@ class FsspecStore(BaseStore):
         try:
             with self._errors(key) as path:
                 return self._put_stream(path, source, part_size_bytes, max_concurrency)
-        except BaseException as error:
+        except BaseException:
             if source.error is None:
                 raise
-            self._explain_abort(source.error, error)
         # Outside of the handler, so that the caller's error keeps its own cause and context.
         raise source.error
 
@@ -153,10 +149,7 @@ class FsspecStore(BaseStore):
             return b""
         with self._errors(key) as path:
             body: bytes = self._fs.cat_file(path, start=start, end=end)
-            if len(body) != end - start:
-                raise CorruptDataError(
-                    f"bytes [{start}, {end}) asked for, but {len(body)} bytes came"
-                )
+            check_came(len(body), start, end)
         return body
 
     def head(self, key: str) -> ObjectMeta:
@@ -179,7 +172,7 @@ class FsspecStore(BaseStore):
                     raise
                 # Nothing, or the prefix of other keys.
 
-    # How the filesystem is used; `fsspec.s3` has other ways.
+    # How the filesystem is used; gcsfs has other ways.
 
     def _put(
         self,
@@ -266,17 +259,11 @@ class FsspecStore(BaseStore):
             with suppress(AttributeError):
                 file.closed = True
 
-    def _explain_abort(self, ours: BaseException, theirs: BaseException) -> None:
-        """Say it with the caller's error if the upload could not be aborted."""
-
     def _get(self, key: str, path: str, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         before = self._info(path)
         for _ in range(_GET_TRIES):
             meta = self._meta(key, before)
-            if meta.size_bytes > max_size_bytes:
-                raise CorruptDataError(
-                    f"the object has {meta.size_bytes} bytes, at most {max_size_bytes} expected"
-                )
+            check_fits(meta.size_bytes, max_size_bytes)
             body = bytes(self._fs.cat_file(path))
             after = self._info(path)
             if state_of(before) == state_of(after):
@@ -284,10 +271,7 @@ class FsspecStore(BaseStore):
             before = after
         else:
             raise StoreUnavailableError(f"the object changed during each of {_GET_TRIES} reads")
-        if len(body) != meta.size_bytes:
-            raise CorruptDataError(
-                f"the store announced {meta.size_bytes} bytes and sent {len(body)}"
-            )
+        check_whole(len(body), meta.size_bytes)
         return body, meta
 
     def _meta(self, key: str, info: Mapping[str, Any]) -> ObjectMeta:
@@ -370,14 +354,8 @@ class FsspecStore(BaseStore):
     def _errors(self, key: str | None) -> Iterator[str]:
         """Check key and process, yield the path of the key, and translate what is raised."""
         path = f"{self._root}/{check_key(key)}" if key is not None else self._root
-        if self._pid != os.getpid() and self._fs.async_impl:
-            raise ForkedProcessError(
-                f"this store was opened in process {self._pid}, from which process {os.getpid()}"
-                " was forked; its event loop is not here. Open it again in this process"
-            )
         with self._located(key, self._translate):
-            if self._filesystems.greeting is not None:
-                self._filesystems.greeting.once()
+            self._filesystems.prepare()
             yield path
 
     def _translate(self, error: Exception) -> DcpObjstoreError:

@@ -19,6 +19,7 @@ from dcp_objstore.stores.endpoint import (
     gcs_endpoint,
     gcs_payer,
     is_directory_bucket,
+    is_virtual,
     s3_checksum,
     s3_requester_pays,
     s3_server,
@@ -79,10 +80,7 @@ def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> tuple[Ma
         "skip_signature": False,
         **found.config,
     }
-    # A bucket name with dots does not match the certificate of *.s3.amazonaws.com.
-    virtual = settings.addressing_style == "virtual" or (
-        settings.addressing_style in (None, "auto") and endpoint is None and "." not in url.bucket
-    )
+    virtual = is_virtual(settings, endpoint, url.bucket)
     config["virtual_hosted_style_request"] = virtual
     client: dict[str, Any] = dict(_tls(settings.verify))
     base: str | None = None

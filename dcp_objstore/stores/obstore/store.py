@@ -32,6 +32,13 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     StoreUnavailableError,
 )
+from dcp_objstore.stores.answers import (
+    UNCLEAR_IN_HEAD,
+    check_came,
+    check_fits,
+    check_whole,
+    version_of,
+)
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer, check_range
 from dcp_objstore.stores.errors import (
@@ -60,7 +67,7 @@ from dcp_objstore.stores.protocol import (
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Collection, Generator, Iterator, Sequence
 
     from typing_extensions import Buffer
 
@@ -68,10 +75,6 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.retries import Tries
 
 _log = logging.getLogger("dcp_objstore")
-
-# A HEAD's answer has no body, so these say too little: is the key or the bucket missing, is the
-# secret wrong or the right missing?
-_UNCLEAR_IN_HEAD = (400, 403, 404, 409)
 
 # A key that no store has; a web server may have a page for every one.
 _NEVER_THERE = ".dcp_objstore/is-this-a-store"
@@ -99,9 +102,6 @@ def guard_fork() -> None:
 class ObstoreStore(BaseStore):
     """A store rooted at one URL, over obstore's blocking calls (which release the GIL)."""
 
-    # What is retried here and not by obstore; see `limiter.lane_for`.
-    tells_throttling = frozenset(("put", "get", "get_range", "head", "delete"))
-
     def __init__(self, url: StoreUrl, clients: Clients) -> None:
         super().__init__(url)
         self._clients = clients
@@ -109,8 +109,13 @@ class ObstoreStore(BaseStore):
 
     @property
     def endpoint_url(self) -> str | None:
-        """The server, or None for the provider's own; `checkpoint.probe` remembers by it."""
+        """The server, or None for the provider's own."""
         return self._clients.endpoint_url
+
+    @property
+    def tells_throttling(self) -> Collection[str]:
+        """All but streams and listings, which obstore retries."""
+        return ("put", "get", "get_range", "head", "delete")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -213,17 +218,11 @@ class ObstoreStore(BaseStore):
                 if str(answer.attributes.get("Content-Type", "")).startswith("text/html"):
                     raise ConfigError(NO_STORE)  # no object here is a page
                 meta = self._meta(answer.meta)
-                if meta.size_bytes > max_size_bytes:
-                    raise CorruptDataError(
-                        f"the object has {meta.size_bytes} bytes, at most {max_size_bytes} expected"
-                    )
+                check_fits(meta.size_bytes, max_size_bytes)
                 return meta, bytes(answer.bytes())
 
             meta, body = self._clients.run(self._clients.tries("get", path), read)
-        if len(body) != meta.size_bytes:
-            raise CorruptDataError(
-                f"the store announced {meta.size_bytes} bytes and sent {len(body)}"
-            ).at(object_key=key, url=self.url)
+            check_whole(len(body), meta.size_bytes)
         return body, meta
 
     def get_range(
@@ -335,10 +334,7 @@ class ObstoreStore(BaseStore):
                 return answer.bytes()
 
         body = self._clients.run(tries, read)
-        if len(memoryview(body)) != end - start:
-            raise CorruptDataError(
-                f"bytes [{start}, {end}) asked for, but {len(memoryview(body))} bytes came"
-            )
+        check_came(len(memoryview(body)), start, end)
         return body
 
     def head(self, key: str) -> ObjectMeta:
@@ -350,7 +346,7 @@ class ObstoreStore(BaseStore):
                 return self._meta(obstore.head(self._clients.read(), path))
             except Exception as error:
                 status, code = http_code(error)
-                if status not in _UNCLEAR_IN_HEAD or code is not None:
+                if status not in UNCLEAR_IN_HEAD or code is not None:
                     raise
                 # A GET of nearly nothing says it.
                 answer = obstore.get(self._clients.read(), path, options={"range": (0, 1)})
@@ -468,9 +464,7 @@ class ObstoreStore(BaseStore):
 
 
 def _version(answer: Any) -> Version:
-    # moto and unversioned buckets say 'null' after a multipart upload and nothing in a HEAD.
-    version = answer["version"]
-    return Version(answer["e_tag"], None if version == "null" else version)
+    return version_of(answer["e_tag"], answer["version"])
 
 
 def _mode(precondition: Precondition | None, scheme: str) -> Any:

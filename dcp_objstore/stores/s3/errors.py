@@ -118,7 +118,9 @@ def _no_answer(error: Exception) -> tuple[type[DcpObjstoreError], str]:
                 "the server's TLS certificate is not valid here; for a certificate of your own set"
                 " storage_options={'verify': 'path of the CA'}"
             )
-        if isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER":
+        # aiohttp's error is an SSLError without a reason; what it was raised from has one.
+        reason = getattr(cause, "reason", None)
+        if isinstance(cause, ssl.SSLError) and reason == "WRONG_VERSION_NUMBER":
             return ConfigError, (
                 "the server does not speak TLS; endpoint_url should begin with http:// if it really"
                 " has no TLS"

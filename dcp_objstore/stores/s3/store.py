@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dcp_objstore.errors import (
     ConfigError,
-    CorruptDataError,
     DcpObjstoreError,
     InputError,
     ObjectNotFoundError,
     StoreUnavailableError,
 )
+from dcp_objstore.stores.answers import UNCLEAR_IN_HEAD, check_fits, check_whole, version_of
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer, cut_parts
 from dcp_objstore.stores.errors import NO_STORE
@@ -44,10 +44,6 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.s3.checksums import Checksums
 
 _log = logging.getLogger("dcp_objstore")
-
-# A HEAD's answer has no body, so these say too little: is the key or the bucket missing, is the
-# secret wrong or the right missing?
-UNCLEAR_IN_HEAD = (400, 403, 404, 409)
 
 
 class S3Store(BaseStore, ABC):
@@ -186,14 +182,9 @@ class S3Store(BaseStore, ABC):
             if str(answer.get("ContentType", "")).startswith("text/html"):
                 raise ConfigError(NO_STORE)  # no object here is a page
             meta = _meta(key, answer)
-            if body is None:
-                raise CorruptDataError(
-                    f"the object has {meta.size_bytes} bytes, at most {max_size_bytes} expected"
-                )
-            if len(body) != meta.size_bytes:
-                raise CorruptDataError(
-                    f"the store announced {meta.size_bytes} bytes and sent {len(body)}"
-                )
+            check_fits(meta.size_bytes, max_size_bytes)
+            body = body or b""
+            check_whole(len(body), meta.size_bytes)
             return bytes(body), meta
 
     def head(self, key: str) -> ObjectMeta:
@@ -277,6 +268,4 @@ def _meta(key: str, answer: Mapping[str, Any]) -> ObjectMeta:
 
 
 def _version(answer: Mapping[str, Any]) -> Version:
-    # moto and unversioned buckets say 'null' after a multipart upload and nothing in a HEAD.
-    version = answer.get("VersionId")
-    return Version(answer["ETag"], None if version == "null" else version)
+    return version_of(answer["ETag"], answer.get("VersionId"))
