@@ -20,7 +20,6 @@ from dcp_objstore.errors import (
     CredentialsError,
     DcpObjstoreError,
     StoreUnavailableError,
-    UnsupportedError,
 )
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.credentials.google import find_gcs_token
@@ -318,5 +317,5 @@ def test_without_google_auth_what_to_do_is_said(
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name, *a: None if name == "google" else real(name, *a)
     )
-    with pytest.raises(UnsupportedError, match=r"pip install 'dcp-objstore\[gcs\]'"):
+    with pytest.raises(CredentialsError, match=r"pip install 'dcp-objstore\[gcs\]'"):
         open_uploads(StoreSpec("gs://bucket/x"))

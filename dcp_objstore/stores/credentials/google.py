@@ -1,8 +1,8 @@
 """Where credentials for GCS come from, in order; nothing here ever prints one.
 
-`anon`; `token`, in every form that gcsfs takes; GOOGLE_* variables of obstore; Application Default
-Credentials; a machine's metadata service. Service accounts and users' credentials are used by
-obstore itself, the other kinds by google-auth (extra `gcs`) through `obstore.auth.google`.
+`anon`; `token`, in every form that gcsfs takes; the GOOGLE_* variables that obstore names; google's
+Application Default Credentials, a machine's metadata service last. All but bare access tokens are
+read by google-auth (extra `gcs`).
 """
 
 from __future__ import annotations
@@ -16,29 +16,18 @@ from datetime import UTC
 from pathlib import Path
 from typing import Any
 
-from dcp_objstore.errors import (
-    ConfigError,
-    CredentialsError,
-    DcpObjstoreError,
-    UnsupportedError,
-)
-from dcp_objstore.stores.credentials.base import Credentials, lost, metadata_answers, without_text
+from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
+from dcp_objstore.stores.credentials.base import Credentials, lost, without_text
 from dcp_objstore.stores.options.gcs import GcsOptions
 
 _INSTALL = "pip install 'dcp-objstore[gcs]'"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
-# What obstore needs of a key; google-auth checks those that it reads.
+_TOKEN_URI = "https://oauth2.googleapis.com/token"
+# What google-auth needs of a key; its own error for a user's does not name what is missing.
 _FIELDS = {
-    "service_account": ("private_key", "private_key_id", "client_email"),
+    "service_account": ("private_key", "client_email"),
     "authorized_user": ("client_id", "client_secret", "refresh_token"),
 }
-_VARIABLES = (
-    "GOOGLE_SERVICE_ACCOUNT",
-    "GOOGLE_SERVICE_ACCOUNT_PATH",
-    "GOOGLE_SERVICE_ACCOUNT_KEY",
-)
-
-
 _ADVICE = (
     "log in again (gcloud auth application-default login), or use a source that renews them itself:"
     " a service account, credentials of google-auth"
@@ -52,8 +41,8 @@ def find_gcs_credentials(
 
     Args:
         options: the user's options.
-        base_url: an endpoint other than Google's, which is not asked for Google credentials
-            without a `token`.
+        base_url: an endpoint other than Google's. It gets no token of the machine's metadata
+            service, unless `token` asks for one.
         stripped: names of options that were left behind when the spec was pickled.
 
     Raises:
@@ -68,23 +57,13 @@ def find_gcs_token(
 ) -> Callable[[], str] | None:
     """What gives an access token each time, for requests of our own; None: anonymous.
 
-    What obstore reads itself is read by google-auth here.
-
     Raises:
-        UnsupportedError: google-auth is needed and is not installed.
         CredentialsError, ConfigError: as `find_gcs_credentials`; the first also when it is called.
     """
     found = find_gcs_credentials(options, base_url, stripped)
-    if found.anonymous:
-        return None
-    if found.provider is None:
-        if not _google_auth_is_there():
-            raise UnsupportedError(
-                f"{found.source} are read by google-auth here, which is not installed: {_INSTALL}"
-            )
-        found = _by_google_auth(found)
     provider = found.provider
-    assert provider is not None
+    if provider is None:
+        return None
 
     def token() -> str:
         try:
@@ -98,25 +77,6 @@ def find_gcs_token(
     return token
 
 
-def _by_google_auth(found: Credentials) -> Credentials:
-    """What obstore would read: a key that is given or named, or the machine's defaults."""
-    environ = os.environ
-    text = found.config.get("service_account_key") or environ.get("GOOGLE_SERVICE_ACCOUNT_KEY")
-    named = (
-        found.config.get("application_credentials")
-        or environ.get("GOOGLE_SERVICE_ACCOUNT")
-        or environ.get("GOOGLE_SERVICE_ACCOUNT_PATH")
-    )
-    bearer = environ.get("GOOGLE_BEARER_TOKEN")
-    if not found.config and bearer:
-        return Credentials(found.source, lambda: {"token": bearer, "expires_at": None})
-    if text and not named:
-        return _loaded(_parsed(text, "the service account's key"))
-    if named:
-        return _loaded(_parsed(_text(Path(named)), "the key that is named"))
-    return _from_google_auth(_default_credentials, found.source)
-
-
 def _find(options: GcsOptions, base_url: str | None, stripped: tuple[str, ...]) -> Credentials:
     token = options.token
     if options.anon or token == "anon":
@@ -124,38 +84,53 @@ def _find(options: GcsOptions, base_url: str | None, stripped: tuple[str, ...]) 
     if token == "cloud":
         return _from_google_auth(_machine_credentials, "the machine's credentials (token='cloud')")
     if token is not None and token != "google_default":
-        return _from_gcs_token(token)
-    found = _from_google_environment(base_url)
-    if found is not None:
-        return found
-    raise CredentialsError(
-        "no credentials for GCS: run `gcloud auth application-default login`, set"
-        " GOOGLE_APPLICATION_CREDENTIALS, or pass storage_options={'token': …}"
-        " ({'anon': True} for a public bucket)" + lost(stripped)
-    )
+        return _from_token(token)
+    return _from_variables() or _from_defaults(base_url, stripped)
 
 
-def _from_google_environment(base_url: str | None) -> Credentials | None:
-    if any(os.environ.get(name) for name in (*_VARIABLES, "GOOGLE_BEARER_TOKEN")):
-        renewable = not os.environ.get("GOOGLE_BEARER_TOKEN")
-        return Credentials("GOOGLE_* in the environment", renewable=renewable)
-    kind = _adc_kind()
-    if kind in ("service_account", "authorized_user"):
-        return Credentials(f"application default credentials ({kind})", renewable=True)
-    if kind is not None:
-        return _from_google_auth(_default_credentials, f"application default credentials ({kind})")
-    host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
-    if base_url is None and metadata_answers(
-        f"http://{host}", "GET", "/", {"Metadata-Flavor": "Google"}
-    ):
-        return Credentials("instance metadata", renewable=True)
+def _from_variables() -> Credentials | None:
+    """By the variables of obstore's: a token, a key, or the path of one."""
+    bearer = os.environ.get("GOOGLE_BEARER_TOKEN")
+    if bearer:
+        return _bare("GOOGLE_BEARER_TOKEN in the environment", bearer)
+    for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH"):
+        path = os.environ.get(name)
+        if path:
+            what = f"the key that {name} names"
+            return _from_key(_parsed(_text(Path(path), what), what), what)
+    key = os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY")
+    if key:
+        what = "the key in GOOGLE_SERVICE_ACCOUNT_KEY"
+        return _from_key(_parsed(key, what), what)
     return None
 
 
-def _from_gcs_token(token: object) -> Credentials:
+def _from_defaults(base_url: str | None, stripped: tuple[str, ...]) -> Credentials:
+    advice = (
+        "run `gcloud auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS, or pass"
+        " storage_options={'token': …} ({'anon': True} for a public bucket)" + lost(stripped)
+    )
+
+    def load(scopes: list[str]) -> Any:
+        import google.auth
+        from google.auth import compute_engine
+
+        found = google.auth.default(scopes=scopes)[0]
+        if base_url is not None and isinstance(found, compute_engine.Credentials):
+            raise CredentialsError(
+                f"no credentials for GCS at {base_url}, which is not sent a token of this machine:"
+                f" {advice}"
+            )
+        return found
+
+    return _from_google_auth(load, "application default credentials", advice=advice)
+
+
+def _from_token(token: object) -> Credentials:
     """Every form of gcsfs's `token` but the names of methods that are others' business."""
+    what = "the key in storage_options['token']"
     if isinstance(token, Mapping):
-        return _from_gcs_key(dict(token))
+        return _from_key(dict(token), what)
     if isinstance(token, str):
         if token in ("browser", "cache"):
             raise ConfigError(
@@ -163,22 +138,14 @@ def _from_gcs_token(token: object) -> Credentials:
                 " application-default login` and leave 'token' out"
             )
         if token.lstrip().startswith("{"):
-            return _from_gcs_key(_parsed(token, "the key in storage_options['token']"))
+            return _from_key(_parsed(token, what), what)
         path = _existing(token)
         if path is not None:
-            key = _parsed(_text(path), "the key that storage_options['token'] names")
-            if _is_native(_kind_of_key(key)):
-                _check_fields(key)
-                return Credentials(
-                    "storage_options",
-                    config={"application_credentials": str(path)},
-                    renewable=True,
-                )
-            return _from_gcs_key(key)
+            what = "the key that storage_options['token'] names"
+            return _from_key(_parsed(_text(path, what), what), what)
         if token.endswith(".json"):
             raise CredentialsError("the credentials named by storage_options['token'] are missing")
-        # Through a provider, so that a service account in the environment does not win.
-        return Credentials("storage_options", lambda: {"token": token, "expires_at": None})
+        return _bare("storage_options", token)
     if hasattr(token, "refresh"):
         return _from_google_auth(lambda _: token, "storage_options")
     raise ConfigError(
@@ -188,20 +155,21 @@ def _from_gcs_token(token: object) -> Credentials:
     )
 
 
-def _from_gcs_key(key: dict[str, Any]) -> Credentials:
-    """The content of a key: a service account's by obstore, the others by google-auth."""
-    kind = _kind_of_key(key)
-    if kind == "service_account" and _is_native(kind):
-        _check_fields(key)
-        config = {"service_account_key": json.dumps(key)}
-        return Credentials("storage_options", config=config, renewable=True)
-    return _loaded(key)
+def _bare(source: str, token: str) -> Credentials:
+    return Credentials(source, lambda: {"token": token, "expires_at": None})
 
 
-def _loaded(key: Mapping[str, Any]) -> Credentials:
-    """The content of a key, by google-auth."""
-    kind = _kind_of_key(key)
-    key = {**key, "type": kind}
+def _from_key(key: Mapping[str, Any], what: str) -> Credentials:
+    """By the content of a key; `what` says where it is from."""
+    # gcsfs takes a user's refresh token without the type that gcloud writes beside it.
+    guessed = "authorized_user" if "refresh_token" in key else "service_account"
+    kind = str(key.get("type") or guessed)
+    missing = [name for name in _FIELDS.get(kind, ()) if not isinstance(key.get(name), str)]
+    if missing:
+        raise CredentialsError(
+            f"{what} is no {kind} key: it lacks {', '.join(missing)} (or they are no text)"
+        )
+    key = {"token_uri": _TOKEN_URI, **key, "type": kind}
 
     def load(scopes: list[str]) -> Any:
         import google.auth
@@ -217,30 +185,7 @@ def _loaded(key: Mapping[str, Any]) -> Credentials:
             return by_service.from_service_account_info(key, scopes=scopes)
         return general.load_credentials_from_dict(key, scopes=scopes)[0]
 
-    return _from_google_auth(load, f"the {kind} credentials of storage_options['token']")
-
-
-def _kind_of_key(key: Mapping[str, Any]) -> str:
-    # gcsfs takes a user's refresh token without the type that gcloud writes beside it.
-    kind = key.get("type") or ("authorized_user" if "refresh_token" in key else "service_account")
-    return str(kind)
-
-
-def _check_fields(key: Mapping[str, Any]) -> None:
-    """Raise `CredentialsError` unless a key has what its kind needs; its values are not shown."""
-    kind = _kind_of_key(key)
-    missing = [name for name in _FIELDS.get(kind, ()) if not isinstance(key.get(name), str)]
-    if missing:
-        raise CredentialsError(
-            f"the key in storage_options['token'] is no {kind} key: it lacks {', '.join(missing)}"
-            " (or they are no text)"
-        )
-
-
-def _is_native(kind: str) -> bool:
-    """Whether obstore reads it, and would not mix it with what the environment holds."""
-    mixed = any(os.environ.get(name) for name in (*_VARIABLES, "GOOGLE_BEARER_TOKEN"))
-    return kind in ("service_account", "authorized_user") and not mixed
+    return _from_google_auth(load, f"{what} ({kind})")
 
 
 def _parsed(text: str, what: str) -> dict[str, Any]:
@@ -253,12 +198,12 @@ def _parsed(text: str, what: str) -> dict[str, Any]:
     return content
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, what: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         wrong = without_text(error)
-    raise CredentialsError(f"the key that storage_options['token'] names cannot be read: {wrong}")
+    raise CredentialsError(f"{what} cannot be read: {wrong}")
 
 
 def _existing(token: str) -> Path | None:
@@ -277,23 +222,26 @@ def _google_auth_is_there() -> bool:
     )
 
 
-def _from_google_auth(load: Callable[[list[str]], Any], source: str) -> Credentials:
+def _from_google_auth(
+    load: Callable[[list[str]], Any], source: str, *, advice: str = _ADVICE
+) -> Credentials:
     """By google-auth; `load` gets the scopes, and imports what it needs of it."""
     if not _google_auth_is_there():
         raise CredentialsError(
-            f"{source} are read by google-auth, which is not installed: {_INSTALL}"
+            f"{source}: google-auth, which reads them, is not installed: {_INSTALL}; or {advice}"
         )
     from google.auth.exceptions import GoogleAuthError
 
-    wrong = None
     try:
         provider = _Provider(source, load([_SCOPE]))
         return Credentials(source, provider, renewable=True, renew=provider.renew)
     except GoogleAuthError as error:
-        raise CredentialsError(f"{source}: {error}") from error
-    except (ValueError, KeyError) as error:
-        wrong = without_text(error)  # may quote a key
-    raise CredentialsError(f"{source} cannot be used: {wrong}")
+        wrong = f"{source}: {error}"
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        # What google-auth raises for a file that is no key; its text may quote one.
+        wrong = f"{source} cannot be used: {without_text(error)}"
+    # Outside of the handler: what it was raised from may carry the whole key.
+    raise CredentialsError(f"{wrong.removesuffix('.')}; {advice}")
 
 
 class _Provider:
@@ -334,36 +282,8 @@ class _Provider:
             ) from error
 
 
-def _default_credentials(scopes: list[str]) -> Any:
-    import google.auth
-
-    return google.auth.default(scopes=scopes)[0]
-
-
 def _machine_credentials(scopes: list[str]) -> Any:
     from google.auth import compute_engine
 
     engine: Any = compute_engine
     return engine.Credentials(scopes=scopes)
-
-
-def _adc_kind() -> str | None:
-    """The `type` in the file of application default credentials, or None if there is no file."""
-    named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
-    folder = Path(os.environ.get("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
-    path = Path(named) if named else folder / "application_default_credentials.json"
-    if not path.is_file():
-        if named:
-            raise CredentialsError("GOOGLE_APPLICATION_CREDENTIALS names a file that is not there")
-        return None
-    wrong = None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        wrong = f"application default credentials cannot be read: {without_text(error)}"
-    if wrong is not None:  # a JSONDecodeError carries the whole document
-        raise CredentialsError(wrong)
-    kind = content.get("type") if isinstance(content, dict) else None
-    if not isinstance(kind, str):
-        raise CredentialsError("application default credentials have no 'type'")
-    return kind

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import CredentialsError
@@ -133,33 +130,9 @@ def _gcs(spec: StoreSpec) -> Identity:
     found = find_gcs_credentials(options, gcs_endpoint(options), spec.stripped)
     if found.anonymous:
         return Identity(found.source)
-    account = _google_account(found.provider, found.config)
+    # Credentials of google-auth; a bare token has none.
+    credentials = getattr(found.provider, "credentials", None)
+    names = ("service_account_email", "signer_email")
+    account = next((str(name) for one in names if (name := getattr(credentials, one, None))), None)
     unknown = None if account else "these credentials do not name one"
     return Identity(found.source, account=account, unknown=unknown)
-
-
-def _google_account(provider: Any, config: Mapping[str, Any]) -> str | None:
-    """The e-mail address in a key, or of credentials of google-auth."""
-    credentials = getattr(provider, "credentials", None)
-    email = getattr(credentials, "service_account_email", None) or getattr(
-        credentials, "signer_email", None
-    )
-    if email:
-        return str(email)
-    text = config.get("service_account_key")
-    path = (
-        config.get("application_credentials")
-        or os.environ.get("GOOGLE_SERVICE_ACCOUNT")
-        or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
-    )
-    if text is None and provider is None and path:
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError:
-            return None  # whoever uses it will say what is wrong with it
-    try:
-        content = json.loads(text) if text else None
-    except ValueError:
-        return None  # as above
-    found = content.get("client_email") if isinstance(content, dict) else None
-    return found if isinstance(found, str) else None
