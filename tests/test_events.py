@@ -202,7 +202,7 @@ def test_nothing_is_told_of_parts_and_ranges_where_nobody_listens(
         ("transfer.upload", "PartUploaded"),
         ("transfer.upload", "ObjectUploaded"),
         ("transfer.download", "RangeRead"),
-        ("dcp.uploading", "Hashed"),
+        ("write.upload_items", "Hashed"),
     ):
         monkeypatch.setattr(f"dcp_objstore.{module}.{name}", build)
     url = memory_url()
