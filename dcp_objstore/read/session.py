@@ -136,12 +136,13 @@ def run_load(
             check_safe(body.getvalue(), key, trust_pickle=trust_pickle)
             planner.load_bytes(read.item, body)
 
-    def take_in(request: RangeRequest[Block], body: Buffer) -> None:
+    def take_in(request: RangeRequest[Block], body: Buffer) -> bool:
         backlog.wait_for_room(progress)
         with nullcontext(body) if inbound is None else inbound.taking(request, body) as here:
             consume(request, here)
         if exchange is not None:
             exchange.keep(request, body)
+        return backlog.is_full
 
     def admit(request: RangeRequest[Block], progress: Progress) -> memoryview | None:
         into = None if exchange is None else exchange.admit(request, progress)
