@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_objstore.errors import TransferStalledError
-from dcp_objstore.stores.limiter import RETRY_BUDGET, Limiter, Retry
+from dcp_objstore.stores.limiter import RETRY_BUDGET, Limiter
 from dcp_objstore.stores.pace import (
     LEAST_RATE_PER_SECOND,
     LEAST_WINDOW,
@@ -197,14 +197,3 @@ def test_retries_share_a_budget_that_successes_refill() -> None:
         limiter.succeeded()
     assert limiter.spend_retry()
     assert not limiter.spend_retry()
-
-
-def test_a_retry_is_told_to_who_listens_then() -> None:
-    limiter = Limiter()
-    told: list[Retry] = []
-    retry = Retry("get", "k", 1, 0.5, True, "slow")
-    with limiter.listening(told.append):
-        limiter.note_retry(retry)
-    limiter.note_retry(retry)
-    assert told == [retry]
-    assert limiter.retries == 2

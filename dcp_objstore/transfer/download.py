@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
-from dcp_objstore.observe.events import RangeRead, Retried
+from dcp_objstore.observe.dispatch import current_channel
+from dcp_objstore.observe.events import RangeRead
 from dcp_objstore.stores.limiter import lane_for
 from dcp_objstore.stores.protocol import (
     REST_SIZE_BYTES,
@@ -304,7 +305,7 @@ class _Worker(Generic[T]):
             if self.shared.pieces is not None:
                 pieces = cut(request, BLOCK_SIZE_BYTES)
             into = self._memory(max(piece.end - piece.start for piece in pieces))
-        consumed, channel = 0, self.shared.progress.channel
+        consumed = 0
         began_at = time.monotonic()
         try:
             with closing(self._arriving(pieces, into, asked)) as bodies:
@@ -313,15 +314,10 @@ class _Worker(Generic[T]):
                     consumed += 1
                     self.shared.progress.alive()
         except CorruptDataError as error:
-            if channel is not None:
-                channel.tell(
-                    Retried,
-                    began_at,
-                    what="range",
-                    attempt=2,
-                    error=f"{type(error).__name__}: {error.message}",
-                    object_key=self.shared.object_keys[request.object_number],
-                )
+            if (channel := current_channel()) is not None:
+                key = self.shared.object_keys[request.object_number]
+                text = f"{type(error).__name__}: {error.message}"
+                channel.retried("range", key, 2, text, began_at)
             rest = pieces[consumed:]
             if len(pieces) > 1:
                 spans = [span for piece in rest for span in piece.spans]
