@@ -140,6 +140,21 @@ def test_waiting_ends_with_what_the_check_raises_and_takes_no_place() -> None:
     assert limiter.in_flight == 2
 
 
+def test_who_stops_waiting_for_the_rate_gives_back_the_place_in_the_window() -> None:
+    limiter = Limiter(Clock())
+    lane = limiter.lane(judged=True)
+    limiter.throttled(limiter._clock())
+    lane.begin(0)
+    lane.end(0)
+
+    def check() -> None:
+        raise TransferStalledError("stop")
+
+    with pytest.raises(TransferStalledError):
+        lane.begin(1, check)
+    assert limiter.in_flight == lane.in_flight == 0
+
+
 def test_a_lane_that_is_closed_gives_back_all_and_late_ends_are_not_counted() -> None:
     limiter = Limiter()
     lane = filled(limiter, 5)
