@@ -65,7 +65,8 @@ class LoadReport:
         objects: data objects read from.
         requests: ranged GETs.
         retries: how often a request for the checkpoint was sent again, because it failed or its
-            bytes came damaged; None where the transport retries by itself (boto3, fsspec).
+            bytes came damaged; None where the adapter does not count them (`file://`, boto3,
+            fsspec).
         commit_id: of the checkpoint; None for one that another library wrote.
     """
 

@@ -45,8 +45,8 @@ _GATHERED_BYTES = 8 * MIB
 _FRAMING_BYTES = 64 * 1024
 
 
-# Of a large tensor's memory, one word in so many bytes is compared again after its upload: 1.5 ms of
-# processor time per GiB. It notices every change of as many bytes in one place.
+# Of a large tensor's memory, one word in so many bytes is compared again after its upload. That
+# takes 1.5 ms of processor time per GiB, and notices every change of as many bytes in one place.
 _WATCHED_EVERY_BYTES = 64 * 1024
 _WORD = np.dtype(np.uint64)
 
