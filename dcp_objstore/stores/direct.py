@@ -131,7 +131,7 @@ class DirectLane:
         began_at = time.monotonic()
         try:
             url = self._url(path) if asked is None else asked.url
-            yield from self._receive(url, cuts, into, asked)
+            yield from self._receive(path, url, cuts, into, asked)
         except PutOffError:
             raise
         # Whatever goes wrong here, signing included, the transport is asked next and reports it.
@@ -158,9 +158,9 @@ class DirectLane:
         return url
 
     def _receive(
-        self, url: str, cuts: Sequence[int], into: memoryview, asked: Asked | None
+        self, path: str, url: str, cuts: Sequence[int], into: memoryview, asked: Asked | None
     ) -> Generator[memoryview, None, None]:
-        origin = _origin(url)
+        origin, began_at = _origin(url), time.monotonic()
         # One that was asked may have been an idle one before.
         connection, reused = self._connection(origin) if asked is None else (asked.connection, True)
         try:
@@ -169,11 +169,12 @@ class DirectLane:
                 if asked is None:
                     _send(connection, url, cuts[0], cuts[-1])
                 answer = connection.getresponse()
-            except (http.client.RemoteDisconnected, ConnectionError):
+            except (http.client.RemoteDisconnected, ConnectionError) as error:
                 if not reused:
                     raise
-                # The server closed it while it was idle.
+                # Most likely, the server closed it while it was idle.
                 connection.close()
+                tell_retry(path, 2, type(error).__name__, began_at)
                 connection = self._new(origin)
                 connected = connection.sock
                 _send(connection, url, cuts[0], cuts[-1])
