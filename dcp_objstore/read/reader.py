@@ -182,7 +182,7 @@ class ObjectStoreReader(StorageReader):
         load = _Load(spec, self._hooks.channel("load", spec.url, *rank_and_world_size()))
         self._of_thread.load = load
         try:
-            with plugin_errors(None, load.spec.url):
+            with load.channel.current(), plugin_errors(None, load.spec.url):
                 load.source = self._open(load)
         except DcpObjstoreError as error:
             load.error = error
