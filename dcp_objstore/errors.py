@@ -28,38 +28,6 @@ different collectives and hangs the job, so every class here is rebuilt from pla
 
 from __future__ import annotations
 
-__all__ = [
-    "AbsentKeyError",
-    "BucketNotFoundError",
-    "CheckpointCorruptError",
-    "CheckpointExistsError",
-    "CheckpointGoneError",
-    "CheckpointNotFoundError",
-    "CheckpointPinnedError",
-    "CommitLostError",
-    "CommitUnknownError",
-    "ConfigError",
-    "CorruptDataError",
-    "CredentialsError",
-    "DcpObjstoreError",
-    "ForkedProcessError",
-    "InputError",
-    "InvalidUrlError",
-    "LostRaceError",
-    "ObjectNotFoundError",
-    "PermissionDeniedError",
-    "PreconditionFailedError",
-    "RankFailedError",
-    "RetryableError",
-    "SaveInProgressError",
-    "StateMismatchError",
-    "StoreUnavailableError",
-    "SupersededError",
-    "TransferStalledError",
-    "UnsupportedError",
-    "UntrustedPickleError",
-]
-
 
 class DcpObjstoreError(Exception):
     """The root of the tree.

@@ -508,6 +508,7 @@ def destinations(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         "turned": torch.zeros(500, 600, dtype=dtype).t(),
         "inference": inference,
         "scalar": torch.zeros((), dtype=dtype),
+        "one of a column": wide[:1, 0],
         "parameter": torch.nn.Parameter(torch.zeros(600, 500, dtype=dtype), requires_grad=False),
     }
 
@@ -707,7 +708,8 @@ def test_gpu_tensors_are_saved_and_loaded_exactly(cuda):
 @gpu
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_gpu_destinations_of_every_dtype_and_layout_are_filled(dtype, cuda):
-    shapes = {"whole": (600, 500), "rows": (600, 500), "turned": (600, 500), "scalar": ()}
+    shapes = {key: tuple(tensor.shape) for key, tensor in destinations(dtype).items()}
+    del shapes["inference"], shapes["parameter"]
     state = {key: seeded(key, shape, dtype) for key, shape in shapes.items()}
     url = memory_url()
     dos.save(state, url)
@@ -716,6 +718,7 @@ def test_gpu_destinations_of_every_dtype_and_layout_are_filled(dtype, cuda):
         "rows": torch.zeros(600, 501, dtype=dtype, device=cuda)[:, 1:],
         "turned": torch.zeros(500, 600, dtype=dtype, device=cuda).t(),
         "scalar": torch.zeros((), dtype=dtype, device=cuda),
+        "one of a column": torch.zeros(600, 501, dtype=dtype, device=cuda)[:1, 0],
     }
     load(dict(loaded), url)
     assert_same({key: t.cpu() for key, t in loaded.items()}, state)

@@ -22,10 +22,9 @@ from threading import Thread
 import pytest
 
 from dcp_objstore.cli.doctor import _wrapped
-from dcp_objstore.config import MIB, TransferConfig
-from dcp_objstore.doctor import Finding, Limits, check_up
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.doctor import Finding, check_up
 from dcp_objstore.doctor.runner import CONFIG
-from dcp_objstore.doctor.speed import Rate, recommend
 from dcp_objstore.doctor.surroundings import Surroundings, versions
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
@@ -55,7 +54,6 @@ CHECKS = [
     "lifecycle",
     "versioning",
     "unfinished uploads",
-    "throughput",
     "clean-up",
 ]
 TRANSPORTS = ("native", "boto3", "fsspec")
@@ -67,10 +65,9 @@ IMPATIENT = replace(CONFIG, max_retries=0)
 def examine(
     url: str,
     options: Mapping[str, object] | None = None,
-    throughput: Limits | None = None,
     config: TransferConfig = IMPATIENT,
 ) -> dict[str, Finding]:
-    found = list(check_up(url, options, config=config, throughput=throughput))
+    found = list(check_up(url, options, config=config))
     assert sorted(one.check for one in found) == sorted(CHECKS)  # each made once, or told why not
     assert all(one.text for one in found)
     assert all(one.advice for one in found if one.status in ("failed", "warning")), found
@@ -105,7 +102,7 @@ class Before:
 
 def test_a_good_store_passes_and_is_left_as_it_was(bucket: Bucket) -> None:
     before = Before(bucket)
-    found = examine(bucket.url, bucket.storage_options, Limits(0.1, 12 * MIB))
+    found = examine(bucket.url, bucket.storage_options)
     assert names(found, "failed") | names(found, "not made") == set()
     assert names(found, "warning") <= {"lifecycle", "unfinished uploads"}
     assert found["conditional put"].details == {
@@ -113,9 +110,6 @@ def test_a_good_store_passes_and_is_left_as_it_was(bucket: Bucket) -> None:
         "conditional_update": True,
     }
     assert found["unfinished uploads"].details["bytes"] == len(PART)
-    best = found["throughput"].details["recommended"]
-    assert isinstance(best, dict)
-    TransferConfig(**best)  # can be used as it is
     before.check()
 
 
@@ -190,9 +184,8 @@ def test_memory_and_folders_pass_and_are_left_as_they_were(tmp_path: Path) -> No
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "theirs").write_bytes(b"theirs")
     for folder in ("run", "run/absent/deep", "other"):
-        found = examine(f"file://{tmp_path}/{folder}", throughput=Limits(0.1, 8 * MIB))
+        found = examine(f"file://{tmp_path}/{folder}")
         assert names(found, "failed") == set()
-        assert found["throughput"].status == "ok"
         assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [
             "run",
             "run/theirs",
@@ -548,21 +541,6 @@ def test_an_access_key_is_shortened() -> None:
     assert shortened(None) is None
 
 
-def test_the_smallest_setting_that_is_nearly_the_best_is_recommended() -> None:
-    rates = [
-        Rate(8 * MIB, 4 * MIB, 4, 50, 95),
-        Rate(16 * MIB, 8 * MIB, 8, 95, 100),
-        Rate(32 * MIB, 16 * MIB, 16, 100, 90),
-    ]
-    assert recommend(rates) == {
-        "part_size_bytes": 16 * MIB,
-        "upload_concurrency": 8,
-        "request_size_bytes": 4 * MIB,
-        "download_concurrency": 4,
-        "memory_budget_bytes": 128 * MIB,
-    }
-
-
 def test_a_wrong_url_or_option_is_an_error_before_anything_is_asked() -> None:
     with pytest.raises(InvalidUrlError):
         next(check_up("bucket/run"))
@@ -573,22 +551,22 @@ def test_a_wrong_url_or_option_is_an_error_before_anything_is_asked() -> None:
 @pytest.mark.backends("seaweed")
 def test_the_table_fits_80_columns_without_colours_and_the_status_tells(bucket: Bucket) -> None:
     url, options = f"s3://{BUCKET}/table", bucket.storage_options
-    good = run("doctor", url, "--quick", **environment(bucket.storage_options))
+    good = run("doctor", url, **environment(bucket.storage_options))
     assert (good.returncode, good.stderr) == (0, "")
     assert "\x1b" not in good.stdout
     assert max(map(len, good.stdout.splitlines())) <= 80
     assert "fit to hold checkpoints" in good.stdout
     reader = environment({**bucket.storage_options, **READ_ONLY})
-    bad = run("doctor", url, "--quick", **reader)
+    bad = run("doctor", url, **reader)
     assert bad.returncode == 1
     assert "FAILED: put, multipart" in bad.stdout
-    told = run("doctor", url, "--no-throughput", "--json", **reader)
+    told = run("doctor", url, "--json", **reader)
     assert told.returncode == 1
     answer = json.loads(told.stdout)
     assert (answer["url"], answer["ok"]) == (url, False)
     assert sorted(one["check"] for one in answer["checks"]) == sorted(CHECKS)
     assert run("doctor", "s3:/bucket").returncode == 2
-    other = run("--transport", "boto3", "doctor", url, "--quick", **environment(options))
+    other = run("--transport", "boto3", "doctor", url, **environment(options))
     assert other.returncode == 0, other.stdout
     assert "fit to hold checkpoints" in other.stdout
     assert Bucket("seaweed", url, options, options).keys() == []
@@ -602,7 +580,7 @@ def test_nothing_stays_after_ctrl_c(bucket: Bucket) -> None:
         with NetworkProxy(bucket.storage_options) as proxy:
             held = proxy.hold(lambda asked, name=name: asked.name == name and asked.size_bytes > 0)
             doctor = subprocess.Popen(
-                [sys.executable, "-m", "dcp_objstore.cli", "doctor", bucket.url, "--quick"],
+                [sys.executable, "-m", "dcp_objstore.cli", "doctor", bucket.url],
                 env={**os.environ, **environment(proxy.storage_options)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -28,5 +28,5 @@ def test_every_public_name_resolves_and_has_a_docstring() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'svae'"):
+    with pytest.raises(AttributeError, match="svae"):
         dos.svae  # noqa: B018

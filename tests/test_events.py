@@ -12,6 +12,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import Fault, FaultStore, Verb
 from dcp_objstore.write import upload_items as uploading
 from tests.support.listening import Heard, of
-from tests.support.proxy import Cut, NetworkProxy
+from tests.support.proxy import Asked, Cut, NetworkProxy
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 
@@ -181,6 +182,60 @@ def test_boto3s_own_retries_are_told_of_to_whom_they_concern(bucket: Bucket) -> 
     assert other == []
 
 
+@pytest.mark.backends("seaweed")
+@pytest.mark.parametrize("name", ["run/step-7", "run?lr=1e-3/#7 50%"])
+def test_a_load_counts_and_tells_its_own_retries_whatever_its_url_has(
+    bucket: Bucket, name: str
+) -> None:
+    """Not those of a load at the same time whose URL has the same name in it."""
+    options, urls = bucket.storage_options, [bucket.at(name), bucket.at(f"other/{name}")]
+    for url in urls:
+        dos.save(state(), url, storage_options=options, config=CONFIG)
+    begin, cut = threading.Barrier(2, timeout=60), set()
+
+    def plan(asked: Asked) -> Cut | None:
+        place = asked.key.rpartition("/")[0]
+        if not asked.name.endswith(".distcp") or place in cut:
+            return None
+        cut.add(place)
+        return Cut("answer", MIB, "rst")
+
+    def load(url: str) -> None:
+        heard = Heard()
+        begin.wait()
+        report = dos.load(
+            state(), url, storage_options=proxy.storage_options, config=CONFIG, on_event=heard
+        )
+        (retried,) = of(events.Retried, heard)
+        assert (retried.what, retried.attempt, report.retries) == ("request", 2, 1)
+        assert retried.object_key in {one.object_key for one in of(events.RangeRead, heard)}
+
+    with NetworkProxy(options) as proxy, ThreadPoolExecutor(2) as pool:
+        proxy.plan = plan
+        for _ in pool.map(load, urls):
+            pass
+
+
+def test_a_range_that_comes_damaged_is_counted_and_told_as_a_retry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url, damaged = memory_url(), []
+    dos.save(state(), url, config=CONFIG)
+
+    def plan(verb: Verb, key: str, nth: int) -> Fault | None:
+        del nth
+        if verb != "get_range" or damaged:
+            return None
+        damaged.append(key)
+        return Fault("after", dos.CorruptDataError("damaged"))
+
+    through_faults(monkeypatch, plan)
+    heard = Heard()
+    report = dos.load(state(), url, config=CONFIG, on_event=heard)
+    (retried,) = of(events.Retried, heard)
+    assert (retried.what, retried.object_key, report.retries) == ("range", damaged[0], 1)
+
+
 def through_faults(
     monkeypatch: pytest.MonkeyPatch, plan: Callable[[Verb, str, int], Fault | None]
 ) -> None:
@@ -202,7 +257,7 @@ def test_nothing_is_told_of_parts_and_ranges_where_nobody_listens(
         ("transfer.upload", "PartUploaded"),
         ("transfer.upload", "ObjectUploaded"),
         ("transfer.download", "RangeRead"),
-        ("dcp.uploading", "Hashed"),
+        ("write.upload_items", "Hashed"),
     ):
         monkeypatch.setattr(f"dcp_objstore.{module}.{name}", build)
     url = memory_url()

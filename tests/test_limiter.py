@@ -17,7 +17,7 @@ from dcp_objstore.stores.admission.bounds import (
     OPEN_AFTER_SECONDS,
     Pace,
 )
-from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter, Retry
+from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter
 
 # What happens, how much later, and for a throttled request: how long ago it was begun, how many
 # are in flight, what was done per second.
@@ -140,6 +140,21 @@ def test_waiting_ends_with_what_the_check_raises_and_takes_no_place() -> None:
     assert limiter.in_flight == 2
 
 
+def test_who_stops_waiting_for_the_rate_gives_back_the_place_in_the_window() -> None:
+    limiter = Limiter(Clock())
+    lane = limiter.lane(judged=True)
+    limiter.throttled(limiter._clock())
+    lane.begin(0)
+    lane.end(0)
+
+    def check() -> None:
+        raise TransferStalledError("stop")
+
+    with pytest.raises(TransferStalledError):
+        lane.begin(1, check)
+    assert limiter.in_flight == lane.in_flight == 0
+
+
 def test_a_lane_that_is_closed_gives_back_all_and_late_ends_are_not_counted() -> None:
     limiter = Limiter()
     lane = filled(limiter, 5)
@@ -197,14 +212,3 @@ def test_retries_share_a_budget_that_successes_refill() -> None:
         limiter.succeeded()
     assert limiter.spend_retry()
     assert not limiter.spend_retry()
-
-
-def test_a_retry_is_told_to_who_listens_then() -> None:
-    limiter = Limiter()
-    told: list[Retry] = []
-    retry = Retry("get", "k", 1, 0.5, True, "slow")
-    with limiter.listening(told.append):
-        limiter.note_retry(retry)
-    limiter.note_retry(retry)
-    assert told == [retry]
-    assert limiter.retries == 2

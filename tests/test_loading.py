@@ -314,6 +314,20 @@ def test_values_that_the_planner_has_not_taken_are_bounded(monkeypatch: pytest.M
     assert max(held) <= SMALL.memory_budget_bytes + 2 * (SMALL.request_size_bytes + MIB)
 
 
+def test_a_value_larger_than_the_memory_budget_loads_beside_others() -> None:
+    """Its last block arrives in one request with the first blocks of the next value."""
+    url = memory_url()
+    sizes = {"a": 11 * MIB, "b": 6 * MIB, "c": 9 * MIB, "d": 5 * MIB}
+    values = {
+        key: (torch.full((size,), len(key), dtype=torch.uint8),) for key, size in sizes.items()
+    }
+    dos.save(values, url, progress=False)
+    config = dos.TransferConfig(memory_budget_bytes=8 * MIB, stall_timeout_seconds=5)
+    state: dict[str, Any] = dict.fromkeys(values)
+    dos.load(state, url, config=config, progress=False)
+    assert all(torch.equal(state[key][0], value) for key, (value,) in values.items())
+
+
 def test_a_worker_that_waits_for_room_ends_with_the_transfer() -> None:
     backlog = Backlog(limit_bytes=10)
     read = gathered(11, backlog.add)

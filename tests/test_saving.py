@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
 import pickle
 import secrets
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,10 +20,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
 import dcp_objstore as dos
-from dcp_objstore.errors import PermissionDeniedError, UntrustedPickleError
+from dcp_objstore.errors import InputError, PermissionDeniedError, UntrustedPickleError
+from dcp_objstore.observe.events import AnyEvent, Hashed
 from dcp_objstore.observe.report import size_text
-from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.wrappers import Fault, FaultStore, Verb
+from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores.wrappers import Fault, FaultStore, Request, Verb, WrappedStore
 from dcp_objstore.write import finish as committing
 from dcp_objstore.write import layout
 from dcp_objstore.write import upload_items as uploading
@@ -280,3 +283,86 @@ def test_a_small_tensor_that_changes_while_it_is_saved_leaves_a_checkpoint_that_
     dos.load(loaded, url)
     assert state["t"].eq(2).all()
     assert loaded["t"].eq(1).all()
+
+
+class ChangingStore(WrappedStore):
+    """Calls `change` before, or after, it puts an object of tensors."""
+
+    def __init__(self, inner: ObjectStore, when: str, change: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self._when = when
+        self._change = change
+
+    @contextlib.contextmanager
+    def _around(self, request: Request) -> Iterator[None]:
+        is_data = request.key.endswith(".distcp") and request.verb.startswith("put")
+        if is_data and self._when == "before":
+            self._change()
+        yield
+        if is_data and self._when == "after":
+            self._change()
+
+    def put_stream(self, key: str, buffers: Iterator[Any], **settings: Any) -> Any:
+        held = list(buffers)
+        return super().put_stream(key, iter(held), **settings)
+
+
+@pytest.fixture(params=["put", "put_stream"])
+def save_changed(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, str], torch.Tensor]:
+    """Saves a tensor that changes when it was hashed, before or after its bytes are sent."""
+
+    def save(url: str, when: str) -> torch.Tensor:
+        tensor = torch.zeros(3 * MIB)
+        hashed = threading.Semaphore(0)
+
+        def hear(event: AnyEvent) -> None:
+            for _ in range(event.size_bytes // MIB if isinstance(event, Hashed) else 0):
+                hashed.release()
+
+        def change() -> None:
+            assert all(hashed.acquire(timeout=10) for _ in range(12))
+            tensor.add_(1)
+
+        part_bytes = 16 * MIB if request.param == "put" else 5 * MIB
+        config = dos.TransferConfig(part_size_bytes=part_bytes)
+        with monkeypatch.context() as patched:
+            opened = StoreSpec.open
+            patched.setattr(
+                StoreSpec, "open", lambda spec: ChangingStore(opened(spec), when, change)
+            )
+            dos.save({"t": tensor}, url, config=config, on_event=hear)
+        return tensor
+
+    return save
+
+
+def test_a_tensor_that_changes_before_it_is_sent_fails_the_save(
+    save_changed: Callable[[str, str], torch.Tensor],
+) -> None:
+    """Its bytes are not those of the digests, so the checkpoint would never load."""
+    url = memory_url()
+    with pytest.raises(InputError, match="changed while it was being saved") as caught:
+        save_changed(url, "before")
+    assert (caught.value.key, caught.value.rank) == ("t", 0)
+    assert "_COMMIT" not in keys(url)
+
+
+def test_a_tensor_that_changes_after_it_was_sent_is_told_of_and_loads(
+    save_changed: Callable[[str, str], torch.Tensor], logged: pytest.LogCaptureFixture
+) -> None:
+    url = memory_url()
+    changed = save_changed(url, "after")
+    assert "t changed while it was being saved" in logged.text
+    loaded = torch.empty_like(changed)
+    dos.load({"t": loaded}, url)
+    assert changed.eq(1).all()
+    assert loaded.eq(0).all()
+
+
+def test_a_tensor_that_does_not_change_is_not_told_of(
+    save_changed: Callable[[str, str], torch.Tensor], logged: pytest.LogCaptureFixture
+) -> None:
+    save_changed(memory_url(), "never")
+    assert "changed" not in logged.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -216,6 +217,17 @@ def test_a_request_that_fails_once_is_retried(scripted: Scripted) -> None:
     )
     assert scripted.store(TransferConfig()).put("k", b"x").e_tag == '"e"'
     assert len(scripted.requests) == 2
+
+
+@pytest.mark.parametrize("code", ["", "XMinioStorageFull"])
+@pytest.mark.parametrize("transport", ["native", "boto3"])
+def test_a_full_store_is_not_asked_again(scripted: Scripted, transport: Any, code: str) -> None:
+    body = f"<Error><Code>{code}</Code></Error>".encode() if code else b""
+    scripted.answer = lambda *_: (507, {}, body)
+    store = scripted.store(TransferConfig(max_retries=2, transport=transport))
+    with pytest.raises(StoreUnavailableError, match="full"):
+        store.put("k", b"x")
+    assert len(scripted.requests) == 1
 
 
 def test_a_body_shorter_than_announced_is_an_error(scripted: Scripted) -> None:

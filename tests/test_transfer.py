@@ -260,8 +260,10 @@ class Stuck:
 
     def put_stream(self, key, buffers, *, part_size_bytes, max_concurrency):
         try:
-            next(buffers)
+            held = [next(buffers), next(buffers)]
+            assert limiter_of(self).in_flight
             self.let_go.wait(30)
+            del held
             for _ in buffers:
                 pass
         finally:
@@ -281,12 +283,15 @@ def here(function, *args):
 
 
 @pytest.mark.parametrize("where", [here, elsewhere])
-def test_a_stalled_upload_raises_and_its_stream_is_told_to_abort(monkeypatch, where):
+def test_a_stalled_upload_raises_gives_back_its_places_and_is_told_to_abort(monkeypatch, where):
+    """Its thread may hang for ever: the places must not wait for that."""
     monkeypatch.setattr("dcp_objstore.transfer.upload._ABORT_GRACE_SECONDS", 0.2)
     store = Stuck()
     pieces = (random_bytes(4 * MIB) for _ in range(4))
     with pytest.raises(TransferStalledError, match="incomplete multipart upload may be left"):
         where(upload_object, store, "o", pieces, plan(), config(), Progress(0.3))
+    assert not store.ended.is_set()
+    assert limiter_of(store).in_flight == 0
     store.let_go.set()
     assert store.ended.wait(10)
 
@@ -623,6 +628,30 @@ def test_once_a_download_has_failed_nothing_is_consumed_any_more():
         if thread.name.startswith("dcp_objstore-download"):
             thread.join(10)
     assert consumed == [0]
+
+
+def test_a_download_does_not_raise_while_a_worker_still_writes():
+    """What was loaded into belongs to the caller again."""
+    writing, raised = threading.Event(), threading.Event()
+    raised_meanwhile: list[bool] = []
+
+    class TwoAnswers:
+        url = "stub://twoanswers"
+
+        def get_range(self, key, start, end, *, into=None):
+            return bytes(end - start)
+
+    def consume(request, _):
+        if request.start:
+            assert writing.wait(10)
+            raise ZeroDivisionError
+        writing.set()
+        raised_meanwhile.append(raised.wait(0.3))
+
+    with pytest.raises(ZeroDivisionError):
+        fetch(TwoAnswers(), requests_of(10, 5), consume)
+    raised.set()
+    assert raised_meanwhile == [False]
 
 
 def test_the_first_error_of_a_download_ends_all_workers():

@@ -198,20 +198,15 @@ def unpin_checkpoint(url: _Checkpoint, name: _PinName, as_json: _Json = False) -
 @app.command("doctor")
 def diagnose_store(
     url: Annotated[str, typer.Argument(help="What checkpoints are to lie below.")],
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", "--no-throughput", help="Do not measure how fast it is."),
-    ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Check a store: credentials, rights, conditional writes, speed.
+    """Check a store: credentials, rights, conditional writes.
 
     Says for each check what was found and what to do about it. A few small objects are written
     under a random name below the URL and removed again, also after Ctrl-C; nothing else is
-    touched. Measuring the speed moves up to 3 GiB in about 20 seconds. Exits with 1 if a check
-    failed; warnings are no failures.
+    touched. Exits with 1 if a check failed; warnings are no failures.
     """
     with exits():
         from dcp_objstore.cli.doctor import diagnose
 
-        diagnose(url, quick=quick, as_json=as_json)
+        diagnose(url, as_json=as_json)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from dcp_objstore.cli.access import chosen
-from dcp_objstore.doctor import Finding, Limits, check_up
+from dcp_objstore.doctor import Finding, check_up
 from dcp_objstore.stores import StoreSpec
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _ABOUT_RIGHTS = (
 )
 
 
-def diagnose(url: str, *, quick: bool, as_json: bool) -> None:
+def diagnose(url: str, *, as_json: bool) -> None:
     """Check a store and print what was found; exit 1 if a check failed.
 
     Raises:
@@ -49,7 +49,7 @@ def diagnose(url: str, *, quick: bool, as_json: bool) -> None:
     if not as_json:
         print(f"{shown}\n", flush=True)
     findings: list[Finding] = []
-    with closing(check_up(url, chosen(), throughput=None if quick else Limits())) as stream:
+    with closing(check_up(url, chosen())) as stream:
         for finding in stream:
             findings.append(finding)
             if not as_json:

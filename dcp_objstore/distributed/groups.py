@@ -22,6 +22,12 @@ def current_rank() -> int | None:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
 
 
+def rank_and_world_size() -> tuple[int, int]:
+    """The global rank and the number of ranks; (0, 1) without a process group."""
+    rank = current_rank()
+    return (0, 1) if rank is None else (rank, dist.get_world_size())
+
+
 def world_group() -> dist.ProcessGroup | None:
     """The default group by name, or None without one."""
     return None if current_rank() is None else dist.group.WORLD

@@ -4,6 +4,5 @@ from __future__ import annotations
 
 from dcp_objstore.doctor.findings import Finding, Status
 from dcp_objstore.doctor.runner import check_up
-from dcp_objstore.doctor.speed import Limits
 
-__all__ = ["Finding", "Limits", "Status", "check_up"]
+__all__ = ["Finding", "Status", "check_up"]

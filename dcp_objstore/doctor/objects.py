@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from dcp_objstore.checkpoint import probe
 from dcp_objstore.config import MIB
 from dcp_objstore.doctor.findings import Finding, failed, size_text, summary
-from dcp_objstore.doctor.speed import Stop
 from dcp_objstore.errors import (
     CredentialsError,
     DcpObjstoreError,
@@ -21,7 +20,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 
 if TYPE_CHECKING:
-    from dcp_objstore.doctor.scratch import Scratch
+    from dcp_objstore.doctor.scratch import Scratch, Stop
     from dcp_objstore.stores.spec import StoreSpec
 
 _PART_SIZE_BYTES = 5 * MIB  # the least that S3 takes

@@ -13,14 +13,11 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING
 
-from dcp_objstore.config import MIB, TransferConfig
-from dcp_objstore.doctor import speed
-from dcp_objstore.doctor.findings import Finding, failed
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.doctor.findings import Finding
 from dcp_objstore.doctor.objects import ObjectChecks
-from dcp_objstore.doctor.scratch import Scratch
-from dcp_objstore.doctor.speed import Limits, Stop, StoppedError
+from dcp_objstore.doctor.scratch import Scratch, Stop, StoppedError
 from dcp_objstore.doctor.surroundings import Surroundings, versions
-from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.stores.spec import StoreSpec
 from dcp_objstore.transfer.workers import run_into, spawn
 
@@ -50,7 +47,6 @@ _OBJECT_CHECKS = (
     "lifecycle",
     "versioning",
     "unfinished uploads",
-    "throughput",
     "clean-up",
 )
 
@@ -60,7 +56,6 @@ def check_up(
     storage_options: Mapping[str, object] | None = None,
     *,
     config: TransferConfig = CONFIG,
-    throughput: Limits | None = None,
 ) -> Generator[Finding, None, None]:
     """Check a store, as a stream of findings in a fixed order.
 
@@ -71,7 +66,6 @@ def check_up(
         url: what checkpoints are to lie below.
         storage_options: as everywhere.
         config: time-outs and retries.
-        throughput: what measuring the rates may cost; None: they are not measured.
 
     Raises:
         InvalidUrlError, ConfigError: the URL or the options are wrong in themselves.
@@ -83,7 +77,7 @@ def check_up(
 
     def work() -> None:
         try:
-            for finding in _checks(spec, throughput, stop):
+            for finding in _checks(spec, stop):
                 found.put(finding)
         finally:
             found.put(None)
@@ -101,7 +95,7 @@ def check_up(
             _log.warning("a request does not end; objects .doctor-* may stay below %s", spec.url)
 
 
-def _checks(spec: StoreSpec, throughput: Limits | None, stop: Stop) -> Iterator[Finding]:
+def _checks(spec: StoreSpec, stop: Stop) -> Iterator[Finding]:
     yield versions(spec)
     around = Surroundings(spec)
     yield from around.access()
@@ -116,56 +110,12 @@ def _checks(spec: StoreSpec, throughput: Limits | None, stop: Stop) -> Iterator[
         yield from objects.all()
         stop.check()
         yield from around.rules(scratch.around)
-        yield _throughput(spec, scratch, throughput, stop, possible=objects.written)
     except BaseException:
         left = scratch.remove()
         if left.keys:
             _log.warning("%s could not be removed: %s", ", ".join(left.keys), left.why)
         raise
     yield _clean_up(scratch)
-
-
-def _throughput(
-    spec: StoreSpec, scratch: Scratch, limits: Limits | None, stop: Stop, *, possible: bool
-) -> Finding:
-    name = "throughput"
-    if limits is None:
-        return Finding(name, "not made", "left out")
-    if spec.parsed.scheme == "memory":
-        return Finding(name, "not applicable", "memory:// is in this process")
-    if not possible:
-        return Finding(name, "not made", "no object can be written")
-    try:
-        rates, left_out = speed.measure(scratch, spec.config, limits, stop)
-    except DcpObjstoreError as error:
-        return failed(name, error, spec.parsed)
-    shown = [
-        f"{rate.upload / MIB:.0f} MiB/s up and {rate.download / MIB:.0f} down with"
-        f" {rate.concurrency} x {rate.part_size_bytes // MIB} MiB"
-        for rate in rates
-    ]
-    best = speed.recommend(rates)
-    settings = ", ".join(f"{field}={_mib(value, field)}" for field, value in best.items())
-    slow = "; larger settings would take too long here" if left_out else ""
-    details = {
-        "settings": [
-            {
-                "part_size_bytes": rate.part_size_bytes,
-                "request_size_bytes": rate.request_size_bytes,
-                "concurrency": rate.concurrency,
-                "upload_bytes_per_second": round(rate.upload),
-                "download_bytes_per_second": round(rate.download),
-            }
-            for rate in rates
-        ],
-        "recommended": best,
-    }
-    advice = f"TransferConfig({settings})" if scratch.store.capabilities.multipart else ""
-    return Finding(name, "ok", "; ".join(shown) + slow, advice, details)
-
-
-def _mib(value: int, field: str) -> str:
-    return f"{value // MIB}<<20" if field.endswith("_bytes") else str(value)
 
 
 def _clean_up(scratch: Scratch) -> Finding:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,26 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+
+class Stop:
+    """Asks the checks that are under way to end soon."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def set(self) -> None:
+        """Ask. From any thread."""
+        self._event.set()
+
+    def check(self) -> None:
+        """Raise `StoppedError` once `set` was called."""
+        if self._event.is_set():
+            raise StoppedError
+
+
+class StoppedError(BaseException):
+    """The checks were asked to stop. Not an Exception: nothing may take it for a finding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from dcp_objstore.distributed.groups import rank_and_world_size
 from dcp_objstore.errors import (
     AbsentKeyError,
     CheckpointCorruptError,
@@ -199,7 +200,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             CheckpointGoneError: it was replaced or deleted meanwhile.
             StoreUnavailableError, PermissionDeniedError: as they say.
         """
-        channel = self._hooks.channel("verify", self.url)
+        channel = self._hooks.channel("verify", self.url, *rank_and_world_size())
         show(channel, bar=progress, summary=False)
         with channel.watching():
             return verify_source(
@@ -231,7 +232,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         progress: bool,
     ) -> dict[str, Any]:
         """Read boxes into tensors; returns the values."""
-        channel = self._hooks.channel("read", self.url)
+        channel = self._hooks.channel("read", self.url, *rank_and_world_size())
         show(channel, bar=progress, summary=False)
         with channel.watching():
             self.last_read, found = fill(
@@ -273,7 +274,7 @@ def open(  # noqa: A001 - `dos.open`, as gzip.open
         raise ConfigError(f"verify must be 'strict' or 'off', got {verify!r}")
     target = Target(url, storage_options, config)
     hooks = Hooks(on_event, trace)
-    channel = hooks.channel("open", target.spec.url)
+    channel = hooks.channel("open", target.spec.url, *rank_and_world_size())
     with channel.watching():
         source = wait_for(open_source, target.spec.open())
         channel.tell(Opened, channel.began_at, commit_id=source.commit_id)

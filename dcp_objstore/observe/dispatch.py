@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from contextvars import ContextVar
+from typing import Any, Literal, Protocol
 
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.observe.events import AnyEvent, Event, Failed, OnEvent, Operation, Retried
@@ -53,6 +54,7 @@ class Channel:
     Attributes:
         detailed: somebody wants what is told of each part and range; if not, do not tell it.
         began_at: `time.monotonic()` when this was made.
+        retries: how often a request for the checkpoint was sent again, as far as it was told.
     """
 
     def __init__(self, operation: Operation, url: str, rank: int = 0) -> None:
@@ -68,6 +70,8 @@ class Channel:
         self._thread: threading.Thread | None = None
         self._failed = False
         self._warned: set[str] = set()
+        self._retries_lock = threading.Lock()
+        self.retries = 0
 
     def add(self, listener: Listener, *, detailed: bool) -> None:
         """Have a listener hear what is told from now on."""
@@ -98,13 +102,29 @@ class Channel:
         """Tell an event that was made elsewhere."""
         self._queue.put(event)
 
-    def key_of(self, place: str) -> str:
-        """What the path of a request's URL names below this checkpoint; empty if it is not there.
+    def retried(
+        self,
+        what: Literal["commit", "range", "request"],
+        object_key: str,
+        attempt: int,
+        error: str,
+        began_at: float,
+    ) -> None:
+        """Count and tell that a request is sent again; from any thread.
 
-        The bucket may be in the path or in the host's name.
+        Args:
+            what, object_key, attempt, error: see `Retried`.
+            began_at: `time.monotonic()` at the first try.
         """
+        with self._retries_lock:
+            self.retries += 1
+        self.tell(Retried, began_at, what=what, attempt=attempt, error=error, object_key=object_key)
+
+    def key_of(self, bucket_key: str) -> str | None:
+        """The key below this checkpoint of an object of its bucket; None if it lies elsewhere."""
         prefix = self._url.partition("://")[2].partition("/")[2].rstrip("/")
-        return place.partition(f"/{prefix}/" if prefix else "/")[2]
+        root = f"{prefix}/" if prefix else ""
+        return bucket_key[len(root) :] if bucket_key.startswith(root) else None
 
     def fail(self, error: BaseException) -> None:
         """Tell of the failure of the whole; only the first one is told."""
@@ -124,11 +144,24 @@ class Channel:
         )
 
     @contextmanager
+    def current(self) -> Iterator[None]:
+        """Tell this channel of the retries of all requests that are made in the block.
+
+        Threads that `transfer.workers.spawn` starts there belong to it.
+        """
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    @contextmanager
     def watching(self) -> Iterator[None]:
         """Around what is told of: hands events on meanwhile, and tells of an error that leaves."""
         self._open()
         try:
-            yield
+            with self.current():
+                yield
         except BaseException as error:
             self.fail(error)
             raise
@@ -145,13 +178,11 @@ class Channel:
                 daemon=True,
             )
             self._thread.start()
-            _listening[id(self)] = self
 
     def settle(self) -> None:
         """Return when what was told so far was handed on; bounded, whatever a listener does."""
         if not self._queue.empty():
             self._open()
-        _listening.pop(id(self), None)
         thread, self._thread = self._thread, None
         listeners = self._listeners
         self._queue.put(None)
@@ -194,23 +225,27 @@ class Channel:
                 )
 
 
-_listening: dict[int, Channel] = {}
+# Requests are made below the floors that know of saves and loads, in threads of their own.
+_current: ContextVar[Channel | None] = ContextVar("dcp_objstore_channel", default=None)
 
 
-def tell_retry(place: str, attempt: int, error: str, began_at: float) -> None:
-    """For transports, which know of no save or load: tell of a retry those whose object it is of.
+def current_channel() -> Channel | None:
+    """The channel of the save or load that this thread works for."""
+    return _current.get()
+
+
+def tell_retry(bucket_key: str, attempt: int, error: str, began_at: float) -> None:
+    """For transports: tell the save or load that a request is made for of its retry.
 
     Args:
-        place: the path of the request's URL, not quoted.
+        bucket_key: the object's key in the bucket.
         attempt: see `Retried`.
         error: why, in words, without a secret.
         began_at: `time.monotonic()` at the first try.
     """
-    for channel in list(_listening.values()):
-        if key := channel.key_of(place):
-            channel.tell(
-                Retried, began_at, what="request", attempt=attempt, error=error, object_key=key
-            )
+    channel = current_channel()
+    if channel is not None and (key := channel.key_of(bucket_key)):
+        channel.retried("request", key, attempt, error, began_at)
 
 
 class Callback:

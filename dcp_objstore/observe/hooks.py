@@ -6,9 +6,6 @@ import time
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
-from dcp_objstore.distributed.groups import current_rank
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.dispatch import Callback, Channel
 from dcp_objstore.observe.events import Staged
@@ -51,12 +48,12 @@ class Hooks:
             ) from error
         return Hooks, (self.on_event, self.trace)
 
-    def channel(self, operation: Operation, url: str) -> Channel:
-        """Where one save or load on this rank is told of."""
-        rank = current_rank() or 0
+    def channel(
+        self, operation: Operation, url: str, rank: int = 0, world_size: int = 1
+    ) -> Channel:
+        """Return the channel to which one save or load on this rank emits its events."""
         channel = Channel(operation, url, rank)
         if self.trace is not None:
-            world_size = 1 if current_rank() is None else dist.get_world_size()
             path = trace_path(self.trace, url, rank, world_size)
             channel.add(TraceFile(path), detailed=True)
         if self.on_event is not None:
@@ -72,9 +69,8 @@ def show(channel: Channel, *, bar: bool, summary: bool) -> None:
         channel.add(SummaryLine(), detailed=False)
 
 
-def staged(url: str, size_bytes: int, began_at: float) -> Staged:
+def staged(url: str, rank: int, size_bytes: int, began_at: float) -> Staged:
     """The event of a copy that began at `began_at` (`time.monotonic()`) and has just ended."""
     seconds = time.monotonic() - began_at
     start_ns = time.time_ns() - int(seconds * 1e9)
-    rank = current_rank() or 0
     return Staged(rank=rank, url=url, start_ns=start_ns, seconds=seconds, size_bytes=size_bytes)

@@ -32,7 +32,6 @@ class SaveReport:
         seconds: from set-up to commit (elsewhere than on the coordinator: of the upload).
         objects: data objects.
         parts: requests that carried their bytes (single PUTs and multipart parts).
-        retries: None, where the transport does not report them (obstore does not, of parts).
         commit_id: of the commit; None on ranks that do not commit.
     """
 
@@ -41,7 +40,6 @@ class SaveReport:
     seconds: float
     objects: int
     parts: int
-    retries: int | None = None
     commit_id: str | None = None
 
     @property
@@ -66,8 +64,9 @@ class LoadReport:
         seconds: from reading the marker to the last byte in place.
         objects: data objects read from.
         requests: ranged GETs.
-        retries: of requests for the checkpoint, while its data was fetched; None, where the
-            transport retries reads out of sight.
+        retries: how often a request for the checkpoint was sent again, because it failed or its
+            bytes came damaged; None where the adapter does not count them (`file://`, boto3,
+            fsspec).
         commit_id: of the checkpoint; None for one that another library wrote.
     """
 

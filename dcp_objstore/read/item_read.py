@@ -148,10 +148,12 @@ class Backlog:
     """Items that have arrived and wait for the calling thread, in bounded number.
 
     DCP's planners take values from one thread only, while workers fetch on: they wait for room
-    before they take in another body.
+    before they take in another piece of a body. A worker that finds the backlog full after a piece
+    must wake the calling thread at once: only `drain` makes room, and the worker itself may be
+    the next to wait for it.
 
     Args:
-        limit_bytes: of values that may wait. They may exceed it by those that one body per worker
+        limit_bytes: of values that may wait. They may exceed it by those that one piece per worker
             completes.
     """
 
@@ -167,6 +169,11 @@ class Backlog:
             self._waiting.append(read)
             self._waiting_bytes += read.held_bytes()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether more waits than the limit, so that workers wait until `drain` is called."""
+        return self._waiting_bytes > self._limit_bytes
+
     def drain(self, finish: Callable[[GatherRead], None]) -> None:
         """Call `finish` with each item that waits; it counts as waiting until that returns."""
         while self._waiting:
@@ -178,12 +185,8 @@ class Backlog:
                 self._changed.notify_all()
 
     def wait_for_room(self, progress: Progress) -> None:
-        """Wait, in a worker, until what waits is within the limit or the transfer is stopped.
-
-        This cannot block for good: it is called before a body is taken in, so all that waits is
-        known to the calling thread as soon as the bodies that are being taken in have been.
-        """
+        """Wait, in a worker, until what waits is within the limit or the transfer is stopped."""
         with self._changed:
-            while self._waiting_bytes > self._limit_bytes:
+            while self.is_full:
                 progress.check_stopped()
                 self._changed.wait(_POLL_SECONDS)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_objstore.distributed.groups import current_rank, own_group
+from dcp_objstore.distributed.groups import current_rank, own_group, rank_and_world_size
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import (
     CheckpointGoneError,
@@ -179,10 +179,10 @@ class ObjectStoreReader(StorageReader):
         text), but lets through what `set_up_storage_reader` raises.
         """
         spec = self._target.spec
-        load = _Load(spec, self._hooks.channel("load", spec.url))
+        load = _Load(spec, self._hooks.channel("load", spec.url, *rank_and_world_size()))
         self._of_thread.load = load
         try:
-            with plugin_errors(None, load.spec.url):
+            with load.channel.current(), plugin_errors(None, load.spec.url):
                 load.source = self._open(load)
         except DcpObjstoreError as error:
             load.error = error
@@ -233,7 +233,7 @@ class ObjectStoreReader(StorageReader):
         """Tell of the end of this thread's load, for what fails outside of the methods here."""
         load: _Load | None = getattr(self._of_thread, "load", None)
         if load is None:
-            channel = self._hooks.channel("load", str(self.checkpoint_id))
+            channel = self._hooks.channel("load", str(self.checkpoint_id), *rank_and_world_size())
         else:
             channel = load.channel
         channel.fail(error)

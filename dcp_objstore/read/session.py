@@ -33,7 +33,7 @@ from dcp_objstore.read.tensor_read import (
     warn_if_lossy,
 )
 from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
-from dcp_objstore.stores.admission.limiter import counting_retries
+from dcp_objstore.stores.admission.limiter import tells_retries
 from dcp_objstore.stores.protocol import AskableStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.download import fetch_ranges
@@ -136,12 +136,13 @@ def run_load(
             check_safe(body.getvalue(), key, trust_pickle=trust_pickle)
             planner.load_bytes(read.item, body)
 
-    def take_in(request: RangeRequest[Block], body: Buffer) -> None:
+    def take_in(request: RangeRequest[Block], body: Buffer) -> bool:
         backlog.wait_for_room(progress)
         with nullcontext(body) if inbound is None else inbound.taking(request, body) as here:
             consume(request, here)
         if exchange is not None:
             exchange.keep(request, body)
+        return backlog.is_full
 
     def admit(request: RangeRequest[Block], progress: Progress) -> memoryview | None:
         into = None if exchange is None else exchange.admit(request, progress)
@@ -168,10 +169,7 @@ def run_load(
         objects=objects,
         requests=len(requests),
     )
-    with (
-        nullcontext() if inbound is None else inbound,
-        counting_retries(store) as retries,
-    ):
+    with nullcontext() if inbound is None else inbound:
         progress = Progress(config.stall_timeout_seconds, channel)
         arriving = fetch_ranges(
             store,
@@ -202,7 +200,7 @@ def run_load(
         seconds=time.monotonic() - channel.began_at,
         objects=objects,
         requests=len(requests),
-        retries=retries(),
+        retries=channel.retries if tells_retries(store) else None,
         commit_id=planned.source.commit_id,
     )
     channel.tell(

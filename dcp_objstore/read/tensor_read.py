@@ -276,8 +276,9 @@ def consume(request: RangeRequest[Block], body: Buffer) -> None:
         if block.digest is not None and block_digest(part) != block.digest:
             raise CheckpointCorruptError(
                 f"bytes [{span.start}, {span.end}) of the object, block"
-                f" {block.position // BLOCK_SIZE_BYTES} of the item, differ from what was saved;"
-                " load another checkpoint",
+                f" {block.position // BLOCK_SIZE_BYTES} of the item, differ from what was saved:"
+                " they were damaged, or the tensor changed while it was being saved; load another"
+                " checkpoint",
                 key=block.key,
             )
     for span, part in zip(request.spans, parts, strict=True):

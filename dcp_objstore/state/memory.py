@@ -79,7 +79,8 @@ def device_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
         or not tensor.numel()
     ):
         return None
-    return tensor.view(-1).view(torch.uint8)
+    # Not `view(-1)`, which keeps the stride of a single element that lies in a larger tensor.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def count_write(tensor: torch.Tensor) -> None:

@@ -1,9 +1,9 @@
 """Retries of ours, around requests that the transport is told to send once.
 
 For reads and small writes: these can simply be sent again, so nothing need happen out of sight.
-What the store puts off slows the whole process down (`Limiter`), each retry is counted there, and
-all of them share one budget. The pauses are jittered and grow, each is random between the first
-and thrice the last one.
+What the store puts off slows the whole process down (`Limiter`), and all retries share one budget.
+Each is told to the save or load that the request is made for. The pauses are jittered and grow,
+each is random between the first and thrice the last one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.observe.dispatch import tell_retry
-from dcp_objstore.stores.admission.limiter import Limiter, Retry
+from dcp_objstore.stores.admission.limiter import Limiter
 from dcp_objstore.stores.errors import is_throttling, is_transient, translate_obstore
 
 T = TypeVar("T")
@@ -33,17 +33,15 @@ class Tries:
 
     Args:
         limiter: of the bucket.
-        verb: of `ObjectStore`.
         key: in the bucket.
         max_retries: of this request.
         patience_seconds: no retry begins later than this after the first try.
     """
 
     def __init__(
-        self, limiter: Limiter, verb: str, key: str, max_retries: int, patience_seconds: float
+        self, limiter: Limiter, key: str, max_retries: int, patience_seconds: float
     ) -> None:
         self._limiter = limiter
-        self._verb = verb
         self._key = key
         self._max_retries = max_retries
         self.patience_seconds = patience_seconds
@@ -110,9 +108,6 @@ class Tries:
             )
         )
         pause_seconds = self._pause_seconds * random.uniform(0.5, 1.0)
-        self._limiter.note_retry(
-            Retry(self._verb, self._key, self._retries, pause_seconds, throttled, error.message)
-        )
-        tell_retry(f"/{self._key}", self._retries + 1, error.message, self._began)
+        tell_retry(self._key, self._retries + 1, error.message, self._began)
         time.sleep(pause_seconds)
         self._limiter.wait_turn()

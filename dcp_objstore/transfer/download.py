@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
-from dcp_objstore.observe.events import RangeRead, Retried
+from dcp_objstore.observe.dispatch import current_channel
+from dcp_objstore.observe.events import RangeRead
 from dcp_objstore.stores.admission.limiter import lane_for
 from dcp_objstore.stores.protocol import (
     REST_SIZE_BYTES,
@@ -81,14 +82,14 @@ def fetch_ranges(
     store: ObjectStore,
     object_keys: Sequence[str],
     requests: Sequence[RangeRequest[T]],
-    consume: Callable[[RangeRequest[T], Buffer], None],
+    consume: Callable[[RangeRequest[T], Buffer], bool | None],
     config: TransferConfig,
     progress: Progress,
     *,
     budget_bytes: int | None = None,
     admit: Callable[[RangeRequest[T], Progress], memoryview | None] | None = None,
     explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None = None,
-) -> Generator[RangeRequest[T], None, None]:
+) -> Generator[RangeRequest[T] | None, None, None]:
     """Fetch every request and yield it once `consume(request, body)` has returned for it.
 
     Args:
@@ -97,9 +98,10 @@ def fetch_ranges(
             that the body is to come into.
         explain: given the error of a GET, what is to be raised for it; called in a worker.
 
-    `consume` runs in worker threads, for different requests at the same time. When it raises
-    `CorruptDataError` the range is fetched once more before the error counts: a damaged transfer
-    is not a damaged checkpoint.
+    `consume` runs in worker threads, for different requests at the same time, and once for each
+    piece of a request. Where it returns True, the calling thread is needed before the request is
+    done, and None is yielded. When it raises `CorruptDataError` the range is fetched once more
+    before the error counts: a damaged transfer is not a damaged checkpoint.
 
     Close the iterator when you stop before its end (`contextlib.closing`). Once it has raised or is
     closed, `consume` is not running and will not be called again, though requests may still be
@@ -112,7 +114,7 @@ def fetch_ranges(
         Whatever else the store or `consume` raises; the first error counts and ends the rest.
     """
     tasks: queue.SimpleQueue[RangeRequest[T]] = queue.SimpleQueue()
-    done: queue.SimpleQueue[RangeRequest[T] | BaseException] = queue.SimpleQueue()
+    done: queue.SimpleQueue[RangeRequest[T] | BaseException | None] = queue.SimpleQueue()
     gate = _Gate(progress)
     lane = lane_for(store, "get_range")
     for request in requests:
@@ -120,7 +122,9 @@ def fetch_ranges(
 
     def guarded(request: RangeRequest[T], body: Buffer) -> None:
         with gate:
-            consume(request, body)
+            caller_is_needed = consume(request, body)
+        if caller_is_needed:
+            done.put(None)
 
     # With `admit` a body waits for memory, which whoever has read the one before may have to free.
     asks: AskableStore | None = None
@@ -144,10 +148,12 @@ def fetch_ranges(
     for number in range(-(-in_flight // shared.depth)):
         spawn(partial(_Worker(shared, number).run, tasks, done), f"download-{number}")
     try:
-        for _ in requests:
+        left = len(requests)
+        while left:
             outcome = _next_outcome(done, progress)
             if isinstance(outcome, BaseException):
                 raise outcome
+            left -= outcome is not None
             yield outcome
     except BaseException as error:
         progress.stop(error)
@@ -236,7 +242,7 @@ class _Worker(Generic[T]):
     def run(
         self,
         tasks: queue.SimpleQueue[RangeRequest[T]],
-        done: queue.SimpleQueue[RangeRequest[T] | BaseException],
+        done: queue.SimpleQueue[RangeRequest[T] | BaseException | None],
     ) -> None:
         """Take requests until there are none; an error ends it, and is put where they go."""
         ahead: deque[_Begun[T]] = deque()
@@ -299,7 +305,7 @@ class _Worker(Generic[T]):
             if self.shared.pieces is not None:
                 pieces = cut(request, BLOCK_SIZE_BYTES)
             into = self._memory(max(piece.end - piece.start for piece in pieces))
-        consumed, channel = 0, self.shared.progress.channel
+        consumed = 0
         began_at = time.monotonic()
         try:
             with closing(self._arriving(pieces, into, asked)) as bodies:
@@ -308,15 +314,10 @@ class _Worker(Generic[T]):
                     consumed += 1
                     self.shared.progress.alive()
         except CorruptDataError as error:
-            if channel is not None:
-                channel.tell(
-                    Retried,
-                    began_at,
-                    what="range",
-                    attempt=2,
-                    error=f"{type(error).__name__}: {error.message}",
-                    object_key=self.shared.object_keys[request.object_number],
-                )
+            if (channel := current_channel()) is not None:
+                key = self.shared.object_keys[request.object_number]
+                text = f"{type(error).__name__}: {error.message}"
+                channel.retried("range", key, 2, text, began_at)
             rest = pieces[consumed:]
             if len(pieces) > 1:
                 spans = [span for piece in rest for span in piece.spans]
@@ -372,8 +373,8 @@ class _Worker(Generic[T]):
 
 
 def _next_outcome(
-    done: queue.SimpleQueue[RangeRequest[T] | BaseException], progress: Progress
-) -> RangeRequest[T] | BaseException:
+    done: queue.SimpleQueue[RangeRequest[T] | BaseException | None], progress: Progress
+) -> RangeRequest[T] | BaseException | None:
     while True:
         try:
             return done.get(timeout=_POLL_SECONDS)

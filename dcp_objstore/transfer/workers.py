@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextvars import copy_context
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -145,7 +146,9 @@ def worker_number() -> int:
 
 
 def spawn(function: Callable[[], object], name: str) -> threading.Thread:
-    """Start a daemon thread."""
-    thread = threading.Thread(target=function, name=f"dcp_objstore-{name}", daemon=True)
+    """Start a daemon thread. Context variables have the values there that they have here."""
+    thread = threading.Thread(
+        target=copy_context().run, args=(function,), name=f"dcp_objstore-{name}", daemon=True
+    )
     thread.start()
     return thread

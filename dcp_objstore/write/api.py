@@ -47,7 +47,7 @@ def save(
     Args:
         state: dict, nested as you like, of modules, optimizers, Stateful objects, tensors,
             DTensors and plain values. An optimizer finds its module in the state by the identity
-            of its parameters.
+            of its parameters. Change no tensor before this returns: its memory is read until then.
         url: the checkpoint, the same on every rank.
         process_group: the ranks that save together. Default: all.
         overwrite, storage_options, config, progress, on_event, trace, user_metadata,
@@ -58,6 +58,8 @@ def save(
 
     Raises:
         DcpObjstoreError: that of the lowest rank that failed; see `ObjectStoreWriter` for which.
+        InputError: a tensor was seen to change while it was being saved, so that its bytes are
+            not those of its digests.
         RankFailedError: a rank failed otherwise, or died. When a rank dies the others notice
             when its connections close; when it hangs, after the process group's time-out (that
             given to `init_process_group`; see also `TransferConfig.peer_timeout_seconds`).

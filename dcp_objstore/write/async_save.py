@@ -288,7 +288,9 @@ class _Save:
             _, failed = attempt(self._staging.finish)
             self._failed = self._failed or failed
             size_bytes = self._staging.state.size_bytes
-            self._writer._staged = hooks.staged(self.handle.url, size_bytes, self._began_at)
+            self._writer._staged = hooks.staged(
+                self.handle.url, current_rank() or 0, size_bytes, self._began_at
+            )
         if not self.handle.staging_completion.done():
             if self._failed is None:
                 self.handle.staging_completion.set_result(None)

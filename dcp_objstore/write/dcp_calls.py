@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from dcp_objstore.read.reader import ObjectStoreReader
-from dcp_objstore.write.writer import ObjectStoreWriter
 
-if TYPE_CHECKING:
-    pass
+class Plugin(Protocol):
+    """What `ObjectStoreWriter` and `ObjectStoreReader` have in common."""
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The URL that it is aimed at."""
+
+    def _tell_failed(self, error: BaseException) -> None: ...
 
 
 @contextlib.contextmanager
-def telling_failures(plugin: ObjectStoreWriter | ObjectStoreReader | None) -> Iterator[None]:
+def telling_failures(plugin: Plugin | None) -> Iterator[None]:
     """Tell of an error that leaves, unless the plug-in has told of it itself."""
     try:
         yield
@@ -25,7 +29,7 @@ def telling_failures(plugin: ObjectStoreWriter | ObjectStoreReader | None) -> It
         raise
 
 
-def aim(plugin: ObjectStoreWriter | ObjectStoreReader | None) -> str | None:
+def aim(plugin: Plugin | None) -> str | None:
     """The checkpoint's URL, for errors; None where the URL or another argument was refused."""
     return None if plugin is None else plugin.checkpoint_id
 

@@ -14,7 +14,7 @@ from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.compat.dot_metadata import encode_metadata
-from dcp_objstore.observe.events import Committed, Retried
+from dcp_objstore.observe.events import Committed
 from dcp_objstore.observe.report import logger
 from dcp_objstore.transfer.workers import wait_for
 
@@ -46,14 +46,7 @@ def commit_save(
 
     def retried(attempt: int, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
-        save.channel.tell(
-            Retried,
-            began_at,
-            what="commit",
-            attempt=attempt,
-            error=text,
-            object_key=MARKER_KEY,
-        )
+        save.channel.retried("commit", MARKER_KEY, attempt, text, began_at)
 
     committed = wait_for(
         commit.commit,

@@ -5,9 +5,10 @@ Which item goes where is `layout`'s, the transfer of an object `transfer.upload`
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.storage import WriteResult
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import data_key
 from dcp_objstore.compat.values import warn_unsafe_value
+from dcp_objstore.errors import InputError
 from dcp_objstore.observe.events import Hashed, Planned
 from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject
 from dcp_objstore.state.device import Outbound, settle_streams
@@ -23,8 +25,8 @@ from dcp_objstore.transfer.parts import part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
 from dcp_objstore.transfer.upload import Uploaded, upload_object
-from dcp_objstore.transfer.workers import DaemonPool, worker_number
-from dcp_objstore.write.layout import Layout, item_bytes
+from dcp_objstore.transfer.workers import DaemonPool, wait_for, worker_number
+from dcp_objstore.write.layout import ChangedSlice, Layout, item_bytes
 from dcp_objstore.write.planner import AgreeingSavePlanner
 
 if TYPE_CHECKING:
@@ -32,8 +34,11 @@ if TYPE_CHECKING:
 
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.dispatch import Channel
+    from dcp_objstore.stores import ObjectStore
     from dcp_objstore.transfer.upload import ByteArray
     from dcp_objstore.write.session import Save
+
+logger = logging.getLogger("dcp_objstore")
 
 
 def upload_items(
@@ -97,11 +102,39 @@ def upload_items(
                 planner.digests if isinstance(planner, AgreeingSavePlanner) else {},
             )
             key = data_key(save.rank, len(objects), save.nonce)
-            uploaded = upload_object(store, key, layout.buffers(), part_plan, config, progress)
+            try:
+                uploaded = upload_object(store, key, layout.buffers(), part_plan, config, progress)
+            finally:
+                layout.is_over = True
+            _check_changed(store, key, layout.changed)
             stored = _stored_object(key, uploaded, layout)
             objects.append(stored)
             results.extend(_write_results(stored, layout))
     return results, objects
+
+
+def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[ChangedSlice]) -> None:
+    """Read slices that changed during their upload again, and compare them with their digests.
+
+    Raises:
+        InputError: what is on the store has another digest than the index would say.
+    """
+    for one in changed:
+        end = one.offset + one.size_bytes
+        body = wait_for(store.get_range, object_key, one.offset, end)
+        if block_digests(body) != one.digests.result():
+            raise InputError(
+                "the tensor changed while it was being saved, so this checkpoint could not be"
+                " loaded. A save reads the memory of the tensors until it returns: change nothing"
+                " meanwhile, or use dcp_objstore.async_save, which copies the state first",
+                key=one.key,
+            )
+    if changed:
+        logger.warning(
+            "%s: %s changed while it was being saved; its values may be of different moments",
+            store.url,
+            ", ".join(dict.fromkeys(one.key for one in changed)),
+        )
 
 
 def _told(channel: Channel) -> Callable[[ByteArray], bytes]:

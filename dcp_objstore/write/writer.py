@@ -19,6 +19,7 @@ from torch.futures import Future
 from dcp_objstore.checkpoint import commit, probe
 from dcp_objstore.checkpoint.clock import deadline_seconds_for
 from dcp_objstore.checkpoint.marker import check_user_metadata
+from dcp_objstore.distributed.groups import rank_and_world_size
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import SaveInProgressError, UnsupportedError
 from dcp_objstore.observe.events import Saved
@@ -178,7 +179,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """Begin a save: on the coordinator, read the begin token and refuse what cannot be."""
         rank = kwargs.get("rank")
         url = self.checkpoint_id
-        channel = self._hooks.channel("save", str(url))
+        channel = self._hooks.channel("save", str(url), *rank_and_world_size())
         with self._logged(), channel.watching(), plugin_errors(rank, url):
             show(channel, bar=self._progress and is_coordinator, summary=is_coordinator)
             if not kwargs.get("use_collectives", True):
@@ -259,7 +260,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         if save is not None and here:
             channel = save.channel
         else:
-            channel = self._hooks.channel("save", str(self.checkpoint_id))
+            channel = self._hooks.channel("save", str(self.checkpoint_id), *rank_and_world_size())
         channel.fail(error)
         channel.settle()
 

@@ -72,10 +72,10 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.numel() == 0:
         return True
     one, two = (
-        side.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        side.detach().resolve_conj().resolve_neg().contiguous().as_strided((side.numel(),), (1,))
         for side in (left, right)
     )
-    return torch.equal(one, two)
+    return torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
 
 def own_part(full: torch.Tensor, like: DTensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ where the transport retries inside, as in multipart uploads over obstore), fewer
 `Pace`. A `Lane` is one transfer's share of it. None of them can wait for ever: a lane with nothing
 in flight gets its turn whatever the others hold, and nobody waits for a free place longer than 5 s.
 
-Retries that are ours are counted here, and only here: `spend_retry`, `note_retry`.
+Retries that are ours share one budget: `spend_retry`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from dcp_objstore.stores.admission.bounds import Pace
 
@@ -46,27 +43,6 @@ _SLOW_SECONDS = 0.9 * HIDDEN_PAUSE_SECONDS
 _SLOW_AMONG = 16  # of so many, two slow ones tell; one alone may be the network
 
 
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """A request is about to be sent again.
-
-    Attributes:
-        verb: of `ObjectStore`.
-        key: in the bucket.
-        number: of this request's retries, from 1.
-        pause_seconds: before it.
-        throttled: whether the store had said to slow down.
-        reason: of the failure, in words, without credentials.
-    """
-
-    verb: str
-    key: str
-    number: int
-    pause_seconds: float
-    throttled: bool
-    reason: str
-
-
 class Limiter:
     """See the module. Safe from many threads, and from within weak references' callbacks."""
 
@@ -79,8 +55,6 @@ class Limiter:
         self._next_at = 0.0
         self._done: deque[float] = deque(maxlen=256)
         self._budget = RETRY_BUDGET
-        self._listeners: list[Callable[[Retry], None]] = []
-        self.retries = 0
 
     @property
     def pace(self) -> Pace:
@@ -126,28 +100,6 @@ class Limiter:
                 return False
             self._budget -= 1
             return True
-
-    def note_retry(self, retry: Retry) -> None:
-        """A request of ours is about to be sent again: count it, and tell who listens."""
-        with self._changed:
-            self.retries += 1
-            listeners = list(self._listeners)
-        for listener in listeners:
-            listener(retry)
-
-    @contextmanager
-    def listening(self, listener: Callable[[Retry], None]) -> Iterator[None]:
-        """Meanwhile `listener` is called with every retry, in the thread that makes it.
-
-        Retries of all that goes on in the bucket: tell them apart by their keys.
-        """
-        with self._changed:
-            self._listeners.append(listener)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._listeners.remove(listener)
 
     def wait_turn(self, check: Callable[[], None] = lambda: None) -> None:
         """Wait for what the rate allows. `check` is called now and then, and may raise."""
@@ -281,8 +233,9 @@ def limiter_at(endpoint_url: str | None, scheme: str, bucket: str) -> Limiter:
 
 def limiter_of(store: ObjectStore) -> Limiter:
     """The one of this process for the store's bucket and `endpoint_url`, if it has one."""
-    url = urlsplit(store.url)
-    return limiter_at(getattr(store, "endpoint_url", None), url.scheme, url.netloc)
+    scheme, _, place = store.url.partition("://")
+    bucket = place.partition("/")[0]
+    return limiter_at(getattr(store, "endpoint_url", None), scheme, bucket)
 
 
 def lane_for(store: ObjectStore, verb: str) -> Lane:
@@ -294,22 +247,9 @@ def lane_for(store: ObjectStore, verb: str) -> Lane:
     return limiter_of(store).lane(judged=verb not in getattr(store, "tells_throttling", ()))
 
 
-@contextmanager
-def counting_retries(store: ObjectStore) -> Iterator[Callable[[], int | None]]:
-    """Yields what tells how many requests below the store's root were sent again meanwhile.
-
-    It tells None where the adapter's transport retries reads out of sight.
-    """
-    count = 0
-    root = urlsplit(store.url).path.strip("/")
-    known = "get_range" in getattr(store, "tells_throttling", ())
-
-    def listen(retry: Retry) -> None:
-        nonlocal count
-        count += not root or retry.key.startswith(f"{root}/")
-
-    with limiter_of(store).listening(listen):
-        yield lambda: count if known else None
+def tells_retries(store: ObjectStore) -> bool:
+    """Whether the adapter tells of every retry of a read; some transports retry out of sight."""
+    return "get_range" in getattr(store, "tells_throttling", ())
 
 
 def _forget_after_fork() -> None:

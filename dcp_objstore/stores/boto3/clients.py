@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import unquote, urlsplit
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 _READ_PROGRESS_TIMEOUT_SECONDS = 30.0
 _FIRST_RETRY_TIMEOUT_SECONDS = 5.0
 # Where botocore keeps what belongs to one request.
+_KEY = "dcp_objstore_key"
 _STARTED = "dcp_objstore_started"
 _LAST = "dcp_objstore_last_error"
 
@@ -176,20 +176,24 @@ class _Patience:
         self._reached = False
 
     def watch(self, client: Any) -> None:
+        client.meta.events.register("before-parameter-build.s3", self._is_asked)
         client.meta.events.register_first("before-call.s3", self._begins)
         client.meta.events.register_first("needs-retry.s3", self._answered)
         client.meta.events.register("request-created.s3", self._sends)
+
+    def _is_asked(self, params: dict[str, Any], context: dict[str, Any], **_: object) -> None:
+        context[_KEY] = params.get("Key", "")
 
     def _begins(self, context: dict[str, Any], **_: object) -> None:
         context[_STARTED] = time.monotonic()
 
     def _sends(self, request: Any, **_: object) -> None:
-        """Tell of a retry whoever listens to the save or load that it belongs to."""
+        """Tell the save or load that the request belongs to of a retry."""
         context = request.context
         attempt = context.get("retries", {}).get("attempt", 1)
         if attempt > 1 and _STARTED in context:
-            place = unquote(urlsplit(request.url).path)
-            tell_retry(place, attempt, context.get(_LAST, "no answer"), context[_STARTED])
+            error = context.get(_LAST, "no answer")
+            tell_retry(context.get(_KEY, ""), attempt, error, context[_STARTED])
 
     def _answered(
         self,

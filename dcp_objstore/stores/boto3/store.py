@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
+from dcp_objstore.observe.dispatch import tell_retry
 from dcp_objstore.stores.boto3.bodies import JoinedBuffers, body_of, receive
 from dcp_objstore.stores.buffers import check_range
 from dcp_objstore.stores.s3.errors import BrokenOffError, translate_botocore
@@ -79,7 +80,7 @@ class Boto3Store(S3Store):
     def _read_whole(
         self, target: Mapping[str, str], max_size_bytes: int
     ) -> tuple[Mapping[str, Any], bytearray | None]:
-        tries = _Tries(self._clients.max_retries)
+        tries = _Tries(target["Key"], self._clients.max_retries)
         while True:
             answer = self._clients.get("read").get_object(**target)
             size_bytes = answer.get("ContentLength", 0)
@@ -113,7 +114,7 @@ class Boto3Store(S3Store):
         check_range(cuts[0], cuts[-1])
         with self._errors(key) as target:
             given = 0
-            tries = _Tries(self._clients.max_retries)
+            tries = _Tries(target["Key"], self._clients.max_retries)
             while given < len(cuts) - 1:
                 try:
                     for piece in self._arriving(target, cuts[given:], into):
@@ -142,17 +143,21 @@ class Boto3Store(S3Store):
 
 
 class _Tries:
-    """How often a body may break off."""
+    """How often the body of an object may break off."""
 
-    def __init__(self, max_retries: int) -> None:
-        self._left = max_retries
+    def __init__(self, bucket_key: str, max_retries: int) -> None:
+        self._bucket_key = bucket_key
+        self._began_at = time.monotonic()
+        self._failures = 0
+        self._max_retries = max_retries
         self._pause_seconds = _FIRST_PAUSE_SECONDS
 
     def failed(self, error: BrokenOffError) -> None:
         """Wait before the next try, or raise `error` if there is none."""
-        if self._left == 0:
+        if self._failures == self._max_retries:
             raise error
-        self._left -= 1
+        self._failures += 1
+        tell_retry(self._bucket_key, self._failures + 1, str(error), self._began_at)
         time.sleep(random.uniform(0, self._pause_seconds))
         self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
 

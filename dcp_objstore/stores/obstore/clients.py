@@ -136,7 +136,7 @@ class Clients:
         patience_seconds = self._small_patience_seconds
         if size_bytes > SMALL_BYTES or verb == "get_range":
             patience_seconds = self._config.retry_timeout_seconds
-        return Tries(self.limiter, verb, key, self._config.max_retries, patience_seconds)
+        return Tries(self.limiter, key, self._config.max_retries, patience_seconds)
 
     def fresh(self, request: Callable[[], T]) -> T:
         """`request()`; once more with fresh credentials where those were refused as expired.

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from urllib.parse import urlsplit
 
+from dcp_objstore.observe.dispatch import tell_retry
 from dcp_objstore.stores.errors import THROTTLING_STATUSES
 
 logger = logging.getLogger("dcp_objstore")
@@ -37,6 +38,10 @@ _IDLE_SECONDS = 10.0
 _MOST_FAILURES = 3  # in a row, after which we stop trying
 # Below this the transport costs no more than signing and Python's HTTP client.
 WORTHWHILE_BYTES = 256 * 1024
+
+
+class _UnusableError(Exception):
+    """The lane cannot reach this server at all; nothing was sent."""
 
 
 class PutOffError(Exception):
@@ -123,9 +128,10 @@ class DirectLane:
             if asked is not None:
                 asked.close()
             return
+        began_at = time.monotonic()
         try:
             url = self._url(path) if asked is None else asked.url
-            yield from self._receive(url, cuts, into, asked)
+            yield from self._receive(path, url, cuts, into, asked)
         except PutOffError:
             raise
         # Whatever goes wrong here, signing included, the transport is asked next and reports it.
@@ -135,6 +141,8 @@ class DirectLane:
                 self._signed.pop(path, None)
             # Not its text, which may hold the signature.
             logger.debug("a range was not read directly: %s", type(error).__name__)
+            if not isinstance(error, _UnusableError):
+                tell_retry(path, 2, type(error).__name__, began_at)
         else:
             self._failures = 0
 
@@ -150,9 +158,9 @@ class DirectLane:
         return url
 
     def _receive(
-        self, url: str, cuts: Sequence[int], into: memoryview, asked: Asked | None
+        self, path: str, url: str, cuts: Sequence[int], into: memoryview, asked: Asked | None
     ) -> Generator[memoryview, None, None]:
-        origin = _origin(url)
+        origin, began_at = _origin(url), time.monotonic()
         # One that was asked may have been an idle one before.
         connection, reused = self._connection(origin) if asked is None else (asked.connection, True)
         try:
@@ -161,11 +169,12 @@ class DirectLane:
                 if asked is None:
                     _send(connection, url, cuts[0], cuts[-1])
                 answer = connection.getresponse()
-            except (http.client.RemoteDisconnected, ConnectionError):
+            except (http.client.RemoteDisconnected, ConnectionError) as error:
                 if not reused:
                     raise
-                # The server closed it while it was idle.
+                # Most likely, the server closed it while it was idle.
                 connection.close()
+                tell_retry(path, 2, type(error).__name__, began_at)
                 connection = self._new(origin)
                 connected = connection.sock
                 _send(connection, url, cuts[0], cuts[-1])
@@ -205,11 +214,11 @@ class DirectLane:
         parts = urlsplit(origin)
         assert parts.hostname is not None
         if parts.scheme != "http":
-            raise ConnectionError("not over plain HTTP")
+            raise _UnusableError("not over plain HTTP")
         if "http" in urllib.request.getproxies() and not urllib.request.proxy_bypass(
             parts.hostname
         ):
-            raise ConnectionError("there is a proxy between us and the store")
+            raise _UnusableError("there is a proxy between us and the store")
         connection = _Connection(parts.hostname, parts.port, timeout=self._timeout_seconds)
         connection.connect()
         # From here on the kernel keeps the time, so that one call can wait for a whole body: under

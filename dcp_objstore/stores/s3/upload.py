@@ -12,6 +12,7 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Mapping
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,10 @@ class Upload:
         if len(self._team) < min(self.threads, self._count):
             # Daemons: a request that hangs must not keep a program alive that was told to stop.
             thread = threading.Thread(
-                target=self._work, name=f"dcp_objstore-part-{self._count}", daemon=True
+                target=copy_context().run,  # the save that its retries belong to
+                args=(self._work,),
+                name=f"dcp_objstore-part-{self._count}",
+                daemon=True,
             )
             self._team.append(thread)
             thread.start()

@@ -126,7 +126,7 @@ class KeptStager:
                 self._background = None
             began_at = time.monotonic()
             staged = stage(state_dict)
-            self._staged = hooks.staged(str(url), staged.size_bytes, began_at)
+            self._staged = hooks.staged(str(url), current_rank() or 0, staged.size_bytes, began_at)
             self._background = _BackgroundSave(staged)
         return staged
 
