@@ -26,10 +26,10 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import IfVersion
-from dcp_objstore.stores.wrappers import Fault, FaultStore
 from tests.support.memory_store import DELAYED, LOST, UNANSWERED, MemoryStore, Put, TickingClock
 from tests.support.servers import Bucket
 from tests.support.upkeep import finish, keys, loose, named, save, state, tear, upload
+from tests.support.wrapped_stores import Fault, FaultStore
 
 
 @pytest.fixture

@@ -38,11 +38,12 @@ from dcp_objstore.state import device
 from dcp_objstore.state.device import Inbound, Outbound, pinned_memory, plan_ring
 from dcp_objstore.state.ring import Ring
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.wrappers import Fault, FaultStore, WrappedStore
+from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.parts import plan_parts
 from tests.support.lanes import LateLane, use_lane
 from tests.support.ranks import run_ranks
 from tests.support.states import ALL_DTYPES, same_bits, seeded
+from tests.support.wrapped_stores import Fault, FaultStore
 
 PART = 5 * MIB
 CONFIG = dos.TransferConfig(

@@ -213,7 +213,7 @@ def save_two(rank: int, world_size: int, run: str, options: Options) -> None:
 def test_a_save_without_an_epoch_never_looks_at_it(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dcp_objstore.stores.wrappers import RecordingStore
+    from tests.support.wrapped_stores import RecordingStore
 
     run, options = bucket.at("run"), bucket.storage_options
     opened: list[RecordingStore] = []

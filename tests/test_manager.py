@@ -21,9 +21,9 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.wrappers import RecordingStore
 from dcp_objstore.write import async_save as async_api
 from tests.support.servers import Bucket
+from tests.support.wrapped_stores import RecordingStore
 
 
 @pytest.fixture

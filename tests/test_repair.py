@@ -16,10 +16,10 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import Capabilities
-from dcp_objstore.stores.wrappers import Fault, FaultStore
 from tests.support.memory_store import MemoryStore, Put, TickingClock
 from tests.support.servers import Bucket
 from tests.support.upkeep import DESCRIBED, keys, named, save, state, tear
+from tests.support.wrapped_stores import Fault, FaultStore
 
 
 @pytest.fixture

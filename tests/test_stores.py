@@ -13,10 +13,10 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ObjectNotFoundError, StoreUnavailableError, UnsupportedError
 from dcp_objstore.stores import ObjectStore, Precondition, open_store
 from dcp_objstore.stores.protocol import Capabilities
-from dcp_objstore.stores.wrappers import FaultStore, LatencyStore, RecordingStore
 from tests.store_contract import BucketContract, StoreContract
 from tests.support.servers import Bucket
 from tests.support.side_doors import BucketDoor, FolderDoor, SideDoor
+from tests.support.wrapped_stores import FaultStore, LatencyStore, RecordingStore
 
 ONCE = TransferConfig(max_retries=0, connect_timeout_seconds=5, request_timeout_seconds=20)
 

@@ -28,9 +28,9 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import IfVersion, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
 from dcp_objstore.stores.options.gcs import GcsOptions
-from dcp_objstore.stores.wrappers import RecordingStore
 from tests.store_contract import PART, ExpectedError
 from tests.support.servers import Bucket, MotoServer
+from tests.support.wrapped_stores import RecordingStore
 from tests.test_stores_errors import ONCE, VERBS, check
 
 gcs = pytest.mark.backends("gcs")

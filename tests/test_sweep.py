@@ -38,7 +38,6 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import ObjectMeta, Version
 from dcp_objstore.stores.uploads.unfinished import Upload
-from dcp_objstore.stores.wrappers import Fault, FaultStore, RecordingStore
 from tests.support.memory_store import LOST, UNANSWERED, MemoryStore, Put, TickingClock
 from tests.support.servers import Bucket
 from tests.support.upkeep import (
@@ -54,6 +53,7 @@ from tests.support.upkeep import (
     tear,
     upload,
 )
+from tests.support.wrapped_stores import Fault, FaultStore, RecordingStore
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
-from dcp_objstore.stores.wrappers import RecordingStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests, digest_count
 from dcp_objstore.transfer.download import fetch_ranges, worker_count
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, check_item_size, part_count, plan_parts
@@ -40,6 +39,7 @@ from dcp_objstore.transfer.ranges import (
 from dcp_objstore.transfer.upload import run_watched, upload_object
 from dcp_objstore.transfer.workers import result_of, spawn, wait_for, wait_until
 from tests.support.listening import heard_channel, of
+from tests.support.wrapped_stores import RecordingStore
 
 PART = 5 * MIB
 
