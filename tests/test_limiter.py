@@ -15,7 +15,7 @@ from dcp_objstore.stores.admission.bounds import (
     LEAST_RATE_PER_SECOND,
     LEAST_WINDOW,
     OPEN_AFTER_SECONDS,
-    Pace,
+    Bounds,
 )
 from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter
 
@@ -37,41 +37,43 @@ EVENTS = st.lists(
 def test_the_bounds_only_fall_by_what_was_throttled_and_never_below_the_least(
     events: list[tuple[bool, float, float, int, float]],
 ) -> None:
-    pace, now = Pace(), 0.0
+    bounds, now = Bounds(), 0.0
     for throttled, later, ago, in_flight, lately in events:
         now += later
-        rate = pace.rate(now)
+        rate = bounds.rate(now)
         if throttled:
-            found = pace.throttled(now, now - ago, in_flight, lately)
-            if now - ago < pace.cut_at:
-                assert found == pace
+            found = bounds.throttled(now, now - ago, in_flight, lately)
+            if now - ago < bounds.cut_at:
+                assert found == bounds
             else:
-                assert found.window <= max(LEAST_WINDOW, pace.window / 2)
+                assert found.window <= max(LEAST_WINDOW, bounds.window / 2)
                 assert found.rate(now) <= max(LEAST_RATE_PER_SECOND, 0.7 * rate)
         else:
-            found = pace.succeeded(now)
-            assert found.window >= pace.window
+            found = bounds.succeeded(now)
+            assert found.window >= bounds.window
             assert found.rate(now) >= rate
         assert found.window >= LEAST_WINDOW
         assert found.rate(now) >= LEAST_RATE_PER_SECOND
-        pace = found
+        bounds = found
 
 
 @given(EVENTS, st.integers(1, 8))
 def test_whatever_happened_it_recovers(
     events: list[tuple[bool, float, float, int, float]], per_second: int
 ) -> None:
-    pace, now = Pace(), 0.0
+    bounds, now = Bounds(), 0.0
     for throttled, later, ago, in_flight, lately in events:
         now += later
-        pace = (
-            pace.throttled(now, now - ago, in_flight, lately) if throttled else pace.succeeded(now)
+        bounds = (
+            bounds.throttled(now, now - ago, in_flight, lately)
+            if throttled
+            else bounds.succeeded(now)
         )
     for _ in range(int(OPEN_AFTER_SECONDS * per_second) + 2):
         now += 1 / per_second
-        pace = pace.succeeded(now)
-    assert pace.is_open
-    assert pace.rate(now) == math.inf
+        bounds = bounds.succeeded(now)
+    assert bounds.is_open
+    assert bounds.rate(now) == math.inf
 
 
 class Clock:
@@ -84,33 +86,33 @@ class Clock:
 
 
 def filled(limiter: Limiter, count: int) -> Any:
-    lane = limiter.lane(judged=True)
+    slot = limiter.slot(judged=True)
     for number in range(count):
-        lane.begin(number)
-    return lane
+        slot.begin(number)
+    return slot
 
 
 def test_a_window_that_is_full_holds_back_until_a_place_is_free() -> None:
     limiter = Limiter()
-    lane = filled(limiter, 8)
+    slot = filled(limiter, 8)
     limiter.throttled(limiter._clock())
-    held = threading.Thread(target=lane.begin, args=(8,))
+    held = threading.Thread(target=slot.begin, args=(8,))
     held.start()
     for number in range(4):
         assert held.is_alive()
-        lane.end(number)
-    lane.end(4)
+        slot.end(number)
+    slot.end(4)
     held.join(10)
     assert not held.is_alive()
-    assert limiter.in_flight == lane.in_flight == 4
+    assert limiter.in_flight == slot.in_flight == 4
 
 
-def test_a_lane_with_nothing_in_flight_never_waits_for_others() -> None:
+def test_a_slot_with_nothing_in_flight_never_waits_for_others() -> None:
     limiter = Limiter()
     filled(limiter, 8)
     for _ in range(10):
         limiter.throttled(limiter._clock())
-    other = limiter.lane(judged=False)
+    other = limiter.slot(judged=False)
     other.begin("x")
     assert limiter.in_flight == 9
 
@@ -121,48 +123,48 @@ def test_whoever_holds_all_places_and_never_ends_stops_nobody_for_ever(
     """As a transport that gathers all buffers before it sends any."""
     monkeypatch.setattr("dcp_objstore.stores.admission.limiter._LONGEST_HOLD_SECONDS", 0.1)
     limiter = Limiter()
-    lane = filled(limiter, 2)
+    slot = filled(limiter, 2)
     limiter.throttled(limiter._clock())
-    lane.begin(2)
-    assert lane.in_flight == 3
+    slot.begin(2)
+    assert slot.in_flight == 3
 
 
 def test_waiting_ends_with_what_the_check_raises_and_takes_no_place() -> None:
     limiter = Limiter()
-    lane = filled(limiter, 2)
+    slot = filled(limiter, 2)
     limiter.throttled(limiter._clock())
 
     def check() -> None:
         raise TransferStalledError("stop")
 
     with pytest.raises(TransferStalledError):
-        lane.begin(2, check)
+        slot.begin(2, check)
     assert limiter.in_flight == 2
 
 
 def test_who_stops_waiting_for_the_rate_gives_back_the_place_in_the_window() -> None:
     limiter = Limiter(Clock())
-    lane = limiter.lane(judged=True)
+    slot = limiter.slot(judged=True)
     limiter.throttled(limiter._clock())
-    lane.begin(0)
-    lane.end(0)
+    slot.begin(0)
+    slot.end(0)
 
     def check() -> None:
         raise TransferStalledError("stop")
 
     with pytest.raises(TransferStalledError):
-        lane.begin(1, check)
-    assert limiter.in_flight == lane.in_flight == 0
+        slot.begin(1, check)
+    assert limiter.in_flight == slot.in_flight == 0
 
 
-def test_a_lane_that_is_closed_gives_back_all_and_late_ends_are_not_counted() -> None:
+def test_a_slot_that_is_closed_gives_back_all_and_late_ends_are_not_counted() -> None:
     limiter = Limiter()
-    lane = filled(limiter, 5)
-    lane.end(0)
-    lane.close()
+    slot = filled(limiter, 5)
+    slot.end(0)
+    slot.close()
     assert limiter.in_flight == 0
-    lane.end(1)
-    lane.begin(7)
+    slot.end(1)
+    slot.begin(7)
     assert limiter.in_flight == 0
 
 
@@ -171,35 +173,35 @@ def test_parts_that_take_a_pause_longer_than_the_others_slow_it_down_and_one_alo
 ):
     clock = Clock()
     limiter = Limiter(clock)
-    lane = limiter.lane(judged=True)
+    slot = limiter.slot(judged=True)
     for number in range(8):
-        lane.begin(number)
+        slot.begin(number)
         clock.now += 0.1
-        lane.end(number)
-    lane.begin("slow")
+        slot.end(number)
+    slot.begin("slow")
     clock.now += 1.5
-    lane.end("slow")
-    assert limiter.pace.is_open
-    lane.begin("slow")
-    lane.begin("another")
+    slot.end("slow")
+    assert limiter.bounds.is_open
+    slot.begin("slow")
+    slot.begin("another")
     clock.now += 1.5
-    lane.look()  # they are still under way
-    assert not limiter.pace.is_open
-    found = limiter.pace
-    lane.end("slow")
-    lane.end("another")
-    assert limiter.pace.cut_at == found.cut_at
+    slot.look()  # they are still under way
+    assert not limiter.bounds.is_open
+    found = limiter.bounds
+    slot.end("slow")
+    slot.end("another")
+    assert limiter.bounds.cut_at == found.cut_at
 
 
 def test_requests_that_are_slow_from_the_start_are_no_sign() -> None:
     clock = Clock()
     limiter = Limiter(clock)
-    lane = limiter.lane(judged=True)
+    slot = limiter.slot(judged=True)
     for number in range(100):
-        lane.begin(number)
+        slot.begin(number)
         clock.now += 5 + number % 5
-        lane.end(number)
-    assert limiter.pace.is_open
+        slot.end(number)
+    assert limiter.bounds.is_open
 
 
 def test_retries_share_a_budget_that_successes_refill() -> None:

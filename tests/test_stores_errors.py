@@ -25,7 +25,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import IfAbsent, ObjectStore, StoreSpec, open_store
-from dcp_objstore.stores.errors import translate_obstore
+from dcp_objstore.stores.obstore.errors import translate_obstore
 from tests.support.scripted import ScriptedServer
 from tests.support.servers import MotoServer
 

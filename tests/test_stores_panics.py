@@ -12,7 +12,7 @@ import dcp_objstore as dos
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.endpoint import server_url
-from dcp_objstore.stores.errors import translate_panic
+from dcp_objstore.stores.obstore.errors import translate_panic
 from tests.support.ranks import try_ranks
 from tests.test_stores_unreachable import ONCE, VERBS
 

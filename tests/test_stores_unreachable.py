@@ -21,7 +21,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import ObjectStore, open_store
-from dcp_objstore.stores.errors import translate_obstore
+from dcp_objstore.stores.obstore.errors import translate_obstore
 from tests.support.servers import RcloneServer
 
 MIB = 1024 * 1024

@@ -37,7 +37,7 @@ def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
     def sleep(seconds: float) -> None:
         raise AssertionError("a setting that is wrong was tried again")
 
-    monkeypatch.setattr("dcp_objstore.stores.retries.time.sleep", sleep)
+    monkeypatch.setattr("dcp_objstore.stores.obstore.retries.time.sleep", sleep)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -69,6 +69,17 @@ def test_what_the_environment_says_and_cannot_be_used_is_said_at_once(
     options = S3 if scheme == "s3" else {"endpoint_url": UNUSED}
     with pytest.raises(kind):
         open_store(f"{scheme}://bucket/run", options).head("k")
+
+
+@pytest.mark.parametrize("options", [{"token": "ya29.x"}, {"anon": True}])
+def test_a_service_account_in_the_environment_that_obstore_cannot_read_is_said_at_once(
+    unwaiting: None, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
+) -> None:
+    """obstore reads it even where other credentials are given."""
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/nowhere.json")
+    store = open_store("gs://bucket/run", {**options, "endpoint_url": UNUSED})
+    with pytest.raises(CredentialsError, match="in the environment"):
+        store.head("k")
 
 
 @pytest.mark.parametrize("form", ["mapping", "text", "path"])

@@ -37,7 +37,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import ObjectMeta, Version
-from dcp_objstore.stores.uploads.unfinished import Upload
+from dcp_objstore.stores.uploads.unfinished import UnfinishedUpload
 from tests.support.memory_store import LOST, UNANSWERED, MemoryStore, Put, TickingClock
 from tests.support.servers import Bucket
 from tests.support.upkeep import (
@@ -78,19 +78,19 @@ class Offset(TickingClock):
 
 
 class FakeUploads:
-    def __init__(self, *uploads: Upload) -> None:
+    def __init__(self, *uploads: UnfinishedUpload) -> None:
         self.left = list(uploads)
 
-    def list(self) -> list[Upload]:
+    def list(self) -> list[UnfinishedUpload]:
         return list(self.left)
 
-    def abort(self, upload: Upload) -> None:
+    def abort(self, upload: UnfinishedUpload) -> None:
         self.left.remove(upload)
 
 
-def an_upload(age_seconds: float, key: str | None = None, size_bytes: int = 7) -> Upload:
+def an_upload(age_seconds: float, key: str | None = None, size_bytes: int = 7) -> UnfinishedUpload:
     when = datetime.now(UTC) - timedelta(seconds=age_seconds)
-    return Upload(key or data_key(0, 0, new_nonce()), new_nonce(), when, size_bytes)
+    return UnfinishedUpload(key or data_key(0, 0, new_nonce()), new_nonce(), when, size_bytes)
 
 
 def go(store: ObjectStore, **changes) -> CheckpointSweep:
@@ -395,7 +395,7 @@ def test_upload_that_completes_between_the_two_listings_is_seen(store: AgedStore
             store.put(late.key, b"complete")
 
     class Listed(FakeUploads):
-        def list(self) -> list[Upload]:
+        def list(self) -> list[UnfinishedUpload]:
             found = super().list()
             complete()
             return found
@@ -579,7 +579,7 @@ def test_plan_never_removes_what_is_named_young_or_not_ours(listed, marker_age, 
         [ObjectMeta(key, 1, Version("x"), NOW - age) for key, age in listed],
         marker_written_at=None if marker_age is None else NOW - marker_age,
         named=named,
-        uploads=[Upload(OURS[0], str(n), NOW - age, 1) for n, age in enumerate(up)],
+        uploads=[UnfinishedUpload(OURS[0], str(n), NOW - age, 1) for n, age in enumerate(up)],
         now=NOW,
         grace_seconds=GRACE_SECONDS,
     )

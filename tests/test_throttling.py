@@ -70,7 +70,7 @@ def test_a_throttled_save_ends_well_with_few_more_requests(sink: SlowSink, statu
     print(f"{count} requests instead of {usual}, {len(slow.refused)} refused with {status}")
     assert slow.refused
     assert count <= MOST * usual
-    assert not limiter_at("s3://bucket", sink).pace.is_open
+    assert not limiter_at("s3://bucket", sink).bounds.is_open
     assert limiter_at("s3://bucket", sink).in_flight == 0
     assert len(dos.steps("s3://bucket", storage_options=sink.storage_options)) == 3
 

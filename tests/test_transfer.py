@@ -248,7 +248,14 @@ def test_an_error_in_the_data_ends_the_upload_and_nothing_is_visible():
     assert not list(store.list())
 
 
-class Stuck:
+class Stub:
+    """What a transfer asks of any store."""
+
+    endpoint_url = None
+    reports_throttling = ()
+
+
+class Stuck(Stub):
     url = "stub://stuck"
 
     """A store whose transfers do not end before they are let go; a real server cannot be told
@@ -339,7 +346,7 @@ def test_an_uploads_own_time_out_is_passed_on():
 
 
 def test_a_part_under_way_has_the_lowest_number_that_is_free():
-    class Holding:
+    class Holding(Stub):
         url = "stub://holding"
 
         """Lets go of the second of three parts, takes another, and lets go of all."""
@@ -587,7 +594,7 @@ def test_what_follows_a_damaged_block_is_fetched_once_more_and_what_came_before_
 def test_a_stalled_download_raises_instead_of_waiting_for_ever():
     let_go = threading.Event()
 
-    class Silent:
+    class Silent(Stub):
         url = "stub://silent"
 
         def get_range(self, key, start, end, *, into=None):
@@ -604,7 +611,7 @@ def test_once_a_download_has_failed_nothing_is_consumed_any_more():
     answered = threading.Event()
     consumed: list[int] = []
 
-    class SecondIsSlow:
+    class SecondIsSlow(Stub):
         url = "stub://secondisslow"
 
         def get_range(self, key, start, end, *, into=None):
@@ -635,7 +642,7 @@ def test_a_download_does_not_raise_while_a_worker_still_writes():
     writing, raised = threading.Event(), threading.Event()
     raised_meanwhile: list[bool] = []
 
-    class TwoAnswers:
+    class TwoAnswers(Stub):
         url = "stub://twoanswers"
 
         def get_range(self, key, start, end, *, into=None):
@@ -657,7 +664,7 @@ def test_a_download_does_not_raise_while_a_worker_still_writes():
 def test_the_first_error_of_a_download_ends_all_workers():
     calls: list[int] = []
 
-    class Failing:
+    class Failing(Stub):
         url = "stub://failing"
 
         def get_range(self, key, start, end, *, into=None):

@@ -21,7 +21,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
 from dcp_objstore.stores.uploads.open import open_uploads
-from dcp_objstore.stores.uploads.unfinished import Upload
+from dcp_objstore.stores.uploads.unfinished import UnfinishedUpload
 from tests.support.bucket_rules import incomplete_upload_rule, versioning
 from tests.support.servers import READ_ONLY, Bucket
 from tests.test_stores_errors import Scripted
@@ -78,7 +78,7 @@ def test_errors_are_ours(bucket: Bucket) -> None:
     begin_upload(bucket, "x")
     reader = open_uploads(StoreSpec(bucket.url, {**options, **READ_ONLY}))
     with pytest.raises(PermissionDeniedError):
-        reader.abort(Upload("x", "any", datetime.now(UTC), 0))
+        reader.abort(UnfinishedUpload("x", "any", datetime.now(UTC), 0))
     nobody = {**options, "endpoint_url": "http://127.0.0.1:9"}
     with pytest.raises(StoreUnavailableError):
         open_uploads(StoreSpec(bucket.url, nobody, quick)).list()

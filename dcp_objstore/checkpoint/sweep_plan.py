@@ -20,7 +20,7 @@ from dcp_objstore.checkpoint.names import (
 )
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.protocol import ObjectMeta
-from dcp_objstore.stores.uploads.unfinished import Upload
+from dcp_objstore.stores.uploads.unfinished import UnfinishedUpload
 
 GRACE_SECONDS: Final = 24 * 3600.0
 LEAST_GRACE_SECONDS: Final = 3600.0
@@ -49,8 +49,8 @@ class SweepPlan:
     young: tuple[ObjectMeta, ...]
     unknown: tuple[str, ...]
     probes: tuple[ObjectMeta, ...]
-    uploads: tuple[Upload, ...]
-    uploads_young: tuple[Upload, ...]
+    uploads: tuple[UnfinishedUpload, ...]
+    uploads_young: tuple[UnfinishedUpload, ...]
 
 
 def plan_sweep(
@@ -58,7 +58,7 @@ def plan_sweep(
     *,
     marker_written_at: datetime | None,
     named: Collection[str],
-    uploads: Iterable[Upload],
+    uploads: Iterable[UnfinishedUpload],
     now: datetime,
     grace_seconds: float,
 ) -> SweepPlan:

@@ -18,7 +18,8 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
-from dcp_objstore.stores.errors import advice_of, answer_of
+from dcp_objstore.stores.errors import advice_on
+from dcp_objstore.stores.obstore.errors import answer_of
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl
@@ -125,7 +126,7 @@ def failed(check: str, error: DcpObjstoreError, url: StoreUrl) -> Finding:
 
 def summary(error: DcpObjstoreError) -> str:
     """An error's text, shorter where the store has answered: its answer says it all."""
-    answer, said = answer_of(error), advice_of(type(error))
+    answer, said = answer_of(error), advice_on(type(error))
     text = f"{said}: {answer}" if answer and said else error.message
     return textwrap.shorten(text, _LONGEST_TEXT, placeholder=" …")
 

@@ -24,8 +24,8 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.diagnosis.identity import Identity, identify
 from dcp_objstore.stores.diagnosis.server import ask_server, named_server
-from dcp_objstore.stores.errors import http_code
 from dcp_objstore.stores.fsspec.errors import status_and_code
+from dcp_objstore.stores.obstore.errors import http_code
 from dcp_objstore.stores.uploads.lifecycle import LIFECYCLE_DAYS, covering_days
 from dcp_objstore.stores.uploads.s3 import S3Uploads
 

@@ -33,7 +33,7 @@ from dcp_objstore.read.tensor_read import (
     warn_if_lossy,
 )
 from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
-from dcp_objstore.stores.admission.limiter import tells_retries
+from dcp_objstore.stores.admission.limiter import reports_retries
 from dcp_objstore.stores.protocol import AskableStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.download import fetch_ranges
@@ -200,7 +200,7 @@ def run_load(
         seconds=time.monotonic() - channel.began_at,
         objects=objects,
         requests=len(requests),
-        retries=channel.retries if tells_retries(store) else None,
+        retries=channel.retries if reports_retries(store) else None,
         commit_id=planned.source.commit_id,
     )
     channel.tell(

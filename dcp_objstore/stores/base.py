@@ -36,8 +36,8 @@ class BaseStore:
         return None
 
     @property
-    def tells_throttling(self) -> Collection[str]:
-        """See `ObjectStore.tells_throttling`; none."""
+    def reports_throttling(self) -> Collection[str]:
+        """See `ObjectStore.reports_throttling`; none."""
         return ()
 
     @contextmanager

@@ -98,7 +98,7 @@ def gcs_payer(options: GcsOptions) -> str | None:
     """The project that pays for requests to `gs://`, None: the bucket's owner.
 
     Raises:
-        ConfigError: somebody shall pay, and nobody is named.
+        ConfigError: `requester_pays` is True, and no project is named.
     """
     if isinstance(options.requester_pays, str):
         return options.requester_pays

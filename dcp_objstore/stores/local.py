@@ -2,7 +2,7 @@
 
 obstore's own local store has no conditional update and does not sync, so this one is ours. What
 it guarantees, on a POSIX file system:
-- An object appears whole or not at all: it is written beside its place, synced, then renamed.
+- An object appears whole or not at all: it is written under a temporary name, synced, then renamed.
 - `IfAbsent` is `link`, which fails if the name exists, also between machines on NFS.
 - Every change of an existing object (rename, conditional or not, and delete) happens under an
   exclusive `flock` of its folder, so compare-and-swap is atomic between threads and processes.

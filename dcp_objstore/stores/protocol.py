@@ -127,7 +127,7 @@ class ObjectStore(Protocol):
         ...
 
     @property
-    def tells_throttling(self) -> Collection[str]:
+    def reports_throttling(self) -> Collection[str]:
         """The verbs whose requests the adapter sends again itself.
 
         It reports each such retry, and each request that the store puts off, to the bucket's
@@ -283,6 +283,6 @@ class AskableStore(PiecewiseStore, Protocol):
         """As `get_pieces`, of what `ask` gave for the same key and range.
 
         Beside `into` it has at most `REST_SIZE_BYTES` of the body in memory, or one piece: what did
-        not come piece by piece is asked for anew in ranges of that size.
+        not come piece by piece is asked for again in ranges of that size.
         """
         ...

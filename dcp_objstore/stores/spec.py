@@ -36,7 +36,7 @@ _cache_lock = threading.Lock()
 
 
 def _forget_after_fork() -> None:
-    """A forked child starts with an empty cache and a lock that nobody holds."""
+    """Empty the cache and replace its lock, which a thread of the parent may hold."""
     global _cache_lock  # noqa: PLW0603  the parent's may be held by a thread that is not here
     _cache_lock = threading.Lock()
     _cache.clear()

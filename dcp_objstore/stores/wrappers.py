@@ -72,9 +72,9 @@ class WrappedStore:
         return self.inner.endpoint_url
 
     @property
-    def tells_throttling(self) -> Collection[str]:
+    def reports_throttling(self) -> Collection[str]:
         """The inner store's."""
-        return self.inner.tells_throttling
+        return self.inner.reports_throttling
 
     @property
     def capabilities(self) -> Capabilities:

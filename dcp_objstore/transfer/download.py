@@ -25,7 +25,7 @@ import numpy as np
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import RangeRead
-from dcp_objstore.stores.admission.limiter import lane_for
+from dcp_objstore.stores.admission.limiter import admission_slot
 from dcp_objstore.stores.protocol import (
     REST_SIZE_BYTES,
     AskableStore,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores.admission.limiter import Lane
+    from dcp_objstore.stores.admission.limiter import AdmissionSlot
     from dcp_objstore.stores.protocol import ObjectStore
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ def fetch_ranges(
     tasks: queue.SimpleQueue[RangeRequest[T]] = queue.SimpleQueue()
     done: queue.SimpleQueue[RangeRequest[T] | BaseException | None] = queue.SimpleQueue()
     gate = _Gate(progress)
-    lane = lane_for(store, "get_range")
+    slot = admission_slot(store, "get_range")
     for request in requests:
         tasks.put(request)
 
@@ -137,7 +137,7 @@ def fetch_ranges(
         explain,
         admit,
         progress,
-        lane,
+        slot,
         pieces=store if isinstance(store, PiecewiseStore) else None,
         asks=asks,
     )
@@ -160,7 +160,7 @@ def fetch_ranges(
         gate.wait_empty()
         raise
     finally:
-        lane.close()
+        slot.close()
 
 
 class _Gate:
@@ -213,7 +213,7 @@ class _Shared(Generic[T]):
     explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None
     admit: Callable[[RangeRequest[T], Progress], memoryview | None] | None
     progress: Progress
-    lane: Lane
+    slot: AdmissionSlot
     _: KW_ONLY
     pieces: PiecewiseStore | None
     asks: AskableStore | None
@@ -260,7 +260,7 @@ class _Worker(Generic[T]):
                 del begun
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             for left in ahead:
-                self.shared.lane.end(id(left.request), answered=False)
+                self.shared.slot.end(id(left.request), answered=False)
                 if left.asked is not None:
                     left.asked.close()
             done.put(error)
@@ -268,7 +268,7 @@ class _Worker(Generic[T]):
     def _begin(self, request: RangeRequest[T]) -> _Begun[T]:
         shared = self.shared
         into = None if shared.admit is None else shared.admit(request, shared.progress)
-        shared.lane.begin(id(request), shared.progress.check_stopped)
+        shared.slot.begin(id(request), shared.progress.check_stopped)
         asked = None
         if shared.asks is not None:
             key = shared.object_keys[request.object_number]
@@ -284,7 +284,7 @@ class _Worker(Generic[T]):
             self._fetch(request, begun.into, begun.asked)
             answered = True
         finally:
-            self.shared.lane.end(id(request), answered=answered)
+            self.shared.slot.end(id(request), answered=answered)
         progress.moved(request.end - request.start)
         if progress.channel is not None:
             progress.channel.tell(

@@ -30,7 +30,7 @@ import numpy as np
 
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
-from dcp_objstore.stores.admission.limiter import Lane, lane_for
+from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count
 from dcp_objstore.transfer.progress import Progress
@@ -146,9 +146,9 @@ class _Tracked:
         progress: Progress,
         part_size_bytes: int,
         key: str,
-        lane: Lane,
+        slot: AdmissionSlot,
     ) -> None:
-        self._lane = lane
+        self._slot = slot
         self._buffers = iter(buffers)
         self._part_size_bytes = part_size_bytes
         self._progress = progress
@@ -173,7 +173,7 @@ class _Tracked:
             )
         ended = self.size_bytes + buffer.nbytes
         for part in range(self.size_bytes // self._part_size_bytes, ended // self._part_size_bytes):
-            self._lane.begin(part, self._progress.check_stopped)
+            self._slot.begin(part, self._progress.check_stopped)
         # A view of our own: the caller may keep the array that it gave us.
         view = buffer[:]
         self.track(view)
@@ -197,7 +197,7 @@ class _Tracked:
         count_bytes = view.nbytes
         start = self.size_bytes
         self.size_bytes += count_bytes
-        token, lane, part_size_bytes = id(view), self._lane, self._part_size_bytes
+        token, slot, part_size_bytes = id(view), self._slot, self._part_size_bytes
         parts = self._parts
         part = None if parts is None else parts.hand(token, self.size_bytes, count_bytes)
 
@@ -206,7 +206,7 @@ class _Tracked:
             if count_bytes:
                 first, last = (at // part_size_bytes for at in (start, start + count_bytes - 1))
                 for number in range(first, last + 1):
-                    lane.end(number)
+                    slot.end(number)
             self._progress.moved(count_bytes)
             if parts is not None and part is not None:
                 parts.let_go(part, token)
@@ -236,9 +236,9 @@ def upload_object(
     Nothing is visible under `key` unless it returns; a multipart upload is aborted, or named in
     the error where that is not certain.
     """
-    lane = lane_for(store, "put_stream")
+    slot = admission_slot(store, "put_stream")
     began_at = time.monotonic()
-    tracked = _Tracked(buffers, progress, plan.part_size_bytes, key, lane)
+    tracked = _Tracked(buffers, progress, plan.part_size_bytes, key, slot)
 
     def send() -> Version:
         head: list[ByteArray] = []
@@ -250,11 +250,11 @@ def upload_object(
             if head_bytes > plan.part_size_bytes:
                 break
         else:
-            lane.begin(0, progress.check_stopped)
+            slot.begin(0, progress.check_stopped)
             try:
                 return store.put(key, head)
             finally:
-                lane.end(0)
+                slot.end(0)
         return store.put_stream(
             key,
             _chain(head, tracked),
@@ -262,7 +262,7 @@ def upload_object(
             max_concurrency=config.upload_concurrency,
         )
 
-    with closing(lane):
+    with closing(slot):
         version = run_watched(send, f"upload of {key}", progress)
     size_bytes = tracked.size_bytes
     parts = part_count(size_bytes, plan.part_size_bytes)

@@ -28,7 +28,7 @@ from dcp_objstore.stores.protocol import (
     Precondition,
     Version,
 )
-from dcp_objstore.stores.uploads.unfinished import Upload
+from dcp_objstore.stores.uploads.unfinished import UnfinishedUpload
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -248,7 +248,7 @@ class Connection:
         self.bucket, self.process, self.url = bucket, process, url
         self.capabilities = Capabilities()
         self.endpoint_url: str | None = None
-        self.tells_throttling = ()
+        self.reports_throttling = ()
         self.root = url.partition("://")[2].partition("/")[2] + "/"
 
     def _request(self, verb: str, key: str, effect: Callable[[], T]) -> T:
@@ -337,10 +337,10 @@ class ConnectionUploads:
         root = f"{self.prefix}{prefix}/" if prefix else self.prefix
         return ConnectionUploads(self.connection, root)
 
-    def list(self) -> list[Upload]:
-        def effect() -> list[Upload]:
+    def list(self) -> list[UnfinishedUpload]:
+        def effect() -> list[UnfinishedUpload]:
             return [
-                Upload(
+                UnfinishedUpload(
                     pending.key.removeprefix(self.prefix),
                     name,
                     pending.initiated,
@@ -352,7 +352,7 @@ class ConnectionUploads:
 
         return self.connection.process.request("list uploads", self.prefix, effect)
 
-    def abort(self, upload: Upload) -> None:
+    def abort(self, upload: UnfinishedUpload) -> None:
         self.connection.process.request(
             "abort",
             self.prefix + upload.key,

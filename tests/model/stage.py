@@ -182,7 +182,7 @@ class StagedStore:
         self.url = self.inner.url
         self.capabilities = self.inner.capabilities
         self.endpoint_url = self.inner.endpoint_url
-        self.tells_throttling = self.inner.tells_throttling
+        self.reports_throttling = self.inner.reports_throttling
         self._waited = False
 
     def await_turn(self) -> None:

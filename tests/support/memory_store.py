@@ -75,7 +75,7 @@ class MemoryStore:
         self.url = url
         self.capabilities = Capabilities()
         self.endpoint_url: str | None = None
-        self.tells_throttling = ()
+        self.reports_throttling = ()
         self.objects: dict[str, tuple[bytes, ObjectMeta]] = {}
         self.requests: list[tuple[str, str]] = []
         self.puts: list[Put] = []

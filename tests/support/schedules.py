@@ -31,7 +31,7 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     PreconditionFailedError,
 )
-from dcp_objstore.stores.errors import translate_obstore
+from dcp_objstore.stores.obstore.errors import translate_obstore
 from dcp_objstore.stores.protocol import ObjectMeta, Precondition, Version
 from tests.crash.bucket import Bucket, Connection, Cut, Process
 from tests.support.upkeep import DESCRIBED
@@ -42,7 +42,7 @@ BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 HOUR_SECONDS = 3600.0
 
-# As obstore tells them; `stores.errors` makes errors of ours of these.
+# As obstore tells them; `stores.obstore.errors` makes errors of ours of these.
 _REQUEST = "Error performing PUT http://127.0.0.1:1/b/k in 1.2s, after 3 retries"
 _STATUS = f"Generic S3 error: {_REQUEST} - Server returned error response: status code: "
 _DUMP = "\n\nDebug source:\nGeneric { source: "

@@ -1,17 +1,16 @@
-"""`Pace`: how fast a store lets itself be asked, as a value; it falls and recovers, and no clock.
+"""`Bounds`: how many requests a store may be sent, and how fast, as a value without a clock.
 
 A store that says 429 or 503 SlowDown limits requests per second, and often by a bucket of tokens
-that hides it for the first few. So two bounds are kept, both open until something was throttled:
+that hides the limit for the first few. So there are two bounds, open until the store throttles:
 
-- the window: requests in flight, halved and then widened by one per window of successes, as TCP
-  does it. Never below 1.
-- the rate: requests begun per second. A store that answers in 5 ms is asked 200 times a second
-  through a window of 1; a window alone could not slow that down. It falls to 0.7 of what the store
-  has lately done for us and rises as a cubic, as in the adaptive mode of AWS's SDKs: slowly near
-  the last limit, fast where that has gone.
+- The window: requests in flight. It is halved, and then widened by one per window of successes, as
+  TCP does. It never falls below 1.
+- The rate: requests begun per second. A window of 1 alone cannot slow down a store that answers in
+  5 ms: that is 200 requests a second. The rate falls to 0.7 of what the store has lately done, and
+  rises as a cubic, as in the adaptive mode of AWS's SDKs: slowly near the last limit, then fast.
 
-Requests that were begun before the last cut tell nothing new: the answers to them are of the same
-shortage. `Limiter` is the shell with locks and clocks.
+Requests that were begun before the last cut are answered for the same shortage, so they change
+nothing. `Limiter` adds locks and clocks.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ LEAST_WINDOW = 1.0
 LEAST_RATE_PER_SECOND = 1.0
 _WINDOW_FACTOR = 0.5
 _RATE_FACTOR = 0.7
-# After this, the rate has tripled.
+# The rate has tripled after this time.
 _RECOVERY_SECONDS = 10.0
-# Without a throttled request for so long, there is no limit any more.
+# The limits end after this time without a throttled request.
 OPEN_AFTER_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """Two bounds, and when they were last cut. Times are monotonic seconds.
+class Bounds:
+    """Two bounds, and the time of the last cut. Times are monotonic seconds.
 
     Attributes:
         window: requests in flight; infinite while nothing has been throttled.
@@ -57,7 +56,7 @@ class Pace:
 
     def throttled(
         self, now: float, begun_at: float, in_flight: int, done_per_second: float
-    ) -> Pace:
+    ) -> Bounds:
         """After a request that the store put off.
 
         Args:
@@ -69,16 +68,16 @@ class Pace:
             return self
         busy = max(1, in_flight)
         lately = done_per_second if done_per_second > 0 else float(busy)
-        return Pace(
+        return Bounds(
             max(LEAST_WINDOW, min(self.window, busy) * _WINDOW_FACTOR),
             max(LEAST_RATE_PER_SECOND, min(self.rate(now), lately) * _RATE_FACTOR),
             now,
         )
 
-    def succeeded(self, now: float) -> Pace:
+    def succeeded(self, now: float) -> Bounds:
         """After a request that was answered."""
         if self.is_open:
             return self
         if now - self.cut_at > OPEN_AFTER_SECONDS:
-            return Pace()
-        return Pace(self.window + 1 / self.window, self.cut_rate, self.cut_at)
+            return Bounds()
+        return Bounds(self.window + 1 / self.window, self.cut_rate, self.cut_at)

@@ -1,12 +1,14 @@
-"""`Limiter`: what all saves and loads of a process may ask of one bucket at one endpoint.
+"""`Limiter`: how many requests all saves and loads of a process send to a bucket, and how fast.
 
-It costs a lock per request while nothing is throttled. When the store says 429 or 503 (told by an
-adapter that retries itself) or requests take several times as long as they did (the only sign
-where the transport retries inside, as in multipart uploads over obstore), fewer are begun: see
-`Pace`. A `Lane` is one transfer's share of it. None of them can wait for ever: a lane with nothing
-in flight gets its turn whatever the others hold, and nobody waits for a free place longer than 5 s.
+There is one per bucket and endpoint. While nothing is throttled, it costs a lock per request. It
+slows requests down (see `Bounds`) when the store throttles. There are two signs of that. An adapter
+that retries by itself reports 429 and 503. Where the transport retries out of sight, as obstore
+does with parts of uploads, requests take several times as long as before.
 
-Retries that are ours share one budget: `spend_retry`.
+Each transfer holds an `AdmissionSlot`. No transfer waits for ever: one with nothing in flight may
+always send a request, and none waits longer than 5 s for a free place.
+
+All retries share one budget: `Limiter.spend_retry`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
-from dcp_objstore.stores.admission.bounds import Pace
+from dcp_objstore.stores.admission.bounds import Bounds
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.protocol import ObjectStore
@@ -29,14 +31,14 @@ RETRY_BUDGET = 100.0
 _REFUND = 0.2  # per success: about every fifth request may be a retry for ever
 _LONGEST_HOLD_SECONDS = 5.0
 _STEP_SECONDS = 0.25
-# So late may a request be begun without the next one having to wait for it.
+# Burst tolerance: a request may start this late without delaying the next.
 _BURST_SECONDS = 0.05
 # What counts as lately, for the successes per second: longer than the pauses before retries.
 _LATELY_SECONDS = 2.0
 _LEAST_SPAN_SECONDS = 0.5
 _FEW = 5
-# A request that the transport sends again out of sight takes at least this longer: its first
-# pause, which `clients` sets.
+# The first pause of a transport that retries out of sight, which `obstore.clients` sets. A request
+# that was sent again takes at least this longer.
 HIDDEN_PAUSE_SECONDS = 1.0
 _SLOW_FACTOR = 2.5
 _SLOW_SECONDS = 0.9 * HIDDEN_PAUSE_SECONDS
@@ -44,57 +46,60 @@ _SLOW_AMONG = 16  # of so many, two slow ones tell; one alone may be the network
 
 
 class Limiter:
-    """See the module. Safe from many threads, and from within weak references' callbacks."""
+    """Limit the requests to one bucket.
+
+    Safe to use from many threads, and from the callbacks of weak references.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         # Re-entrant, because places are given back by weak references.
         self._changed = threading.Condition(threading.RLock())
-        self._pace = Pace()
+        self._bounds = Bounds()
         self._in_flight = 0
         self._next_at = 0.0
         self._done: deque[float] = deque(maxlen=256)
         self._budget = RETRY_BUDGET
 
     @property
-    def pace(self) -> Pace:
-        """As it is now."""
-        return self._pace
+    def bounds(self) -> Bounds:
+        """The bounds at this moment."""
+        return self._bounds
 
     @property
     def in_flight(self) -> int:
-        """Requests of all lanes."""
+        """The number of requests in flight, of all transfers."""
         return self._in_flight
 
-    def lane(self, *, judged: bool) -> Lane:
-        """A transfer's share.
+    def slot(self, *, judged: bool) -> AdmissionSlot:
+        """Make a transfer's slot.
 
         Args:
-            judged: whether slow requests tell that the store is throttling; False where the
-                adapter says so itself.
+            judged: whether slow requests are a sign that the store is throttling. False where the
+                adapter reports throttling.
         """
-        return Lane(self, judged=judged)
+        return AdmissionSlot(self, judged=judged)
 
     def throttled(self, begun_at: float) -> None:
-        """A request that was begun at `begun_at` was put off by the store."""
+        """Record that the store put off a request that was begun at `begun_at`."""
         with self._changed:
             now = self._clock()
             lately = [at for at in self._done if now - at <= _LATELY_SECONDS]
             span_seconds = max(now - lately[0], _LEAST_SPAN_SECONDS) if lately else 1.0
-            self._pace = self._pace.throttled(
+            self._bounds = self._bounds.throttled(
                 now, begun_at, self._in_flight, len(lately) / span_seconds
             )
 
     def succeeded(self) -> None:
-        """A request was answered."""
+        """Record that a request was answered."""
         with self._changed:
             now = self._clock()
             self._done.append(now)
             self._budget = min(RETRY_BUDGET, self._budget + _REFUND)
-            self._pace = self._pace.succeeded(now)
+            self._bounds = self._bounds.succeeded(now)
 
     def spend_retry(self) -> bool:
-        """Whether the budget that all requests share allows one more retry; it is then taken."""
+        """Take one retry from the budget that all requests share; False if it is used up."""
         with self._changed:
             if self._budget < 1:
                 return False
@@ -102,34 +107,34 @@ class Limiter:
             return True
 
     def wait_turn(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait for what the rate allows. `check` is called now and then, and may raise."""
+        """Wait until the rate allows a request. `check` is called meanwhile, and may raise."""
         while (seconds := self._turn()) > 0:
             check()
             with self._changed:
                 self._changed.wait(min(seconds, _STEP_SECONDS))
 
     def _turn(self) -> float:
-        """Take the next turn, or say how long it is away."""
+        """Take the next turn and return 0, or return the seconds until then."""
         with self._changed:
-            if self._pace.is_open:
+            if self._bounds.is_open:
                 return 0.0
             now = self._clock()
             if self._next_at - now > _BURST_SECONDS:
                 return self._next_at - now
-            self._next_at = max(self._next_at, now) + 1 / self._pace.rate(now)
+            self._next_at = max(self._next_at, now) + 1 / self._bounds.rate(now)
             return 0.0
 
-    def _wait_place(self, lane: Lane, check: Callable[[], None]) -> None:
-        """Wait for a place in the window, and take it; then for the turn."""
+    def _wait_place(self, slot: AdmissionSlot, check: Callable[[], None]) -> None:
+        """Wait for a place in the window and take it; then wait for the turn."""
         with self._changed:
             began = self._clock()
             while (
-                lane.in_flight
-                and self._in_flight >= self._pace.window
+                slot.in_flight
+                and self._in_flight >= self._bounds.window
                 and self._clock() - began < _LONGEST_HOLD_SECONDS
             ):
                 check()
-                lane.look()
+                slot.look()
                 self._changed.wait(_STEP_SECONDS)
             self._in_flight += 1
         try:
@@ -144,8 +149,8 @@ class Limiter:
             self._changed.notify_all()
 
 
-class Lane:
-    """One transfer's requests. `close` it, whatever happens: it gives back all its places."""
+class AdmissionSlot:
+    """The requests of one transfer. `close` gives back all its places; call it in any case."""
 
     def __init__(self, limiter: Limiter, *, judged: bool) -> None:
         self._limiter = limiter
@@ -158,7 +163,7 @@ class Lane:
 
     @property
     def in_flight(self) -> int:
-        """Of this lane."""
+        """The number of its requests in flight."""
         return len(self._begun)
 
     def begin(self, request: Hashable, check: Callable[[], None] = lambda: None) -> None:
@@ -175,7 +180,7 @@ class Lane:
                 self._begun[request] = limiter._clock()
 
     def end(self, request: Hashable, *, answered: bool = True) -> None:
-        """It has ended; one that had before, or never began, is no error."""
+        """End a request. One that has ended before, or never began, is no error."""
         limiter = self._limiter
         with limiter._changed:
             begun_at = self._begun.pop(request, None)
@@ -192,7 +197,7 @@ class Lane:
                 limiter.succeeded()
 
     def look(self) -> None:
-        """Judge those that are still under way by their age."""
+        """Judge the requests in flight by their age."""
         with self._limiter._changed:
             now = self._limiter._clock()
             for request, begun_at in list(self._begun.items()):
@@ -201,7 +206,7 @@ class Lane:
                     self._judge(begun_at, now - begun_at)
 
     def close(self) -> None:
-        """Give everything back. What ends later is not heard any more."""
+        """Give all places back. Requests that end later are ignored."""
         with self._limiter._changed:
             self._closed = True
             self._limiter._give_back(len(self._begun))
@@ -217,7 +222,7 @@ class Lane:
         slow = self._is_slow(seconds)
         known = any(self._verdicts)
         self._verdicts.append(slow)
-        if slow and (known or not self._limiter.pace.is_open):
+        if slow and (known or not self._limiter.bounds.is_open):
             self._limiter.throttled(begun_at)
 
 
@@ -226,30 +231,29 @@ _lock = threading.Lock()
 
 
 def limiter_at(endpoint_url: str | None, scheme: str, bucket: str) -> Limiter:
-    """The one of this process for a bucket at an endpoint (None: the provider's own)."""
+    """Return the limiter of a bucket at an endpoint (None: the provider's own)."""
     with _lock:
         return _limiters.setdefault((endpoint_url, scheme, bucket), Limiter())
 
 
 def limiter_of(store: ObjectStore) -> Limiter:
-    """The one of this process for the store's bucket and `endpoint_url`, if it has one."""
+    """Return the limiter of a store's bucket."""
     scheme, _, place = store.url.partition("://")
     bucket = place.partition("/")[0]
-    return limiter_at(getattr(store, "endpoint_url", None), scheme, bucket)
+    return limiter_at(store.endpoint_url, scheme, bucket)
 
 
-def lane_for(store: ObjectStore, verb: str) -> Lane:
-    """A transfer's share of the store, for requests of one verb.
+def admission_slot(store: ObjectStore, verb: str) -> AdmissionSlot:
+    """Make a slot for a transfer's requests of one verb.
 
-    Slow requests count as throttled, unless the adapter tells of such itself: it then names the
-    verb in its attribute `tells_throttling`.
+    Slow requests count as throttled, unless the adapter reports throttling for this verb.
     """
-    return limiter_of(store).lane(judged=verb not in getattr(store, "tells_throttling", ()))
+    return limiter_of(store).slot(judged=verb not in store.reports_throttling)
 
 
-def tells_retries(store: ObjectStore) -> bool:
-    """Whether the adapter tells of every retry of a read; some transports retry out of sight."""
-    return "get_range" in getattr(store, "tells_throttling", ())
+def reports_retries(store: ObjectStore) -> bool:
+    """Whether the adapter reports every retry of a read; some transports retry out of sight."""
+    return "get_range" in store.reports_throttling
 
 
 def _forget_after_fork() -> None:

@@ -68,7 +68,7 @@ class JoinedBuffers(io.RawIOBase):
     def read(self, size: int | None = -1) -> Any:
         """Without a size all that is left, as bytes; else a view of some, without a copy.
 
-        The view may be longer than `size`, which whoever sends or hashes bodies does not mind.
+        The view may be longer than `size`, which senders and hashes of bodies accept.
         """
         if self._check is not None:
             self._check()

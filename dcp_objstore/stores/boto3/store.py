@@ -129,8 +129,8 @@ class Boto3Store(S3Store):
         """The pieces of one answer.
 
         Raises:
-            BrokenOffError: the connection was lost before the last one; whoever knows how many
-                have come may ask for the rest.
+            BrokenOffError: the connection was lost before the last one. The caller, who knows how
+                many have come, may ask for the rest.
         """
         start, end = cuts[0], cuts[-1]
         answer = self._clients.get("read").get_object(**target, Range=f"bytes={start}-{end - 1}")

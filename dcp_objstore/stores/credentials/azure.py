@@ -238,10 +238,10 @@ class _Identity:
         return self._ask()
 
     def renew(self) -> None:
-        """Ask for a token anew next time.
+        """Ask for a new token next time.
 
-        The default chain is made anew, which forgets the tokens that it keeps. What the user has
-        made is asked again, and has no call to make it forget: it gives what it thinks is valid.
+        A new default chain is made, which has no cached tokens. The user's own object is asked
+        again. It has no call that clears its cache, so it gives what it believes is valid.
         """
         from obstore.auth.azure import AzureCredentialProvider
 

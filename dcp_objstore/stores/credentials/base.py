@@ -21,8 +21,8 @@ class Credentials:
         provider: called by obstore for credentials; None where obstore finds them itself.
         config: additional settings of obstore's store.
         renewable: whether asking for them again may give others.
-        renew: makes `provider` ask its source anew; None where it does that each time, or where
-            a new client of obstore's does it. Raises `CredentialsError` if there are no others.
+        renew: makes `provider` ask its source again; None where each call, or each new client of
+            obstore's, asks it. Raises `CredentialsError` if there are no others.
         advice: what to do once they are refused and there are no others.
         region: the profile's region, or None.
         endpoint_url: the profile's endpoint, or None.

@@ -161,7 +161,7 @@ def _bare(source: str, token: str) -> Credentials:
 
 def _from_key(key: Mapping[str, Any], what: str) -> Credentials:
     """By the content of a key; `what` says where it is from."""
-    # gcsfs takes a user's refresh token without the type that gcloud writes beside it.
+    # gcsfs takes a user's refresh token without the type that gcloud writes with it.
     guessed = "authorized_user" if "refresh_token" in key else "service_account"
     kind = str(key.get("type") or guessed)
     missing = [name for name in _FIELDS.get(kind, ()) if not isinstance(key.get(name), str)]
@@ -269,7 +269,7 @@ class _Provider:
         """Have another token: the one that we have was refused, however long it is said to last.
 
         Raises:
-            CredentialsError: there is none to be had.
+            CredentialsError: google-auth gives none.
         """
         from google.auth.exceptions import GoogleAuthError
 

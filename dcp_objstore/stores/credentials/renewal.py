@@ -1,4 +1,4 @@
-"""`Renewing`: the credentials of a profile, as obstore wants them, fresh for as long as it asks.
+"""`Renewing`: the credentials of a profile for obstore, renewed before they end.
 
 boto3 knows when temporary credentials end (SSO, an assumed role, `credential_process`), and renews
 them in their last 10 minutes, but only when it is asked. obstore's own helper asks every half hour,
@@ -29,7 +29,7 @@ class Renewing:
 
     Args:
         source: where they come from, in words.
-        load: gives botocore's credentials, read anew, or None.
+        load: reads botocore's credentials again and returns them, or None.
         now: the time, for tests.
     """
 
@@ -69,7 +69,7 @@ class Renewing:
             return dict(self._kept)
 
     def renew(self) -> None:
-        """Read them anew for the next request: those that we have were refused."""
+        """Forget credentials that were refused: the next request reads them again."""
         with self._lock:
             self._held = self._kept = self._ends_at = None
 

@@ -75,7 +75,7 @@ _UNREACHED = (
 def translate_fsspec(
     error: Exception, bare: type[DcpObjstoreError] = StoreUnavailableError
 ) -> DcpObjstoreError:
-    """Turn what a filesystem raised into an error of ours.
+    """Translate what a filesystem raised.
 
     Args:
         error: what it raised.
@@ -89,7 +89,7 @@ def translate_fsspec(
     if is_of_botocore(error):
         return translate_botocore(error)
     for one in _chain(error):
-        # In place, because they stay as the cause of ours and are shown with it.
+        # In place, because they stay as the cause and are shown with it.
         one.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in one.args)
     kind = _kind(error)
     if type(error) is OSError and error.errno is None and error.__cause__ is None:

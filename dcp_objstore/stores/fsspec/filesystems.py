@@ -1,8 +1,8 @@
-"""What a filesystem of fsspec is made of: from our options and settings, or from the user's own.
+"""Make the filesystems of fsspec that carry a store's requests.
 
-Options of s3:// and gs:// have been checked in our spelling and become those of s3fs and gcsfs.
-Options of other schemes are the filesystem's own: it alone knows their names. Which of their values
-are secrets nobody knows, so all but a few well-known ones are taken for secrets.
+Options of s3:// and gs:// are checked by their schemas and become those of s3fs and gcsfs. Options
+of other schemes are known to their filesystem alone. Any of them may be a secret, so all but a few
+well-known ones are treated as secrets.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def check_filesystem(scheme: str, options: Mapping[str, object]) -> dict[str, ob
 
     Raises:
         ConfigError: it is no filesystem, does not fit the URL, is one for coroutines, or there are
-            options beside it.
+            other options.
     """
     from fsspec import AbstractFileSystem
 

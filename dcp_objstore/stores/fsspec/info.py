@@ -1,4 +1,4 @@
-"""Version and time of an object, from what `info` of any filesystem of fsspec tells of it."""
+"""Version and time of an object, from what a filesystem's `info` says."""
 
 from __future__ import annotations
 

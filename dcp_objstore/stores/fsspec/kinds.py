@@ -35,7 +35,7 @@ _OBJECT_LIBRARIES = ("adlfs", "ocifs", "ossfs", "s3fs", "tosfs")
 
 
 def ways_of(fs: object) -> Ways:
-    """How a filesystem is written; `UNKNOWN` where nobody has looked."""
+    """How a filesystem is written; `UNKNOWN` for other kinds."""
     if is_gcsfs(fs):
         return Ways(whole=True, create="own", buckets=True)
     if _is_of(fs, "fsspec.implementations.local", "LocalFileSystem"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +18,7 @@ from dcp_objstore.stores.buffers import check_range
 from dcp_objstore.stores.fsspec.errors import is_of_botocore, translate_fsspec
 from dcp_objstore.stores.s3.errors import translate_botocore
 from dcp_objstore.stores.s3.store import S3Store
-from dcp_objstore.stores.s3.upload import Upload
+from dcp_objstore.stores.s3.upload import MultipartUpload
 from dcp_objstore.stores.urls import StoreUrl, check_key
 
 if TYPE_CHECKING:
@@ -48,10 +48,7 @@ class S3fsStore(S3Store):
     def _body(self, part: Sequence[memoryview], check: Any = None) -> bytes:  # noqa: ARG002
         return b"".join(part)
 
-    def _conditional_write(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def _upload(self, target: Mapping[str, str], max_concurrency: int) -> Upload:
+    def _upload(self, target: Mapping[str, str], max_concurrency: int) -> MultipartUpload:
         upload = super()._upload(target, max_concurrency)
         upload.cancel = upload.client.cancel_parts
         return upload

@@ -1,12 +1,12 @@
 """`ObjectStore` over any filesystem of fsspec but s3fs, which has its own in `fsspec.s3`.
 
-`fsspec.kinds` says how a kind of filesystem is written. What would show an object while it is
-being written is written beside its place, under a name that listings leave out, and moved: by the
-filesystem's own rename where it has one, by copying and removing otherwise, which is as whole as
-that copy is.
+`fsspec.kinds` says how a kind of filesystem is written. Where an object would be visible while it
+is being written, it is written under another name in the same folder, which listings leave out, and
+then moved: by the filesystem's own rename if it has one, otherwise by copying and removing, which
+is only as atomic as that copy.
 
-fsspec's filesystems have no conditional update, and read body and metadata by separate requests,
-so `get` compares what it was told before and after.
+fsspec's filesystems have no conditional update. They read body and metadata by separate requests,
+so `get` compares the metadata before and after.
 """
 
 from __future__ import annotations

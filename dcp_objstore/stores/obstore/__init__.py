@@ -1,1 +1,1 @@
-"""The native transport: stores over obstore, and ranged GETs of our own beside it."""
+"""The native transport: stores over obstore, and ranged GETs that bypass it."""

@@ -15,7 +15,8 @@ from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
 from dcp_objstore.stores.endpoint import gcs_endpoint, s3_requester_pays
-from dcp_objstore.stores.errors import (
+from dcp_objstore.stores.obstore.direct import SIGNED_FOR_SECONDS, DirectLane
+from dcp_objstore.stores.obstore.errors import (
     http_code,
     is_expired,
     is_refused_token,
@@ -23,7 +24,6 @@ from dcp_objstore.stores.errors import (
     never_connected,
     translate_obstore,
 )
-from dcp_objstore.stores.obstore.direct import SIGNED_FOR_SECONDS, DirectLane
 from dcp_objstore.stores.obstore.makers import (
     Make,
     azure_maker,
@@ -31,15 +31,15 @@ from dcp_objstore.stores.obstore.makers import (
     memory_maker,
     s3_maker,
 )
-from dcp_objstore.stores.options.azure import AzureOptions
-from dcp_objstore.stores.options.gcs import GcsOptions
-from dcp_objstore.stores.options.parse import parse
-from dcp_objstore.stores.options.s3 import s3_options
-from dcp_objstore.stores.retries import (
+from dcp_objstore.stores.obstore.retries import (
     LONGEST_PAUSE_SECONDS,
     PAUSE_BASE,
     Tries,
 )
+from dcp_objstore.stores.options.azure import AzureOptions
+from dcp_objstore.stores.options.gcs import GcsOptions
+from dcp_objstore.stores.options.parse import parse
+from dcp_objstore.stores.options.s3 import s3_options
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl
@@ -178,7 +178,7 @@ class Clients:
                 done so since, there is nothing to do.
 
         Raises:
-            CredentialsError: there are no others to be had.
+            CredentialsError: there are no others.
         """
         found = self._credentials
         if found is None or not found.renewable:

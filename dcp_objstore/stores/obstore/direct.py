@@ -1,4 +1,4 @@
-"""`DirectLane`: ranged GETs straight into memory of ours, beside the transport.
+"""`DirectLane`: ranged GETs straight into the caller's memory, past the transport.
 
 The transport gathers the pieces of a body and joins them, which for large ranges is most of what
 a download costs. This lane has it sign a URL and then receives the body where it is wanted, with
@@ -45,7 +45,7 @@ class _UnusableError(Exception):
 
 
 class PutOffError(Exception):
-    """The store is throttling: whoever asks is to wait before asking again, in whatever way."""
+    """The store is throttling: wait before the next request, whichever way it takes."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -57,7 +57,7 @@ _Connection = http.client.HTTPConnection
 
 @dataclass
 class Asked:
-    """A request that was sent, whose answer nobody has looked at yet. `close` it, or read it."""
+    """A request that was sent and whose answer was not read yet. Read it or `close` it."""
 
     connection: _Connection
     url: str
@@ -105,7 +105,7 @@ class DirectLane:
             except BaseException:
                 connection.close()
                 raise
-        except Exception as error:  # noqa: BLE001  whoever reads tries anew, and reports it
+        except Exception as error:  # noqa: BLE001  the read sends it again, and reports it
             logger.debug("a range was not asked for directly: %s", type(error).__name__)
             return None
         return Asked(connection, url, start, end)
@@ -188,7 +188,7 @@ class DirectLane:
                 _fill(piece[count:], connected)
                 yield piece
             answer.close()  # tells http.client that the body has ended
-        except BaseException:  # as when whoever takes the pieces takes no more
+        except BaseException:  # the generator was closed, too
             connection.close()
             raise
         if connection.sock is not None:

@@ -144,7 +144,7 @@ def gcs_maker(url: StoreUrl, options: GcsOptions, found: Credentials) -> tuple[M
     """For a bucket of Google Cloud Storage; and its endpoint, None for the provider's own.
 
     Raises:
-        ConfigError: an endpoint or certificate that we cannot use, or nobody to pay.
+        ConfigError: an endpoint or certificate that cannot be used; no project that pays.
     """
     from obstore.store import GCSStore
 

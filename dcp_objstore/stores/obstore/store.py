@@ -41,8 +41,9 @@ from dcp_objstore.stores.answers import (
 )
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer, check_range
-from dcp_objstore.stores.errors import (
-    NO_STORE,
+from dcp_objstore.stores.errors import NO_STORE
+from dcp_objstore.stores.obstore.direct import Asked, PutOffError
+from dcp_objstore.stores.obstore.errors import (
     abort_failed,
     http_code,
     is_transient,
@@ -52,7 +53,6 @@ from dcp_objstore.stores.errors import (
     translate_obstore,
     translate_panic,
 )
-from dcp_objstore.stores.obstore.direct import Asked, PutOffError
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
     REST_SIZE_BYTES,
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.stores.obstore.clients import Clients
-    from dcp_objstore.stores.retries import Tries
+    from dcp_objstore.stores.obstore.retries import Tries
 
 _log = logging.getLogger("dcp_objstore")
 
@@ -113,7 +113,7 @@ class ObstoreStore(BaseStore):
         return self._clients.endpoint_url
 
     @property
-    def tells_throttling(self) -> Collection[str]:
+    def reports_throttling(self) -> Collection[str]:
         """All but streams and listings, which obstore retries."""
         return ("put", "get", "get_range", "head", "delete")
 
@@ -182,8 +182,8 @@ class ObstoreStore(BaseStore):
                 result = obstore.put(
                     self._clients.stream(),
                     path,
-                    # obstore's memory store would hold them all until the last has come: whoever
-                    # has only so many would wait for ever to have one back.
+                    # obstore's memory store would hold them all until the last has come; a caller
+                    # with a fixed number of buffers would wait for ever to get one back.
                     map(bytes, source) if self._url.scheme == "memory" else source,
                     use_multipart=True,
                     chunk_size=part_size_bytes,
@@ -383,7 +383,7 @@ class ObstoreStore(BaseStore):
         last: str | None = None  # the last key that came
 
         def more() -> Any:
-            """The next page; of a listing that is begun anew after one that failed."""
+            """The next page; after one that failed, of a new listing that starts there."""
             nonlocal pages
             if pages is None:
                 found = iter(obstore.list(clients.listing(), prefix=folder or None, offset=last))

@@ -31,9 +31,9 @@ class BrokenOffError(Exception):
 
 
 def translate_botocore(error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
-    """Turn what a boto3 call raised into an error of ours.
+    """Translate what an operation of botocore raised.
 
-    Credentials and signatures that a store tells back are left out, in the text and in `error`.
+    Credentials and signatures that a store repeats are left out, in the text and in `error`.
 
     Args:
         conditional: the request had an `If-Match`: an absent key then fails the precondition.
@@ -41,7 +41,7 @@ def translate_botocore(error: Exception, *, conditional: bool = False) -> DcpObj
     if isinstance(error, DcpObjstoreError):
         return error
     for one in _chain(error):
-        # In place, because they stay as the cause of ours and are shown with it.
+        # In place, because they stay as the cause and are shown with it.
         one.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in one.args)
     answered = client_error(error)
     if answered is not None:
@@ -84,7 +84,7 @@ def is_upload_gone(error: BaseException) -> bool:
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """The error, letting go of what a request that failed held: its body is the caller's memory."""
+    """Return the error without references to its request, whose body is the caller's memory."""
     from botocore.exceptions import HTTPClientError
 
     for one in _chain(error):
@@ -100,7 +100,7 @@ def _answer(error: Any, conditional: bool) -> DcpObjstoreError:
     if code == _NO_SUCH_KEY and conditional:
         kind = PreconditionFailedError  # If-Match on an absent key: 404 on AWS and moto
     if code == _NO_SUCH_UPLOAD:
-        return StoreUnavailableError(f"the store lost this upload in its midst: {error}")
+        return StoreUnavailableError(f"the store lost this upload before its end: {error}")
     missing = status == http.client.NOT_FOUND and code in ("", str(status))
     if missing and not conditional and error.operation_name in _NEED_A_BUCKET:
         return ConfigError(f"{NO_STORE}, and that the bucket exists: {error} (status {status})")
@@ -109,7 +109,7 @@ def _answer(error: Any, conditional: bool) -> DcpObjstoreError:
 
 
 def _no_answer(error: Exception) -> tuple[type[DcpObjstoreError], str]:
-    """The error of ours for a request that got no answer, and what happened, in words."""
+    """Return the error for a request that got no answer, and what happened, in words."""
     from botocore import exceptions as boto
 
     for cause in _chain(error):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,7 +33,7 @@ from dcp_objstore.stores.protocol import (
     Version,
 )
 from dcp_objstore.stores.s3.errors import status_of
-from dcp_objstore.stores.s3.upload import Upload
+from dcp_objstore.stores.s3.upload import MultipartUpload
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -93,15 +93,17 @@ class S3Store(BaseStore, ABC):
 
     @abstractmethod
     def _translate(self, error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
-        """The error of ours for what an operation raised; see `translate_botocore`."""
+        """Translate what an operation raised, as `translate_botocore` does."""
 
-    @abstractmethod
     def _conditional_write(self) -> AbstractContextManager[Any]:
         """Entered around each conditional write."""
+        return nullcontext()
 
-    def _upload(self, target: Mapping[str, str], max_concurrency: int) -> Upload:
+    def _upload(self, target: Mapping[str, str], max_concurrency: int) -> MultipartUpload:
         client = self._client("write")
-        return Upload(client, target, self._sealing, self._checksums, max_concurrency, self._body)
+        return MultipartUpload(
+            client, target, self._sealing, self._checksums, max_concurrency, self._body
+        )
 
     # The verbs, but for ranges.
 

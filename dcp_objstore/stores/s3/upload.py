@@ -30,7 +30,7 @@ class _StoppedError(BaseException):
 
 
 @dataclass
-class Upload:
+class MultipartUpload:
     """One multipart upload: `send` parts in their order, then `complete`, or else `abort`.
 
     Args:

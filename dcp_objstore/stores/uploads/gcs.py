@@ -183,7 +183,7 @@ def _bucket(
 def _refused(status: int) -> DcpObjstoreError:
     if status == http.client.NOT_FOUND:
         return BucketNotFoundError(
-            "there is no such bucket, or the server has no JSON API beside the XML API (404)"
+            "there is no such bucket, or the server has the XML API but no JSON API (404)"
         )
     if 300 <= status < 400:
         return ConfigError(

@@ -1,7 +1,8 @@
 """Temporary objects that a killed process left on `file://`: there, what uploads are on S3.
 
-An object is written beside its place and then named (`local`). Whoever is killed in between leaves
-the temporary one, which `list` never shows. A sweep removes those older than its grace period.
+An object is written under a temporary name in its folder and then renamed (`local`). A process that
+is killed in between leaves the temporary object, which `list` never shows. A sweep removes those
+older than its grace period.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from dcp_objstore.errors import StoreUnavailableError
 from dcp_objstore.stores.local import TEMPORARY, key_of_temporary
-from dcp_objstore.stores.uploads.unfinished import Upload
+from dcp_objstore.stores.uploads.unfinished import UnfinishedUpload
 
 
 class LocalUploads:
@@ -29,7 +30,7 @@ class LocalUploads:
         """The same, of a folder further down; an empty prefix is this one."""
         return LocalUploads(self._root / prefix)
 
-    def list(self) -> Sequence[Upload]:
+    def list(self) -> Sequence[UnfinishedUpload]:
         """See `Uploads`.
 
         Raises:
@@ -47,10 +48,10 @@ class LocalUploads:
             key = str(folder / key_of_temporary(place.name))
             written = datetime.fromtimestamp(status.st_mtime, tz=UTC)
             upload_id = str(place.relative_to(self._root))
-            found.append(Upload(key, upload_id, written, status.st_size))
+            found.append(UnfinishedUpload(key, upload_id, written, status.st_size))
         return found
 
-    def abort(self, upload: Upload) -> None:
+    def abort(self, upload: UnfinishedUpload) -> None:
         """See `Uploads`.
 
         Raises:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, translate_botocore
-from dcp_objstore.stores.uploads.unfinished import Upload
+from dcp_objstore.stores.uploads.unfinished import UnfinishedUpload
 
 if TYPE_CHECKING:
     from typing import Self
@@ -41,7 +41,7 @@ class S3Uploads:
         found._root = f"{self._root}{prefix}/" if prefix else self._root
         return found
 
-    def list(self) -> list[Upload]:
+    def list(self) -> list[UnfinishedUpload]:
         """See `Uploads`. One request per 1000 uploads, and one per upload for its parts.
 
         Raises:
@@ -59,7 +59,7 @@ class S3Uploads:
                 if entry["Key"].startswith(self._root)
             ]
 
-    def _described(self, entry: Mapping[str, Any]) -> Upload:
+    def _described(self, entry: Mapping[str, Any]) -> UnfinishedUpload:
         pages = self._client.get_paginator("list_parts").paginate(
             Bucket=self._bucket, Key=entry["Key"], UploadId=entry["UploadId"], **self._extra
         )
@@ -70,9 +70,9 @@ class S3Uploads:
             if not is_upload_gone(error):  # completed or aborted since it was listed
                 raise
         key = entry["Key"].removeprefix(self._root)
-        return Upload(key, entry["UploadId"], entry["Initiated"], size_bytes)
+        return UnfinishedUpload(key, entry["UploadId"], entry["Initiated"], size_bytes)
 
-    def abort(self, upload: Upload) -> None:
+    def abort(self, upload: UnfinishedUpload) -> None:
         """See `Uploads`."""
         with boto_errors(self._url):
             try:

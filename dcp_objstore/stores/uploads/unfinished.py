@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
+class UnfinishedUpload:
     """A multipart upload that was neither completed nor aborted.
 
     Attributes:
@@ -28,10 +28,10 @@ class Upload:
 class Uploads(Protocol):
     """Looks at the multipart uploads below one root."""
 
-    def list(self) -> Sequence[Upload]:
+    def list(self) -> Sequence[UnfinishedUpload]:
         """Those in progress or orphaned."""
         ...
 
-    def abort(self, upload: Upload) -> None:
+    def abort(self, upload: UnfinishedUpload) -> None:
         """Remove its parts; one that has gone meanwhile is no error."""
         ...

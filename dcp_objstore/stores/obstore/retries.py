@@ -1,9 +1,9 @@
-"""Retries of ours, around requests that the transport is told to send once.
+"""`Tries`: send a request again that the transport sends once.
 
-For reads and small writes: these can simply be sent again, so nothing need happen out of sight.
-What the store puts off slows the whole process down (`Limiter`), and all retries share one budget.
-Each is told to the save or load that the request is made for. The pauses are jittered and grow,
-each is random between the first and thrice the last one.
+For reads and small writes, which can simply be sent again. A throttled request slows the whole
+process down (`Limiter`), all retries share one budget, and each is reported to the save or load
+that the request belongs to. The pauses grow and are jittered: each is random between the first and
+three times the last one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeVar
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.observe.dispatch import tell_retry
 from dcp_objstore.stores.admission.limiter import Limiter
-from dcp_objstore.stores.errors import is_throttling, is_transient, translate_obstore
+from dcp_objstore.stores.obstore.errors import is_throttling, is_transient, translate_obstore
 
 T = TypeVar("T")
 
