@@ -323,11 +323,11 @@ def load_state_dict(
     model use `load`, which reads each byte once for all ranks.
 
     Args:
+        url: the checkpoint, of this or another library.
         keys: patterns of keys, as `"model.*"`; see `Checkpoint.matching`. Default: everything.
         nested: as the nested dict that was saved (default); otherwise flat, by key.
         device: where the tensors are made. Default: CPU memory.
         progress: show a bar where standard error is a terminal. Default True.
-        url: the checkpoint, of this or another library.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
             `endpoint_url`, ...). Default: from the environment.
         config: sizes, concurrency, time-outs and the memory budget.

@@ -55,7 +55,7 @@ GUARANTEES = (
     Guarantee("equal parts", "all parts but the last have the same size", ("equal_parts",)),
     Guarantee("clean abort", "a stream that breaks off leaves nothing", ("clean_abort",)),
     Guarantee("whole or not", "nobody ever sees a part of an object", ("atomic_put",)),
-    Guarantee("bounded memory", "a stream's buffers are let go while it goes on"),
+    Guarantee("bounded memory", "a stream's buffers are released while it goes on"),
     Guarantee(
         "listed versions",
         "a listed token serves a conditional write",
@@ -105,11 +105,11 @@ def table(rows: Mapping[str, list[str]]) -> str:
     lines = [["store", *(one.name for one in GUARANTEES)]]
     lines.append(["---", *(":-:" for _ in GUARANTEES)])
     lines.extend([endpoint, *cells] for endpoint, cells in sorted(rows.items()))
-    legend = "; ".join(f"*{one.name}*: {one.meaning}" for one in GUARANTEES)
+    legend = "\n".join(f"- *{one.name}*: {one.meaning}." for one in GUARANTEES)
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
-        f"{text}\n\n<sub>{KEPT} kept; {LACKING} lacking, declared, and refused where it is asked"
-        f" for; {FOREIGN} no such thing there. {legend}.</sub>"
+        f"{text}\n\n{KEPT} kept; {LACKING} lacking, declared, and refused where it is asked for;"
+        f" {FOREIGN} no such thing there.\n\n{legend}"
     )
 
 
