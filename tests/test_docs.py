@@ -22,6 +22,7 @@ from typer.main import get_command
 import dcp_objstore as dos
 from dcp_objstore import errors
 from dcp_objstore.cli.app import app
+from tests.support import doc_tables
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -217,3 +218,9 @@ def test_the_table_of_errors_is_the_tree() -> None:
         group: {name for name, one in tree.items() if issubclass(one, tree[group])} - {group}
         for group in groups
     }
+
+
+@pytest.mark.parametrize("scheme", doc_tables.SCHEMES)
+def test_the_tables_of_options_are_what_the_stores_take(scheme: str) -> None:
+    written = doc_tables.between(doc_tables.OPTIONS_PAGE.read_text(), f"options {scheme}")
+    assert written == doc_tables.option_table(scheme), "run `python -m tests.support.doc_tables`"

@@ -11,7 +11,6 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import StoreSpec, options
 from dcp_objstore.stores.option_table import OPTIONS
-from tests.support import doc_tables
 
 # Of HTTP clients in general, not of S3: obstore takes them elsewhere.
 OF_CLIENTS = {"allow_http", "allow_invalid_certificates", "root_certificate"}
@@ -97,10 +96,3 @@ def test_another_spelling_gets_the_right_one(given: dict[str, object], text: str
     with pytest.raises(ConfigError) as caught:
         StoreSpec("s3://bucket", given)
     assert text in caught.value.message
-
-
-@pytest.mark.parametrize("scheme", doc_tables.SCHEMES)
-def test_the_documentation_has_the_table_as_it_is(scheme: str) -> None:
-    page = doc_tables.OPTIONS_PAGE.read_text(encoding="utf-8")
-    written = doc_tables.between(page, f"options {scheme}")
-    assert written == doc_tables.option_table(scheme), "run `python -m tests.support.doc_tables`"
