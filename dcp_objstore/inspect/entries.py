@@ -51,7 +51,7 @@ class TensorEntry:
         """The whole tensor.
 
         Raises:
-            As `Checkpoint.read`.
+            DcpObjstoreError: what `Checkpoint.read` raises.
         """
         return self._read(whole(self.shape), device)
 
@@ -65,7 +65,7 @@ class TensorEntry:
 
         Raises:
             IndexError: an index is of another kind, out of range, or there are too many.
-            As `Checkpoint.read`.
+            DcpObjstoreError: what `Checkpoint.read` raises.
         """
         box, sizes = box_of(index, self.shape)
         return self._read(box, "cpu").reshape(sizes)
@@ -96,6 +96,6 @@ class ValueEntry:
         """The value.
 
         Raises:
-            As `Checkpoint.read`.
+            DcpObjstoreError: what `Checkpoint.read` raises.
         """
         return self.checkpoint._fill({}, [self.key], progress=False)[self.key]

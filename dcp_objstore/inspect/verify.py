@@ -65,7 +65,8 @@ class VerifyReport:
     """What was verified.
 
     Attributes:
-        url, commit_id: the checkpoint.
+        url: the checkpoint.
+        commit_id: the commit that was verified.
         objects: data objects looked at.
         blocks: blocks of payload that were read and compared.
         total_bytes: bytes read.

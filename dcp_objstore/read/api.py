@@ -61,8 +61,19 @@ def load(
             out, and the report names them. Default True. What the checkpoint has beyond the state
             (an optimizer, where only the weights are asked for) is never an error.
         process_group: the ranks that load together. Default: all.
-        storage_options, config, progress, on_event, trace, verify, trust_pickle, read_once: see
-            `ObjectStoreReader`.
+        storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
+            `endpoint_url`, ...). Default: from the environment.
+        config: sizes, concurrency, time-outs and the memory budget.
+        progress: show a bar on rank 0 where standard error is a terminal. Default True.
+        on_event: called with each event of the load on this rank, in a thread of its own; see
+            `ObjectStoreWriter`.
+        trace: name of a local file for a trace of the load; see `ObjectStoreWriter`.
+        verify: "strict" (default): no unverified byte reaches a tensor. "off": only what is needed
+            is read, and not checked.
+        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses, which may run
+            code that the checkpoint's author chose. Default False.
+        read_once: what several ranks need is fetched by one of them, which hands it to the others;
+            see `ObjectStoreReader`. Default True.
 
     Returns:
         What this rank fetched, what of its state was missing, and what it did not ask for.

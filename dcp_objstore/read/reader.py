@@ -78,7 +78,9 @@ class ObjectStoreReader(StorageReader):
             environment.
         config: sizes, concurrency, time-outs and the memory budget.
         progress: show a bar on rank 0 where standard error is a terminal. Default True.
-        on_event, trace: as of `ObjectStoreWriter`, for loads.
+        on_event: called with each event of a load on this rank, in a thread of its own; as for
+            `ObjectStoreWriter`.
+        trace: name of a local file that gets each load as a trace; as for `ObjectStoreWriter`.
         verify: "strict" (default): no unverified byte reaches a tensor; reads are widened to
             whole 4 MiB blocks. "off": only what is needed is read, and not checked.
         trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses, which may run
@@ -99,13 +101,21 @@ class ObjectStoreReader(StorageReader):
     Attributes:
         last_load: a `LoadReport` of this rank's last finished load, or None.
 
-    Raises (from the DCP call, as `CheckpointException.failures`; `dos.load` raises them plainly):
+    The DCP call raises these errors as `CheckpointException.failures`; `dos.load` raises them
+    plainly.
+
+    Raises:
         CheckpointNotFoundError: nothing is committed at this URL.
         CheckpointCorruptError: objects are missing or differ from what was saved.
         CheckpointGoneError: the checkpoint was deleted or replaced meanwhile.
         UntrustedPickleError: a value needs `trust_pickle=True`.
-        StateMismatchError, UnsupportedError, StoreUnavailableError, TransferStalledError,
-        PermissionDeniedError, CredentialsError, BucketNotFoundError: as they say.
+        StateMismatchError: the state asks for keys or shapes that the checkpoint does not have.
+        UnsupportedError: a newer version wrote the checkpoint, or it holds what cannot be loaded.
+        StoreUnavailableError: the store did not answer, after all retries.
+        TransferStalledError: no range was completed for `config.stall_timeout_seconds`.
+        CredentialsError: there are no credentials, or they are wrong or expired.
+        PermissionDeniedError: the credentials do not allow it.
+        BucketNotFoundError: there is no such bucket.
 
     A load that fails may have filled some of the destinations, in whole or in part, and left the
     others as they were (what it did place was verified, under "strict"). Nothing writes to them

@@ -95,10 +95,20 @@ class CheckpointManager:
         sweep: after the first commit of this job, and once an hour from then on, remove what no
             commit names and what is older than a day: objects of deleted steps, of saves that
             died, and orphaned uploads; see `dcp_objstore.sweep`. Default True.
-        storage_options, config, allow_unfenced, process_group: see `dcp_objstore.save`.
-        verify, trust_pickle: see `dcp_objstore.load`.
-        on_event, trace: as of `dcp_objstore.save`, for each save and load; `trace` with `{name}`
-            in it keeps the traces of all steps, else that of the last save or load.
+        storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
+            `endpoint_url`, ...). Default: from the environment.
+        config: sizes, concurrency and time-outs.
+        allow_unfenced: save even to a store without conditional writes, where two writers of one
+            checkpoint are not kept apart. Default False: refuse.
+        process_group: the ranks that save and load together. Default: all.
+        verify: "strict" (default): no unverified byte reaches a tensor. "off": only what is needed
+            is read, and not checked.
+        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses, which may run
+            code that the checkpoint's author chose. Default False.
+        on_event: called with each event of each save and load, in a thread of its own; see
+            `ObjectStoreWriter`.
+        trace: name of a local file for traces; see `ObjectStoreWriter`. With `{name}` in it the
+            traces of all steps are kept, else that of the last save or load.
 
     Attributes:
         last_resume: a `ResumeReport` of the last `load`, or None.
@@ -266,7 +276,8 @@ class CheckpointManager:
             Whether a save was begun, or made; the same on every rank.
 
         Raises:
-            As `async_save` and `save`. Of the save before: its error, at the next save.
+            DcpObjstoreError: what `async_save` and `save` raise; the error of a background save is
+                raised by the next one.
         """
         saves = self._begin()
         assert self._boundaries is not None
@@ -309,7 +320,10 @@ class CheckpointManager:
         Waits for a save under way first.
 
         Args:
-            step, state, metrics, metadata: see `step`.
+            step: number of the step, from 0.
+            state: as for `dcp_objstore.save`.
+            metrics: numbers for the marker, by which `KeepBest` ranks; those of rank 0 count.
+            metadata: more JSON values for the marker.
 
         Raises:
             CheckpointExistsError: this job has saved that step, or there is one already. (After
@@ -330,14 +344,18 @@ class CheckpointManager:
         """Copy the state, and save the copy in the background. A collective.
 
         Args:
-            step, state, metrics, metadata: see `step`.
+            step: number of the step, from 0.
+            state: as for `dcp_objstore.save`.
+            metrics: numbers for the marker, by which `KeepBest` ranks; those of rank 0 count.
+            metadata: more JSON values for the marker.
             on_busy: while a save is under way; default: that of the run.
 
         Returns:
             The save; None: one was under way, and this one was skipped.
 
         Raises:
-            As `save`. The error of this one is raised by the next call that saves, or by `close`.
+            DcpObjstoreError: as `save`; the error of this save is raised by the next call that
+                saves, or by `close`.
             SaveInProgressError: one is under way on some rank, and `on_busy` is "raise".
         """
         return self._own_run().async_save(step, state, metrics, metadata, on_busy or self._on_busy)

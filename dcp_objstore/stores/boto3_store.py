@@ -2,7 +2,7 @@
 
 It works under `moto.mock_aws`, which catches botocore's requests in the process, and in forked
 children, and takes credentials from whatever boto3 knows (SSO, assumed roles, plug-ins). It costs
-more processor time: see the table in README.md.
+more processor time: see docs/stores.md.
 
 Facts about boto3 1.44 that shape this module (each is pinned by a test):
 - botocore retries until an answer's head has come; a body that breaks off is the caller's.

@@ -1,6 +1,7 @@
 """Every storage option of a store: in fsspec's spelling, in obstore's, and in the environment.
 
-It is data, for the README's tables and for hints at an option that has another spelling here.
+It is data, for the tables of docs/options.md and for hints at an option that has another spelling
+here.
 `tests/test_stores_options.py` compares it with what `options` takes and with what obstore knows.
 """
 
@@ -278,12 +279,12 @@ def markdown(scheme: str) -> str:
     if not rows:
         return f"`{scheme}://` has no options."
     lines = [
-        "| `storage_options` | also taken | obstore's name | environment | what it does |",
+        "| `storage_options` | what it does | environment | also taken | obstore's name |",
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| `{row.name}` | {_code(row.also)} | {_code(row.native[:1])} | {_code(row.environment)} |"
-        f" {row.meaning} |"
+        f"| `{row.name}` | {row.meaning} | {_code(row.environment)} | {_code(row.also)} |"
+        f" {_code(row.native[:1])} |"
         for row in rows
     ]
     return "\n".join(lines)

@@ -50,8 +50,18 @@ def save(
             of its parameters. Change no tensor before this returns: its memory is read until then.
         url: the checkpoint, the same on every rank.
         process_group: the ranks that save together. Default: all.
-        overwrite, storage_options, config, progress, on_event, trace, user_metadata,
-        allow_unfenced, epoch: see `ObjectStoreWriter`.
+        overwrite: replace a committed checkpoint at this URL. Default False: refuse.
+        storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
+            `endpoint_url`, ...). Default: from the environment.
+        config: sizes, concurrency and time-outs.
+        progress: show a bar on rank 0 where standard error is a terminal. Default True.
+        on_event: called with each event of the save on this rank, in a thread of its own; see
+            `ObjectStoreWriter`.
+        trace: name of a local file for a trace of the save; see `ObjectStoreWriter`.
+        user_metadata: small JSON values stored in the commit marker (metrics, step, config).
+        allow_unfenced: save even to a store without conditional writes, where two writers of one
+            checkpoint are not kept apart. Default False: refuse.
+        epoch: what `take_over` of the run returned. Default: none.
 
     Returns:
         The report of all ranks' work, the same on every rank.

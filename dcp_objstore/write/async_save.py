@@ -87,8 +87,9 @@ class AsyncSaveHandle:
 
     Attributes:
         url: the checkpoint.
-        staging_completion, upload_completion: what `staged` and `result` wait for, as futures,
-            under the names that `torch.distributed.checkpoint.async_save` has for them.
+        staging_completion: the future that `staged` waits for, under the name that
+            `torch.distributed.checkpoint.async_save` has for it.
+        upload_completion: the future that `result` waits for, likewise.
     """
 
     def __init__(self, url: str) -> None:
@@ -111,7 +112,7 @@ class AsyncSaveHandle:
 
         Raises:
             TimeoutError: Python's own: it was not copied within `timeout_seconds`.
-            Whatever made the copy fail; `result` raises it on every rank.
+            DcpObjstoreError: the copy failed; `result` raises it on every rank.
         """
         try:
             result_of(self.staging_completion, timeout_seconds)
@@ -146,7 +147,7 @@ class AsyncSaveHandle:
         Raises:
             TimeoutError: Python's own, no DcpObjstoreError: the save has not ended within
                 `timeout_seconds`. It goes on; ask again.
-            Whatever `dcp_objstore.save` raises.
+            DcpObjstoreError: the save failed, as `dcp_objstore.save` would raise it.
         """
         error = self.exception(timeout_seconds)
         if error is not None:
@@ -217,17 +218,30 @@ def async_save(
     that is under way fails.
 
     Args:
+        state: dict, nested as you like, of modules, optimizers, Stateful objects, tensors,
+            DTensors and plain values.
+        url: the checkpoint, the same on every rank.
         on_busy: what to do while an earlier save is under way: "wait" for it (default), or
             "raise" with SaveInProgressError.
         wait_for_staging: return when the state was copied, so that it may be changed at once.
             With False the copy is made meanwhile, and nothing that is saved may be changed before
             `handle.staged()` has returned: call it just before the optimizer's next step.
         progress: show a bar; it would be drawn over the training's output. Default False.
-        state, url, process_group, overwrite, storage_options, config, on_event, trace,
-        user_metadata, allow_unfenced, epoch: see `dcp_objstore.save`.
+        process_group: the ranks that save together. Default: all.
+        overwrite: replace a committed checkpoint at this URL. Default False: refuse.
+        storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
+            `endpoint_url`, ...). Default: from the environment.
+        config: sizes, concurrency and time-outs.
+        on_event: called with each event of the save on this rank, in a thread of its own; see
+            `ObjectStoreWriter`.
+        trace: name of a local file for a trace of the save; see `ObjectStoreWriter`.
+        user_metadata: small JSON values stored in the commit marker (metrics, step, config).
+        allow_unfenced: save even to a store without conditional writes, where two writers of one
+            checkpoint are not kept apart. Default False: refuse.
+        epoch: what `take_over` of the run returned. Default: none.
 
     Raises:
-        SaveInProgressError: see `on_busy`.
+        SaveInProgressError: an earlier save is under way, and `on_busy` is "raise".
         DcpObjstoreError: the earlier save failed and on some rank nobody has asked for its result;
             this one was not begun. Also wrong arguments.
         RankFailedError: a rank died, or did not call within `config.peer_timeout_seconds`.

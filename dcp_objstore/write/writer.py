@@ -88,15 +88,23 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         last_save: a `SaveReport` of the last finished save, or None. On rank 0 it covers all
             ranks. In process mode of `async_save` it stays in the child process.
 
-    Raises (from the DCP call, as `CheckpointException.failures`; `dos.save` raises them plainly):
+    The DCP call raises these errors as `CheckpointException.failures`; `dos.save` raises them
+    plainly. Unless they say otherwise, no checkpoint became visible and the one that was there is
+    untouched.
+
+    Raises:
         CheckpointExistsError: committed already, and `overwrite` was not given.
         CommitLostError: another writer committed this checkpoint meanwhile; it is whole.
         CommitUnknownError: the store never answered the commit; it may have happened.
         SupersededError: a newer job took the run over; what this job saves does not count.
         SaveInProgressError: another thread is saving with this writer.
-        StoreUnavailableError, TransferStalledError, PermissionDeniedError, CredentialsError,
-        BucketNotFoundError, ConfigError, UnsupportedError: as they say. No checkpoint became
-        visible and the one that was there is untouched.
+        StoreUnavailableError: the store did not answer, after all retries.
+        TransferStalledError: no part was completed for `config.stall_timeout_seconds`.
+        CredentialsError: there are no credentials, or they are wrong or expired.
+        PermissionDeniedError: the credentials do not allow it.
+        BucketNotFoundError: there is no such bucket.
+        UnsupportedError: the store or the state cannot do what was asked.
+        ConfigError: an argument has a wrong type or value.
 
     One writer serves one save at a time. A pickled writer carries its settings without secrets,
     except on the way to a child process that `multiprocessing` starts.
