@@ -149,6 +149,7 @@ class Layout:
                         self.pending.appendleft((item, size_bytes))
                         break
                 yield from self._item(item, data)
+                del data  # before the next one is made
             except DcpObjstoreError as error:
                 raise error.at(rank=self.rank, key=item.index.fqn) from None
             except Exception as error:
