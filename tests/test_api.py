@@ -560,6 +560,29 @@ def test_a_tensor_of_which_only_a_part_would_be_saved_is_refused() -> None:
         build_index(described.Metadata({"g": whole}), [[result]])
 
 
+def test_parts_of_one_tensor_in_different_dtypes_are_refused() -> None:
+    from torch.distributed.checkpoint import metadata as described
+
+    from dcp_objstore.checkpoint.index import ObjectEntry
+    from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject, build_index
+
+    halves = [described.ChunkStorageMetadata(torch.Size([n]), torch.Size([4])) for n in (0, 4)]
+    whole = described.TensorStorageMetadata(
+        described.TensorProperties(), torch.Size([8]), chunks=halves
+    )
+    stored = StoredObject(ObjectEntry("o", 100, None, b"d" * 16), 1)
+    results = [
+        dcp_storage.WriteResult(
+            described.MetadataIndex("g", (offset,)),
+            8,
+            StoredItem(stored, 0, 8, 0, 8, b"d" * 16, False, dtype),
+        )
+        for offset, dtype in ((0, "float16"), (4, "bfloat16"))
+    ]
+    with pytest.raises(dos.UnsupportedError, match="bfloat16, float16"):
+        build_index(described.Metadata({"g": whole}), [results])
+
+
 @pytest.mark.parametrize("count", [10, 100_000])
 def test_a_tensor_whose_memory_was_freed_is_neither_saved_nor_loaded_into(count: int) -> None:
     url = memory_url()

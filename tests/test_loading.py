@@ -25,6 +25,7 @@ import dcp_objstore as dos
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     DcpObjstoreError,
+    StateMismatchError,
     TransferStalledError,
     UnsupportedError,
 )
@@ -186,6 +187,52 @@ def test_sparse_destinations_are_refused_by_name(layout: str) -> None:
     error = cause(caught.value)
     assert isinstance(error, UnsupportedError)
     assert error.key == "s"
+
+
+def per_tensor(scale: float = 0.1, dtype: torch.dtype = torch.qint8) -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.linspace(-1, 1, 6).view(3, 2), scale, 3, dtype)
+
+
+def per_channel(scale: float = 0.1) -> torch.Tensor:
+    scales, zeros = torch.full((3,), scale), torch.zeros(3, dtype=torch.int64)
+    return torch.quantize_per_channel(torch.ones(3, 2), scales, zeros, 0, torch.qint8)
+
+
+QUANTIZED: dict[str, tuple[Callable[[], torch.Tensor], list[Callable[[], torch.Tensor]]]] = {
+    "per tensor": (
+        per_tensor,
+        [lambda: per_tensor(0.5), lambda: per_tensor(dtype=torch.quint8), per_channel],
+    ),
+    "per channel": (
+        per_channel,
+        [lambda: per_channel(0.5), per_tensor, lambda: torch.ones(3, 2)],
+    ),
+    "plain integers": (lambda: torch.ones(3, 2, dtype=torch.int8), [per_tensor]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("by", ["us", "stock torch"])
+def test_a_quantized_tensor_loads_only_into_one_that_is_quantized_alike(
+    tmp_path: Path, kind: str, by: str
+) -> None:
+    make, others = QUANTIZED[kind]
+    saved = make()
+    url = stock_checkpoint(tmp_path, {"q": saved}) if by == "stock torch" else memory_url()
+    if by == "us":
+        dos.save({"q": saved}, url, progress=False)
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    alike = torch.load(buffer)
+    alike.untyped_storage().fill_(0)
+    dos.load({"q": alike}, url, progress=False)
+    assert torch.equal(alike, saved)
+    for other in others:
+        with pytest.raises(StateMismatchError, match="saved as") as caught:
+            dos.load({"q": other()}, url, progress=False)
+        assert caught.value.key == "q"
 
 
 # --- items that only torch can take apart ---

@@ -89,6 +89,28 @@ def test_every_kind_of_tensor_is_copied_as_it_is() -> None:
         assert staged[key].dtype == value.dtype
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
+def test_a_quantized_tensor_keeps_its_scale_in_the_copy() -> None:
+    floats = torch.linspace(-1, 1, 6).view(3, 2)
+    scales = torch.tensor([0.1, 0.2, 0.3])
+    state: dict[str, Any] = {
+        "tensor": torch.quantize_per_tensor(floats, 0.1, 3, torch.qint8),
+        "between": [1],
+        "channel": torch.quantize_per_channel(floats, scales, torch.ones(3), 0, torch.quint8),
+    }
+    expected = {key: value.dequantize() for key, value in state.items() if key != "between"}
+    staged = stage(state)
+    for key, value in expected.items():
+        state[key].untyped_storage().fill_(0)
+        assert torch.equal(staged[key].dequantize(), value)
+    assert staged["between"] == [1]
+    url = memory_url()
+    dos.async_save(dict(staged), url).result(60)
+    dos.load(state, url, progress=False)
+    for key, value in expected.items():
+        assert torch.equal(state[key].dequantize(), value)
+
+
 def test_only_what_a_view_reaches_is_copied() -> None:
     base = torch.arange(1_000_000.0)
     square = base.view(1000, 1000)

@@ -180,7 +180,8 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         for key in keys:
             entry = self[key]
             if isinstance(entry, TensorEntry):
-                tensors[key] = whole(entry.shape), new_tensor(entry.shape, entry.dtype, device)
+                made = new_tensor(key, entry.shape, entry.dtype, device)
+                tensors[key] = whole(entry.shape), made
             else:
                 values.append(key)
         found = self._fill(tensors, values, progress=progress)

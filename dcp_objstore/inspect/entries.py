@@ -25,14 +25,15 @@ class TensorEntry:
     Attributes:
         key: its name, as DCP flattens state dicts ("model.embed.weight").
         shape: of the whole tensor.
-        dtype: as it was saved.
+        dtype: as it was saved; None if this version or this torch does not know it, so that the
+            tensor cannot be read.
         chunks: (offsets, sizes) of the boxes in which it is stored.
     """
 
     checkpoint: Checkpoint
     key: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     chunks: tuple[_Chunk, ...]
 
     # Python would iterate by indices otherwise, with a request for each row.
@@ -44,8 +45,8 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes of the whole tensor; 0 if its dtype is unknown."""
+        return math.prod(self.shape) * (self.dtype.itemsize if self.dtype is not None else 0)
 
     def read(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """The whole tensor.
@@ -71,7 +72,7 @@ class TensorEntry:
         return self._read(box, "cpu").reshape(sizes)
 
     def _read(self, box: Box, device: torch.device | str) -> torch.Tensor:
-        tensor = new_tensor(box.sizes, self.dtype, device)
+        tensor = new_tensor(self.key, box.sizes, self.dtype, device)
         self.checkpoint._fill({self.key: (box, tensor)}, (), progress=False)
         return tensor
 

@@ -17,7 +17,12 @@ import torch
 
 from dcp_objstore.compat.values import refused_globals
 from dcp_objstore.compat.vetting import vet
-from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError, UntrustedPickleError
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    DcpObjstoreError,
+    StateMismatchError,
+    UntrustedPickleError,
+)
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.state.memory import copy_elements, fits, narrow
 
@@ -114,6 +119,8 @@ class GatherRead:
 
         Raises:
             CheckpointCorruptError: it is no tensor, or not one of the expected shape.
+            StateMismatchError: torch cannot copy it into the destination, or it is quantized and
+                the destination is not quantized in the same way.
             UntrustedPickleError: it is of a class that torch does not load safely.
         """
         key = self.item.dest_index.fqn
@@ -141,7 +148,16 @@ class GatherRead:
                 f"a tensor of shape {tuple(tensor.shape)} is stored, {wanted} was expected of it",
                 key=key,
             )
-        copy_elements(narrow(tensor.detach(), wanted), destination)
+        try:
+            copy_elements(narrow(tensor.detach(), wanted), destination)
+        except StateMismatchError as error:
+            raise error.at(key=key) from None
+        except RuntimeError as error:
+            raise StateMismatchError(
+                f"the stored {tensor.dtype} tensor cannot be copied into the state's of"
+                f" {destination.dtype}: {str(error).partition(chr(10))[0]}",
+                key=key,
+            ) from error
 
 
 class Backlog:

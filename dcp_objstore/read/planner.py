@@ -20,7 +20,7 @@ from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.state.per_rank import own_name
 from dcp_objstore.state.state_dict import Place
-from dcp_objstore.write.planner import _same_url
+from dcp_objstore.write.planner import _naming_what_clashes, _same_url
 
 _SHOWN = 10
 
@@ -73,8 +73,12 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """See `DefaultLoadPlanner`."""
-        with plugin_errors(current_rank(), self._url):
+        """See `DefaultLoadPlanner`.
+
+        Raises:
+            StateMismatchError: two values of the state have the same name in a checkpoint.
+        """
+        with plugin_errors(current_rank(), self._url), _naming_what_clashes(state_dict):
             super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:

@@ -83,8 +83,11 @@ class ObjectStoreReader(StorageReader):
         trace: name of a local file that gets each load as a trace; as for `ObjectStoreWriter`.
         verify: "strict" (default): no unverified byte reaches a tensor; reads are widened to
             whole 4 MiB blocks. "off": only what is needed is read, and not checked.
-        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses, which may run
-            code that the checkpoint's author chose. Default False.
+        trust_pickle: unpickle every value, which may run code that the checkpoint's author chose.
+            Default False: values load if `torch.load(weights_only=True)` allows them, with what you
+            declared by `torch.serialization.add_safe_globals`, or if they are of a few types that
+            run nothing (`BytesIO`, numeric NumPy arrays and scalars, `datetime`, `Decimal`,
+            `Path`, `range`, `deque`, enums of the standard library).
         read_once: what several ranks need (replicas, values, blocks that another layout cuts) is
             fetched and verified by one of them, which hands it to the others; so the store sees
             each byte once, whatever the number of ranks. Ranks of one host hand it on through
@@ -108,7 +111,8 @@ class ObjectStoreReader(StorageReader):
         CheckpointNotFoundError: nothing is committed at this URL.
         CheckpointCorruptError: objects are missing or differ from what was saved.
         CheckpointGoneError: the checkpoint was deleted or replaced meanwhile.
-        UntrustedPickleError: a value needs `trust_pickle=True`.
+        UntrustedPickleError: a value needs `torch.serialization.add_safe_globals`, or
+            `trust_pickle=True`.
         StateMismatchError: the state asks for keys or shapes that the checkpoint does not have.
         UnsupportedError: a newer version wrote the checkpoint, or it holds what cannot be loaded.
         StoreUnavailableError: the store did not answer, after all retries.

@@ -35,7 +35,7 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     UnsupportedError,
 )
-from dcp_objstore.state.dcp_metadata import describe
+from dcp_objstore.state.dcp_metadata import describe, known_dtype, unknown_dtype
 from dcp_objstore.state.geometry import fills
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ class Stored:
         object_number: into `Source.object_keys`.
         payload_offset, payload_length: its bytes in that object.
         sizes: shape of the chunk; None for a pickled value.
-        dtype: torch's name of the dtype of raw elements; None where the payload is a whole
-            `torch.save` blob, or a pickled value.
+        dtype: torch's name of the dtype of raw elements, or one that is unknown here; None where
+            the payload is a whole `torch.save` blob, or a pickled value.
         digests: 16 bytes per 4 MiB block of payload; None for a checkpoint without digests.
         transforms: names of the stream extensions that the payload went through; foreign only.
         limit_bytes: no more may it become when it is unpacked; None for raw elements.
@@ -115,7 +115,8 @@ class Source:
 
         Raises:
             CheckpointCorruptError: the checkpoint does not say.
-            UnsupportedError: it went through a stream extension that cannot be undone here.
+            UnsupportedError: it went through a stream extension that cannot be undone here, or is
+                of an unknown dtype.
         """
         offset = None if place.offset is None else tuple(place.offset)
         found = self.items.get((place.fqn, offset))
@@ -124,6 +125,8 @@ class Source:
                 f"the checkpoint describes a chunk at offset {offset} but not where it lies",
                 key=place.fqn,
             )
+        if found.dtype is not None and known_dtype(found.dtype) is None:
+            raise unknown_dtype(found.dtype, place.fqn)
         if found.transforms:
             check_transforms(found.transforms, place.fqn)
         return found
@@ -182,9 +185,10 @@ def _open(store: ObjectStore, load_id: str | None) -> Source:
         (key, None): _stored(blob, None, None) for key, blob in index.blobs.items()
     }
     for key, tensor in index.tensors.items():
+        known = known_dtype(tensor.dtype) is not None
         for chunk in tensor.chunks:
             items[key, chunk.offsets] = _stored(
-                chunk.item, chunk.sizes, None if chunk.pickled else tensor.dtype
+                chunk.item, chunk.sizes, None if chunk.pickled and known else tensor.dtype
             )
     return Source(
         metadata=describe(index, load_id),

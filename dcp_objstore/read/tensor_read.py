@@ -25,7 +25,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_objstore.errors import CheckpointCorruptError, StateMismatchError, UnsupportedError
 from dcp_objstore.state.geometry import Box, Selection, collapse
-from dcp_objstore.state.memory import byte_memory, count_write, device_bytes, fits, narrow
+from dcp_objstore.state.memory import (
+    byte_memory,
+    count_write,
+    device_bytes,
+    fits,
+    is_quantized,
+    narrow,
+)
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, block_digest
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES, RangeRequest, Span
 
@@ -95,7 +102,18 @@ class TensorRead:
 
         Args:
             destination: as `check_destination` lets through; written in place.
+
+        Raises:
+            StateMismatchError: the destination is quantized, and torch cannot convert to that.
         """
+        if is_quantized(self._dtype) or (
+            is_quantized(destination.dtype) and self._dtype != torch.float32
+        ):
+            raise StateMismatchError(
+                f"saved as {self.stored.dtype}, which cannot be loaded into a"
+                f" {str(destination.dtype).removeprefix('torch.')} tensor",
+                key=self.item.dest_index.fqn,
+            )
         self._destination = self._view = destination
         if destination.is_contiguous():
             self._view = destination.view(self._selection.wanted.sizes)

@@ -107,13 +107,14 @@ class ConvertedState:
         try:
             for path, value in leaves:
                 self._parts.append(self._convert(path, value, modules))
+            self._check_names_of_ranks()
+            converted = {part.path: _plain(part.given, part.path) for part in self._parts}
+            self.state_dict = _rebuilt(state, converted)
         except BaseException:
             self.undo()
             raise
         if not loading:
             self.undo()
-        converted = {part.path: _plain(part.given) for part in self._parts}
-        self.state_dict = _rebuilt(state, converted)
 
     def _convert(self, path: Path, value: Any, modules: Mapping[Path, torch.nn.Module]) -> _Part:
         if isinstance(value, torch.nn.Module):
@@ -134,6 +135,19 @@ class ConvertedState:
                 key=_name(path),
             )
         return _Part(path, value, value)
+
+    def _check_names_of_ranks(self) -> None:
+        """Refuse a value that has the name of some rank's value of a `PerRank`."""
+        for place in self.per_rank:
+            prefix = _name(place) + "."
+            for part in self._parts:
+                name = _name(part.path)
+                if name.startswith(prefix) and name.removeprefix(prefix).isdecimal():
+                    raise StateMismatchError(
+                        f"{_shown(part.path)} has the name under which a rank saves its value of"
+                        f" the PerRank at {_shown(place)}; rename one of them",
+                        key=name,
+                    )
 
     def _convert_per_rank(self, path: Path, value: PerRank) -> dict[str, Any]:
         self.per_rank[_place(path)] = value.choice == "list"
@@ -316,21 +330,64 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
+def same_name(state_dict: Mapping[str, Any]) -> StateMismatchError | None:
+    """The error for two values that have one name in a checkpoint; None if all names differ."""
+    places: dict[str, Path] = {}
+    for path, _ in _leaves(state_dict):
+        name = _name(path)
+        if name in places:
+            return StateMismatchError(
+                f"{_shown(places[name])} and {_shown(path)} have the same name in a checkpoint;"
+                " rename one of them",
+                key=name,
+            )
+        places[name] = path
+    return None
+
+
+def _shown(path: Path) -> str:
+    return "state" + "".join(f"[{step!r}]" for step in path)
+
+
+def _by_name(value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
+    """The keys by their `str`, by which DCP names them.
+
+    Raises:
+        StateMismatchError: two keys are the same as `str`.
+    """
+    keys: dict[str, Any] = {}
+    for key in value:
+        name = str(key)
+        if name in keys:
+            raise StateMismatchError(
+                f"the keys {keys[name]!r} and {key!r} of {_shown(path)} have the same name in a"
+                " checkpoint; rename one of them",
+                key=_name((*path, key)),
+            )
+        keys[name] = key
+    return keys
+
+
 def _rebuilt(value: Any, converted: Mapping[Path, Any], path: Path = ()) -> Any:
     """The same nesting of new dicts and lists, with the leaves converted."""
     if path in converted:
         return converted[path]
     if isinstance(value, Mapping):
-        return {str(k): _rebuilt(item, converted, (*path, k)) for k, item in value.items()}
+        return {
+            name: _rebuilt(value[key], converted, (*path, key))
+            for name, key in _by_name(value, path).items()
+        }
     return [_rebuilt(item, converted, (*path, number)) for number, item in enumerate(value)]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, path: Path) -> Any:
     """With dicts of str keys: DCP names a value by `str(key)` and puts it back under that."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {
+            name: _plain(value[key], (*path, key)) for name, key in _by_name(value, path).items()
+        }
     if isinstance(value, list) and not _is_whole(value):
-        return [_plain(item) for item in value]
+        return [_plain(item, (*path, number)) for number, item in enumerate(value)]
     return value
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -14,6 +15,7 @@ from dcp_objstore.distributed.groups import current_rank
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import InvalidUrlError
 from dcp_objstore.observe.report import logger
+from dcp_objstore.state.state_dict import same_name
 from dcp_objstore.write.staging.state import StagedState
 from dcp_objstore.write.write_items import WriteItems
 
@@ -51,8 +53,12 @@ class AgreeingSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """See `DefaultSavePlanner`."""
-        with plugin_errors(current_rank(), self._url):
+        """See `DefaultSavePlanner`.
+
+        Raises:
+            StateMismatchError: two values of the state have the same name in a checkpoint.
+        """
+        with plugin_errors(current_rank(), self._url), _naming_what_clashes(state_dict):
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
@@ -82,6 +88,18 @@ class AgreeingSavePlanner(DefaultSavePlanner):
         """See `DefaultSavePlanner`."""
         with plugin_errors(current_rank(), self._url):
             return super().finish_plan(new_plan)
+
+
+@contextlib.contextmanager
+def _naming_what_clashes(state_dict: Mapping[str, Any]) -> Iterator[None]:
+    """Around DCP's flattening, whose ValueError for two values of one name says only the name."""
+    try:
+        yield
+    except ValueError:
+        clash = same_name(state_dict)
+        if clash is None:
+            raise
+        raise clash from None
 
 
 def _same_url(urls: list[Any]) -> None:

@@ -167,6 +167,7 @@ def _write_results(stored: StoredObject, layout: Layout) -> list[WriteResult]:
                 placed.payload_length,
                 placed.digest_bytes(),
                 placed.pickled,
+                placed.dtype,
             ),
         )
         for placed in layout.placed

@@ -17,11 +17,17 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_objstore.checkpoint import commit, probe
+from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.clock import deadline_seconds_for
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.distributed.groups import rank_and_world_size
 from dcp_objstore.distributed.plugin import plugin_errors
-from dcp_objstore.errors import SaveInProgressError, UnsupportedError
+from dcp_objstore.errors import (
+    CorruptDataError,
+    RankFailedError,
+    SaveInProgressError,
+    UnsupportedError,
+)
 from dcp_objstore.observe.events import Saved
 from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import SaveReport
@@ -324,6 +330,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             save,
             store,
             index,
+            _encoded(index),
             user_metadata=self._user_metadata,
             deadline_seconds=self._deadline_seconds,
         )
@@ -351,6 +358,25 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             parts=report.parts,
             commit_id=commit_id,
         )
+
+
+def _encoded(index: ix.Index) -> bytes:
+    """The index as it is stored, once it was decoded as every reader does.
+
+    Raises:
+        RankFailedError: readers would refuse it, so it must not be committed.
+    """
+    body = ix.encode(index)
+    try:
+        ix.decode(body)
+    except (CorruptDataError, UnsupportedError) as error:
+        raise RankFailedError(
+            "the save is not committed, because its index could not be read again:"
+            f" {error.message}",
+            key=error.key,
+            object_key=error.object_key,
+        ) from error
+    return body
 
 
 note_children(ObjectStoreWriter)
