@@ -24,6 +24,7 @@ from dcp_objstore.errors import SaveInProgressError, UnsupportedError
 from dcp_objstore.observe.events import Saved
 from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import SaveReport
+from dcp_objstore.run.steps import refuse_uncounted
 from dcp_objstore.state.dcp_metadata import build_index, stock_metadata
 from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.urls import is_supported_url
@@ -190,6 +191,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             save = self._begin_save(rank or 0, is_coordinator, channel)
             store = save.open()
             if is_coordinator:
+                wait_for(refuse_uncounted, self._epoch, self._target.spec)
                 save.begin = wait_for(
                     commit.begin, store, overwrite=self._overwrite, epoch=number or 0
                 )
