@@ -21,7 +21,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
-from dcp_objstore.run.housekeeping import Retainer
+from dcp_objstore.run import housekeeping as retaining
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import RecordingStore
 from dcp_objstore.write import async_save as async_api
@@ -226,6 +226,36 @@ def test_one_job_goes_back_and_saves_the_same_steps_with_other_values(url: str) 
             assert loaded(run, step)[1]["step"] == 10 * step
 
 
+def test_retention_forgets_the_steps_that_a_job_has_gone_back_past(url: str) -> None:
+    keep = [dos.KeepLatest(2), dos.KeepEvery(3)]
+    with dos.CheckpointManager(url, keep=keep) as run:
+        for step in range(1, 9):
+            run.save(step, state(step))
+        loaded(run, 3)
+        run.save(4, state(40))
+        run.save(5, state(50))
+    assert [step.name for step in dos.steps(url)] == ["step-3", "step-4", "step-5"]
+
+
+def test_a_step_that_is_being_deleted_is_not_gone_back_to(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the job would go on from a step that is gone a moment later."""
+    go, really = threading.Event(), retaining.delete_step
+
+    def later(*args: Any, **settings: Any) -> Any:
+        assert go.wait(60)
+        return really(*args, **settings)
+
+    monkeypatch.setattr(retaining, "delete_step", later)
+    with dos.CheckpointManager(url, keep=dos.KeepLatest(1)) as run:
+        run.save(1, state(1))
+        run.save(2, state(2))
+        threading.Timer(0.1, go.set).start()
+        with pytest.raises(dos.CheckpointNotFoundError):
+            loaded(run, 1)
+
+
 def test_after_damaged_steps_were_gone_past_what_is_saved_is_what_the_next_job_finds(
     url: str,
 ) -> None:
@@ -373,7 +403,7 @@ def test_retention_of_a_job_that_does_not_have_the_run_deletes_nothing(
     with dos.CheckpointManager(url, take_over=owned, sweep=False) as old:
         for step in (1, 2, 3):
             old.save(step, state(step))
-        retainer = Retainer(
+        retainer = retaining.Retainer(
             url, dos.KeepLatest(1), now=True, sweeps=False, storage_options=None, config=None
         )
         retainer.epoch = old.epoch
