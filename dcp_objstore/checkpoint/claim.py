@@ -279,7 +279,7 @@ def _take(
         kept = [step for step in counting if keeps(step.name)]
         if _adopt(kept, number, deadline_seconds, clock):
             put(claimed, number)
-            _tell_of_dropped(run, [step for step in counting if not keeps(step.name)])
+            _log_dropped(run, [step for step in counting if not keeps(step.name)])
             return number
         if not retries.pause():
             raise RetryableError(
@@ -299,7 +299,7 @@ def _adopt(steps: Sequence[Step], number: int, deadline_seconds: float, clock: C
     return all(list(in_waves(adopt, [step for step in steps if step.marker.epoch < number])))
 
 
-def _tell_of_dropped(run: ObjectStore, dropped: Sequence[Step]) -> None:
+def _log_dropped(run: ObjectStore, dropped: Sequence[Step]) -> None:
     if not dropped:
         return
     names = [step.name for step in reversed(dropped)]

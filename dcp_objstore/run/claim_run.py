@@ -36,9 +36,9 @@ def take_over(
 
     From here on a job that had the run before (preempted and still alive, paused, cut off) adds,
     replaces and deletes no step that counts, whenever it wakes up: its saves raise SupersededError.
-    That is so for jobs that pass their epoch to `save`; a save without one does not count in a run
-    that was taken over. All steps that count stay: two requests for each, so it takes longer in a
-    run of thousands. After a crash, take over again.
+    That is so for jobs that pass their epoch to `save`. In a run that was taken over a save without
+    one is refused; what had begun before does not count. All steps that count stay: two requests
+    for each, so it takes longer in a run of thousands. After a crash, take over again.
 
     Args:
         run_url: the run; its steps are the checkpoints directly below.

@@ -2,7 +2,7 @@
 now and then what is left of deleted steps and of saves that died is swept up.
 
 By one rank, in the background. The run belongs to this job, so its steps are listed once; from
-then on what this job commits and deletes is known.
+then on what this job commits and deletes is known, until it goes back to an earlier step.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Retainer:
         self._pinned[step] = pinned
 
     def resume(self, step: int | None) -> None:
-        """This job goes on from a step, which it needs; which others count may change with that."""
+        """This job goes on from this step: never delete it, and list again which steps count."""
         self.resumed = step
         self._known = None
 

@@ -60,7 +60,10 @@ class _Unsaved:
 
 
 class _Trained:
-    """What is said where nobody closes a manager. Without a reference to it, or to the state."""
+    """How far a manager has come, for the message if nobody closes it.
+
+    Refers neither to the manager nor to the state, so that both can be collected.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -72,8 +75,8 @@ class _Trained:
         """The last step that the manager was called with, and whether a save of it was begun."""
         self._step, self._saved = step, saved
 
-    def tell_if_unclosed(self) -> None:
-        """The manager is collected, or the program ends: say what that costs, if it has trained."""
+    def print_unclosed(self) -> None:
+        """Print what is lost, if anything was to be saved. When it is collected, or at exit."""
         if self._step is None or os.getpid() != self._pid:
             return
         lost = (
@@ -106,11 +109,12 @@ class CheckpointManager:
     `preempted` is local.
 
     Leaving the block saves the last step, if `step` did not, waits for the save that is under way,
-    and raises its error. So what the last `step` was given must hold that step until then. After an
-    error in the body, Ctrl-C for one, the save under way is waited for as well, on this rank alone;
-    what goes wrong with it then is noted on the body's error, which is raised. A second Ctrl-C ends
-    the waiting; the program still does not end before the save has. A manager that has trained and
-    is not closed when it is collected, or when the program ends, says so on standard error.
+    and raises its error. So leave the state as it was at that step until then, or pass
+    `save_last=False`. After an error in the body, Ctrl-C for one, only the save under way is waited
+    for, on this rank alone; what goes wrong with it then is noted on the body's error, which is
+    raised. A second Ctrl-C ends the waiting; the program still does not end before the save has. A
+    manager that was used to train, and that nobody closes before it is collected or the program
+    ends, says so on standard error.
 
     Args:
         url: the run.
@@ -120,8 +124,8 @@ class CheckpointManager:
         save_every: `step` saves where the number of the step is a multiple of this (or the first
             one after it); or, as a `timedelta`, when so much time has passed since the last save.
         save_every_seconds: the same as a number. May be given beside a number of steps.
-        save_last: on leaving the block without an error, and in `close`, save the step that the
-            last `step` was called with, if it was not saved then. Default True.
+        save_last: on leaving the block without an error, and in `close`, save the last step that
+            `step` was called with, if it was not saved then. Default True.
         metadata: small JSON values for the marker of each checkpoint, which `ls` shows.
         on_busy: what `step` and `async_save` do while a save is under way: "wait" for it (default),
             "skip" this one, or "raise" SaveInProgressError. All ranks do the same.
@@ -136,7 +140,7 @@ class CheckpointManager:
         take_over: with the first `load` or save, make this job the only one that adds to the run;
             see `dcp_objstore.take_over`. Default True; pass False to look at a run that another
             job is writing, or where the store has no conditional writes (`allow_unfenced`). With
-            False, a run that was ever taken over cannot be saved to.
+            False, saves to a run that was ever taken over raise SupersededError.
         delete_now: remove the objects of steps that are not kept at once. Default False: they do
             not count any more, and a sweep removes them a day later, so that readers are not
             disturbed.
@@ -214,7 +218,7 @@ class CheckpointManager:
         self._preempted = False
         self.last_resume: ResumeReport | None = None
         self._trained = _Trained(self._url)
-        self._unclosed = weakref.finalize(self, self._trained.tell_if_unclosed)
+        self._unclosed = weakref.finalize(self, self._trained.print_unclosed)
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self._url!r})"
@@ -409,8 +413,9 @@ class CheckpointManager:
             step, state, metrics, metadata: see `step`.
 
         Raises:
-            CheckpointExistsError: this job has saved that step, or there is one already. (After
-                `load`, steps later than the one loaded are replaced: this job does them again.)
+            CheckpointExistsError: this job has saved that step, or there is one already; or the
+                run has later steps, and this job has loaded none. (After `load`, steps later than
+                the one loaded are replaced: this job does them again.)
             DcpObjstoreError: see `dcp_objstore.save`; or the save before has failed.
         """
         report = self._own_run().save(step, state, metrics, metadata)

@@ -283,7 +283,7 @@ class RunSaves:
             if before is not None:
                 before.join()
             if handle is not None:
-                # `exception` would count as asked for, and the program would not be told of it.
+                # `exception` would count as asking for it: no message at exit, no error later.
                 handle._ended.wait()
                 if handle._error is not None:
                     return

@@ -80,6 +80,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         user_metadata: small JSON values stored in the commit marker (metrics, step, config).
         epoch: from `take_over` of the run that the checkpoint lies directly below: once another
             job has taken the run over, no save of this one counts any more, and each says so.
+            Without it, a save into a run that was ever taken over raises SupersededError.
         on_busy: what `dcp.async_save` with this writer does while the writer's earlier save is
             under way: "wait" for it before the state is copied (default), or "raise" with
             SaveInProgressError.
