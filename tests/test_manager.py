@@ -22,6 +22,7 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.run import housekeeping as retaining
+from dcp_objstore.run import manager
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import RecordingStore
 from dcp_objstore.write import async_save as async_api
@@ -354,12 +355,21 @@ def test_the_last_step_is_saved_although_the_save_before_it_failed(
 
 
 def test_a_manager_that_nobody_closes_says_what_is_lost(
-    url: str, capfd: pytest.CaptureFixture[str]
+    url: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = dos.CheckpointManager(url, save_every=2)
-    train(run, range(1, 4))
+    collected, really = threading.Event(), manager._Trained.print_unclosed
+
+    def note(trained: manager._Trained) -> None:
+        really(trained)
+        collected.set()
+
+    monkeypatch.setattr(manager._Trained, "print_unclosed", note)
+    run = dos.CheckpointManager(url)
+    run.save(2, state(2))
+    assert run.step(3, state(3)) is False
     del run
     gc.collect()
+    assert collected.wait(60)  # a thread of its own may have held it for a moment
     told = capfd.readouterr().err
     assert url in told
     assert "step 3" in told
