@@ -119,12 +119,12 @@ def refuse_uncounted(epoch: RunEpoch | None, step: StoreSpec) -> None:
         DcpObjstoreError: see `checkpoint.epoch.refuse_uncounted`; or as the store says.
     """
     if epoch is not None:
-        rule.refuse_uncounted(step.at(epoch.run_url).open(), epoch.number)
+        wait_for(rule.refuse_uncounted, step.at(epoch.run_url).open(), epoch.number)
         return
     try:
         run, _ = above(step)
         if run is not None:
-            rule.refuse_uncounted(run.open(), 0)
+            wait_for(rule.refuse_uncounted, run.open(), 0)
     except UnsupportedError:
         raise
     except InputError as error:

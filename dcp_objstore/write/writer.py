@@ -192,7 +192,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             save = self._begin_save(rank or 0, is_coordinator, channel)
             store = save.open()
             if is_coordinator:
-                wait_for(refuse_uncounted, self._epoch, self._target.spec)
+                refuse_uncounted(self._epoch, self._target.spec)
                 save.begin = wait_for(
                     commit.begin, store, overwrite=self._overwrite, epoch=number or 0
                 )
