@@ -80,7 +80,7 @@ class _Trained:
         if self._step is None or os.getpid() != self._pid:
             return
         lost = (
-            f"its last save is that of step {self._step}"
+            f"the last save that it began was of step {self._step}"
             if self._saved
             else f"step {self._step}, its last one, was NOT saved"
         )
