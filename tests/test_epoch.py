@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -231,13 +232,19 @@ def test_a_deletion_that_meets_the_take_over_deletes_nothing(run: MemoryStore) -
     assert listed(run) == {"step-1": first}
 
 
-def test_a_save_without_an_epoch_makes_the_requests_of_a_run_without_epochs(
+def test_a_save_without_an_epoch_is_refused_and_what_it_had_begun_does_not_count(
     run: MemoryStore,
 ) -> None:
+    late = Job(run, 0).begin("step-1")
     Job(run)
+    late()
     before = len(run.requests)
-    Job(run, 0).save("step-1")
-    assert not any(key == EPOCH_KEY for _, key in run.requests[before:])
+    for number in (0, 2):
+        process = Process(run)
+        with pytest.raises((SupersededError, CheckpointCorruptError)):
+            rule.refuse_uncounted(process.at(""), number)
+        assert process.asked == 1
+    assert [key for _, key in run.requests[before:]] == [EPOCH_KEY] * 2
     assert listed(run) == {}
     assert decode_marker_of(run, "step-1").format == 1
 
@@ -564,6 +571,113 @@ def test_a_step_with_a_damaged_marker_is_left_out_and_one_of_a_newer_format_is_n
         Job(run)
     with pytest.raises(UnsupportedError):
         listed(run)
+
+
+# --- going back
+
+
+def up_to(last: int) -> Callable[[str], bool]:
+    return lambda name: int(name.rpartition("-")[2]) <= last
+
+
+def go_back(job: Job, last: int, process: Process | None = None) -> None:
+    process = process or job.process
+    job.number = rule.go_back(
+        process.at(""), process.at, job.number, up_to(last), clock=TickingClock()
+    )
+
+
+def test_what_a_job_goes_back_past_never_counts_again_and_is_replaced(run: MemoryStore) -> None:
+    job = Job(run)
+    for n in (1, 2, 3, 4):
+        job.save(f"step-{n}")
+    before = listed(run)
+    go_back(job, 2)
+    kept = {name: before[name] for name in ("step-1", "step-2")}
+    assert listed(run) == kept
+    named(Process(run).at("step-4"))  # it is whole, for whoever wants it
+    kept["step-3"] = job.save("step-3")
+    assert listed(run) == kept
+    assert kept["step-3"] != before["step-3"]
+    Job(run)
+    assert listed(run) == kept
+    with pytest.raises(SupersededError):
+        job.save("step-4")
+
+
+def test_a_superseded_job_that_goes_back_changes_nothing(run: MemoryStore) -> None:
+    zombie = Job(run)
+    before = {f"step-{n}": zombie.save(f"step-{n}") for n in (1, 2)}
+    successor = Job(run)
+    before["step-3"] = successor.save("step-3")
+    with pytest.raises(SupersededError, match="Stop this job"):
+        go_back(zombie, 1)
+    assert listed(run) == before
+    before["step-4"] = successor.save("step-4")
+    assert listed(run) == before
+
+
+def test_of_one_that_goes_back_and_one_that_takes_over_exactly_one_trains() -> None:
+    """The other comes before each request of the first, in turn."""
+    moment, lock = 0, threading.Lock()
+    while True:
+        world = MemoryStore("memory://test/run")
+        old = Job(world)
+        before = {f"step-{n}": old.save(f"step-{n}") for n in (1, 2)}
+        process = Process(world)
+        really_ask, others = process.ask, []
+
+        def ask(do: Callable[[], Any]) -> Any:
+            with lock:  # markers are read in several threads
+                if process.asked == moment and not others:  # noqa: B023
+                    others.append(Job(world))  # noqa: B023
+            return really_ask(do)  # noqa: B023
+
+        process.ask = ask  # type: ignore[method-assign]
+        try:
+            go_back(old, 1, process)
+        except SupersededError:
+            [winner] = others
+            with pytest.raises(SupersededError):
+                old.save("step-3")
+        else:
+            assert not others
+            winner = old
+        found = listed(world)
+        assert found in (before, {"step-1": before["step-1"]}), "all of it, or nothing"
+        found["step-3"] = winner.save("step-3")
+        assert listed(world) == found
+        if not others:
+            break
+        moment += 1
+    assert moment >= 7
+    assert "step-2" not in found
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_after_a_crash_while_going_back_all_later_steps_count_or_none(after: bool) -> None:
+    last, outcomes = 0, []
+    while True:
+        last += 1
+        world = MemoryStore("memory://test/run")
+        job = Job(world)
+        every = {f"step-{n}": job.save(f"step-{n}") for n in (1, 2, 3, 4)}
+        some = {name: every[name] for name in ("step-1", "step-2")}
+        try:
+            go_back(job, 2, Process(world, last=last, after=after))
+            died = False
+        except Dead:
+            died = True
+        found = listed(world)
+        assert found in (every, some)
+        outcomes.append(found == some)
+        Job(world)
+        assert listed(world) == found
+        if not died:
+            break
+    assert outcomes == sorted(outcomes), "once they do not count they never do"
+    assert outcomes[-1]
+    assert last >= 10
 
 
 # --- listing

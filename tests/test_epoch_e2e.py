@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint.names import new_nonce
 from dcp_objstore.errors import (
     CheckpointExistsError,
@@ -21,11 +22,13 @@ from dcp_objstore.errors import (
     SupersededError,
 )
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.wrappers import Fault, FaultStore, RecordingStore
 from tests.support.checkpoints import cause, edition, edition_in
 from tests.support.killing import Crew
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import Bucket
+from tests.support.upkeep import finish, upload
 
 Options = Mapping[str, object]
 
@@ -97,9 +100,11 @@ def test_what_does_not_count_can_be_removed_and_the_newest_that_counts_cannot(
     run, options = bucket.at("run"), bucket.storage_options
     old = dos.take_over(run, storage_options=options)
     saver(old, options)(1)
+    second = StoreSpec(f"{run}/step-2", options).open()
+    token = commits.begin(second, overwrite=False, epoch=old.number)
+    uploaded = upload(second, ranks=1)
     new = dos.take_over(run, storage_options=options)
-    with pytest.raises(SupersededError):
-        saver(old, options)(2)
+    finish(second, token, uploaded)
     with pytest.raises(InputError, match="newest"):
         dos.delete(f"{run}/step-1", epoch=new, storage_options=options)
     assert dos.delete(f"{run}/step-2", storage_options=options).objects == 1
@@ -210,12 +215,9 @@ def save_two(rank: int, world_size: int, run: str, options: Options) -> None:
         )
 
 
-def test_a_save_without_an_epoch_never_looks_at_it(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dcp_objstore.stores.wrappers import RecordingStore
-
-    run, options = bucket.at("run"), bucket.storage_options
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordingStore]:
+    """The stores that are opened from now on, each of which records its requests."""
     opened: list[RecordingStore] = []
     really_open = StoreSpec.open
 
@@ -223,9 +225,58 @@ def test_a_save_without_an_epoch_never_looks_at_it(
         opened.append(RecordingStore(really_open(spec)))
         return opened[-1]
 
-    dos.take_over(run, storage_options=options)
     monkeypatch.setattr(StoreSpec, "open", recording)
-    saver(None, options)(1, run=run)
-    keys = [request.key for store in opened for request in store.requests]
-    assert "_COMMIT" in keys
-    assert "_EPOCH" not in keys
+    return opened
+
+
+def asked(stores: list[RecordingStore]) -> list[str]:
+    return [f"{one.verb} {one.key}" for store in stores for one in store.requests]
+
+
+def test_a_save_that_would_not_count_is_refused_before_anything_is_sent(
+    bucket: Bucket, recorded: list[RecordingStore]
+) -> None:
+    run, options = bucket.at("run"), bucket.storage_options
+    old = dos.take_over(run, storage_options=options)
+    dos.take_over(run, storage_options=options)
+    before = bucket.keys("run")
+    url = f"{run}/step-1"
+    for epoch in (None, old):
+        recorded.clear()
+        with pytest.raises(SupersededError, match="take" if epoch is None else "Stop this job"):
+            saver(epoch, options)(1, **({} if epoch else {"run": run}))
+        assert asked(recorded) == ["get _EPOCH"]
+        with pytest.raises(SupersededError):
+            dos.async_save(state(), url, epoch=epoch, storage_options=options).result()
+        writer = dos.ObjectStoreWriter(epoch=epoch, storage_options=options, progress=False)
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            dcp.save(state(), storage_writer=writer, checkpoint_id=url, no_dist=True)
+        assert isinstance(cause(caught.value), SupersededError)
+        assert writer.last_save is None
+    assert bucket.keys("run") == before
+
+
+def test_a_save_outside_of_runs_looks_once_above_it_and_goes_on_where_it_may_not(
+    bucket: Bucket, recorded: list[RecordingStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = bucket.storage_options
+    saver(None, options)(1, run=bucket.at("plain"))
+    assert asked(recorded).count("get _EPOCH") == 1
+    assert names(bucket.at("plain"), options) == ["step-1"]
+
+    def refuse(verb: str, key: str, nth: int) -> Fault | None:
+        return Fault("before", dos.PermissionDeniedError("403")) if key == "_EPOCH" else None
+
+    open_recorded = StoreSpec.open
+    monkeypatch.setattr(StoreSpec, "open", lambda spec: FaultStore(open_recorded(spec), refuse))
+    saver(None, options)(2, run=bucket.at("plain"))
+    monkeypatch.undo()
+    assert names(bucket.at("plain"), options) == ["step-1", "step-2"]
+
+
+def test_a_save_into_a_run_whose_epoch_is_damaged_says_so(bucket: Bucket) -> None:
+    run, options = bucket.at("run"), bucket.storage_options
+    StoreSpec(run, options).open().put("_EPOCH", b"{}")
+    with pytest.raises(dos.CheckpointCorruptError, match="_EPOCH"):
+        saver(None, options)(1, run=run)
+    assert not [key for key in bucket.keys("run") if "step-1" in key]

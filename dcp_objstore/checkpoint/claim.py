@@ -10,9 +10,13 @@ E2. A job takes over: conditional PUT of `_EPOCH` with the next number and the b
     list again); conditional PUT of `_EPOCH` with base = number, and only then it begins to train.
     Refused there: somebody else takes over; give up. So of two that take over at once, the one
     whose first PUT was the last to succeed trains, and no other.
+    A job that has gone back to an earlier step does the same before its next save, but only if
+    `_EPOCH` still has its own number, and it does not adopt the steps later than that one.
 E3. A step counts if it is committed and the epoch of its marker is at least the base. Who lists
     reads `_EPOCH` before and after, and lists again if it has changed.
 E4. After its commit a job reads `_EPOCH`. Its own number still: success. Otherwise superseded.
+    It reads it before it uploads as well, so as not to upload in vain. A save without an epoch is
+    refused there where `_EPOCH` exists, because its step would not count.
 E5. Nobody replaces or deletes a marker of a later epoch than its own. One of an earlier epoch does
     not count once a job trains, so it is replaced unasked, also when it beat a commit. (In
     `commit`: only where it was put on the very marker that the save began with; if a sweep came in
@@ -193,8 +197,55 @@ def take_over(
             format. (A step whose marker is damaged is left out, with a warning.)
     """
     known = read_epoch(run)
-    base = known[0].base if known else 0
     number = known[0].number + 1 if known else 1 + _last_epoch(_read_steps(run, open_step))
+    return _take(run, open_step, known, number, _every, deadline_seconds, clock)
+
+
+def go_back(
+    run: ObjectStore,
+    open_step: OpenStep,
+    number: int,
+    keeps: Callable[[str], bool],
+    *,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    clock: Clock = SYSTEM_CLOCK,
+) -> int:
+    """Make the other steps than `keeps` not count any more, durably (rule E2).
+
+    A crash on the way leaves all of them counting, or none. What does not count stays on the
+    store; this job may replace it, unless it is pinned.
+
+    Args:
+        run, open_step, deadline_seconds, clock: see `take_over`.
+        number: the epoch of this job.
+        keeps: whether a step, by its name, goes on counting.
+
+    Returns:
+        The number of the new epoch, which this job has from now on.
+
+    Raises:
+        SupersededError: another job has taken the run over; nothing was changed.
+        As `take_over` for the rest. After such an error this job has lost its epoch.
+    """
+    known = read_epoch(run)
+    _refuse_not_owned(run, known, number)
+    return _take(run, open_step, known, number + 1, keeps, deadline_seconds, clock)
+
+
+def _every(_name: str) -> bool:
+    return True
+
+
+def _take(
+    run: ObjectStore,
+    open_step: OpenStep,
+    known: tuple[EpochRecord, Version] | None,
+    number: int,
+    keeps: Callable[[str], bool],
+    deadline_seconds: float,
+    clock: Clock,
+) -> int:
+    base = known[0].base if known else 0
     retries = Retries(deadline_seconds, clock)
 
     def put(version: Version | None, new_base: int) -> Version:
@@ -224,8 +275,11 @@ def take_over(
             number = later + 1
             claimed = put(claimed, base)
             continue
-        if _adopt(found, base, number, deadline_seconds, clock):
+        counting = [step for step in found if counts(step.marker, base)]
+        kept = [step for step in counting if keeps(step.name)]
+        if _adopt(kept, number, deadline_seconds, clock):
             put(claimed, number)
+            _log_dropped(run, [step for step in counting if not keeps(step.name)])
             return number
         if not retries.pause():
             raise RetryableError(
@@ -234,18 +288,35 @@ def take_over(
             )
 
 
-def _adopt(
-    found: Sequence[Step], base: int, number: int, deadline_seconds: float, clock: Clock
-) -> bool:
-    """Rewrite the markers of all steps that count; False: somebody changed one meanwhile."""
+def _adopt(steps: Sequence[Step], number: int, deadline_seconds: float, clock: Clock) -> bool:
+    """Rewrite the markers of these steps; False: somebody changed one meanwhile."""
 
     def adopt(step: Step) -> bool:
         retries = Retries(deadline_seconds, clock)
         what = f"adopting the step as of epoch {number}"
         return rewrite_marker(step.store, step.found, what, retries, epoch=number) is not None
 
-    todo = [step for step in found if counts(step.marker, base) and step.marker.epoch < number]
-    return all(list(in_waves(adopt, todo)))
+    return all(list(in_waves(adopt, [step for step in steps if step.marker.epoch < number])))
+
+
+def _log_dropped(run: ObjectStore, dropped: Sequence[Step]) -> None:
+    if not dropped:
+        return
+    names = [step.name for step in reversed(dropped)]
+    _log.warning(
+        "%s: this job went back, so these %d steps do not count any more: %s%s",
+        run.url,
+        len(names),
+        ", ".join(names[:8]),
+        ", ..." if len(names) > 8 else "",
+    )
+    for step in dropped:
+        if step.marker.pins:
+            _log.warning(
+                "%s is pinned (%s): it stays, and cannot be saved again before the pin is removed",
+                step.store.url,
+                ", ".join(step.marker.pins),
+            )
 
 
 def _last_epoch(found: Sequence[Step]) -> int:
@@ -347,6 +418,31 @@ def _read_steps(run: ObjectStore, open_step: OpenStep) -> list[Step]:
 # --- E4
 
 
+def refuse_uncounted(run: ObjectStore, number: int) -> None:
+    """Before a save: raise if its step could not count in the run (rule E4). One GET.
+
+    Args:
+        run: rooted at the run.
+        number: the epoch of the job that saves; 0: it has none.
+
+    Raises:
+        SupersededError: the run was taken over, and not by this job.
+        CheckpointCorruptError, UnsupportedError: `_EPOCH` cannot be read.
+    """
+    found = read_epoch(run)
+    if number:
+        _refuse_not_owned(run, found, number)
+    elif found is not None:
+        raise SupersededError(
+            f"a job took this run over (epoch {found[0].number}), and this save has no epoch, so"
+            " its step would not count: no job would resume from it. Pass the epoch that"
+            " dcp_objstore.take_over returned (CheckpointManager does, with take_over=True, and"
+            " has it as its attribute `epoch`), or save under a URL that is not directly below"
+            " this run",
+            url=run.url,
+        )
+
+
 def confirm(
     run: ObjectStore,
     number: int,
@@ -375,6 +471,13 @@ def confirm(
                     f" _EPOCH could not be read ({error}). Look at the run before you go on",
                     url=run.url,
                 ) from error
+    _refuse_not_owned(run, found, number)
+
+
+def _refuse_not_owned(
+    run: ObjectStore, found: tuple[EpochRecord, Version] | None, number: int
+) -> None:
+    """Raise unless the run is of the epoch `number`, by the `_EPOCH` that was read."""
     if found is None or found[0].number < number:
         raise CheckpointCorruptError(
             f"somebody removed the run's _EPOCH, or put an older one in its place (this job has"

@@ -1,4 +1,5 @@
-"""`take_over`: by all ranks of a job, which then is the only one whose saves count in a run.
+"""`take_over`: by all ranks of a job, which then is the only one whose saves count in a run; and
+`go_back`, by which such a job leaves later steps behind.
 
 The rules are those of `checkpoint.epoch`.
 """
@@ -15,6 +16,7 @@ from dcp_objstore.checkpoint.claim import RunEpoch
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.distributed.failures import agree, attempt, typed_failures
 from dcp_objstore.distributed.groups import current_rank, sync_group
+from dcp_objstore.run.housekeeping import step_number
 from dcp_objstore.run.steps import opener
 from dcp_objstore.stores.target import Target
 from dcp_objstore.transfer.workers import wait_for
@@ -34,9 +36,9 @@ def take_over(
 
     From here on a job that had the run before (preempted and still alive, paused, cut off) adds,
     replaces and deletes no step that counts, whenever it wakes up: its saves raise SupersededError.
-    That is so for jobs that pass their epoch to `save`; a save without one does not count in a run
-    that was taken over. All steps that count stay: two requests for each, so it takes longer in a
-    run of thousands. After a crash, take over again.
+    That is so for jobs that pass their epoch to `save`. In a run that was taken over a save without
+    one is refused; what had begun before does not count. All steps that count stay: two requests
+    for each, so it takes longer in a run of thousands. After a crash, take over again.
 
     Args:
         run_url: the run; its steps are the checkpoints directly below.
@@ -73,3 +75,36 @@ def take_over(
             dist.broadcast_object_list(held, group=group, group_src=0)
     assert held[0] is not None  # else `agree` has raised
     return held[0]
+
+
+def go_back(
+    epoch: RunEpoch,
+    step: int,
+    *,
+    storage_options: Mapping[str, object] | None,
+    config: TransferConfig | None,
+) -> RunEpoch:
+    """Make the steps of a run that are later than `step` not count any more. Called by one rank.
+
+    Checkpoints with other names than `step-N` go on counting.
+
+    Args:
+        epoch: of this job.
+        step: the last one that counts.
+        storage_options, config: as for `take_over`.
+
+    Returns:
+        The epoch of this job from now on.
+
+    Raises:
+        SupersededError: another job has taken the run over; nothing was changed.
+        DcpObjstoreError: see `take_over`.
+    """
+    spec = Target(epoch.run_url, storage_options, config).spec
+
+    def keeps(name: str) -> bool:
+        number = step_number(name)
+        return number is None or number <= step
+
+    number = wait_for(rule.go_back, spec.open(), opener(spec), epoch.number, keeps)
+    return RunEpoch(spec.url, number)

@@ -71,7 +71,22 @@ def delete(
         DcpObjstoreError: as the store says.
     """
     spec = Target(url, storage_options, config).spec
-    number = check_epoch(epoch, spec)
+    return delete_step(
+        spec, check_epoch(epoch, spec), now=now, even_newest=even_newest, dry_run=dry_run
+    )
+
+
+def delete_step(
+    spec: StoreSpec, number: int | None, *, now: bool, even_newest: bool, dry_run: bool = False
+) -> DeleteReport:
+    """As `delete`, by the number of an epoch.
+
+    Args:
+        spec: the checkpoint.
+        number: of the epoch of the job that deletes; 0: a job that has none, which deletes nothing
+            of a run that was taken over; None: somebody who belongs to no job.
+        now, even_newest, dry_run: see `delete`.
+    """
     store = PromptStore(spec.open())
     found = read_marker(store)
     if found is not None and found[0].is_committed and not found[0].pins and not even_newest:

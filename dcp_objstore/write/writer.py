@@ -31,6 +31,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.events import Saved
 from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import SaveReport
+from dcp_objstore.run.steps import refuse_uncounted
 from dcp_objstore.state.dcp_metadata import build_index, stock_metadata
 from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.urls import is_supported_url
@@ -86,6 +87,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         user_metadata: small JSON values stored in the commit marker (metrics, step, config).
         epoch: from `take_over` of the run that the checkpoint lies directly below: once another
             job has taken the run over, no save of this one counts any more, and each says so.
+            Without it, a save into a run that was ever taken over raises SupersededError.
         on_busy: what `dcp.async_save` with this writer does while the writer's earlier save is
             under way: "wait" for it before the state is copied (default), or "raise" with
             SaveInProgressError.
@@ -205,6 +207,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             save = self._begin_save(rank or 0, is_coordinator, channel)
             store = save.open()
             if is_coordinator:
+                refuse_uncounted(self._epoch, self._target.spec)
                 save.begin = wait_for(
                     commit.begin, store, overwrite=self._overwrite, epoch=number or 0
                 )

@@ -9,6 +9,8 @@ oldest whose steps count. They differ only while a job takes the run over.
      the steps that count; **adopt** each, which rewrites its marker with the new epoch (refused:
      list again); conditional PUT of `_EPOCH` with base = number, and only then it begins to train.
      Refused there: somebody else takes over; begin again, or give up.
+    A job that has gone back to an earlier step does the same before its next save, but only if
+    `_EPOCH` still has its own number, and it does not adopt the steps later than that one.
  E3. A step counts if the epoch of its marker is at least the base. Who lists reads `_EPOCH` before
      and after, and lists again if it has changed.
  E4. After its commit a job reads `_EPOCH`. Its own number still: success. Otherwise superseded.
@@ -32,7 +34,11 @@ BLOCKED = "leftovers of earlier epochs are respected"
 LISTS_ONCE = "listing without reading _EPOCH again"
 NO_READ_BACK = "success without reading _EPOCH"
 EARLY = "base moves at once"
-MUTANTS = [BY_NUMBER, REPLACES, BLOCKED, LISTS_ONCE, NO_READ_BACK, EARLY]
+STEALS = "who was superseded goes back all the same"
+KEEPS_LATER = "going back adopts the later steps too"
+MUTANTS = [
+    BY_NUMBER, REPLACES, BLOCKED, LISTS_ONCE, NO_READ_BACK, EARLY, STEALS, KEEPS_LATER,
+]  # fmt: skip
 SKETCH = frozenset({BY_NUMBER, REPLACES, BLOCKED, LISTS_ONCE})
 
 
@@ -58,6 +64,7 @@ class Run(NamedTuple):
     acknowledged: frozenset[str] = frozenset()  # commits whose jobs were told that they stand
     kept: frozenset[str] = frozenset()  # what counted when the last takeover was complete
     training: int = 1  # the epoch of that takeover
+    dropped: frozenset[str] = frozenset()  # what was left when a job went back
 
 
 class Me(NamedTuple):
@@ -68,6 +75,7 @@ class Me(NamedTuple):
     start: Run | None = None
     step: int = 0
     tries: int = 1
+    back: int | None = None  # the epoch in which it went back
     answer: str | None = None
     gave_up: bool = False
 
@@ -92,6 +100,7 @@ class Job:
         name: of the job.
         number: its epoch; None: it has to take the run over first.
         deletes: a step that its retention removes at last.
+        goes_back: a step that it goes back to when it has saved, to save the later ones again.
     """
 
     def __init__(
@@ -101,9 +110,11 @@ class Job:
         *,
         saves: int = 1,
         deletes: int | None = None,
+        goes_back: int | None = None,
         weak: frozenset[str] = frozenset(),
     ) -> None:
         self.name, self.number, self.saves, self.deletes = name, number, saves, deletes
+        self.goes_back = goes_back
         self.weak = weak
 
     def start(self) -> Me:
@@ -144,7 +155,17 @@ class Job:
         after = me._replace(at="list", epoch=mine)
         yield self.event("put", "_EPOCH", f"{mine[:2]}"), after, run._replace(epoch=mine)
 
+    def look_back(self, me: Me, run: Run) -> Iterator[Move]:
+        assert me.epoch
+        event = self.event("get", "_EPOCH", f"{run.epoch[:2]}, goes back")
+        if run.epoch.number != me.epoch.number and STEALS not in self.weak:
+            yield event, self.end("superseded"), run
+        else:
+            yield event, Me("claim", run.epoch, back=me.epoch.number), run
+
     def once_more(self, me: Me) -> Me:
+        if me.back is not None:
+            return self.end("beaten")
         return Me("look", tries=me.tries - 1) if me.tries else self.end("beaten")
 
     def list(self, me: Me, run: Run) -> Iterator[Move]:
@@ -154,24 +175,31 @@ class Job:
             yield event, self.end("beaten"), run
             return
         after = me._replace(at="complete", steps=run.steps)
-        if BY_NUMBER not in self.weak and self.next_to_adopt(me.epoch, run.steps) is not None:
+        if BY_NUMBER not in self.weak and self.next_to_adopt(me, run.steps) is not None:
             after = after._replace(at="adopt")
         yield event, after, run
 
-    def next_to_adopt(self, epoch: Epoch, steps: Steps) -> int | None:
-        found = counting(epoch, steps, self.weak)
-        return next((n for n, step in found.items() if step.epoch < epoch.number), None)
+    def left(self, me: Me, n: int) -> bool:
+        """Whether the job has gone back past this step."""
+        return me.back is not None and self.goes_back is not None and n > self.goes_back
+
+    def next_to_adopt(self, me: Me, steps: Steps) -> int | None:
+        assert me.epoch
+        for n, step in counting(me.epoch, steps, self.weak).items():
+            if step.epoch < me.epoch.number and (not self.left(me, n) or KEEPS_LATER in self.weak):
+                return n
+        return None
 
     def adopt(self, me: Me, run: Run) -> Iterator[Move]:
         assert me.epoch
-        n = self.next_to_adopt(me.epoch, me.steps)
+        n = self.next_to_adopt(me, me.steps)
         assert n is not None
         old = me.steps[n]
         assert old
         mine = old._replace(epoch=me.epoch.number)
         seen = _with(me.steps, n, mine)
         following = me._replace(steps=seen)
-        if self.next_to_adopt(me.epoch, seen) is None:
+        if self.next_to_adopt(me, seen) is None:
             following = me._replace(at="complete", steps=seen)
         if run.steps[n] == old:
             yield (
@@ -197,15 +225,23 @@ class Job:
             mine = Epoch(number, number, tuple(sorted(ended.items())))
         found = counting(mine, me.steps, self.weak)
         kept = frozenset(step.commit for step in found.values())
-        after = Me("begin", mine, step=max(found, default=0) + 1)
+        before = counting(me.epoch, me.steps, self.weak)
+        leaves = frozenset(step.commit for n, step in before.items() if self.left(me, n))
+        dropped, acknowledged = run.dropped | leaves, run.acknowledged - leaves
+        last = max(found, default=0) if me.back is None else self.goes_back or 0
+        after = Me("begin", mine, step=last + 1, back=me.back)
         if after.step == len(run.steps):
             after = self.end("trains")
-        if not run.acknowledged <= kept:
-            after = self.end(
-                f"wrong: {_missing(run.acknowledged, kept)} was acknowledged, and is lost"
-            )
-        told = f"{mine[:2]}, trains from step {max(found, default=0)}"
-        done = run._replace(epoch=mine, kept=kept, training=number)
+        if me.back is not None and me.back != run.training:
+            after = self.end(f"wrong: {self.name} was superseded, and leaves what others saved")
+        if kept & dropped:
+            after = self.end(f"wrong: {_missing(kept & dropped, set())} was left, and counts")
+        if not acknowledged <= kept:
+            after = self.end(f"wrong: {_missing(acknowledged, kept)} was acknowledged, and is lost")
+        told = f"{mine[:2]}, trains from step {last}"
+        done = run._replace(
+            epoch=mine, kept=kept, training=number, dropped=dropped, acknowledged=acknowledged
+        )
         yield self.event("put", "_EPOCH", told), after, done
 
     # --- saving: E1, E4, E5
@@ -229,7 +265,7 @@ class Job:
         assert me.epoch
         found = run.steps[me.step]
         if found == me.token:
-            mine = Step(f"{self.name}/{me.step}", me.epoch.number)
+            mine = Step(self.commit_of(me), me.epoch.number)
             after = me._replace(at="verify", token=None)
             yield (
                 self.event("commit", f"step {me.step}"),
@@ -245,10 +281,13 @@ class Job:
                 answer = f"wrong: {self.name} trains, and loses step {me.step} to {found}"
             yield self.event("commit", f"step {me.step}", "refused"), self.end(answer), run
 
+    def commit_of(self, me: Me) -> str:
+        return f"{self.name}/{me.step}" + ("" if me.back is None else " again")
+
     def verify(self, me: Me, run: Run) -> Iterator[Move]:
         assert me.epoch
         event = self.event("get", "_EPOCH", str(run.epoch[:2]))
-        commit = f"{self.name}/{me.step}"
+        commit = self.commit_of(me)
         if run.epoch.number != me.epoch.number and NO_READ_BACK not in self.weak:
             yield event, self.end("superseded"), run
         elif run.training > me.epoch.number and commit not in run.kept:
@@ -258,6 +297,8 @@ class Job:
             after = self.end("saved")
             if me.step < self.saves and me.step + 1 < len(run.steps):
                 after = me._replace(at="begin", step=me.step + 1)
+            elif self.goes_back is not None and me.back is None:
+                after = me._replace(at="look_back")
             elif self.deletes is not None:
                 after = me._replace(at="look_at_old")
             yield event, after, run

@@ -36,6 +36,33 @@ CONFIGS: list[tuple[str, Callable[[Weak], list[Job]], bool]] = [
         True,
     ),
     (
+        "run: a job that goes back, a successor, a lister",
+        lambda weak: [
+            Job("job", 1, saves=2, goes_back=0, weak=weak),
+            Job("next", weak=weak),
+            Lister(weak=weak),
+        ],
+        True,
+    ),
+    (
+        "run: a zombie, a successor that goes back, another",
+        lambda weak: [
+            Job("zombie", 1, weak=weak),
+            Job("next", saves=2, goes_back=0, weak=weak),
+            Job("other", weak=weak),
+        ],
+        True,
+    ),
+    (
+        "run: two jobs that go back, a lister",
+        lambda weak: [
+            Job("zombie", 1, saves=2, goes_back=0, weak=weak),
+            Job("next", saves=3, goes_back=1, weak=weak),
+            Lister(weak=weak),
+        ],
+        False,
+    ),
+    (
         "run: a zombie, two successors, a lister",
         lambda weak: [
             Job("zombie", 1, saves=2, weak=weak),
