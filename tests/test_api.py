@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import dcp_objstore as dos
+from dcp_objstore.observe.events import PartUploaded, RangeRead
 from dcp_objstore.write import async_save as async_api
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import Bucket
@@ -349,6 +351,27 @@ def test_torch_does_not_warn_of_a_missing_process_group(recwarn: pytest.Warnings
     dos.save({"a": torch.ones(1)}, url)
     dos.load({"a": torch.zeros(1)}, url)
     assert [str(warning.message) for warning in recwarn] == []
+
+
+def in_background(state: dict[str, Any], url: str, **settings: Any) -> None:
+    dos.async_save(state, url, overwrite=True, **settings).result()
+
+
+@pytest.mark.parametrize("call", [dos.save, in_background, dos.load])
+def test_a_filter_of_warnings_that_is_set_during_a_call_stays(call: Callable[..., Any]) -> None:
+    """Set by another thread: a save or load may run beside the program."""
+    url = memory_url()
+    if call is not dos.save:
+        dos.save({"a": torch.ones(1)}, url)
+
+    def meanwhile(event: object) -> None:
+        if isinstance(event, PartUploaded | RangeRead):
+            warnings.filterwarnings("error", message="set meanwhile")
+
+    with warnings.catch_warnings():
+        call({"a": torch.ones(1)}, url, on_event=meanwhile)
+        with pytest.raises(UserWarning, match="set meanwhile"):
+            warnings.warn("set meanwhile", UserWarning, stacklevel=1)
 
 
 # async_save -----------------------------------------------------------------------------------

@@ -116,7 +116,8 @@ def _run_load(
     url = str(reader.checkpoint_id)
     planner = AgreeingLoadPlanner(url, converted.optimizers, converted.per_rank, strict=strict)
     try:
-        with typed_failures(url, group), single_process_is_fine():
+        single_process_is_fine()
+        with typed_failures(url, group):
             state_dict_loader.load(
                 converted.state_dict,
                 storage_reader=reader,

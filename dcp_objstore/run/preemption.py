@@ -77,8 +77,8 @@ class Notice:
         """Set what was there before, unless somebody has changed it since."""
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
-                # None: a handler that was not set from Python, which cannot be set again. Ours would
-                # swallow the signal from now on.
+                # None: a handler that was not set from Python, which cannot be set again. Ours
+                # would swallow the signal from now on.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
         self._before.clear()
         _installed.discard(self)

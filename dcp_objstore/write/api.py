@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.write.dcp_calls import aim, single_process_is_fine, telling_failures
+
+_NO_GROUP_TEXT = "torch.distributed is disabled"
+
+
+# As `warnings.filters` holds it.
+_NO_GROUP_WARNING = ("ignore", re.compile(_NO_GROUP_TEXT, re.IGNORECASE), UserWarning, None, 0)
 
 
 def save(
@@ -91,7 +98,8 @@ def run_save(
 ) -> SaveReport:
     """`dcp.save` with one typed error for all ranks and the coordinator's report for each."""
     url = str(writer.checkpoint_id)
-    with typed_failures(url, group), single_process_is_fine():
+    single_process_is_fine()
+    with typed_failures(url, group):
         state_dict_saver.save(
             state_dict,
             storage_writer=writer,

@@ -12,6 +12,7 @@ from dcp_objstore.write.writer import ObjectStoreWriter
 
 if TYPE_CHECKING:
     pass
+from dcp_objstore.write.api import _NO_GROUP_TEXT, _NO_GROUP_WARNING
 
 
 @contextlib.contextmanager
@@ -30,11 +31,11 @@ def aim(plugin: ObjectStoreWriter | ObjectStoreReader | None) -> str | None:
     return None if plugin is None else plugin.checkpoint_id
 
 
-@contextlib.contextmanager
-def single_process_is_fine() -> Iterator[None]:
-    """Without torch's warning that there is no process group, which here needs none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled", category=UserWarning
-        )
-        yield
+def single_process_is_fine() -> None:
+    """Ignore torch's warning that there is no process group, which here needs none.
+
+    From now on, not only during a call: `warnings.catch_warnings` puts back the filters of all
+    threads as they were when it began, and a save runs beside the program.
+    """
+    if _NO_GROUP_WARNING not in warnings.filters:
+        warnings.filterwarnings("ignore", message=_NO_GROUP_TEXT, category=UserWarning)
