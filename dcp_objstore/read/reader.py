@@ -73,7 +73,8 @@ class ObjectStoreReader(StorageReader):
 
     Args:
         url: the checkpoint, as `s3://bucket/run/step-1000`; may be left out when
-            `dcp.load(..., checkpoint_id=url)` gives it.
+            `dcp.load(..., checkpoint_id=url)` gives it. Another `checkpoint_id` in the first load
+            is refused; a later one re-targets the reader.
         storage_options: credentials and endpoint in fsspec's spelling. Default: from the
             environment.
         config: sizes, concurrency, time-outs and the memory budget.
@@ -99,6 +100,8 @@ class ObjectStoreReader(StorageReader):
 
     Attributes:
         last_load: a `LoadReport` of this rank's last finished load, or None.
+        load_id: names the latest load, or None; it is the `load_id` of the `StorageMeta` that the
+            planner gets, as with torch's readers.
 
     Raises (from the DCP call, as `CheckpointException.failures`; `dos.load` raises them plainly):
         CheckpointNotFoundError: nothing is committed at this URL.
@@ -141,6 +144,7 @@ class ObjectStoreReader(StorageReader):
         self._process_group = process_group
         self._of_thread = threading.local()
         self.last_load: LoadReport | None = None
+        self.load_id: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings only, without secrets, process group or an opened checkpoint."""
@@ -153,6 +157,7 @@ class ObjectStoreReader(StorageReader):
         self._process_group = None
         self._of_thread = threading.local()
         self.last_load = None
+        self.load_id = None
 
     def __repr__(self) -> str:
         return f"ObjectStoreReader({self.checkpoint_id!r})"
@@ -168,7 +173,11 @@ class ObjectStoreReader(StorageReader):
         return is_supported_url(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Aim at another checkpoint, keeping every option; None keeps the URL."""
+        """Aim at another checkpoint, keeping every option; None keeps the URL.
+
+        Raises:
+            ConfigError: the reader was made with another URL and has loaded nothing yet.
+        """
         self._of_thread.load = None
         if checkpoint_id is not None:
             self._target.aim(checkpoint_id)  # type: ignore[arg-type]  # StoreSpec checks it
@@ -179,7 +188,7 @@ class ObjectStoreReader(StorageReader):
         DCP turns whatever is raised here into a bare AssertionError (up to torch 2.11 without its
         text), but lets through what `set_up_storage_reader` raises.
         """
-        spec = self._target.spec
+        spec = self._target.begin()
         load = _Load(spec, self._hooks.channel("load", spec.url))
         self._of_thread.load = load
         try:
@@ -188,12 +197,14 @@ class ObjectStoreReader(StorageReader):
         except DcpObjstoreError as error:
             load.error = error
             return Metadata(state_dict_metadata={})
+        meta = load.source.metadata.storage_meta
+        self.load_id = None if meta is None else meta.load_id
         load.channel.tell(Opened, load.channel.began_at, commit_id=load.source.commit_id)
         return load.source.metadata
 
     def _open(self, load: _Load) -> Source:
         def open_here() -> Source:
-            return wait_for(open_source, load.spec.open(), load_id=str(uuid.uuid4()))
+            return wait_for(open_source, load.spec, load_id=str(uuid.uuid4()))
 
         load.together = self._read_once and current_rank() is not None
         if not load.together or self._process_group is None:
