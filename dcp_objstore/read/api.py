@@ -70,6 +70,8 @@ def load(
     Raises:
         StateMismatchError: keys or shapes that the checkpoint does not have, with the nearest
             names.
+        UnsupportedError: a module or tensor of the state is on the meta device: give it memory
+            first (`to_empty`).
         DcpObjstoreError: that of the lowest rank that failed; see `ObjectStoreReader` for which.
         RankFailedError: a rank failed otherwise, or died.
 
