@@ -32,7 +32,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.read import reader as reader_module
 from dcp_objstore.read.peers import exchange
-from dcp_objstore.read.peers.meeting import Offer, share_out
+from dcp_objstore.read.peers.meeting import Offer, all_come, share_out
 from dcp_objstore.read.peers.plan import NEED
 from tests.support.checkpoints import cause, causes
 from tests.support.ranks import run_ranks, try_ranks
@@ -556,6 +556,34 @@ def test_a_planner_that_fails_before_the_reading_fails_all_with_its_error_alone(
         (error,) = causes(outcome.error)
         assert isinstance(error, ValueError), outcome
     run_ranks(3, load_small, saved, sink.storage_options)
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_a_rank_waits_for_others_as_long_as_they_keep_coming(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of three: the others come one by one, whenever it has run out of patience."""
+
+    class Store:
+        def __init__(self) -> None:
+            self.kept = dist.HashStore()
+            self.looked = 0
+
+        def add(self, key: str, number: int) -> int:
+            if not number:
+                self.looked += 1
+                if self.looked <= others and self.kept.add(key, 1) == 3:
+                    self.kept.set(key.replace("came", "decided"), "together")
+            return self.kept.add(key, number)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.kept, name)
+
+    store = Store()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    config = TransferConfig(peer_timeout_seconds=0.01)
+    assert all_come("meeting", 3, config, "url") == (others == 2)
+    assert store.looked == min(others + 1, 2)
 
 
 @pytest.mark.parametrize("how", ["slow", "own plan"])
