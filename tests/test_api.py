@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import dcp_objstore as dos
+from dcp_objstore.observe.events import PartUploaded, RangeRead
 from dcp_objstore.write import async_save as async_api
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import Bucket
@@ -60,6 +62,20 @@ def save_trained(rank: int, world: int, url: str, options: Options) -> tuple[Any
     return report, [advance(state) for _ in range(3)]
 
 
+def resume_from_meta(rank: int, world: int, url: str, options: Options) -> list[float]:
+    """As FSDP2 is made without memory for the whole model, with what the error says to do."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 8))
+    fully_shard(model)
+    with pytest.raises(dos.UnsupportedError, match="to_empty"):
+        dos.load({"model": model}, url, storage_options=options)
+    model.to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer, "progress": {"step": 0}}
+    dos.load(state, url, storage_options=options)
+    return [advance(state) for _ in range(3)]
+
+
 def resume(rank: int, world: int, url: str, options: Options) -> tuple[Any, int, list[float]]:
     state = training(sharded=world > 0)
     report = dos.load(state, url, storage_options=options)
@@ -79,6 +95,16 @@ def test_a_model_and_optimizer_saved_on_4_ranks_train_on_alike_on_2_and_in_one_p
     for report, step, losses in [*run_ranks(2, resume, url, options), resume(0, 0, url, options)]:
         assert report.commit_id == reports[0].commit_id
         assert step == 3
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.backends("seaweed")
+def test_a_sharded_model_on_the_meta_device_is_refused_and_loads_once_it_has_memory(
+    bucket: Bucket,
+) -> None:
+    url, options = bucket.at("step-3"), bucket.storage_options
+    _, expected = run_ranks(2, save_trained, url, options)[0]
+    for losses in run_ranks(2, resume_from_meta, url, options):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
@@ -349,6 +375,27 @@ def test_torch_does_not_warn_of_a_missing_process_group(recwarn: pytest.Warnings
     dos.save({"a": torch.ones(1)}, url)
     dos.load({"a": torch.zeros(1)}, url)
     assert [str(warning.message) for warning in recwarn] == []
+
+
+def in_background(state: dict[str, Any], url: str, **settings: Any) -> None:
+    dos.async_save(state, url, overwrite=True, **settings).result()
+
+
+@pytest.mark.parametrize("call", [dos.save, in_background, dos.load])
+def test_a_filter_of_warnings_that_is_set_during_a_call_stays(call: Callable[..., Any]) -> None:
+    """Set by another thread: a save or load may run beside the program."""
+    url = memory_url()
+    if call is not dos.save:
+        dos.save({"a": torch.ones(1)}, url)
+
+    def meanwhile(event: object) -> None:
+        if isinstance(event, PartUploaded | RangeRead):
+            warnings.filterwarnings("error", message="set meanwhile")
+
+    with warnings.catch_warnings():
+        call({"a": torch.ones(1)}, url, on_event=meanwhile)
+        with pytest.raises(UserWarning, match="set meanwhile"):
+            warnings.warn("set meanwhile", UserWarning, stacklevel=1)
 
 
 # async_save -----------------------------------------------------------------------------------

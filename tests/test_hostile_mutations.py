@@ -30,7 +30,7 @@ from dcp_objstore.checkpoint.marker import Marker, decode_marker
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.compat.transforms import check_archive
 from dcp_objstore.compat.values import check_safe
-from dcp_objstore.read.stored_checkpoint import open_source
+from dcp_objstore.read.stored_checkpoint import open_rooted
 from tests.support import hostile
 from tests.support import pickles as p
 from tests.support.memory_store import MemoryStore
@@ -181,7 +181,7 @@ def try_index(seed: int) -> None:
         store = MemoryStore()
         for key, content in hostile.sealed(body, {hostile.DATA_KEY: hostile.DATA}).items():
             store.put(key, content)
-        checked(lambda: open_source(store))
+        checked(lambda: open_rooted(store))
 
 
 def try_marker(seed: int) -> None:

@@ -468,3 +468,64 @@ def test_a_failed_load_leaves_the_reader_fit_for_the_next() -> None:
     dcp.load({"t": tensor}, storage_reader=reader, no_dist=True)
     assert tensor.eq(1).all()
     assert reader.last_load is not None
+
+
+def test_writer_and_reader_have_the_ids_that_are_stored_and_planned_with(tmp_path: Path) -> None:
+    """As torch's own have them."""
+    url, planner = memory_url(), DefaultLoadPlanner()
+    writer, reader = dos.ObjectStoreWriter(url), dos.ObjectStoreReader(url)
+    assert (writer.save_id, reader.load_id) == (None, None)
+    dcp.save({"t": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    seen = []
+    for place in (url, url, stock_checkpoint(tmp_path, {"t": torch.ones(3)})):
+        state = {"t": torch.zeros(3)}
+        reader = dos.ObjectStoreReader(place)
+        dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+        assert planner.metadata is not None and planner.metadata.storage_meta is not None
+        meta = planner.metadata.storage_meta
+        assert reader.load_id == meta.load_id is not None
+        seen.append((meta.load_id, meta.save_id))
+    assert len({load_id for load_id, _ in seen}) == 3
+    assert seen[0][1] == seen[1][1] == writer.save_id is not None
+
+
+def test_a_checkpoint_id_that_contradicts_the_url_is_refused_until_that_url_was_used() -> None:
+    url, other = memory_url(), memory_url()
+    writer, reader = dos.ObjectStoreWriter(url), dos.ObjectStoreReader(f"{url}/")
+    for plugin, call in ((writer, dcp.save), (reader, dcp.load)):
+        name = "storage_writer" if plugin is writer else "storage_reader"
+        state, use = {"t": torch.ones(3)}, {name: plugin, "no_dist": True}
+        with pytest.raises(dos.ConfigError, match="leave one of them out") as caught:
+            call(state, checkpoint_id=other, **use)  # type: ignore[operator]
+        assert url in str(caught.value)
+        assert other in str(caught.value)
+        # Nothing has happened, and with the URL that it has it works; later ones re-target it.
+        for place in (url, other):
+            call(state, checkpoint_id=place, **use)  # type: ignore[operator]
+    assert set(dos.open(other).keys()) == set(dos.open(url).keys()) == {"t"}
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_an_object_at_the_very_key_of_the_url_is_said_to_be_no_checkpoint(
+    scheme: str, tmp_path: Path
+) -> None:
+    run = memory_url() if scheme == "memory" else f"file://{tmp_path}"
+    body = io.BytesIO()
+    torch.save({"t": torch.ones(3)}, body)
+    StoreSpec(run).open().put("model.pt", body.getvalue())
+    for read in (dos.open, lambda url: dos.load({"t": torch.zeros(3)}, url)):
+        with pytest.raises(dos.CheckpointNotFoundError, match=r"torch\.load") as caught:
+            read(f"{run}/model.pt")
+        assert f"{body.tell()} bytes" in str(caught.value)
+        with pytest.raises(dos.CheckpointNotFoundError, match="nothing here"):
+            read(f"{run}/model")
+
+
+def test_a_report_that_is_taken_for_the_state_says_where_the_state_is() -> None:
+    url = memory_url()
+    dos.save({"t": torch.ones(3)}, url)
+    report = dos.load({"t": torch.zeros(3)}, url)
+    with pytest.raises(TypeError, match=r"state\['t'\] after dcp_objstore\.load"):
+        report["t"]
+    with pytest.raises(TypeError):
+        dict(report)  # type: ignore[call-overload]

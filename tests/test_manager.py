@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import multiprocessing
 import os
 import secrets
 import signal
@@ -715,6 +716,30 @@ def test_signal_is_taken_at_the_next_step_and_the_handler_given_back(url: str) -
         assert came == [signal.SIGUSR2] * 2
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_child_forked_inside_the_block_is_ended_by_sigterm_as_elsewhere(url: str) -> None:
+    forking = multiprocessing.get_context("fork")
+    with dos.CheckpointManager(url) as run:
+        here, there = forking.Pipe()
+        child = forking.Process(target=_report_handler_and_wait, args=(there,), daemon=True)
+        child.start()
+        try:
+            assert here.recv() is True  # it has begun, and has the default handler
+            child.terminate()
+            child.join(30)
+            assert child.exitcode == -signal.SIGTERM
+        finally:
+            child.kill()
+        # This process has not heard of it, and goes on catching its own.
+        assert not run.preempted()
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+
+
+def _report_handler_and_wait(connection: Any) -> None:
+    connection.send(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+    while True:
+        signal.pause()
 
 
 def test_a_check_of_ones_own_ends_the_job_without_a_save_where_none_is_wanted(url: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dcp_objstore as dos
-from dcp_objstore.errors import StateMismatchError
+from dcp_objstore.errors import StateMismatchError, UnsupportedError
 from dcp_objstore.state.per_rank import PerRank
 from dcp_objstore.state.state_dict import ConvertedState
 
@@ -324,3 +324,40 @@ def test_a_module_without_parameters_and_an_empty_parameter_group_are_fine():
     state["optimizer"].param_groups[1]["lr"] = 9.0
     restore(state, saved)
     assert [group["lr"] for group in state["optimizer"].param_groups] == [0.1, 0.5]
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("freqs", torch.arange(4.0), persistent=False)
+
+
+def test_a_module_on_the_meta_device_is_not_loaded_into_and_the_error_says_what_to_do():
+    with torch.device("meta"):
+        model = Rotary()
+    state = {"optimizer": torch.optim.AdamW(model.parameters()), "model": model}
+    with pytest.raises(UnsupportedError, match="to_empty") as caught:
+        ConvertedState(state, loading=True)
+    assert caught.value.key == "model"
+    assert "proj.weight, proj.bias, mean)" in str(caught.value)
+    assert "no checkpoint holds (freqs)" in str(caught.value)
+    model.to_empty(device="cpu")
+    ConvertedState({"model": model}, loading=True)
+    # What is not loaded may lie anywhere.
+    model.freqs = model.freqs.to("meta")
+    ConvertedState({"model": model}, loading=True)
+
+
+def test_a_tensor_on_the_meta_device_is_not_loaded_into_wherever_it_stands():
+    class Holder:
+        def state_dict(self):
+            return {"inner": [torch.zeros(2, device="meta")]}
+
+        def load_state_dict(self, state): ...
+
+    for state in ({"a": {"inner": [torch.zeros(2, device="meta")]}}, {"a": Holder()}):
+        with pytest.raises(UnsupportedError, match="empty_like") as caught:
+            ConvertedState(state, loading=True)
+        assert caught.value.key == "a.inner.0"

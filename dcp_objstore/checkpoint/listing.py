@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
@@ -17,6 +18,9 @@ from dcp_objstore.checkpoint.names import (
 )
 from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError
 from dcp_objstore.stores.protocol import ObjectStore
+
+if TYPE_CHECKING:
+    from dcp_objstore.stores import StoreSpec
 
 _LOOK_AROUND_LIMIT = 1000  # keys listed to explain an absence: one page on S3
 
@@ -75,3 +79,19 @@ def explain_absence(store: ObjectStore) -> str:
     else:
         reason = "there is no checkpoint here, only other objects"
     return reason
+
+
+def explain_object(spec: StoreSpec) -> str | None:
+    """Say that the URL of a checkpoint is the key of an object, if there is one. One HEAD."""
+    above, _, name = spec.url.rpartition("/")
+    if not name or not spec.parsed.prefix.strip("/") or above in ("file:/", "file://"):
+        return None
+    try:
+        found = spec.at(above).open().head(name)
+    except DcpObjstoreError:
+        return None
+    return (
+        f"there is no checkpoint here, but one object of {found.size_bytes} bytes with this very"
+        " key; a checkpoint is a prefix with objects below it. If torch.save wrote this one,"
+        " torch.load reads it"
+    )

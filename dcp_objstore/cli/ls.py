@@ -11,7 +11,7 @@ from typing import Any
 
 from dcp_objstore.checkpoint.claim import EpochRecord, counts, read_epoch
 from dcp_objstore.checkpoint.commit import read_marker
-from dcp_objstore.checkpoint.listing import explain_absence
+from dcp_objstore.checkpoint.listing import explain_absence, explain_object
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import EPOCH_KEY, MARKER_KEY, natural_order, parse_data_key
 from dcp_objstore.cli.access import chosen
@@ -64,7 +64,7 @@ def print_checkpoints(url: str, *, as_json: bool) -> None:
             raise
         print(f"dcp-objstore: what lies below is not shown: {error}", file=sys.stderr)
     if not entries:
-        raise CheckpointNotFoundError(explain_absence(store), url=store.url)
+        raise CheckpointNotFoundError(explain_object(spec) or explain_absence(store), url=store.url)
     if as_json:
         for one in entries:
             print(json.dumps(one))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import traceback
-from collections.abc import Callable, Iterator
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_objstore.distributed.groups import current_rank
 from dcp_objstore.distributed.plugin import plugin_errors
-from dcp_objstore.errors import DcpObjstoreError, RankFailedError
+from dcp_objstore.errors import ConfigError, DcpObjstoreError, RankFailedError
 
 T = TypeVar("T")
 
@@ -68,10 +68,19 @@ def typed_failures(url: str | None, group: dist.ProcessGroup | None) -> Iterator
         ) from error
 
 
-def agree(own: DcpObjstoreError | None, url: str | None, group: dist.ProcessGroup | None) -> None:
+def agree(
+    own: DcpObjstoreError | None,
+    url: str | None,
+    group: dist.ProcessGroup | None,
+    same: Mapping[str, object] | None = None,
+) -> None:
     """Raise on every rank if any rank has an error. A collective of the group's ranks.
 
+    Args:
+        same: arguments that must be the same on every rank, by name.
+
     Raises:
+        ConfigError: they are not.
         As `typed_failures`.
     """
     if current_rank() is None:
@@ -79,13 +88,24 @@ def agree(own: DcpObjstoreError | None, url: str | None, group: dist.ProcessGrou
             _raise_copy(own, url=url)
         return
     with typed_failures(url, group):
-        found: list[DcpObjstoreError | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, own, group=group)
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, (own, same or {}), group=group)
         failures: dict[int, BaseException] = {
-            _global(number, group): error for number, error in enumerate(found) if error is not None
+            _global(number, group): error
+            for number, (error, _) in enumerate(found)
+            if error is not None
         }
         if failures:
             _raise_lowest(failures, url)
+        first = found[0][1]
+        for number, (_, theirs) in enumerate(found):
+            for name, value in theirs.items():
+                if value != first[name]:
+                    raise ConfigError(
+                        f"every rank must pass the same {name}=, but rank {_global(0, group)} has"
+                        f" {first[name]!r} and rank {_global(number, group)} {value!r}",
+                        url=url,
+                    )
 
 
 def _global(number: int, group: dist.ProcessGroup | None) -> int:

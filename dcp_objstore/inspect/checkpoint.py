@@ -298,7 +298,7 @@ def open(  # noqa: A001 - `dos.open`, as gzip.open
     hooks = Hooks(on_event, trace)
     channel = hooks.channel("open", target.spec.url, *rank_and_world_size())
     with channel.watching():
-        source = wait_for(open_source, target.spec.open())
+        source = wait_for(open_source, target.spec)
         channel.tell(Opened, channel.began_at, commit_id=source.commit_id)
     return Checkpoint(
         target, source, verify=verify == "strict", trust_pickle=trust_pickle, hooks=hooks

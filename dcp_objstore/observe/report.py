@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
@@ -86,6 +86,13 @@ class LoadReport:
     def gib_per_second(self) -> float:
         """Throughput over `seconds`."""
         return self.total_bytes / GIB / max(self.seconds, 1e-9)
+
+    def __getitem__(self, key: object) -> NoReturn:
+        """Not the state: that is what was passed to `dos.load`."""
+        raise TypeError(
+            "a LoadReport is not the state that was loaded: dcp_objstore.load fills the state that"
+            f" it is given, so write state[{key!r}] after dcp_objstore.load(state, url)"
+        )
 
 
 def size_text(count_bytes: float) -> str:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import state_dict_loader
 
 from dcp_objstore.distributed.failures import agree, attempt, extended, typed_failures
 from dcp_objstore.distributed.groups import current_rank, is_alone, sync_group, world_group
-from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.errors import DcpObjstoreError, RankFailedError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.planner import AgreeingLoadPlanner
 from dcp_objstore.read.reader import ObjectStoreReader
@@ -81,6 +81,8 @@ def load(
     Raises:
         StateMismatchError: keys or shapes that the checkpoint does not have, with the nearest
             names.
+        UnsupportedError: a module or tensor of the state is on the meta device: give it memory
+            first (`to_empty`).
         DcpObjstoreError: that of the lowest rank that failed; see `ObjectStoreReader` for which.
         RankFailedError: a rank failed otherwise, or died.
 
@@ -106,7 +108,8 @@ def load(
     converted, failed = attempt(lambda: ConvertedState(state, loading=True))
     try:
         with telling_failures(reader):
-            agree(refused or failed, aim(reader), group)
+            # Ranks that read once begin with a collective of their own.
+            agree(refused or failed, aim(reader), group, {"read_once": bool(read_once)})
             assert reader is not None
             assert converted is not None
             return _run_load(reader, converted, group, strict=strict)
@@ -127,7 +130,8 @@ def _run_load(
     url = str(reader.checkpoint_id)
     planner = AgreeingLoadPlanner(url, converted.optimizers, converted.per_rank, strict=strict)
     try:
-        with typed_failures(url, group), single_process_is_fine():
+        single_process_is_fine()
+        with typed_failures(url, group):
             state_dict_loader.load(
                 converted.state_dict,
                 storage_reader=reader,
@@ -151,7 +155,8 @@ def _run_load(
             ", ".join(planner.missing[:5]),
             ", ..." if len(planner.missing) > 5 else "",
         )
-    assert reader.last_load is not None
+    if reader.last_load is None:  # it has left the raising to the rank that failed
+        raise RankFailedError("another rank has failed and has not said so", url=url)
     return dataclasses.replace(
         reader.last_load, missing=planner.missing, unexpected=planner.unexpected
     )

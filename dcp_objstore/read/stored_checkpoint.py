@@ -6,6 +6,7 @@ bytes lie, whether they are raw, and what they must hash to.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from typing import TYPE_CHECKING
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorStorageMetadata,
 )
 
 from dcp_objstore.checkpoint import commit
 from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.listing import explain_object
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.compat.transforms import (
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
     import io
 
     from dcp_objstore.checkpoint.marker import Marker
-    from dcp_objstore.stores import ObjectStore
+    from dcp_objstore.stores import ObjectStore, StoreSpec
 
 _MAX_DOT_METADATA_BYTES = 4 * 1024**3
 # Reading is planned in blocks, before the first byte shows whether an object is as large as the
@@ -157,7 +160,22 @@ class Source:
         return commit.explain_missing(store, self.commit_id, key)
 
 
-def open_source(store: ObjectStore, load_id: str | None = None) -> Source:
+def open_source(spec: StoreSpec, load_id: str | None = None) -> Source:
+    """Open the checkpoint at a URL.
+
+    Raises:
+        As `open_rooted`.
+    """
+    try:
+        return open_rooted(spec.open(), load_id)
+    except CheckpointNotFoundError:
+        reason = explain_object(spec)
+        if reason is None:
+            raise
+        raise CheckpointNotFoundError(reason, url=spec.url) from None
+
+
+def open_rooted(store: ObjectStore, load_id: str | None = None) -> Source:
     """Open the checkpoint at the store's root.
 
     Raises:
@@ -177,7 +195,7 @@ def _open(store: ObjectStore, load_id: str | None) -> Source:
     if found is None:
         body = _dot_metadata(store)
         if body is not None:
-            return _foreign(decode_metadata(body))
+            return _foreign(decode_metadata(body), load_id)
         _check_no_rank_metadata(store)
     marker, body = commit.open_found(store, found)
     index = ix.decode(body)
@@ -234,8 +252,10 @@ def _check_no_rank_metadata(store: ObjectStore) -> None:
     )
 
 
-def _foreign(metadata: Metadata) -> Source:
+def _foreign(metadata: Metadata, load_id: str | None) -> Source:
     """A checkpoint that stock torch wrote: every item is a `torch.save` blob or pickled value."""
+    meta = metadata.storage_meta or StorageMeta()
+    metadata.storage_meta = dataclasses.replace(meta, load_id=load_id)
     chunks = {
         (key, tuple(chunk.offsets)): (tuple(chunk.sizes), item.properties.dtype.itemsize)
         for key, item in metadata.state_dict_metadata.items()

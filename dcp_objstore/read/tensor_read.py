@@ -379,7 +379,7 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 
 # torch warns, once in a process, that a tensor over a received (read-only) body must not be
-# written to. We only read from it; the warning is spent here, where nobody need see it.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    torch.frombuffer(b"\0", dtype=torch.uint8)
+# written to. We only read from it; the warning is spent here, where nobody need see it. The filter
+# stays, because `warnings.catch_warnings` would undo what another thread filters meanwhile.
+warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+torch.frombuffer(b"\0", dtype=torch.uint8)

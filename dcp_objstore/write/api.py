@@ -103,7 +103,8 @@ def run_save(
 ) -> SaveReport:
     """`dcp.save` with one typed error for all ranks and the coordinator's report for each."""
     url = str(writer.checkpoint_id)
-    with typed_failures(url, group), single_process_is_fine():
+    single_process_is_fine()
+    with typed_failures(url, group):
         state_dict_saver.save(
             state_dict,
             storage_writer=writer,

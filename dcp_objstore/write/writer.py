@@ -65,6 +65,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     Args:
         url: the checkpoint, as `s3://bucket/run/step-1000` (also `gs://`, `az://`, `file://`,
             `memory://`). May be left out when `dcp.save(..., checkpoint_id=url)` gives it.
+            Another `checkpoint_id` in the first save is refused; a later one re-targets the writer.
         overwrite: replace a committed checkpoint at this URL. Its data objects stay until a sweep
             removes them, so readers of the old one are not disturbed. Default False: refuse.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
@@ -95,6 +96,8 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     Attributes:
         last_save: a `SaveReport` of the last finished save, or None. On rank 0 it covers all
             ranks. In process mode of `async_save` it stays in the child process.
+        save_id: names the latest save of this rank, or None; rank 0's is the `save_id` of the
+            `StorageMeta` that is stored, as with torch's writers.
 
     The DCP call raises these errors as `CheckpointException.failures`; `dos.save` raises them
     plainly. Unless they say otherwise, no checkpoint became visible and the one that was there is
@@ -148,6 +151,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         self._save: Save | None = None
         self._warned_keys: set[str] = set()
         self.last_save: SaveReport | None = None
+        self.save_id: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings only, without secrets, locks or the save under way."""
@@ -163,6 +167,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         self._save = None
         self._warned_keys = set()
         self.last_save = None
+        self.save_id = None
 
     def __repr__(self) -> str:
         return f"ObjectStoreWriter({self.checkpoint_id!r}, overwrite={self._overwrite})"
@@ -181,6 +186,9 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """Aim at another checkpoint, keeping every option; None keeps the URL.
 
         A save that another thread has under way keeps its own URL.
+
+        Raises:
+            ConfigError: the writer was made with another URL and has saved nothing yet.
         """
         if checkpoint_id is not None:
             self._target.aim(checkpoint_id)  # type: ignore[arg-type]  # StoreSpec checks it
@@ -226,7 +234,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         return deadline_seconds_for(self._target.config.stall_timeout_seconds)
 
     def _begin_save(self, rank: int, is_coordinator: bool, channel: Channel) -> Save:
-        spec = self._target.spec
+        spec = self._target.begin()
         with self._lock:
             current = self._save
             here = threading.current_thread()
@@ -241,6 +249,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                     " use a second writer"
                 )
             self._save = Save(spec, here, rank, is_coordinator, channel)
+            self.save_id = self._save.nonce
             staged, self._staged = self._staged, None
         if staged is not None:
             channel.pass_on(staged)
