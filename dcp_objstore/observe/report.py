@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -87,6 +88,13 @@ class LoadReport:
     def gib_per_second(self) -> float:
         """Throughput over `seconds`."""
         return self.total_bytes / GIB / max(self.seconds, 1e-9)
+
+
+def log_failure(url: str | None, error: BaseException) -> None:
+    """Log the error of a save in the background, for whose result nobody may ask."""
+    # A filter of the program may raise, which must not take the place of the error.
+    with contextlib.suppress(Exception):
+        logger.error("saving %s in the background failed: %s", url, error)
 
 
 def size_text(count_bytes: float) -> str:

@@ -8,6 +8,7 @@ transport holds no GIL while bytes move.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -17,7 +18,13 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from dcp_objstore.distributed.failures import agree, attempt, typed_failures, without_frames
+from dcp_objstore.distributed.failures import (
+    agree,
+    attempt,
+    every_rank,
+    typed_failures,
+    without_frames,
+)
 from dcp_objstore.distributed.groups import current_rank, own_group
 from dcp_objstore.errors import (
     ConfigError,
@@ -26,7 +33,7 @@ from dcp_objstore.errors import (
     SaveInProgressError,
 )
 from dcp_objstore.observe import hooks
-from dcp_objstore.observe.report import SaveReport, logger
+from dcp_objstore.observe.report import SaveReport, log_failure
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.transfer.workers import result_of, wait_until
 from dcp_objstore.write.api import run_save
@@ -42,6 +49,8 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.events import OnEvent
 
 T = TypeVar("T")
+
+_EVERY_RANK = every_rank("dcp_objstore.async_save")
 
 _lock = threading.Lock()
 _latest: AsyncSaveHandle | None = None
@@ -159,13 +168,19 @@ class AsyncSaveHandle:
 
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
         self._error = error
-        for future in (self.staging_completion, self.upload_completion):
-            if not future.done():
-                if error is not None:
-                    future.set_exception(error)
-                else:
-                    cast(Future[Any], future).set_result(report)
-        self._ended.set()
+
+        def settle(future: Future[Any]) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(report)
+
+        with contextlib.ExitStack() as stack:  # all of it, although the user's callbacks may raise
+            stack.callback(self._ended.set)
+            stack.callback(settle, self.upload_completion)
+            stack.callback(settle, self.staging_completion)
 
     def _fail(self, error: BaseException) -> None:
         """End it, unless its thread runs: then that ends it."""
@@ -183,12 +198,13 @@ class AsyncSaveHandle:
             report = save.run()
         except BaseException as error:  # noqa: BLE001 - raised by `result` and the next async_save
             failed = error
-            logger.error("saving %s in the background failed: %s", self.url, error)
+            log_failure(self.url, error)
             # They hold the copy of the state, and the next save is to use that memory.
             without_frames(error)
-        # Also before it is said to have ended, so that the memory is there for the next save.
-        save.forget_state()
-        self._end(report, failed)
+        finally:
+            # Before it is said to have ended, so that the memory is there for the next save.
+            save.forget_state()
+            self._end(report, failed)
 
 
 def async_save(
@@ -214,7 +230,7 @@ def async_save(
     next save (pinned where there is a GPU). Collectives of the save run in gloo groups of their
     own, made at the first call; the ranks begin a save, or refuse it, together. Call
     `handle.result()` before `torch.distributed.destroy_process_group()`: without the groups a save
-    that is under way fails.
+    that is under way fails, with an InputError that says so, and commits nothing.
 
     Args:
         on_busy: what to do while an earlier save is under way: "wait" for it (default), or
@@ -230,7 +246,8 @@ def async_save(
         SaveInProgressError: see `on_busy`.
         DcpObjstoreError: the earlier save failed and on some rank nobody has asked for its result;
             this one was not begun. Also wrong arguments.
-        RankFailedError: a rank died, or did not call within `config.peer_timeout_seconds`.
+        RankFailedError: a rank died, or did not call within `config.peer_timeout_seconds` (at the
+            first call also: within the time-out given to `init_process_group`).
     """
 
     def make_writer() -> ObjectStoreWriter:
@@ -250,11 +267,11 @@ def async_save(
         )
 
     writer, refused = attempt(make_writer)
-    with typed_failures(aim(writer), process_group):
+    with typed_failures(aim(writer), None, _EVERY_RANK):
         # Two: collectives of this thread and of the one that saves must not meet in one group.
         calls = own_group("async_save calls", process_group, config)
         saves = own_group("async_save saves", process_group, config)
-    agree(refused, aim(writer), calls)
+    agree(refused, aim(writer), calls, _EVERY_RANK)
     assert writer is not None
     return _begin(
         _Save(writer, saves), state, on_busy, calls, wait_for_staging=bool(wait_for_staging)
@@ -346,7 +363,7 @@ def _take_turn(
         if earlier is not None and on_busy == "wait":
             wait_until(earlier._ended)
         try:
-            agree(_objection(earlier, handle.url), handle.url, group)
+            agree(_objection(earlier, handle.url), handle.url, group, _EVERY_RANK)
         except SaveInProgressError:
             raise
         except DcpObjstoreError:

@@ -20,7 +20,7 @@ from dcp_objstore.checkpoint import commit, probe
 from dcp_objstore.checkpoint.clock import deadline_seconds_for
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.distributed.plugin import plugin_errors
-from dcp_objstore.errors import SaveInProgressError, UnsupportedError
+from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.observe.events import Saved
 from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import SaveReport
@@ -92,13 +92,15 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         CommitLostError: another writer committed this checkpoint meanwhile; it is whole.
         CommitUnknownError: the store never answered the commit; it may have happened.
         SupersededError: a newer job took the run over; what this job saves does not count.
-        SaveInProgressError: another thread is saving with this writer.
+        SaveInProgressError: see `on_busy`.
         StoreUnavailableError, TransferStalledError, PermissionDeniedError, CredentialsError,
         BucketNotFoundError, ConfigError, UnsupportedError: as they say. No checkpoint became
         visible and the one that was there is untouched.
 
-    One writer serves one save at a time. A pickled writer carries its settings without secrets,
-    except on the way to a child process that `multiprocessing` starts.
+    One writer serves one save at a time: `dcp.save` waits for what `dcp.async_save` has under way
+    in the background. Saves that several threads make with one writer do not disturb each other. A
+    pickled writer carries its settings without secrets, except on the way to a child process that
+    `multiprocessing` starts.
     """
 
     def __init__(
@@ -127,8 +129,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         self._epoch = epoch
         if self._target.url is not None:
             check_epoch(epoch, self._target.spec)
-        self._lock = threading.Lock()
-        self._save: Save | None = None
+        self._of_thread = threading.local()
         self._warned_keys: set[str] = set()
         self.last_save: SaveReport | None = None
 
@@ -142,8 +143,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """A writer with these settings that has not saved yet."""
         self.__dict__.update(state)
         self._background = None
-        self._lock = threading.Lock()
-        self._save = None
+        self._of_thread = threading.local()
         self._warned_keys = set()
         self.last_save = None
 
@@ -165,12 +165,13 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
 
         A save that another thread has under way keeps its own URL.
         """
+        self._runs_here()  # also where the URL is refused
         if checkpoint_id is not None:
             self._target.aim(checkpoint_id)  # type: ignore[arg-type]  # StoreSpec checks it
 
     def storage_meta(self) -> StorageMeta:
         """Stored with the checkpoint, for observability. The first call of a save in its thread."""
-        self._runs_here()
+        self._take_turn()
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     # The parameter must be called `kwargs`: DCP looks for that name before it passes them.
@@ -181,6 +182,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         channel = self._hooks.channel("save", str(url))
         with self._logged(), channel.watching(), plugin_errors(rank, url):
             show(channel, bar=self._progress and is_coordinator, summary=is_coordinator)
+            self._check_ranks()
             if not kwargs.get("use_collectives", True):
                 raise UnsupportedError(
                     "use_collectives=False makes every rank write a checkpoint of its own;"
@@ -208,25 +210,16 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         return deadline_seconds_for(self._target.config.stall_timeout_seconds)
 
     def _begin_save(self, rank: int, is_coordinator: bool, channel: Channel) -> Save:
-        spec = self._target.spec
-        with self._lock:
-            current = self._save
-            here = threading.current_thread()
-            if (
-                current is not None
-                and current.busy
-                and current.thread is not here
-                and current.thread.is_alive()
-            ):
-                raise SaveInProgressError(
-                    f"this writer is saving {current.spec.url} in another thread; wait for it or"
-                    " use a second writer"
-                )
-            self._save = Save(spec, here, rank, is_coordinator, channel)
-            staged, self._staged = self._staged, None
+        self._of_thread.save = save = Save(self._target.spec, rank, is_coordinator, channel)
+        staged, self._staged = self._staged, None
         if staged is not None:
             channel.pass_on(staged)
-        return self._save
+        return save
+
+    @property
+    def _save(self) -> Save | None:
+        """This thread's latest: DCP makes all calls of one save from one thread."""
+        return getattr(self._of_thread, "save", None)
 
     def _errors(self) -> AbstractContextManager[None]:
         save = self._save
@@ -235,12 +228,11 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         return plugin_errors(save.rank, save.spec.url)
 
     def _current_save(self) -> Save:
-        """The save that this thread began; another thread may have taken the writer over."""
         save = self._save
-        if save is None or save.thread is not threading.current_thread():
-            raise SaveInProgressError(
-                "another save was begun with this writer before this one had ended; use one"
-                " writer per save that is under way"
+        if save is None:
+            raise UnsupportedError(
+                "no save was begun with this writer in this thread; set_up_storage_writer and all"
+                " that follows it must be called in one thread, as DCP does"
             )
         return save
 
@@ -255,8 +247,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def _tell_failed(self, error: BaseException) -> None:
         """Tell of the end of this thread's save, for what fails outside of the methods here."""
         save = self._save
-        here = save is not None and save.thread is threading.current_thread()
-        if save is not None and here:
+        if save is not None:
             channel = save.channel
         else:
             channel = self._hooks.channel("save", str(self.checkpoint_id))
@@ -282,15 +273,11 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload this rank's items; returns when all of them are on the store."""
         with self._logged(), self._watched() as save:
-            save.busy = True
-            try:
-                results, objects = upload_items(
-                    save, plan, planner, self._target.config, self._warned_keys
-                )
-                if not save.is_coordinator:
-                    self.last_save = save.report(objects, None)
-            finally:
-                save.busy = False
+            results, objects = upload_items(
+                save, plan, planner, self._target.config, self._warned_keys
+            )
+            if not save.is_coordinator:
+                self.last_save = save.report(objects, None)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -298,11 +285,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, after all ranks have reported: commit."""
         with self._logged(), self._watched() as save:
-            save.busy = True
-            try:
-                self._commit(save, metadata, results)
-            finally:
-                save.busy = False
+            self._commit(save, metadata, results)
 
     def _commit(
         self, save: Save, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
