@@ -623,6 +623,8 @@ def test_an_error_read_from_the_future_is_not_raised_again_by_the_next_save() ->
 
 
 _UNSEEN = """
+import atexit, sys
+atexit.register(lambda: print("an earlier handler", file=sys.stderr, flush=True))
 import torch, dcp_objstore as dos
 state = {"t": torch.ones(1)}
 dos.save(state, "memory://x/1", progress=False)
@@ -631,10 +633,14 @@ handle = dos.async_save(state, "memory://x/1")
 
 
 @pytest.mark.parametrize("seen", [False, True])
-def test_an_error_that_nobody_asked_for_is_shown_as_the_program_ends(seen: bool) -> None:
+def test_an_error_that_nobody_asked_for_is_shown_as_the_program_ends_and_fails_it(
+    seen: bool,
+) -> None:
     program = _UNSEEN + ("handle.exception()\n" if seen else "")
     ended = subprocess.run(
-        [sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True
+        [sys.executable, "-c", program], check=False, timeout=120, capture_output=True, text=True
     )
     assert ("was NOT saved" in ended.stderr) is not seen
     assert ("CheckpointExistsError" in ended.stderr) is not seen
+    assert ended.returncode == (0 if seen else 120)
+    assert ended.stderr.endswith("an earlier handler\n"), "standard error works until the end"

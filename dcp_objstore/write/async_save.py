@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
 
 from dcp_objstore.distributed.failures import (
     agree,
@@ -92,7 +92,9 @@ class AsyncSaveHandle:
     """A save under way.
 
     When the program ends while it is, the interpreter waits for it. If it fails and nobody asks
-    for its outcome, the next `async_save` raises its error, or it is shown as the program ends.
+    for its outcome, the next `async_save` raises its error; or the error is printed as the program
+    ends, with exit status 120 (but for children that `multiprocessing` forks, where it is logged
+    only).
 
     Attributes:
         url: the checkpoint.
@@ -395,13 +397,43 @@ def _show_unseen_error() -> None:
     """At exit: the error of the last save, if nobody has asked for it. Runs after it has ended."""
     latest = _latest
     if latest is not None and latest._error is not None and not latest._error_seen:
-        error = latest._error
-        print(
-            f"dcp_objstore: {latest.url} was NOT saved: the background save failed, and the"
-            " program ends without having asked for its result:",
-            file=sys.stderr,
-        )
-        sys.excepthook(type(error), error, error.__traceback__)
+        error, stream = latest._error, sys.stderr
+        try:
+            print(
+                f"dcp_objstore: {latest.url} was NOT saved: the background save failed, and the"
+                " program ends without having asked for its result:",
+                file=stream,
+            )
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            sys.stderr = cast(TextIO, _FailingAtExit(stream))
+
+
+class _FailingAtExit:
+    """Standard error of a program that has lost its last save: makes its exit status 120.
+
+    Once a program has ended, Python changes its status in one case only: to 120, where a standard
+    stream cannot be flushed (see `sys.exit`); an error of an `atexit` handler is only printed. So
+    this is the stream that it was made of, until Python flushes it for the last time.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def closed(self) -> bool:
+        """False, else Python does not flush it."""
+        return False
+
+    def flush(self) -> None:
+        """Flush the stream, and fail as the interpreter ends."""
+        if self._stream is not None and not self._stream.closed:
+            self._stream.flush()
+        if sys.is_finalizing():
+            raise RuntimeError("the last save in the background failed")
 
 
 atexit.register(_show_unseen_error)
