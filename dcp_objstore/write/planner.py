@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -78,7 +78,7 @@ class AgreeingSavePlanner(DefaultSavePlanner):
         with plugin_errors(current_rank(), self._url):
             if len(all_plans) != self._ranks:
                 raise gone_error(self._url)
-            _same_url([plan.storage_data for plan in all_plans])
+            same_url([plan.storage_data for plan in all_plans])
             plans, metadata = super().create_global_plan(all_plans)
         if not metadata.state_dict_metadata:
             logger.warning("%s: the state is empty on every rank; nothing is saved", self._url)
@@ -90,7 +90,8 @@ class AgreeingSavePlanner(DefaultSavePlanner):
             return super().finish_plan(new_plan)
 
 
-def _same_url(urls: list[Any]) -> None:
+def same_url(urls: Sequence[Any]) -> None:
+    """Refuse ranks that mean different checkpoints; one URL for each rank."""
     for rank, url in enumerate(urls):
         if url != urls[0]:
             raise InvalidUrlError(

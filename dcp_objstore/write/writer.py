@@ -31,6 +31,7 @@ from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.write.claim import check_epoch, confirm
 from dcp_objstore.write.finish import commit_save, publish_for_stock_readers
 from dcp_objstore.write.layout import check_item
+from dcp_objstore.write.planner import same_url
 from dcp_objstore.write.session import Save
 from dcp_objstore.write.staging.stager import KeptStager, OnBusy, note_children
 from dcp_objstore.write.upload_items import upload_items
@@ -290,6 +291,8 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def _commit(
         self, save: Save, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
     ) -> None:
+        own = save.spec.url
+        same_url([found[0].storage_data.object.url if found else own for found in results])
         store, channel = save.open(), save.channel
         metadata.storage_meta = StorageMeta(checkpoint_id=save.spec.url, save_id=save.nonce)
         index, objects = build_index(metadata, results)
