@@ -21,6 +21,7 @@ import torch.distributed.checkpoint.state_dict_loader as dcp_loader
 import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 import torch.distributed.checkpoint.storage as dcp_storage
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
 
 import dcp_objstore as dos
@@ -211,6 +212,21 @@ def test_ranks_with_different_urls_are_refused_before_a_byte_moves(bucket: Bucke
         dos.save({"w": torch.ones(1)}, f"{url}-{number}", storage_options=options)
     for outcome in try_ranks(3, load_own_url, url, options):
         assert type(outcome.error) is dos.InvalidUrlError, outcome
+
+
+def dcp_save_to_own_url(rank: int, world: int, url: str) -> None:
+    writer = dos.ObjectStoreWriter(f"{url}-{rank}", progress=False)
+    dcp_saver.save({f"w{rank}": torch.ones(4)}, storage_writer=writer)
+
+
+def test_writers_with_different_urls_commit_nothing_and_say_so(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/step"
+    for outcome in try_ranks(2, dcp_save_to_own_url, url):
+        assert isinstance(outcome.error, CheckpointException), outcome
+        (refused,) = (failure[0] for failure in outcome.error.failures.values())
+        assert type(refused) is dos.InvalidUrlError
+        assert f"rank 0 has {url}-0 and rank 1 {url}-1" in str(refused)
+    assert not list(tmp_path.glob("*/_COMMIT"))
 
 
 def load_while_it_is_replaced(rank: int, world: int, url: str, options: Options) -> list[float]:
@@ -600,7 +616,7 @@ def test_a_tensor_of_which_only_a_part_would_be_saved_is_refused() -> None:
     whole = described.TensorStorageMetadata(
         described.TensorProperties(), torch.Size([8]), chunks=[half]
     )
-    stored = StoredObject(ObjectEntry("o", 100, None, b"d" * 16), 1)
+    stored = StoredObject(ObjectEntry("o", 100, None, b"d" * 16), 1, "memory://o")
     item = StoredItem(stored, 0, 16, 0, 16, b"d" * 16, False)
     result = dcp_storage.WriteResult(described.MetadataIndex("g", (0,)), 16, item)
     with pytest.raises(dos.StateMismatchError, match="only 4 of this tensor's 8 elements"):

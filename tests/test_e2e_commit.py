@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint.claim import take_over
 from dcp_objstore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -22,6 +23,8 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     UnsupportedError,
 )
+from dcp_objstore.run.steps import opener
+from dcp_objstore.stores import StoreSpec
 from tests.support.checkpoints import (
     HookPlanner,
     Options,
@@ -240,6 +243,14 @@ def test_a_store_that_ignores_conditions_is_refused_until_the_user_vouches_for_o
         url, options = f"s3://{server.bucket}/step-1", server.storage_options
         with pytest.raises(CheckpointException) as caught:
             save_edition_here("first", url, options)
+        assert isinstance(cause(caught.value), UnsupportedError)
+        assert not list((tmp_path / server.bucket).rglob("*.distcp"))
+        # Nor is one whom the run belongs to: without conditions his epoch keeps nobody out.
+        run = StoreSpec(f"s3://{server.bucket}/run", options)
+        epoch = dos.RunEpoch(run.url, take_over(run.open(), opener(run)))
+        with pytest.raises(CheckpointException) as caught:
+            settings = {"allow_unfenced": True, "epoch": epoch}
+            save_edition_here("first", f"{run.url}/step-1", options, **settings)
         assert isinstance(cause(caught.value), UnsupportedError)
         assert not list((tmp_path / server.bucket).rglob("*.distcp"))
         save_edition_here("first", url, options, allow_unfenced=True)

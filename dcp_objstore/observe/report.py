@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -93,6 +94,13 @@ class LoadReport:
             "a LoadReport is not the state that was loaded: dcp_objstore.load fills the state that"
             f" it is given, so write state[{key!r}] after dcp_objstore.load(state, url)"
         )
+
+
+def log_failure(url: str | None, error: BaseException) -> None:
+    """Log the error of a save in the background, for whose result nobody may ask."""
+    # A filter of the program may raise, which must not take the place of the error.
+    with contextlib.suppress(Exception):
+        logger.error("saving %s in the background failed: %s", url, error)
 
 
 def size_text(count_bytes: float) -> str:

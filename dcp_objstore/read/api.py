@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 
-from dcp_objstore.distributed.failures import agree, attempt, extended, typed_failures
-from dcp_objstore.distributed.groups import current_rank, is_alone, sync_group, world_group
+from dcp_objstore.distributed.failures import agree, attempt, every_rank, extended, typed_failures
+from dcp_objstore.distributed.groups import count_ranks, current_rank, sync_group
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.planner import AgreeingLoadPlanner
@@ -84,13 +84,15 @@ def load(
         UnsupportedError: a module or tensor of the state is on the meta device: give it memory
             first (`to_empty`).
         DcpObjstoreError: that of the lowest rank that failed; see `ObjectStoreReader` for which.
-        RankFailedError: a rank failed otherwise, or died.
+        RankFailedError: a rank failed otherwise, died, or did not make this call.
 
     A load that fails while data is read (its error says so), or that is stopped by Ctrl-C then,
     leaves tensors of the state partly filled: load again, or from another checkpoint, before you
     use them.
     """
-    group = sync_group(process_group, config)
+    advice = every_rank("dcp_objstore.load")
+    with typed_failures(None, None, advice):
+        group = sync_group(process_group, config)
     reader, refused = attempt(
         lambda: ObjectStoreReader(
             url,
@@ -102,14 +104,14 @@ def load(
             verify=verify,
             trust_pickle=trust_pickle,
             read_once=read_once,
-            process_group=group or world_group(),
+            process_group=group,
         )
     )
     converted, failed = attempt(lambda: ConvertedState(state, loading=True))
     try:
         with telling_failures(reader):
             # Ranks that read once begin with a collective of their own.
-            agree(refused or failed, aim(reader), group, {"read_once": bool(read_once)})
+            agree(refused or failed, aim(reader), group, advice, {"read_once": bool(read_once)})
             assert reader is not None
             assert converted is not None
             return _run_load(reader, converted, group, strict=strict)
@@ -137,7 +139,7 @@ def _run_load(
                 storage_reader=reader,
                 planner=planner,
                 process_group=group,
-                no_dist=is_alone(group),
+                no_dist=count_ranks(group) == 1,
             )
         _, failed = attempt(lambda: converted.restore(planner.without_state))
         agree(failed, url, group)

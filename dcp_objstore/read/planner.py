@@ -20,7 +20,7 @@ from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.state.per_rank import own_name
 from dcp_objstore.state.state_dict import Place
-from dcp_objstore.write.planner import _naming_what_clashes, _same_url
+from dcp_objstore.write.planner import _naming_what_clashes, same_url
 
 _SHOWN = 10
 
@@ -127,7 +127,7 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
             StateMismatchError: the checkpoint has nothing of what the ranks ask for.
         """
         with plugin_errors(current_rank(), self._url):
-            _same_url([plan.planner_data[0] for plan in global_plan])
+            same_url([plan.planner_data[0] for plan in global_plan])
             missing = sum(plan.planner_data[1] for plan in global_plan)
             if missing and not any(plan.items for plan in global_plan):
                 raise StateMismatchError(

@@ -15,7 +15,7 @@ from dcp_objstore.checkpoint import claim as rule
 from dcp_objstore.checkpoint.claim import RunEpoch
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.distributed.failures import agree, attempt, typed_failures
-from dcp_objstore.distributed.groups import current_rank, sync_group
+from dcp_objstore.distributed.groups import sync_group
 from dcp_objstore.run.housekeeping import step_number
 from dcp_objstore.run.steps import opener
 from dcp_objstore.stores.target import Target
@@ -65,12 +65,12 @@ def take_over(
         wait_for(require_rewrites, run, "no run can be taken over")
         return RunEpoch(spec.url, wait_for(rule.take_over, run, opener(spec)))
 
-    first = current_rank() is None or dist.get_rank(group) == 0
+    first = group is None or dist.get_rank(group) == 0
     made, failed = attempt(make) if first else (None, None)
     url = run_url if isinstance(run_url, str) else None
     agree(failed, url, group)
     held = [made]
-    if current_rank() is not None:
+    if group is not None:
         with typed_failures(url, group):
             dist.broadcast_object_list(held, group=group, group_src=0)
     assert held[0] is not None  # else `agree` has raised

@@ -37,10 +37,11 @@ _DCP_VERSION = "1.0.0"
 
 
 class StoredObject(msgspec.Struct, frozen=True, array_like=True):
-    """A data object that a rank has put, and how many requests carried it."""
+    """A data object that a rank has put: how many requests carried it, and to which checkpoint."""
 
     entry: ix.ObjectEntry
     parts: int
+    url: str
 
 
 class StoredItem(msgspec.Struct, frozen=True, array_like=True, gc=False):

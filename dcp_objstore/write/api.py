@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 
-from dcp_objstore.distributed.failures import agree, attempt, typed_failures
-from dcp_objstore.distributed.groups import current_rank, is_alone, sync_group
+from dcp_objstore.distributed.failures import agree, attempt, every_rank, typed_failures
+from dcp_objstore.distributed.groups import count_ranks, sync_group
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.write.planner import AgreeingSavePlanner
 from dcp_objstore.write.writer import ObjectStoreWriter
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.write.dcp_calls import aim, single_process_is_fine, telling_failures
+
+_MAYBE_SAVED = (
+    "Look at the checkpoint before you save it again: it exists only if rank 0 had committed it"
+    " already"
+)
 
 
 def save(
@@ -70,11 +75,14 @@ def save(
         DcpObjstoreError: that of the lowest rank that failed; see `ObjectStoreWriter` for which.
         InputError: a tensor was seen to change while it was being saved, so that its bytes are
             not those of its digests.
-        RankFailedError: a rank failed otherwise, or died. When a rank dies the others notice
-            when its connections close; when it hangs, after the process group's time-out (that
-            given to `init_process_group`; see also `TransferConfig.peer_timeout_seconds`).
+        RankFailedError: a rank failed otherwise, died, or did not make this call. When a rank
+            dies the others notice when its connections close; when it hangs or does not come,
+            after the process group's time-out (that given to `init_process_group`; see also
+            `TransferConfig.peer_timeout_seconds`).
     """
-    group = sync_group(process_group, config)
+    advice = every_rank("dcp_objstore.save")
+    with typed_failures(None, None, advice):
+        group = sync_group(process_group, config)
     writer, refused = attempt(
         lambda: ObjectStoreWriter(
             url,
@@ -92,7 +100,7 @@ def save(
     # Also on a rank whose arguments were refused: some modules make their state in collectives.
     converted, failed = attempt(lambda: ConvertedState(state, loading=False))
     with telling_failures(writer):
-        agree(refused or failed, aim(writer), group)
+        agree(refused or failed, aim(writer), group, advice)
         assert writer is not None
         assert converted is not None
         return run_save(writer, converted.state_dict, group)
@@ -101,16 +109,20 @@ def save(
 def run_save(
     writer: ObjectStoreWriter, state_dict: dict[str, Any], group: dist.ProcessGroup | None
 ) -> SaveReport:
-    """`dcp.save` with one typed error for all ranks and the coordinator's report for each."""
-    url = str(writer.checkpoint_id)
+    """`dcp.save` with one typed error for all ranks and the coordinator's report for each.
+
+    Args:
+        group: the ranks that save together, from the call on; None: this process alone.
+    """
+    url, ranks = str(writer.checkpoint_id), count_ranks(group)
     single_process_is_fine()
-    with typed_failures(url, group):
+    with typed_failures(url, group, _MAYBE_SAVED):
         state_dict_saver.save(
             state_dict,
             storage_writer=writer,
-            planner=AgreeingSavePlanner(url, state_dict),
+            planner=AgreeingSavePlanner(url, state_dict, ranks),
             process_group=group,
-            no_dist=is_alone(group),
+            no_dist=ranks == 1,
         )
         return _from_coordinator(writer.last_save, group)
 
@@ -118,7 +130,7 @@ def run_save(
 def _from_coordinator(report: SaveReport | None, group: dist.ProcessGroup | None) -> SaveReport:
     """Rank 0's report, on every rank."""
     held = [report]
-    if current_rank() is not None:
+    if group is not None:
         dist.broadcast_object_list(held, group=group, group_src=0)
     assert held[0] is not None  # dcp.save returned, so the coordinator has committed
     return held[0]

@@ -8,6 +8,7 @@ transport holds no GIL while bytes move.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -15,9 +16,15 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
 
-from dcp_objstore.distributed.failures import agree, attempt, typed_failures, without_frames
+from dcp_objstore.distributed.failures import (
+    agree,
+    attempt,
+    every_rank,
+    typed_failures,
+    without_frames,
+)
 from dcp_objstore.distributed.groups import current_rank, own_group
 from dcp_objstore.errors import (
     ConfigError,
@@ -26,7 +33,7 @@ from dcp_objstore.errors import (
     SaveInProgressError,
 )
 from dcp_objstore.observe import hooks
-from dcp_objstore.observe.report import SaveReport, logger
+from dcp_objstore.observe.report import SaveReport, log_failure
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.transfer.workers import result_of, wait_until
 from dcp_objstore.write.api import run_save
@@ -42,6 +49,8 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.events import OnEvent
 
 T = TypeVar("T")
+
+_EVERY_RANK = every_rank("dcp_objstore.async_save")
 
 _lock = threading.Lock()
 _latest: AsyncSaveHandle | None = None
@@ -83,7 +92,9 @@ class AsyncSaveHandle:
     """A save under way.
 
     When the program ends while it is, the interpreter waits for it. If it fails and nobody asks
-    for its outcome, the next `async_save` raises its error, or it is shown as the program ends.
+    for its outcome, the next `async_save` raises its error; or the error is printed as the program
+    ends, with exit status 120 (but for children that `multiprocessing` forks, where it is logged
+    only).
 
     Attributes:
         url: the checkpoint.
@@ -160,13 +171,19 @@ class AsyncSaveHandle:
 
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
         self._error = error
-        for future in (self.staging_completion, self.upload_completion):
-            if not future.done():
-                if error is not None:
-                    future.set_exception(error)
-                else:
-                    cast(Future[Any], future).set_result(report)
-        self._ended.set()
+
+        def settle(future: Future[Any]) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(report)
+
+        with contextlib.ExitStack() as stack:  # all of it, although the user's callbacks may raise
+            stack.callback(self._ended.set)
+            stack.callback(settle, self.upload_completion)
+            stack.callback(settle, self.staging_completion)
 
     def _fail(self, error: BaseException) -> None:
         """End it, unless its thread runs: then that ends it."""
@@ -184,12 +201,13 @@ class AsyncSaveHandle:
             report = save.run()
         except BaseException as error:  # noqa: BLE001 - raised by `result` and the next async_save
             failed = error
-            logger.error("saving %s in the background failed: %s", self.url, error)
+            log_failure(self.url, error)
             # They hold the copy of the state, and the next save is to use that memory.
             without_frames(error)
-        # Also before it is said to have ended, so that the memory is there for the next save.
-        save.forget_state()
-        self._end(report, failed)
+        finally:
+            # Before it is said to have ended, so that the memory is there for the next save.
+            save.forget_state()
+            self._end(report, failed)
 
 
 def async_save(
@@ -215,7 +233,7 @@ def async_save(
     next save (pinned where there is a GPU). Collectives of the save run in gloo groups of their
     own, made at the first call; the ranks begin a save, or refuse it, together. Call
     `handle.result()` before `torch.distributed.destroy_process_group()`: without the groups a save
-    that is under way fails.
+    that is under way fails, with an InputError that says so, and commits nothing.
 
     Args:
         state: dict, nested as you like, of modules, optimizers, Stateful objects, tensors,
@@ -244,7 +262,8 @@ def async_save(
         SaveInProgressError: an earlier save is under way, and `on_busy` is "raise".
         DcpObjstoreError: the earlier save failed and on some rank nobody has asked for its result;
             this one was not begun. Also wrong arguments.
-        RankFailedError: a rank died, or did not call within `config.peer_timeout_seconds`.
+        RankFailedError: a rank died, or did not call within `config.peer_timeout_seconds` (at the
+            first call also: within the time-out given to `init_process_group`).
     """
 
     def make_writer() -> ObjectStoreWriter:
@@ -264,11 +283,11 @@ def async_save(
         )
 
     writer, refused = attempt(make_writer)
-    with typed_failures(aim(writer), process_group):
+    with typed_failures(aim(writer), None, _EVERY_RANK):
         # Two: collectives of this thread and of the one that saves must not meet in one group.
         calls = own_group("async_save calls", process_group, config)
         saves = own_group("async_save saves", process_group, config)
-    agree(refused, aim(writer), calls)
+    agree(refused, aim(writer), calls, _EVERY_RANK)
     assert writer is not None
     return _begin(
         _Save(writer, saves), state, on_busy, calls, wait_for_staging=bool(wait_for_staging)
@@ -362,7 +381,7 @@ def _take_turn(
         if earlier is not None and on_busy == "wait":
             wait_until(earlier._ended)
         try:
-            agree(_objection(earlier, handle.url), handle.url, group)
+            agree(_objection(earlier, handle.url), handle.url, group, _EVERY_RANK)
         except SaveInProgressError:
             raise
         except DcpObjstoreError:
@@ -394,13 +413,43 @@ def _show_unseen_error() -> None:
     """At exit: the error of the last save, if nobody has asked for it. Runs after it has ended."""
     latest = _latest
     if latest is not None and latest._error is not None and not latest._error_seen:
-        error = latest._error
-        print(
-            f"dcp_objstore: {latest.url} was NOT saved: the background save failed, and the"
-            " program ends without having asked for its result:",
-            file=sys.stderr,
-        )
-        sys.excepthook(type(error), error, error.__traceback__)
+        error, stream = latest._error, sys.stderr
+        try:
+            print(
+                f"dcp_objstore: {latest.url} was NOT saved: the background save failed, and the"
+                " program ends without having asked for its result:",
+                file=stream,
+            )
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            sys.stderr = cast(TextIO, _FailingAtExit(stream))
+
+
+class _FailingAtExit:
+    """Standard error of a program that has lost its last save: makes its exit status 120.
+
+    Once a program has ended, Python changes its status in one case only: to 120, where a standard
+    stream cannot be flushed (see `sys.exit`); an error of an `atexit` handler is only printed. So
+    this is the stream that it was made of, until Python flushes it for the last time.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def closed(self) -> bool:
+        """False, else Python does not flush it."""
+        return False
+
+    def flush(self) -> None:
+        """Flush the stream, and fail as the interpreter ends."""
+        if self._stream is not None and not self._stream.closed:
+            self._stream.flush()
+        if sys.is_finalizing():
+            raise RuntimeError("the last save in the background failed")
 
 
 atexit.register(_show_unseen_error)

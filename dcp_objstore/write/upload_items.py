@@ -107,7 +107,7 @@ def upload_items(
             finally:
                 layout.is_over = True
             _check_changed(store, key, layout.changed)
-            stored = _stored_object(key, uploaded, layout)
+            stored = _stored_object(key, uploaded, layout, save.spec.url)
             objects.append(stored)
             results.extend(_write_results(stored, layout))
     return results, objects
@@ -149,9 +149,9 @@ def _told(channel: Channel) -> Callable[[ByteArray], bytes]:
     return digests_of
 
 
-def _stored_object(key: str, uploaded: Uploaded, layout: Layout) -> StoredObject:
+def _stored_object(key: str, uploaded: Uploaded, layout: Layout, url: str) -> StoredObject:
     entry = ix.ObjectEntry(key, uploaded.size_bytes, uploaded.version.e_tag, layout.framing_digest)
-    return StoredObject(entry, uploaded.parts)
+    return StoredObject(entry, uploaded.parts, url)
 
 
 def _write_results(stored: StoredObject, layout: Layout) -> list[WriteResult]:

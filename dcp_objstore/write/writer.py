@@ -22,12 +22,7 @@ from dcp_objstore.checkpoint.clock import deadline_seconds_for
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.distributed.groups import rank_and_world_size
 from dcp_objstore.distributed.plugin import plugin_errors
-from dcp_objstore.errors import (
-    CorruptDataError,
-    RankFailedError,
-    SaveInProgressError,
-    UnsupportedError,
-)
+from dcp_objstore.errors import CorruptDataError, RankFailedError, UnsupportedError
 from dcp_objstore.observe.events import Saved
 from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import SaveReport
@@ -39,6 +34,7 @@ from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.write.claim import check_epoch, confirm
 from dcp_objstore.write.finish import commit_save, publish_for_stock_readers
 from dcp_objstore.write.layout import check_item
+from dcp_objstore.write.planner import same_url
 from dcp_objstore.write.session import Save
 from dcp_objstore.write.staging.stager import KeptStager, OnBusy, note_children
 from dcp_objstore.write.upload_items import upload_items
@@ -108,7 +104,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         CommitLostError: another writer committed this checkpoint meanwhile; it is whole.
         CommitUnknownError: the store never answered the commit; it may have happened.
         SupersededError: a newer job took the run over; what this job saves does not count.
-        SaveInProgressError: another thread is saving with this writer.
+        SaveInProgressError: see `on_busy`.
         StoreUnavailableError: the store did not answer, after all retries.
         TransferStalledError: no part was completed for `config.stall_timeout_seconds`.
         CredentialsError: there are no credentials, or they are wrong or expired.
@@ -117,8 +113,10 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         UnsupportedError: the store or the state cannot do what was asked.
         ConfigError: an argument has a wrong type or value.
 
-    One writer serves one save at a time. A pickled writer carries its settings without secrets,
-    except on the way to a child process that `multiprocessing` starts.
+    One writer serves one save at a time: `dcp.save` waits for what `dcp.async_save` has under way
+    in the background. Saves that several threads make with one writer do not disturb each other. A
+    pickled writer carries its settings without secrets, except on the way to a child process that
+    `multiprocessing` starts.
     """
 
     def __init__(
@@ -147,8 +145,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         self._epoch = epoch
         if self._target.url is not None:
             check_epoch(epoch, self._target.spec)
-        self._lock = threading.Lock()
-        self._save: Save | None = None
+        self._of_thread = threading.local()
         self._warned_keys: set[str] = set()
         self.last_save: SaveReport | None = None
         self.save_id: str | None = None
@@ -163,8 +160,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """A writer with these settings that has not saved yet."""
         self.__dict__.update(state)
         self._background = None
-        self._lock = threading.Lock()
-        self._save = None
+        self._of_thread = threading.local()
         self._warned_keys = set()
         self.last_save = None
         self.save_id = None
@@ -190,12 +186,13 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         Raises:
             ConfigError: the writer was made with another URL and has saved nothing yet.
         """
+        self._runs_here()  # also where the URL is refused
         if checkpoint_id is not None:
             self._target.aim(checkpoint_id)  # type: ignore[arg-type]  # StoreSpec checks it
 
     def storage_meta(self) -> StorageMeta:
         """Stored with the checkpoint, for observability. The first call of a save in its thread."""
-        self._runs_here()
+        self._take_turn()
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     # The parameter must be called `kwargs`: DCP looks for that name before it passes them.
@@ -206,6 +203,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         channel = self._hooks.channel("save", str(url), *rank_and_world_size())
         with self._logged(), channel.watching(), plugin_errors(rank, url):
             show(channel, bar=self._progress and is_coordinator, summary=is_coordinator)
+            self._check_ranks()
             if not kwargs.get("use_collectives", True):
                 raise UnsupportedError(
                     "use_collectives=False makes every rank write a checkpoint of its own;"
@@ -234,26 +232,17 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         return deadline_seconds_for(self._target.config.stall_timeout_seconds)
 
     def _begin_save(self, rank: int, is_coordinator: bool, channel: Channel) -> Save:
-        spec = self._target.begin()
-        with self._lock:
-            current = self._save
-            here = threading.current_thread()
-            if (
-                current is not None
-                and current.busy
-                and current.thread is not here
-                and current.thread.is_alive()
-            ):
-                raise SaveInProgressError(
-                    f"this writer is saving {current.spec.url} in another thread; wait for it or"
-                    " use a second writer"
-                )
-            self._save = Save(spec, here, rank, is_coordinator, channel)
-            self.save_id = self._save.nonce
-            staged, self._staged = self._staged, None
+        self._of_thread.save = save = Save(self._target.begin(), rank, is_coordinator, channel)
+        self.save_id = save.nonce
+        staged, self._staged = self._staged, None
         if staged is not None:
             channel.pass_on(staged)
-        return self._save
+        return save
+
+    @property
+    def _save(self) -> Save | None:
+        """This thread's latest: DCP makes all calls of one save from one thread."""
+        return getattr(self._of_thread, "save", None)
 
     def _errors(self) -> AbstractContextManager[None]:
         save = self._save
@@ -262,12 +251,11 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         return plugin_errors(save.rank, save.spec.url)
 
     def _current_save(self) -> Save:
-        """The save that this thread began; another thread may have taken the writer over."""
         save = self._save
-        if save is None or save.thread is not threading.current_thread():
-            raise SaveInProgressError(
-                "another save was begun with this writer before this one had ended; use one"
-                " writer per save that is under way"
+        if save is None:
+            raise UnsupportedError(
+                "no save was begun with this writer in this thread; set_up_storage_writer and all"
+                " that follows it must be called in one thread, as DCP does"
             )
         return save
 
@@ -282,8 +270,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def _tell_failed(self, error: BaseException) -> None:
         """Tell of the end of this thread's save, for what fails outside of the methods here."""
         save = self._save
-        here = save is not None and save.thread is threading.current_thread()
-        if save is not None and here:
+        if save is not None:
             channel = save.channel
         else:
             channel = self._hooks.channel("save", str(self.checkpoint_id), *rank_and_world_size())
@@ -309,15 +296,11 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload this rank's items; returns when all of them are on the store."""
         with self._logged(), self._watched() as save:
-            save.busy = True
-            try:
-                results, objects = upload_items(
-                    save, plan, planner, self._target.config, self._warned_keys
-                )
-                if not save.is_coordinator:
-                    self.last_save = save.report(objects, None)
-            finally:
-                save.busy = False
+            results, objects = upload_items(
+                save, plan, planner, self._target.config, self._warned_keys
+            )
+            if not save.is_coordinator:
+                self.last_save = save.report(objects, None)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -325,15 +308,13 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, after all ranks have reported: commit."""
         with self._logged(), self._watched() as save:
-            save.busy = True
-            try:
-                self._commit(save, metadata, results)
-            finally:
-                save.busy = False
+            self._commit(save, metadata, results)
 
     def _commit(
         self, save: Save, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
     ) -> None:
+        own = save.spec.url
+        same_url([found[0].storage_data.object.url if found else own for found in results])
         store, channel = save.open(), save.channel
         metadata.storage_meta = StorageMeta(checkpoint_id=save.spec.url, save_id=save.nonce)
         index, objects = build_index(metadata, results)
