@@ -5,14 +5,12 @@ The rules are those of `checkpoint.epoch`; here they get URLs.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.checkpoint import claim as rule
-from dcp_objstore.checkpoint.claim import RunEpoch
-from dcp_objstore.errors import ConfigError, InputError, UnsupportedError
+from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.target import Target
 from dcp_objstore.transfer.workers import wait_for
@@ -22,9 +20,6 @@ if TYPE_CHECKING:
 
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores import ObjectStore
-from dcp_objstore.write.claim import above
-
-_log = logging.getLogger("dcp_objstore")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,26 +101,3 @@ def steps(
 def opener(run: StoreSpec) -> Callable[[str], ObjectStore]:
     """How the store of a step of a run is opened, by its name."""
     return lambda name: run.at(f"{run.url}/{name}").open()
-
-
-def refuse_uncounted(epoch: RunEpoch | None, step: StoreSpec) -> None:
-    """Before a save: raise if its step could not count in its run. One GET.
-
-    Without an epoch the run is what lies above the checkpoint. Where that cannot be read (rights
-    that end at the checkpoint, say) the save goes on: it may well be no run.
-
-    Raises:
-        SupersededError: the run was taken over, and not by this job.
-        DcpObjstoreError: see `checkpoint.epoch.refuse_uncounted`; or as the store says.
-    """
-    if epoch is not None:
-        wait_for(rule.refuse_uncounted, step.at(epoch.run_url).open(), epoch.number)
-        return
-    try:
-        run, _ = above(step)
-        if run is not None:
-            wait_for(rule.refuse_uncounted, run.open(), 0)
-    except UnsupportedError:
-        raise
-    except InputError as error:
-        _log.debug("%s is saved without a look at what lies above it: %s", step.url, error)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
 
 from dcp_objstore.checkpoint import claim as rule
 from dcp_objstore.checkpoint.claim import RunEpoch
 from dcp_objstore.checkpoint.clock import deadline_seconds_for
-from dcp_objstore.errors import ConfigError, InputError
+from dcp_objstore.errors import ConfigError, InputError, UnsupportedError
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.transfer.workers import wait_for
 
-if TYPE_CHECKING:
-    pass
+_log = logging.getLogger(__name__)
 
 
 def above(spec: StoreSpec) -> tuple[StoreSpec | None, str]:
@@ -51,3 +51,26 @@ def confirm(epoch: RunEpoch, step: StoreSpec) -> None:
         epoch.number,
         deadline_seconds=deadline_seconds_for(step.config.stall_timeout_seconds),
     )
+
+
+def refuse_uncounted(epoch: RunEpoch | None, step: StoreSpec) -> None:
+    """Before a save: raise if its step could not count in its run. One GET.
+
+    Without an epoch the run is what lies above the checkpoint. Where that cannot be read (rights
+    that end at the checkpoint, say) the save goes on: it may well be no run.
+
+    Raises:
+        SupersededError: the run was taken over, and not by this job.
+        DcpObjstoreError: see `checkpoint.epoch.refuse_uncounted`; or as the store says.
+    """
+    if epoch is not None:
+        wait_for(rule.refuse_uncounted, step.at(epoch.run_url).open(), epoch.number)
+        return
+    try:
+        run, _ = above(step)
+        if run is not None:
+            wait_for(rule.refuse_uncounted, run.open(), 0)
+    except UnsupportedError:
+        raise
+    except InputError as error:
+        _log.debug("%s is saved without a look at what lies above it: %s", step.url, error)

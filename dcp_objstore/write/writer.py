@@ -26,12 +26,11 @@ from dcp_objstore.errors import CorruptDataError, RankFailedError, UnsupportedEr
 from dcp_objstore.observe.events import Saved
 from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import SaveReport
-from dcp_objstore.run.steps import refuse_uncounted
 from dcp_objstore.state.dcp_metadata import build_index, stock_metadata
 from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer.workers import wait_for
-from dcp_objstore.write.claim import check_epoch, confirm
+from dcp_objstore.write.claim import check_epoch, confirm, refuse_uncounted
 from dcp_objstore.write.finish import commit_save, publish_for_stock_readers
 from dcp_objstore.write.layout import check_item
 from dcp_objstore.write.planner import same_url
