@@ -173,7 +173,7 @@ def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStor
         "step-6": "waiting",
     }
     assert (report.deleted, report.deleted_bytes) == (planned.deleted, planned.deleted_bytes)
-    assert report.deleted == 2 + 2 + 2
+    assert report.deleted == 2 + 2 + 3
     left = bucket.keys()
     assert len(bucket.keys("step-1")) == len(bucket.keys("step-2")) == 4
     assert bucket.keys("step-3") == bucket.keys("step-4") == [MARKER_KEY]

@@ -191,17 +191,27 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             store = save.open()
             if is_coordinator:
                 save.begin = wait_for(
-                    commit.begin, store, overwrite=self._overwrite, epoch=number or 0
-                )
-                save.fenced = wait_for(
-                    probe.require_fencing,
+                    commit.begin,
                     store,
                     overwrite=self._overwrite,
-                    # An epoch is nothing without conditional writes.
-                    allow_unfenced=self._allow_unfenced and number is None,
-                    begin=save.begin,
-                    deadline_seconds=min(probe.DEADLINE_SECONDS, self._deadline_seconds),
-                ).conditional_create
+                    epoch=number or 0,
+                    nonce=save.nonce,
+                    deadline_seconds=self._deadline_seconds,
+                )
+                try:
+                    found = wait_for(
+                        probe.require_fencing,
+                        store,
+                        overwrite=self._overwrite,
+                        # An epoch is nothing without conditional writes.
+                        allow_unfenced=self._allow_unfenced and number is None,
+                        begin=save.begin,
+                        deadline_seconds=min(probe.DEADLINE_SECONDS, self._deadline_seconds),
+                    )
+                except UnsupportedError:
+                    wait_for(commit.remove_beacon, store, save.begin.beacon)
+                    raise
+                save.fenced = found.conditional_create
 
     @property
     def _deadline_seconds(self) -> float:
@@ -311,6 +321,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         metadata.storage_meta = StorageMeta(checkpoint_id=save.spec.url, save_id=save.nonce)
         index, objects = build_index(metadata, results)
         stock = stock_metadata(metadata, index)
+        assert save.begin is not None
         commit_id = commit_save(
             save,
             store,
@@ -330,6 +341,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             deadline_seconds=self._deadline_seconds,
             fenced=save.fenced,
         )
+        wait_for(commit.remove_beacon, store, save.begin.beacon)
         if self._epoch is not None:
             wait_for(confirm, self._epoch, save.spec)
             self.last_save = report

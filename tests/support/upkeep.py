@@ -82,9 +82,9 @@ def upload(store: ObjectStore, ranks: int = 2) -> ix.Index:
 
 
 def finish(store: ObjectStore, token: BeginToken, index: ix.Index, **settings: object) -> Committed:
-    """Commit what was uploaded, without `.metadata`."""
+    """Commit what was uploaded, without `.metadata`, and remove the beacon."""
     total_bytes = sum(entry.size_bytes for entry in index.objects)
-    return commits.commit(
+    done = commits.commit(
         store,
         token,
         index=ix.encode(index),
@@ -95,6 +95,8 @@ def finish(store: ObjectStore, token: BeginToken, index: ix.Index, **settings: o
         nonce=new_nonce(),
         **settings,  # type: ignore[arg-type]
     )
+    commits.remove_beacon(store, token.beacon)
+    return done
 
 
 def save(store: ObjectStore, *, overwrite: bool = False, publish: bool = True) -> Committed:
@@ -109,7 +111,7 @@ def save(store: ObjectStore, *, overwrite: bool = False, publish: bool = True) -
 
 
 def tear(store: ObjectStore) -> set[str]:
-    """A save that died before its commit: the keys that it left."""
+    """A save that died before its commit: the keys of its data. Its beacon is left, too."""
     commits.begin(store, overwrite=True)
     return {entry.key for entry in upload(store).objects}
 
