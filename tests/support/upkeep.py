@@ -81,10 +81,10 @@ def upload(store: ObjectStore, ranks: int = 2) -> ix.Index:
     return ix.Index(format=ix.FORMAT, objects=tuple(entries), tensors={}, blobs={})
 
 
-def finish(store: ObjectStore, token: BeginToken, index: ix.Index, **settings: object) -> Committed:
-    """Commit what was uploaded, without `.metadata`, and remove the beacon."""
+def commit(store: ObjectStore, token: BeginToken, index: ix.Index, **settings: object) -> Committed:
+    """Commit what was uploaded."""
     total_bytes = sum(entry.size_bytes for entry in index.objects)
-    done = commits.commit(
+    return commits.commit(
         store,
         token,
         index=ix.encode(index),
@@ -95,6 +95,11 @@ def finish(store: ObjectStore, token: BeginToken, index: ix.Index, **settings: o
         nonce=new_nonce(),
         **settings,  # type: ignore[arg-type]
     )
+
+
+def finish(store: ObjectStore, token: BeginToken, index: ix.Index, **settings: object) -> Committed:
+    """Commit what was uploaded, without `.metadata`, and remove the beacon."""
+    done = commit(store, token, index, **settings)
     commits.remove_beacon(store, token.beacon)
     return done
 
