@@ -16,12 +16,14 @@ from dcp_objstore.checkpoint.marker import decode_marker
 from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
     MARKER_KEY,
+    beacon_key,
     data_key,
     index_key,
     is_beacon_key,
     is_ours,
     new_nonce,
 )
+from dcp_objstore.checkpoint.pins import pin, unpin
 from dcp_objstore.checkpoint.read import find_marker
 from dcp_objstore.checkpoint.sweep import (
     GRACE_SECONDS,
@@ -277,6 +279,63 @@ def test_young_marker_is_seen_by_the_stores_clock_too(store: AgedStore) -> None:
     done = go(store, clock=Offset(10 * DAY_SECONDS))
     assert (done.outcome, done.fenced) == ("waiting", True)
     assert replaced <= keys(store)
+
+
+def test_what_was_just_deleted_keeps_its_grace_by_the_stores_clock(store: AgedStore) -> None:
+    """The data is old, there is no `.metadata` any more, and the clock of this host is ahead."""
+    save(store)
+    data = named(store)
+    store.age()
+    delete(store)
+    done = go(store, clock=Offset(10 * DAY_SECONDS))
+    assert (done.outcome, done.deleted, done.fenced) == ("waiting", 0, True)
+    assert data <= keys(store)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_that_no_listing_shows_is_not_defeated(store: AgedStore, overwrite: bool) -> None:
+    """S3 lists no object before its upload is complete, and not everybody can list uploads."""
+    if overwrite:
+        save(store)
+    torn = tear(store)
+    store.age()
+    token = commits.begin(store, overwrite=overwrite)
+    done = go(store, uploads=None)
+    assert (done.outcome, done.fenced) == ("waiting", False)
+    finish(store, token, upload(store))
+    assert torn <= keys(store)
+    named(store)
+
+
+def test_the_beacon_of_a_save_that_died_goes_and_needs_no_fence(store: AgedStore) -> None:
+    beacon = commits.begin(store, overwrite=False).beacon
+    assert go(store).outcome == "waiting"
+    store.age()
+    done = go(store)
+    assert (done.outcome, done.deleted, done.unknown, done.fenced) == ("swept", 1, (), False)
+    assert beacon not in keys(store)
+
+
+def test_a_superseded_step_that_somebody_pins_or_changes_first_stays(store: AgedStore) -> None:
+    save(store)
+    store.age()
+    inner: MemoryStore = store.inner  # type: ignore[assignment]
+
+    def first(put: Put) -> None:
+        inner.on_put = None
+        pin(inner, "look at it")
+
+    inner.on_put = first
+    assert go(store, base=1).outcome == "lost"
+    store.age()
+    assert not go(store, base=1).superseded  # it is pinned
+    named(store)
+    unpin(inner, "look at it")
+    assert not go(store, base=1).superseded  # and unpinned just now
+    store.age()
+    assert not go(store, base=0).superseded  # in a run that nobody has taken over
+    assert go(store, base=1).superseded
+    assert state(store) == "deleted"
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
@@ -566,10 +625,13 @@ def test_order_of_the_requests_is_that_of_the_rule(store: AgedStore) -> None:
 
 
 NOW = datetime(2026, 1, 10, tzinfo=UTC)
+PASSING = [beacon_key(f"{0:024x}"), f".probe-{0:024x}"]
 OURS = [data_key(n, 0, f"{n:024x}") for n in range(4)] + [index_key(f"{n:024x}") for n in range(2)]
 ages = st.integers(0, 72).map(lambda hours: timedelta(hours=hours))
 listed = st.lists(
-    st.tuples(st.sampled_from([*OURS, "other", ".metadata", "_COMMIT", f"x/{OURS[0]}"]), ages),
+    st.tuples(
+        st.sampled_from([*OURS, *PASSING, "other", ".metadata", "_COMMIT", f"x/{OURS[0]}"]), ages
+    ),
     unique_by=lambda one: one[0],
 )
 
@@ -599,5 +661,7 @@ def test_plan_never_removes_what_is_named_young_or_not_ours(listed, marker_age, 
         assert marker_age is not None or ".metadata" not in age_of
     assert all(NOW - one.initiated > grace for one in plan.uploads)
     assert len(plan.uploads) + len(plan.uploads_young) == len(up)
-    every = {meta.key for meta in (*plan.candidates, *plan.young)} | set(plan.unknown) | named
+    assert all(meta.key in PASSING and age_of[meta.key] > grace for meta in plan.passing)
+    shown = (*plan.candidates, *plan.young, *plan.passing)
+    every = {meta.key for meta in shown} | set(plan.unknown) | named
     assert {key for key in age_of if "/" not in key} <= every | {MARKER_KEY, DOT_METADATA_KEY}
