@@ -50,10 +50,10 @@ class Config:
         return search.run(most_states=most_states)
 
 
-def _writers(weak: Weak, *faults: int, overwrite: str = "12") -> list[Actor]:
+def _writers(weak: Weak, *faults: int, overwrite: str = "12", beacon: bool = False) -> list[Actor]:
     """Saves 1 and up, as many as there are numbers of faults."""
     return [
-        Writer(n, overwrite=str(n) in overwrite, faults=each, weak=weak)
+        Writer(n, overwrite=str(n) in overwrite, beacon=beacon, faults=each, weak=weak)
         for n, each in enumerate(faults, 1)
     ]
 
@@ -86,7 +86,13 @@ CONFIGS = [
     Config(
         "overwrite, deleter, reader",
         COMMITTED,
+        lambda weak: [*_writers(weak, 1), Deleter(faults=1, weak=weak), Reader("reader")],
+    ),
+    Config(
+        "overwrite, deleter, both with faults, reader",
+        COMMITTED,
         lambda weak: [*_writers(weak, 2), Deleter(faults=2, weak=weak), Reader("reader")],
+        quick=False,
     ),
     Config(
         "create, overwrite, deleter",
@@ -96,12 +102,19 @@ CONFIGS = [
     Config(
         "overwrite, sweeper twice, reader",
         COMMITTED,
-        lambda weak: [*_writers(weak, 1), Sweeper(faults=1, rounds=2, weak=weak), Reader("reader")],
+        lambda weak: [
+            *_writers(weak, 1, beacon=True),
+            Sweeper(faults=1, rounds=2, weak=weak),
+            Reader("reader"),
+        ],
     ),
     Config(
         "create, sweeper of an orphan",
         ORPHAN,
-        lambda weak: [*_writers(weak, 1, overwrite=""), Sweeper(faults=1, rounds=2, weak=weak)],
+        lambda weak: [
+            *_writers(weak, 1, overwrite="", beacon=True),
+            Sweeper(faults=1, rounds=2, weak=weak),
+        ],
     ),
     Config(
         "two create where a deletion was left, reader",
@@ -116,7 +129,10 @@ CONFIGS = [
     Config(
         "create, sweeper that cannot see uploads",
         ORPHAN,
-        lambda weak: [*_writers(weak, 1, overwrite=""), Sweeper(old=8, rounds=2, weak=weak)],
+        lambda weak: [
+            *_writers(weak, 1, overwrite="", beacon=True),
+            Sweeper(old=8, rounds=2, weak=weak),
+        ],
     ),
     Config("a sweep mends .metadata", STALE, lambda weak: [Sweeper(weak=weak)]),
     Config(
@@ -171,7 +187,7 @@ CONFIGS = [
     Config(
         "two overwrite, sweeper that cannot see uploads",
         COMMITTED._replace(data=9),
-        lambda weak: [*_writers(weak, 1, 1), Sweeper(old=9, rounds=2, weak=weak)],
+        lambda weak: [*_writers(weak, 1, 0, beacon=True), Sweeper(old=9, rounds=2, weak=weak)],
         quick=False,
     ),
     Config(

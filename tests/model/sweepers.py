@@ -104,11 +104,12 @@ class Sweeper(Remover):
             yield event, after, then
 
     def clear(self, was: Me, before: Store) -> Iterator[Move]:
-        bit = was.body & -was.body
+        """In any order: their names are random."""
         assert was.held
-        for event, _, me, store in self.send(was, before, Request("delete", BEACON, bit)):
-            left = was.body & ~bit
-            yield event, me._replace(body=left) if left else was.held, store
+        for bit in (1 << n for n in range(was.body.bit_length()) if was.body >> n & 1):
+            for event, _, me, store in self.send(was, before, Request("delete", BEACON, bit)):
+                left = was.body & ~bit
+                yield event, me._replace(body=left) if left else was.held, store
 
     def choose(self, me: Me, store: Store) -> Iterator[Move]:
         event = self.event("list", EVERYTHING)

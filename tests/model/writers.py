@@ -36,18 +36,22 @@ class Writer(Remover):
 
     Args:
         overwrite: may replace what is committed.
+        beacon: False leaves the beacon out, which only a sweep looks at, to have fewer states.
     """
 
-    def __init__(self, save: int, *, overwrite: bool = False, **options: Any) -> None:
+    def __init__(
+        self, save: int, *, overwrite: bool = False, beacon: bool = True, **options: Any
+    ) -> None:
         super().__init__(f"writer {save}", **options)
+        self.beacon = beacon and UNSEEN not in self.weak
         self.save, self.bit, self.overwrite = save, 1 << save, overwrite
         order = ["light", "begin", "upload", "check"]
         if "begin token read after data" in self.weak:
             order = ["light", "upload", "begin", "check"]
-        elif UNSEEN in self.weak:
-            order = order[1:]
         elif LATE_BEACON in self.weak:
             order = ["begin", "light", "upload", "check"]
+        if not self.beacon:
+            order.remove("light")
         self.first = order[0]
         self.after = dict(pairwise(order))
 
@@ -85,7 +89,7 @@ class Writer(Remover):
 
     def leave(self, me: Me, answer: str, *, gave_up: bool = False) -> Me:
         """Remove the beacon, and end."""
-        if UNSEEN in self.weak:
+        if not self.beacon:
             return self.end(me, answer, gave_up=gave_up)
         gave_up = gave_up or me.gave_up
         return Me("put_out", 0, 0, 0, flying=me.flying, answer=answer, gave_up=gave_up)
