@@ -37,6 +37,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -83,7 +84,9 @@ from dcp_objstore.errors import (
     LostRaceError,
     ObjectNotFoundError,
     RetryableError,
+    StoreUnavailableError,
     SupersededError,
+    UnsupportedError,
 )
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Precondition, Version
 
@@ -165,7 +168,7 @@ def begin(
         UnsupportedError: a newer version wrote the marker.
     """
     beacon = beacon_key(nonce or new_nonce())
-    store.put(beacon, b"A save is under way here, or died before its end.\n")
+    _light(store, beacon)
     try:
         token = _take_token(
             store, Retries(deadline_seconds, clock), overwrite=overwrite, epoch=epoch
@@ -175,6 +178,17 @@ def begin(
         remove_beacon(store, beacon)
         raise
     return replace(token, beacon=beacon)
+
+
+def _light(store: ObjectStore, key: str) -> None:
+    body = b"A save is under way here, or died before its end.\n"
+    try:
+        store.put(key, body, retry=False)
+    except StoreUnavailableError:
+        # Where a web server answers instead of a store, a GET says so at once; a PUT is retried.
+        with suppress(CorruptDataError, UnsupportedError):
+            read_marker(store)
+        store.put(key, body)
 
 
 def remove_beacon(store: ObjectStore, key: str) -> None:
