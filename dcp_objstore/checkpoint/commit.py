@@ -21,13 +21,13 @@ the numbers of the design; 3 is `names`, 6 stands in `publishing`, 7 in `opening
  5. Whatever is not a clean success is decided by reading `_COMMIT`. Our commit_id is current or in
     the log: we committed, even if somebody has replaced us since. The begin token still stands:
     send again, and at the deadline say that the outcome is unknown (an answer lost on the way may
-    hide a PUT that lands later). Only a PUT that was refused for good, with none before it without
-    an answer, is not sent again: then the refusal is what the save ends with. Before that read no
-    refusal is believed, the first one neither: something between us and the store may have given
-    it, for a PUT that took effect. So while the marker cannot be read, the outcome is unknown.
-    Anything else: somebody else was first. Nothing is deleted here,
-    because an object that looks useless may belong to a commit that is about to land. Rewrites of
-    a marker (`rewrite_marker`: deleting, fencing, pinning) are decided alike, by their write_id.
+    hide a PUT that lands later); but a PUT that was refused for good, and none before it without an
+    answer, is not sent again: the save ends with that refusal. Anything else: somebody else was
+    first. No refusal is believed before that read, not even the first: something between us and
+    the store may have answered, for a PUT that took effect. So the outcome is unknown as long as
+    the marker cannot be read. Nothing is deleted here, because an object that looks useless may
+    belong to a commit that is about to land. Rewrites of a marker (`rewrite_marker`: deleting,
+    fencing, pinning) are decided alike, by their write_id.
 11. All this needs a store with conditional writes: see `probe`. `fenced=False` sends the same PUTs
     without conditions, for users who have promised that there is only one writer.
 """
