@@ -31,6 +31,7 @@ class Save:
         begin: what was there before; on the coordinator, once it has looked.
         fenced: whether the store keeps two writers of one checkpoint apart.
         busy: data or the commit is under way.
+        sends: this rank has begun to send data.
     """
 
     spec: StoreSpec
@@ -43,6 +44,7 @@ class Save:
     fenced: bool = True
     world_size: int = 1
     busy: bool = False
+    sends: bool = False
 
     def open(self) -> ObjectStore:
         """The store, rooted at the checkpoint."""

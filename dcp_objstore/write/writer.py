@@ -268,6 +268,9 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         here = save is not None and save.thread is threading.current_thread()
         if save is not None and here:
             channel = save.channel
+            if save.begin is not None and not save.sends:
+                # Refused in planning, so on no rank is anything sent.
+                wait_for(commit.remove_beacon, save.open(), save.begin.beacon)
         else:
             channel = self._hooks.channel("save", str(self.checkpoint_id))
         channel.fail(error)
@@ -292,7 +295,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload this rank's items; returns when all of them are on the store."""
         with self._logged(), self._watched() as save:
-            save.busy = True
+            save.busy = save.sends = True
             try:
                 results, objects = upload_items(
                     save, plan, planner, self._target.config, self._warned_keys
