@@ -3,13 +3,13 @@
 The rule of `commit` that this module carries out:
 
  8. Delete: the marker is changed to `deleting`, by a conditional PUT against what was read (so a
-    pin or a commit that came first wins). From here on readers find no checkpoint and savers wait.
+    pin or a commit that came first wins). From here on readers find no checkpoint.
     The marker is read again; while it is `deleting` and of the same commit, `.metadata` is removed,
     and the marker is changed to `deleted`. It keeps naming the index, and stays for ever. The
     objects are removed after the grace period by a sweep; or at once (`now`): exactly the keys
     that the index named, data first and the index last, so that a crash can be resumed. Never a
-    prefix. Anyone may finish a `deleting`. What is pinned is refused here; the newest committed
-    step of a run, by whoever calls this.
+    prefix. Anyone may finish a `deleting` (`commit.finish_deleting`); a save that begins does. What
+    is pinned is refused here; the newest committed step of a run, by whoever calls this.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from dataclasses import dataclass
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
-from dcp_objstore.checkpoint.commit import refuse_later, rewrite_marker
+from dcp_objstore.checkpoint.commit import (
+    finish_deleting,
+    pause_or_raise,
+    refuse_later,
+    rewrite_marker,
+)
 from dcp_objstore.checkpoint.marker import Marker
-from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, is_ours
+from dcp_objstore.checkpoint.names import is_ours
 from dcp_objstore.checkpoint.read import Found, not_committed, read_index, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
     CheckpointPinnedError,
     LostRaceError,
-    RetryableError,
     UnsupportedError,
 )
 from dcp_objstore.stores.protocol import ObjectStore
@@ -161,34 +165,4 @@ def _begin(store: ObjectStore, found: Found, epoch: int | None, retries: Retries
             refuse_later(store, again[0], epoch)
         _refuse_pinned(store, again[0])
         found = again
-        _pause(store, retries)
-
-
-def finish_deleting(store: ObjectStore, commit_id: str, retries: Retries) -> bool:
-    """Bring a `deleting` of this commit to its end, whoever began it.
-
-    Returns:
-        Whether another save has committed here since, so that `.metadata` may need mending: our
-        removal of the old one may have met the new one.
-
-    Raises:
-        CommitUnknownError, RetryableError: not until the deadline.
-    """
-    while True:
-        found = read_marker(store)
-        if found is None or found[0].commit_id != commit_id:
-            return True
-        if found[0].state != "deleting":
-            return False
-        store.delete(DOT_METADATA_KEY)
-        if rewrite_marker(store, found, "the tombstone", retries, state="deleted", pins=()):
-            return False
-        _pause(store, retries)
-
-
-def _pause(store: ObjectStore, retries: Retries) -> None:
-    if not retries.pause():
-        raise RetryableError(
-            "others kept changing this checkpoint until the deadline; delete it again",
-            url=store.url,
-        )
+        pause_or_raise(store, retries)

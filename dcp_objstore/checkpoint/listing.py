@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
     MARKER_KEY,
-    parse_data_key,
-    parse_index_key,
+    is_beacon_key,
+    is_ours,
 )
 from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError
 from dcp_objstore.stores.protocol import ObjectStore
@@ -66,10 +66,10 @@ def explain_absence(store: ObjectStore) -> str:
     below = sorted({key.removesuffix(f"/{MARKER_KEY}") for key in keys if f"/{MARKER_KEY}" in key})
     if not keys:
         reason = "there is nothing here: no object at all under this URL"
-    elif any(parse_data_key(key) or parse_index_key(key) for key in keys):
+    elif any(is_ours(key) or is_beacon_key(key) for key in keys):
         reason = (
-            "there are data objects here but they were never committed: a save died before its"
-            " end or is still running; load another checkpoint"
+            "a save began here but was never committed: it died before its end or is still"
+            " running; load another checkpoint"
         )
     elif below:
         nearest = f"{store.url.rstrip('/')}/{below[-1]}"

@@ -13,7 +13,13 @@ from dcp_objstore.checkpoint.claim import EpochRecord, counts, read_epoch
 from dcp_objstore.checkpoint.commit import read_marker
 from dcp_objstore.checkpoint.listing import explain_absence, explain_object
 from dcp_objstore.checkpoint.marker import Marker
-from dcp_objstore.checkpoint.names import EPOCH_KEY, MARKER_KEY, natural_order, parse_data_key
+from dcp_objstore.checkpoint.names import (
+    EPOCH_KEY,
+    MARKER_KEY,
+    is_beacon_key,
+    natural_order,
+    parse_data_key,
+)
 from dcp_objstore.cli.access import chosen
 from dcp_objstore.cli.exits import fail, status_of
 from dcp_objstore.errors import (
@@ -101,7 +107,7 @@ def _below(
 def _below_once(
     spec: StoreSpec, store: ObjectStore, *, but_itself: bool
 ) -> tuple[list[dict[str, Any]], list[DcpObjstoreError], dict[str, EpochRecord | None]]:
-    """All checkpoints below, and prefixes with data objects but no marker, in natural order.
+    """All checkpoints below, and prefixes with a save but no marker, in natural order.
 
     Args:
         spec: of the URL.
@@ -123,6 +129,8 @@ def _below_once(
             epochs[prefix] = _epoch_of(spec, prefix, unread)
         elif parse_data_key(name) is not None:
             sizes[prefix] = sizes.get(prefix, 0) + meta.size_bytes
+        elif is_beacon_key(name):
+            sizes.setdefault(prefix, 0)
 
     def describe(
         at: tuple[str, StoreSpec, ObjectStore],

@@ -214,17 +214,27 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             if is_coordinator:
                 refuse_uncounted(self._epoch, self._target.spec)
                 save.begin = wait_for(
-                    commit.begin, store, overwrite=self._overwrite, epoch=number or 0
-                )
-                save.fenced = wait_for(
-                    probe.require_fencing,
+                    commit.begin,
                     store,
                     overwrite=self._overwrite,
-                    # An epoch is nothing without conditional writes.
-                    allow_unfenced=self._allow_unfenced and number is None,
-                    begin=save.begin,
-                    deadline_seconds=min(probe.DEADLINE_SECONDS, self._deadline_seconds),
-                ).conditional_create
+                    epoch=number or 0,
+                    nonce=save.nonce,
+                    deadline_seconds=self._deadline_seconds,
+                )
+                try:
+                    found = wait_for(
+                        probe.require_fencing,
+                        store,
+                        overwrite=self._overwrite,
+                        # An epoch is nothing without conditional writes.
+                        allow_unfenced=self._allow_unfenced and number is None,
+                        begin=save.begin,
+                        deadline_seconds=min(probe.DEADLINE_SECONDS, self._deadline_seconds),
+                    )
+                except UnsupportedError:
+                    wait_for(commit.remove_beacon, store, save.begin.beacon)
+                    raise
+                save.fenced = found.conditional_create
 
     @property
     def _deadline_seconds(self) -> float:
@@ -271,6 +281,9 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         save = self._save
         if save is not None:
             channel = save.channel
+            if save.begin is not None and not save.sends:
+                # Refused in planning, so on no rank is anything sent.
+                wait_for(commit.remove_beacon, save.open(), save.begin.beacon)
         else:
             channel = self._hooks.channel("save", str(self.checkpoint_id), *rank_and_world_size())
         channel.fail(error)
@@ -295,6 +308,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload this rank's items; returns when all of them are on the store."""
         with self._logged(), self._watched() as save:
+            save.sends = True
             results, objects = upload_items(
                 save, plan, planner, self._target.config, self._warned_keys
             )
@@ -318,6 +332,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         metadata.storage_meta = StorageMeta(checkpoint_id=save.spec.url, save_id=save.nonce)
         index, objects = build_index(metadata, results)
         stock = stock_metadata(metadata, index)
+        assert save.begin is not None
         commit_id = commit_save(
             save,
             store,
@@ -338,6 +353,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             deadline_seconds=self._deadline_seconds,
             fenced=save.fenced,
         )
+        wait_for(commit.remove_beacon, store, save.begin.beacon)
         if self._epoch is not None:
             wait_for(confirm, self._epoch, save.spec)
             self.last_save = report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 
-from tests.model import configs, epoch, epoch_configs
+from tests.model import configs, epoch, epoch_configs, epoch_sweeper
 from tests.model.checker import Result
 
 SKETCH = "the first sketch of the epoch"
@@ -46,6 +46,8 @@ def searches(*, quick: bool) -> Iterator[tuple[str, Callable[[], Result]]]:
     for name, jobs, is_quick in epoch_configs.CONFIGS:
         if is_quick or not quick:
             yield name, lambda jobs=jobs: epoch_configs.search(jobs(frozenset()))
+    for name, jobs in epoch_sweeper.CONFIGS:
+        yield name, lambda jobs=jobs: epoch_configs.search(jobs(frozenset()))
 
 
 def mutants() -> dict[str, Callable[[], tuple[str, Result] | None]]:
@@ -53,6 +55,7 @@ def mutants() -> dict[str, Callable[[], tuple[str, Result] | None]]:
     found = {name: lambda name=name: configs.catch(name) for name in configs.MUTANTS} | {
         name: lambda name=name: epoch_configs.catch(frozenset({name})) for name in epoch.MUTANTS
     }
+    found |= {name: lambda name=name: epoch_sweeper.catch(name) for name in epoch_sweeper.MUTANTS}
     return found | {SKETCH: lambda: epoch_configs.catch(epoch.SKETCH)}
 
 
