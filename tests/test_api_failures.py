@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_objstore as dos
-from dcp_objstore.distributed.failures import agree, typed_failures, without_frames
+from dcp_objstore.distributed.failures import raise_on_all, typed_failures, without_frames
 from dcp_objstore.stores.local import LocalStore
 from dcp_objstore.write import async_save as async_api
 from dcp_objstore.write.planner import AgreeingSavePlanner
@@ -190,7 +190,7 @@ def test_an_error_raised_again_says_the_same_and_stays_as_its_holder_has_it() ->
         texts.append(str(caught.value))
         assert str(pickle.loads(pickle.dumps(caught.value))) == texts[-1]
         with pytest.raises(dos.CheckpointExistsError, match="s3://bucket/other"):
-            agree(held, "s3://bucket/other", None)
+            raise_on_all(held, "s3://bucket/other", None)
     assert texts[0] == texts[1]
     assert texts[0].count("also failed: rank 1: ValueError") == 1
     assert str(held) == "it is there [key w]"

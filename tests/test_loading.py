@@ -30,7 +30,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.read import item_read as gather
-from dcp_objstore.read.item_read import Backlog, GatherRead
+from dcp_objstore.read.item_read import CompletionQueue, ItemRead
 from dcp_objstore.read.stored_checkpoint import Stored
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import Request, WrappedStore
@@ -238,12 +238,12 @@ def test_a_quantized_tensor_loads_only_into_one_that_is_quantized_alike(
 # --- items that only torch can take apart ---
 
 
-def gathered(payload_bytes: int, arrived: Callable[[GatherRead], None]) -> GatherRead:
+def gathered(payload_bytes: int, arrived: Callable[[ItemRead], None]) -> ItemRead:
     """A value's read."""
     place = MetadataIndex("value")
     empty = torch.Size([0])
     item = ReadItem(LoadItemType.BYTE_IO, place, empty, place, empty, empty)
-    read = GatherRead(item, Stored(0, 0, payload_bytes, None, None, None))
+    read = ItemRead(item, Stored(0, 0, payload_bytes, None, None, None))
     read.bind(None, arrived)
     return read
 
@@ -251,7 +251,7 @@ def gathered(payload_bytes: int, arrived: Callable[[GatherRead], None]) -> Gathe
 def test_a_value_is_held_once_however_it_arrives() -> None:
     size = 8 * MIB
     blocks = [np.full(size // 4, n, dtype=np.uint8) for n in range(4)]
-    arrived: list[GatherRead] = []
+    arrived: list[ItemRead] = []
     tracemalloc.start()
     try:
         read = gathered(size, arrived.append)
@@ -270,7 +270,7 @@ def test_a_value_is_held_once_however_it_arrives() -> None:
 
 
 def test_an_item_without_bytes_is_complete_at_once() -> None:
-    arrived: list[GatherRead] = []
+    arrived: list[ItemRead] = []
     gathered(0, arrived.append)
     assert [read.take().getvalue() for read in arrived] == [b""]
 
@@ -282,25 +282,25 @@ def test_tensors_of_a_stock_checkpoint_are_placed_where_they_arrive_and_do_not_p
     tensors = {f"t{n:02}": seeded(f"t{n}", (MIB // 4,)) for n in range(40)}
     url = stock_checkpoint(tmp_path / "step-1", {"step": 3, **tensors})
     placed = threading.Semaphore(0)
-    reads: list[GatherRead] = []
+    reads: list[ItemRead] = []
     held: list[int] = []
-    copy, add, take_in = gather.copy_elements, GatherRead.__init__, GatherRead.accept
+    copy, add, take_in = gather.copy_elements, ItemRead.__init__, ItemRead.accept
 
     def count_placed(*tensors: torch.Tensor) -> None:
         copy(*tensors)
         placed.release()
 
-    def count_read(self: GatherRead, *args: Any) -> None:
+    def count_read(self: ItemRead, *args: Any) -> None:
         add(self, *args)
         reads.append(self)
 
-    def count_held(self: GatherRead, *args: Any) -> None:
+    def count_held(self: ItemRead, *args: Any) -> None:
         take_in(self, *args)
         held.append(sum(read.held_bytes() for read in reads))
 
     monkeypatch.setattr(gather, "copy_elements", count_placed)
-    monkeypatch.setattr(GatherRead, "__init__", count_read)
-    monkeypatch.setattr(GatherRead, "accept", count_held)
+    monkeypatch.setattr(ItemRead, "__init__", count_read)
+    monkeypatch.setattr(ItemRead, "accept", count_held)
     waited = []
 
     def wait_for_tensors(_: int) -> None:
@@ -328,7 +328,7 @@ def test_values_that_the_planner_has_not_taken_are_bounded(monkeypatch: pytest.M
             paused.set()
 
     stores: list[CountingStore] = []
-    real_open, real_wait = StoreSpec.open, Backlog.wait_for_room
+    real_open, real_wait = StoreSpec.open, CompletionQueue.wait_for_room
 
     def counted(spec: StoreSpec) -> CountingStore:
         stores.append(CountingStore(real_open(spec), on_bytes))
@@ -340,11 +340,11 @@ def test_values_that_the_planner_has_not_taken_are_bounded(monkeypatch: pytest.M
         def check_stopped(self) -> None:
             paused.set()
 
-    def wait_for_room(self: Backlog, _: Progress) -> None:
+    def wait_for_room(self: CompletionQueue, _: Progress) -> None:
         real_wait(self, Watched(60))
 
     monkeypatch.setattr(StoreSpec, "open", counted)
-    monkeypatch.setattr(Backlog, "wait_for_room", wait_for_room)
+    monkeypatch.setattr(CompletionQueue, "wait_for_room", wait_for_room)
     taken_bytes = 0
     held: list[int] = []
 
@@ -376,7 +376,7 @@ def test_a_value_larger_than_the_memory_budget_loads_beside_others() -> None:
 
 
 def test_a_worker_that_waits_for_room_ends_with_the_transfer() -> None:
-    backlog = Backlog(limit_bytes=10)
+    backlog = CompletionQueue(limit_bytes=10)
     read = gathered(11, backlog.add)
     read.accept(0, bytes(11))
     progress = Progress(60)
@@ -385,7 +385,7 @@ def test_a_worker_that_waits_for_room_ends_with_the_transfer() -> None:
         progress.stop(TransferStalledError("stopped"))
         with pytest.raises(TransferStalledError):
             waiting.result(timeout=10)
-        finished: list[GatherRead] = []
+        finished: list[ItemRead] = []
         backlog.drain(finished.append)
         assert finished == [read]
         pool.submit(backlog.wait_for_room, Progress(60)).result(timeout=10)

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_objstore as dos
-from dcp_objstore.distributed.step_consensus import Boundaries
+from dcp_objstore.distributed.step_consensus import StepConsensus
 from dcp_objstore.write import async_save as async_api
 from tests.support.ranks import RanksFailedError, run_ranks, try_ranks
 from tests.support.servers import Bucket
@@ -273,7 +273,7 @@ def test_ranks_agree_on_a_boundary_that_none_has_passed(seed: int) -> None:
 
     def job(rank: int) -> None:
         own = random.Random(1000 * seed + rank)
-        boundaries = Boundaries(
+        boundaries = StepConsensus(
             lambda: ask(rank),
             store=SlowStore(store, 0.1) if rank == seed % 5 else store,  # type: ignore[arg-type]
             rank=rank,

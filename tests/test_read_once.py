@@ -413,7 +413,7 @@ def load_unopened(rank: int, world: int, url: str, options: Options, kind: type)
     try:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:
-                patch.setattr(reader_module, "open_source", fail)
+                patch.setattr(reader_module, "open_stored_checkpoint", fail)
             load(rank, world, url, options, None)
     finally:
         assert time.monotonic() - started < 30

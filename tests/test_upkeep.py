@@ -23,7 +23,7 @@ from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion
-from dcp_objstore.transfer.interruptible import PromptStore
+from dcp_objstore.transfer.interruptible import InterruptibleStore
 from tests.support.memory_store import MemoryStore
 from tests.support.servers import Bucket, RcloneServer
 from tests.support.upkeep import AgedStore, Ages, finish, tear, upload
@@ -310,7 +310,7 @@ def test_ctrl_c_leaves_the_request_under_way_and_begins_no_other() -> None:
         done.append(key)
 
     store.on_delete = slow
-    prompt = PromptStore(store)
+    prompt = InterruptibleStore(store)
     with pytest.raises(KeyboardInterrupt):
         for key in ("a", "b", "c"):
             prompt.delete(key)

@@ -37,11 +37,11 @@ from msgspec import Meta
 
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
 from dcp_objstore.checkpoint.commit import rewrite_marker
-from dcp_objstore.checkpoint.compare_and_swap import settle_put
+from dcp_objstore.checkpoint.compare_and_swap import compare_and_swap
 from dcp_objstore.checkpoint.marker import MAX_EPOCH, Marker, new_id
 from dcp_objstore.checkpoint.names import EPOCH_KEY, natural_order, step_of
 from dcp_objstore.checkpoint.read import Found, read_marker
-from dcp_objstore.checkpoint.sealed import check_sealed, damaged, seal
+from dcp_objstore.checkpoint.sealed import check_checksum, damaged, with_checksum
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CommitUnknownError,
@@ -124,7 +124,7 @@ class Step:
 
 def encode_epoch(record: EpochRecord) -> bytes:
     """`_EPOCH` as it lies on the store."""
-    return seal(_encoder.encode(record))
+    return with_checksum(_encoder.encode(record))
 
 
 def decode_epoch(body: bytes) -> EpochRecord:
@@ -134,7 +134,7 @@ def decode_epoch(body: bytes) -> EpochRecord:
         CheckpointCorruptError: too large, not JSON, digest or a field wrong.
         UnsupportedError: written by a newer version in a format that this one does not know.
     """
-    check_sealed(body, what=_WHAT, newest_format=FORMAT, max_size_bytes=MAX_SIZE_BYTES)
+    check_checksum(body, what=_WHAT, newest_format=FORMAT, max_size_bytes=MAX_SIZE_BYTES)
     try:
         record = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -251,7 +251,7 @@ def _take(
     def put(version: Version | None, new_base: int) -> Version:
         """Change `_EPOCH`, and return its new version."""
         record = EpochRecord(number=number, base=new_base, write_id=new_id())
-        outcome = settle_put(
+        outcome = compare_and_swap(
             run,
             EPOCH_KEY,
             encode_epoch(record),

@@ -46,7 +46,7 @@ from typing import Any
 import msgspec
 
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
-from dcp_objstore.checkpoint.compare_and_swap import Outcome, settle_put
+from dcp_objstore.checkpoint.compare_and_swap import Outcome, compare_and_swap
 from dcp_objstore.checkpoint.listing import check_objects
 from dcp_objstore.checkpoint.marker import (
     ON_NOTHING,
@@ -488,14 +488,14 @@ def put_marker(
     landed: Callable[[Marker], bool] | None = None,
     fenced: bool = True,
 ) -> Outcome[Marker]:
-    """Rules 4 and 5, of the marker: see `settle_put`.
+    """Rules 4 and 5, of the marker: see `compare_and_swap`.
 
     Args:
         marker: what to put.
         version: of the marker that it replaces; None: there must be none.
         landed: tells by a marker read later that ours took effect. Default: by its write_id.
     """
-    return settle_put(
+    return compare_and_swap(
         store,
         MARKER_KEY,
         encode_marker(marker),

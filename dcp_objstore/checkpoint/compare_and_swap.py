@@ -44,7 +44,7 @@ class Outcome(Generic[T]):
         return None if self.found is None else self.found[0]
 
 
-def settle_put(
+def compare_and_swap(
     store: ObjectStore,
     key: str,
     body: bytes,

@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from dcp_objstore.checkpoint.names import check_object_key
-from dcp_objstore.checkpoint.sealed import check_sealed, damaged, seal
+from dcp_objstore.checkpoint.sealed import check_checksum, damaged, with_checksum
 from dcp_objstore.errors import ConfigError
 
 FORMAT: Final = 2
@@ -146,7 +146,7 @@ def encode_marker(marker: Marker) -> bytes:
         body = _encoder.encode(marker)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"the marker cannot be written as JSON: {error}") from error
-    encoded = seal(body)
+    encoded = with_checksum(body)
     if len(encoded) > MAX_MARKER_SIZE_BYTES:
         raise ConfigError(
             f"the marker would have {len(encoded)} bytes, at most {MAX_MARKER_SIZE_BYTES} are"
@@ -162,7 +162,7 @@ def decode_marker(body: bytes) -> Marker:
         CheckpointCorruptError: too large, not JSON, digest or a field wrong.
         UnsupportedError: written by a newer version in a format that this one does not know.
     """
-    check_sealed(body, what=_WHAT, newest_format=FORMAT, max_size_bytes=MAX_MARKER_SIZE_BYTES)
+    check_checksum(body, what=_WHAT, newest_format=FORMAT, max_size_bytes=MAX_MARKER_SIZE_BYTES)
     try:
         marker = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

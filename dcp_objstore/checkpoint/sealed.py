@@ -25,12 +25,12 @@ class _Format(msgspec.Struct):
 _format_decoder = msgspec.json.Decoder(_Format)
 
 
-def seal(body: bytes) -> bytes:
+def with_checksum(body: bytes) -> bytes:
     """A JSON object, not empty, with its digest as one more field."""
     return body[:-1] + b',"digest":"%s"}' % hashlib.sha256(body).hexdigest().encode()
 
 
-def check_sealed(body: bytes, *, what: str, newest_format: int, max_size_bytes: int) -> None:
+def check_checksum(body: bytes, *, what: str, newest_format: int, max_size_bytes: int) -> None:
     """Check size, format and digest, before anything else is decoded.
 
     Args:

@@ -21,8 +21,8 @@ T = TypeVar("T")
 _OTHERS_SHOWN = 8
 
 
-def attempt(make: Callable[[], T]) -> tuple[T | None, DcpObjstoreError | None]:
-    """What `make` returns; or the error, for `agree` to raise where all ranks hear of it.
+def capture(make: Callable[[], T]) -> tuple[T | None, DcpObjstoreError | None]:
+    """What `make` returns; or the error, for `raise_on_all` to raise where all ranks hear of it.
 
     Raised at once on one rank alone, it would leave the others waiting for that rank.
     """
@@ -85,7 +85,7 @@ def typed_failures(
         ) from error
 
 
-def agree(
+def raise_on_all(
     own: DcpObjstoreError | None,
     url: str | None,
     group: dist.ProcessGroup | None,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.distributed.failures import agree, attempt, typed_failures
+from dcp_objstore.distributed.failures import capture, raise_on_all, typed_failures
 from dcp_objstore.distributed.groups import count_ranks, own_group
 from dcp_objstore.errors import DcpObjstoreError
 
@@ -39,9 +39,9 @@ class Team:
         """Whether this rank makes the requests. Local."""
         return self.rank == 0
 
-    def agree(self, failed: DcpObjstoreError | None) -> None:
+    def raise_on_all(self, failed: DcpObjstoreError | None) -> None:
         """Raise on every rank if any has an error."""
-        agree(failed, self._url, self._group)
+        raise_on_all(failed, self._url, self._group)
 
     def any(self, holds: bool) -> bool:
         """Whether it holds on any rank."""
@@ -54,8 +54,8 @@ class Team:
 
     def on_first(self, make: Callable[[], T]) -> T:
         """What the first rank makes, on every rank; its error too."""
-        made, failed = attempt(make) if self.is_first else (None, None)
-        self.agree(failed)
+        made, failed = capture(make) if self.is_first else (None, None)
+        self.raise_on_all(failed)
         held: list[Any] = [made]
         if self._group is not None:
             with typed_failures(self._url, self._group):

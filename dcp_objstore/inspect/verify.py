@@ -224,7 +224,7 @@ def verify_source(
     framing = _between(source, spans, whole) if deep else []
     comparison.begin(whole if deep else ())
     requests = plan_requests([*spans, *framing], request_size_bytes=config.request_size_bytes)
-    channel.tell(
+    channel.emit(
         Planned,
         channel.began_at,
         operation="verify",
@@ -246,7 +246,7 @@ def verify_source(
             comparison.damaged.add(Damage(entry.key, "framing", text=text))
     if deep:
         comparison.damaged.update(_miscounted(source))
-    channel.tell(
+    channel.emit(
         Verified,
         channel.began_at,
         size_bytes=comparison.total_bytes,

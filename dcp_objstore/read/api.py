@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 
-from dcp_objstore.distributed.failures import agree, attempt, every_rank, extended, typed_failures
+from dcp_objstore.distributed.failures import (
+    capture,
+    every_rank,
+    extended,
+    raise_on_all,
+    typed_failures,
+)
 from dcp_objstore.distributed.groups import count_ranks, current_rank, sync_group
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError
 from dcp_objstore.observe.report import logger
@@ -23,7 +29,7 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport
-from dcp_objstore.write.dcp_calls import aim, single_process_is_fine, telling_failures
+from dcp_objstore.write.dcp_calls import aim, reporting_failures, single_process_is_fine
 
 _PARTLY = (
     "; tensors of the state may be partly filled, so load again, or from another checkpoint, before"
@@ -93,7 +99,7 @@ def load(
     advice = every_rank("dcp_objstore.load")
     with typed_failures(None, None, advice):
         group = sync_group(process_group, config)
-    reader, refused = attempt(
+    reader, refused = capture(
         lambda: ObjectStoreReader(
             url,
             storage_options=storage_options,
@@ -107,11 +113,13 @@ def load(
             process_group=group,
         )
     )
-    converted, failed = attempt(lambda: ConvertedState(state, loading=True))
+    converted, failed = capture(lambda: ConvertedState(state, loading=True))
     try:
-        with telling_failures(reader):
+        with reporting_failures(reader):
             # Ranks that read once begin with a collective of their own.
-            agree(refused or failed, aim(reader), group, advice, {"read_once": bool(read_once)})
+            raise_on_all(
+                refused or failed, aim(reader), group, advice, {"read_once": bool(read_once)}
+            )
             assert reader is not None
             assert converted is not None
             return _run_load(reader, converted, group, strict=strict)
@@ -141,8 +149,8 @@ def _run_load(
                 process_group=group,
                 no_dist=count_ranks(group) == 1,
             )
-        _, failed = attempt(lambda: converted.restore(planner.without_state))
-        agree(failed, url, group)
+        _, failed = capture(lambda: converted.restore(planner.without_state))
+        raise_on_all(failed, url, group)
     except DcpObjstoreError as error:
         if not planner.reading:
             raise

@@ -33,7 +33,7 @@ from dcp_objstore.observe.report import LoadReport, logger
 from dcp_objstore.read.peers.exchange import Exchange, PeerFailedError, Share
 from dcp_objstore.read.peers.meeting import Offer, all_come, make_offer, open_once, share_out
 from dcp_objstore.read.session import PlannedLoad, plan_load, run_load
-from dcp_objstore.read.stored_checkpoint import Source, open_source
+from dcp_objstore.read.stored_checkpoint import Source, open_stored_checkpoint
 from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer.workers import wait_for
@@ -213,12 +213,12 @@ class ObjectStoreReader(StorageReader):
             return Metadata(state_dict_metadata={})
         meta = load.source.metadata.storage_meta
         self.load_id = None if meta is None else meta.load_id
-        load.channel.tell(Opened, load.channel.began_at, commit_id=load.source.commit_id)
+        load.channel.emit(Opened, load.channel.began_at, commit_id=load.source.commit_id)
         return load.source.metadata
 
     def _open(self, load: _Load) -> Source:
         def open_here() -> Source:
-            return wait_for(open_source, load.spec, load_id=str(uuid.uuid4()))
+            return wait_for(open_stored_checkpoint, load.spec, load_id=str(uuid.uuid4()))
 
         load.together = self._read_once and current_rank() is not None
         if not load.together or self._process_group is None:

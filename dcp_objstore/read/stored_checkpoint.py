@@ -160,7 +160,7 @@ class Source:
         return commit.explain_missing(store, self.commit_id, key)
 
 
-def open_source(spec: StoreSpec, load_id: str | None = None) -> Source:
+def open_stored_checkpoint(spec: StoreSpec, load_id: str | None = None) -> Source:
     """Open the checkpoint at a URL.
 
     Raises:

@@ -5,7 +5,7 @@ but the checkpoint's index is looked at. A block that has arrived is verified on
 to every read that wants some of it:
 
 - `TensorRead` copies elements straight into the destination tensor;
-- `gather.GatherRead` collects an item that only torch can take apart (pickled values, foreign
+- `gather.ItemRead` collects an item that only torch can take apart (pickled values, foreign
   blobs).
 """
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dcp_objstore.checkpoint import claim as rule
 from dcp_objstore.checkpoint.claim import RunEpoch
 from dcp_objstore.checkpoint.probe import require_rewrites
-from dcp_objstore.distributed.failures import agree, attempt, typed_failures
+from dcp_objstore.distributed.failures import capture, raise_on_all, typed_failures
 from dcp_objstore.distributed.groups import sync_group
 from dcp_objstore.run.housekeeping import step_number
 from dcp_objstore.run.steps import opener
@@ -66,14 +66,14 @@ def take_over(
         return RunEpoch(spec.url, wait_for(rule.take_over, run, opener(spec)))
 
     first = group is None or dist.get_rank(group) == 0
-    made, failed = attempt(make) if first else (None, None)
+    made, failed = capture(make) if first else (None, None)
     url = run_url if isinstance(run_url, str) else None
-    agree(failed, url, group)
+    raise_on_all(failed, url, group)
     held = [made]
     if group is not None:
         with typed_failures(url, group):
             dist.broadcast_object_list(held, group=group, group_src=0)
-    assert held[0] is not None  # else `agree` has raised
+    assert held[0] is not None  # else `raise_on_all` has raised
     return held[0]
 
 

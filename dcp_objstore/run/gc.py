@@ -30,7 +30,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.report import logger
 from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.uploads import covering_days, lifecycle_configuration, open_uploads
-from dcp_objstore.transfer.interruptible import PromptStore
+from dcp_objstore.transfer.interruptible import InterruptibleStore
 from dcp_objstore.write.claim import above
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def sweep(
     """
     check_grace(grace_seconds)
     spec = Target(url, storage_options, config).spec
-    store = PromptStore(spec.open())
+    store = InterruptibleStore(spec.open())
     listed = [meta.key for meta in store.list()]
     uploads: S3Uploads | LocalUploads | None = None
     unseen = None
@@ -169,7 +169,7 @@ def _sweep_one(
     *,
     dry_run: bool,
 ) -> CheckpointSweep:
-    store = PromptStore(spec.open())
+    store = InterruptibleStore(spec.open())
     try:
         return rule.sweep(
             store,
@@ -192,7 +192,7 @@ def _base(run: StoreSpec | None) -> int:
     if run is None:
         return 0
     try:
-        found = read_epoch(PromptStore(run.open()))
+        found = read_epoch(InterruptibleStore(run.open()))
     except (CorruptDataError, UnsupportedError, PermissionDeniedError) as error:
         logger.warning("steps of superseded jobs in %s are not looked for: %s", run.url, error)
         return 0

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.distributed.step_consensus import Boundaries
+from dcp_objstore.distributed.step_consensus import StepConsensus
 from dcp_objstore.distributed.team import Team
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.hooks import Hooks
@@ -219,7 +219,7 @@ class CheckpointManager:
             step_numbers, self._url, **self._access
         )
         self._saves: RunSaves | None = None
-        self._boundaries: Boundaries | None = None
+        self._boundaries: StepConsensus | None = None
         self._team: Team
         self._closed = False
         self._last_step: int | None = None
@@ -330,7 +330,7 @@ class CheckpointManager:
             self._team = Team(self._url, self._group_given, self._config)
             # The thread of the boundaries must not keep alive a manager that nobody closes.
             ask = weakref.WeakMethod(self._ask)
-            self._boundaries = Boundaries(
+            self._boundaries = StepConsensus(
                 lambda: asked() if (asked := ask()) is not None else frozenset(),
                 store=self._team.shared_store(),
                 rank=self._team.rank,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from dcp_objstore.distributed.failures import attempt
+from dcp_objstore.distributed.failures import capture
 from dcp_objstore.distributed.groups import current_rank
 from dcp_objstore.distributed.team import Team
 from dcp_objstore.errors import (
@@ -163,8 +163,8 @@ class RunSaves:
                 )
             return user_metadata(step, self._metadata, metadata, metrics)
 
-        described, refused = attempt(make)
-        self._team.agree(refused)
+        described, refused = capture(make)
+        self._team.raise_on_all(refused)
         pending = self._pending
         # Ranks see the end of a save at different times.
         if on_busy != "wait" and self._team.any(pending is not None and not pending.handle.done()):
@@ -240,7 +240,7 @@ class RunSaves:
                 else RankFailedError(f"{type(error).__name__}: {error}", current_rank())
             )
         self._pending = None
-        self._team.agree(failed.at(url=pending.handle.url) if failed is not None else None)
+        self._team.raise_on_all(failed.at(url=pending.handle.url) if failed is not None else None)
 
     def settle_quietly(self) -> None:
         """As `settle`, but log the error: the state at hand is worth more, and may be saved."""

@@ -18,7 +18,7 @@ from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.errors import InputError
 from dcp_objstore.stores.target import Target
-from dcp_objstore.transfer.interruptible import PromptStore
+from dcp_objstore.transfer.interruptible import InterruptibleStore
 from dcp_objstore.write.claim import above, check_epoch
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def delete_step(
             of a run that was taken over; None: somebody who belongs to no job.
         now, even_newest, dry_run: see `delete`.
     """
-    store = PromptStore(spec.open())
+    store = InterruptibleStore(spec.open())
     found = read_marker(store)
     if found is not None and found[0].is_committed and not found[0].pins and not even_newest:
         _refuse_newest(spec, found[0])
@@ -107,7 +107,7 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
     """
     run, name = above(spec)
     if run is not None:
-        store = PromptStore(run.open())
+        store = InterruptibleStore(run.open())
         listed = [
             (meta, step_of(meta.key))
             for meta in store.list()
@@ -131,7 +131,7 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
 
 
 def _is_newer(spec: StoreSpec, marker: Marker, base: int) -> bool:
-    found = read_marker(PromptStore(spec.open()))
+    found = read_marker(InterruptibleStore(spec.open()))
     return found is not None and counts(found[0], base) and found[0].created_at > marker.created_at
 
 
@@ -159,7 +159,7 @@ def repair(
         RetryableError: no success until the deadline; repair it again.
         DcpObjstoreError: as the store says.
     """
-    store = PromptStore(Target(url, storage_options, config).spec.open())
+    store = InterruptibleStore(Target(url, storage_options, config).spec.open())
     return repairing.repair(store, dot_metadata=StockDotMetadata(), dry_run=dry_run)
 
 
@@ -204,7 +204,7 @@ def unpin(
 def _pinnable(
     url: str, storage_options: Options | None, config: TransferConfig | None
 ) -> ObjectStore:
-    store = PromptStore(Target(url, storage_options, config).spec.open())
+    store = InterruptibleStore(Target(url, storage_options, config).spec.open())
     if read_marker(store) is not None:
         require_rewrites(store, "no pin can be set or removed")
     return store

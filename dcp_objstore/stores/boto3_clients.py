@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.observe.dispatch import tell_retry
+from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.boto3_checksums import checksums_for
 from dcp_objstore.stores.boto3_turns import take_turns
 from dcp_objstore.stores.credentials import Credentials, no_s3_credentials, open_boto3_session
@@ -210,7 +210,7 @@ class _Patience:
         attempt = context.get("retries", {}).get("attempt", 1)
         if attempt > 1 and _STARTED in context:
             error = context.get(_LAST, "no answer")
-            tell_retry(context.get(_KEY, ""), attempt, error, context[_STARTED])
+            emit_retry(context.get(_KEY, ""), attempt, error, context[_STARTED])
 
     def _answered(
         self,

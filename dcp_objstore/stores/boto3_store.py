@@ -29,7 +29,7 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     StoreUnavailableError,
 )
-from dcp_objstore.observe.dispatch import tell_retry
+from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.boto3_bodies import BrokenOffError, body_of, receive
 from dcp_objstore.stores.boto3_errors import status_of, translate_boto3
 from dcp_objstore.stores.boto3_upload import Upload, parts_of
@@ -154,7 +154,7 @@ class Boto3Store(RootedStore):
         """See `ObjectStore.get`."""
         with self._errors(key) as target:
 
-            def attempt() -> tuple[bytes, ObjectMeta]:
+            def capture() -> tuple[bytes, ObjectMeta]:
                 answer = self._clients.read().get_object(**target)
                 with closing(answer["Body"]) as body:
                     if str(answer.get("ContentType", "")).startswith("text/html"):
@@ -172,7 +172,7 @@ class Boto3Store(RootedStore):
             tries = _Tries(target["Key"], self._clients.max_retries)
             while True:
                 try:
-                    return attempt()
+                    return capture()
                 except BrokenOffError as error:
                     tries.failed(error)
 
@@ -298,7 +298,7 @@ class _Tries:
         if self._failures == self._max_retries:
             raise error
         self._failures += 1
-        tell_retry(self._bucket_key, self._failures + 1, str(error), self._began_at)
+        emit_retry(self._bucket_key, self._failures + 1, str(error), self._began_at)
         time.sleep(random.uniform(0, self._pause_seconds))
         self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 
-from dcp_objstore.distributed.failures import agree, attempt, every_rank, typed_failures
+from dcp_objstore.distributed.failures import capture, every_rank, raise_on_all, typed_failures
 from dcp_objstore.distributed.groups import count_ranks, sync_group
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.write.planner import AgreeingSavePlanner
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import SaveReport
-from dcp_objstore.write.dcp_calls import aim, single_process_is_fine, telling_failures
+from dcp_objstore.write.dcp_calls import aim, reporting_failures, single_process_is_fine
 
 _MAYBE_SAVED = (
     "Look at the checkpoint before you save it again: it exists only if rank 0 had committed it"
@@ -83,7 +83,7 @@ def save(
     advice = every_rank("dcp_objstore.save")
     with typed_failures(None, None, advice):
         group = sync_group(process_group, config)
-    writer, refused = attempt(
+    writer, refused = capture(
         lambda: ObjectStoreWriter(
             url,
             overwrite=overwrite,
@@ -98,9 +98,9 @@ def save(
         )
     )
     # Also on a rank whose arguments were refused: some modules make their state in collectives.
-    converted, failed = attempt(lambda: ConvertedState(state, loading=False))
-    with telling_failures(writer):
-        agree(refused or failed, aim(writer), group, advice)
+    converted, failed = capture(lambda: ConvertedState(state, loading=False))
+    with reporting_failures(writer):
+        raise_on_all(refused or failed, aim(writer), group, advice)
         assert writer is not None
         assert converted is not None
         return run_save(writer, converted.state_dict, group)

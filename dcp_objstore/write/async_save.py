@@ -19,9 +19,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
 
 from dcp_objstore.distributed.failures import (
-    agree,
-    attempt,
+    capture,
     every_rank,
+    raise_on_all,
     typed_failures,
     without_frames,
 )
@@ -37,7 +37,7 @@ from dcp_objstore.observe.report import SaveReport, log_failure
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.transfer.workers import result_of, wait_until
 from dcp_objstore.write.api import run_save
-from dcp_objstore.write.dcp_calls import aim, telling_failures
+from dcp_objstore.write.dcp_calls import aim, reporting_failures
 from dcp_objstore.write.staging.state import Staging, staging_memory
 from dcp_objstore.write.writer import ObjectStoreWriter
 
@@ -282,12 +282,12 @@ def async_save(
             epoch=epoch,
         )
 
-    writer, refused = attempt(make_writer)
+    writer, refused = capture(make_writer)
     with typed_failures(aim(writer), None, _EVERY_RANK):
         # Two: collectives of this thread and of the one that saves must not meet in one group.
         calls = own_group("async_save calls", process_group, config)
         saves = own_group("async_save saves", process_group, config)
-    agree(refused, aim(writer), calls, _EVERY_RANK)
+    raise_on_all(refused, aim(writer), calls, _EVERY_RANK)
     assert writer is not None
     return _begin(
         _Save(writer, saves), state, on_busy, calls, wait_for_staging=bool(wait_for_staging)
@@ -313,12 +313,12 @@ class _Save:
         def begin() -> Staging:
             return Staging(ConvertedState(state, loading=False).state_dict, staging_memory())
 
-        self._staging, self._failed = attempt(begin)
+        self._staging, self._failed = capture(begin)
 
     def finish_staging(self) -> None:
         """Copy what is left; a second call does nothing."""
         if self._staging is not None and not self.handle.staging_completion.done():
-            _, failed = attempt(self._staging.finish)
+            _, failed = capture(self._staging.finish)
             self._failed = self._failed or failed
             size_bytes = self._staging.state.size_bytes
             self._writer._staged = hooks.staged(
@@ -332,9 +332,9 @@ class _Save:
 
     def run(self) -> SaveReport:
         """Save the copy. The other ranks are told if it could not be made."""
-        with telling_failures(self._writer):
+        with reporting_failures(self._writer):
             self.finish_staging()
-            agree(self._failed, self.handle.url, self._group)
+            raise_on_all(self._failed, self.handle.url, self._group)
             assert self._staging is not None
             return run_save(self._writer, self._staging.state, self._group)
 
@@ -381,7 +381,7 @@ def _take_turn(
         if earlier is not None and on_busy == "wait":
             wait_until(earlier._ended)
         try:
-            agree(_objection(earlier, handle.url), handle.url, group, _EVERY_RANK)
+            raise_on_all(_objection(earlier, handle.url), handle.url, group, _EVERY_RANK)
         except SaveInProgressError:
             raise
         except DcpObjstoreError:

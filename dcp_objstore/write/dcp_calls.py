@@ -26,7 +26,7 @@ class Plugin(Protocol):
 
 
 @contextlib.contextmanager
-def telling_failures(plugin: Plugin | None) -> Iterator[None]:
+def reporting_failures(plugin: Plugin | None) -> Iterator[None]:
     """Tell of an error that leaves, unless the plug-in has told of it itself."""
     try:
         yield

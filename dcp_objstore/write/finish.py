@@ -71,7 +71,7 @@ def commit_save(
         fenced=save.fenced,
         on_retry=retried,
     )
-    save.channel.tell(
+    save.channel.emit(
         Committed, began_at, commit_id=committed.commit_id, attempts=committed.attempts
     )
     return committed.commit_id

@@ -77,7 +77,7 @@ def upload_items(
     )
     results: list[WriteResult] = []
     objects: list[StoredObject] = []
-    save.channel.tell(
+    save.channel.emit(
         Planned,
         save.channel.began_at,
         operation="save",
@@ -143,7 +143,7 @@ def _told(channel: Channel) -> Callable[[ByteArray], bytes]:
     def digests_of(piece: ByteArray) -> bytes:
         began_at = time.monotonic()
         digests = block_digests(piece)
-        channel.tell(Hashed, began_at, size_bytes=piece.nbytes, worker=worker_number())
+        channel.emit(Hashed, began_at, size_bytes=piece.nbytes, worker=worker_number())
         return digests
 
     return digests_of

@@ -357,7 +357,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         if self._epoch is not None:
             wait_for(confirm, self._epoch, save.spec)
             self.last_save = report
-        channel.tell(
+        channel.emit(
             Saved,
             channel.began_at,
             seconds=report.seconds,
