@@ -214,13 +214,13 @@ def test_a_deletion_that_a_crash_left_does_not_block_saving(
     assert not done.superseded
 
 
-def test_a_deletion_of_a_later_epoch_is_not_finished_by_a_superseded_job(
+def test_a_deletion_of_a_later_claim_is_not_finished_by_a_superseded_job(
     store: MemoryStore,
 ) -> None:
     save(store)
-    before = rewrite(store, state="deleting", epoch=2, format=2)
+    before = rewrite(store, state="deleting", claim=2, format=2)
     with pytest.raises(SupersededError):
-        commits.begin(store, overwrite=True, epoch=1)
+        commits.begin(store, overwrite=True, claim=1)
     assert decode_marker(store.body(MARKER_KEY)) == before
 
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint.claim import take_over
+from dcp_objstore.checkpoint.claim import claim_run
 from dcp_objstore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -246,11 +246,11 @@ def test_a_store_that_ignores_conditions_is_refused_until_the_user_vouches_for_o
             save_edition_here("first", url, options)
         assert isinstance(cause(caught.value), UnsupportedError)
         assert not list((tmp_path / server.bucket).rglob("*.distcp"))
-        # Nor is one whom the run belongs to: without conditions his epoch keeps nobody out.
+        # Nor is one whom the run belongs to: without conditions his claim keeps nobody out.
         run = StoreSpec(f"s3://{server.bucket}/run", options)
-        epoch = dos.RunEpoch(run.url, take_over(run.open(), opener(run)))
+        claim = dos.RunClaim(run.url, claim_run(run.open(), opener(run)))
         with pytest.raises(CheckpointException) as caught:
-            settings = {"allow_unfenced": True, "epoch": epoch}
+            settings = {"allow_unfenced": True, "claim": claim}
             save_edition_here("first", f"{run.url}/step-1", options, **settings)
         assert isinstance(cause(caught.value), UnsupportedError)
         assert not list((tmp_path / server.bucket).rglob("*.distcp"))

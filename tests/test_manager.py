@@ -282,11 +282,11 @@ def test_after_damaged_steps_were_gone_past_what_is_saved_is_what_the_next_job_f
 def test_a_job_that_cannot_leave_later_steps_saves_nothing_before_them(
     url: str, load: bool
 ) -> None:
-    """Without an epoch, or where it never said where it came from."""
+    """Without a claim, or where it never said where it came from."""
     for step in (1, 2, 5):
         dos.save(state(step), f"{url}/step-{step}", progress=False)
     before = sorted(meta.key for meta in StoreSpec(url).open().list())
-    with dos.CheckpointManager(url, take_over=False, keep=dos.KeepLatest(1)) as run:
+    with dos.CheckpointManager(url, claim_run=False, keep=dos.KeepLatest(1)) as run:
         if load:
             assert loaded(run, 2)[0] == 2
         for save in (run.save, run.async_save):
@@ -375,7 +375,7 @@ def test_a_manager_that_nobody_closes_says_what_is_lost(
     assert url in told
     assert "step 3" in told
     assert "NOT saved" in told
-    looker = dos.CheckpointManager(url, take_over=False)
+    looker = dos.CheckpointManager(url, claim_run=False)
     assert looker.latest() == 2
     with dos.CheckpointManager(url) as run:
         run.save(4, state(4))
@@ -411,15 +411,15 @@ def test_retention_of_a_job_that_does_not_have_the_run_deletes_nothing(
     url: str, owned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run is taken over between its last commit and its deletions."""
-    with dos.CheckpointManager(url, take_over=owned, sweep=False) as old:
+    with dos.CheckpointManager(url, claim_run=owned, sweep=False) as old:
         for step in (1, 2, 3):
             old.save(step, state(step))
         retainer = retaining.Retainer(
             url, dos.KeepLatest(1), now=True, sweeps=False, storage_options=None, config=None
         )
-        retainer.epoch = old.epoch
-        assert (old.epoch is not None) is owned
-    dos.take_over(url)
+        retainer.claim = old.claim
+        assert (old.claim is not None) is owned
+    dos.claim_run(url)
     retainer.committed(3, {})
     assert "were not deleted" in caplog.text
     assert [step.name for step in dos.steps(url)] == ["step-1", "step-2", "step-3"]
@@ -679,11 +679,11 @@ def test_a_superseded_job_cannot_add_steps(url: str) -> None:
 def test_looking_at_a_run_changes_nothing(url: str) -> None:
     with dos.CheckpointManager(url) as run:
         run.save(1, state(1))
-        with dos.CheckpointManager(url, take_over=False) as looker:
+        with dos.CheckpointManager(url, claim_run=False) as looker:
             assert looker.latest() == 1
             assert loaded(looker)[0] == 1
         run.save(2, state(2))
-    with dos.CheckpointManager(url, take_over=False) as looker:
+    with dos.CheckpointManager(url, claim_run=False) as looker:
         assert looker.steps() == (1, 2)
 
 
@@ -691,7 +691,7 @@ def test_other_names_below_the_run_do_not_count(url: str) -> None:
     with dos.CheckpointManager(url) as run:
         run.save(10, state(10))
         for name in ("zz-best", "step-010"):
-            dos.save(state(99), f"{url}/{name}", epoch=run.epoch, progress=False)
+            dos.save(state(99), f"{url}/{name}", claim=run.claim, progress=False)
     with dos.CheckpointManager(url) as run:
         assert run.latest() == 10
         assert run.steps() == (10,)

@@ -190,14 +190,14 @@ def test_a_step_that_a_superseded_job_committed_late_is_swept(
     bucket: Bucket, later: AgedStore
 ) -> None:
     run, options = bucket.url, bucket.storage_options
-    old = dos.take_over(run, storage_options=options)
+    old = dos.claim_run(run, storage_options=options)
     stores = [StoreSpec(bucket.at(f"step-{step}"), options).open() for step in (2, 3)]
-    begun = [commits.begin(store, overwrite=False, epoch=old.number) for store in stores]
-    new = dos.take_over(run, storage_options=options)
+    begun = [commits.begin(store, overwrite=False, claim=old.number) for store in stores]
+    new = dos.claim_run(run, storage_options=options)
     for store, token in zip(stores, begun, strict=True):
         finish(store, token, upload(store))
     dos.pin(bucket.at("step-3"), "look at it", storage_options=options)
-    dos.save({"a": WEIGHT}, bucket.at("step-4"), epoch=new, storage_options=options, progress=False)
+    dos.save({"a": WEIGHT}, bucket.at("step-4"), claim=new, storage_options=options, progress=False)
     report = dos.sweep(run, storage_options=options)
     assert not [one.url for one in report.checkpoints if one.superseded], "they are young"
     later.age()

@@ -102,14 +102,14 @@ class BeginToken:
         marker: the content; a tombstone or, with overwrite, a committed marker; None: there is
             none or, with overwrite, one that cannot be read.
         version: the store's token of that state; None: there is no marker.
-        epoch: of the job that saves; 0: none.
+        claim: of the job that saves; 0: none.
         beacon: key of the object that shows sweeps that this save is under way.
     """
 
     url: str
     marker: Marker | None
     version: Version | None
-    epoch: int = 0
+    claim: int = 0
     beacon: str = field(default="", compare=False)
 
     @property
@@ -139,7 +139,7 @@ def begin(
     store: ObjectStore,
     *,
     overwrite: bool,
-    epoch: int = 0,
+    claim: int = 0,
     nonce: str | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
@@ -152,15 +152,15 @@ def begin(
 
     Args:
         store: rooted at the checkpoint.
-        overwrite: replace what is committed, or damaged. What an earlier epoch than ours has
-            committed does not count any more and is replaced in any case (rule E5 of `epoch`).
-        epoch: of the job that saves; 0: none.
+        overwrite: replace what is committed, or damaged. What an earlier claim than ours has
+            committed does not count any more and is replaced in any case (rule C5 of `claim`).
+        claim: of the job that saves; 0: none.
         nonce: of the save; names the beacon. Default: a new one.
         deadline_seconds: no change of the marker begins later than this. Default 60.
         clock: for tests.
 
     Raises:
-        SupersededError: the marker is of a later epoch than ours (rule E5).
+        SupersededError: the marker is of a later claim than ours (rule C5).
         CheckpointExistsError: it is committed and `overwrite` is False, or it is pinned; or,
             without `overwrite`, there is a `.metadata` without a marker.
         CommitUnknownError, RetryableError: a deletion could not be finished until the deadline.
@@ -171,7 +171,7 @@ def begin(
     _light(store, beacon)
     try:
         token = _take_token(
-            store, Retries(deadline_seconds, clock), overwrite=overwrite, epoch=epoch
+            store, Retries(deadline_seconds, clock), overwrite=overwrite, claim=claim
         )
     except (InputError, LostRaceError, CorruptDataError):
         # Not where the store does not answer: the save would fail later, and gain nothing.
@@ -199,24 +199,24 @@ def remove_beacon(store: ObjectStore, key: str) -> None:
         _log.debug("the beacon %s/%s stays until a sweep: %s", store.url, key, error)
 
 
-def _take_token(store: ObjectStore, retries: Retries, *, overwrite: bool, epoch: int) -> BeginToken:
+def _take_token(store: ObjectStore, retries: Retries, *, overwrite: bool, claim: int) -> BeginToken:
     try:
         found = read_marker(store)
     except CheckpointCorruptError as error:
         if not overwrite:
             raise
-        return _begin_on_damage(store, error, epoch)
+        return _begin_on_damage(store, error, claim)
     if found is None:
         if not overwrite:
             _refuse_foreign(store)
-        return BeginToken(store.url, None, None, epoch)
+        return BeginToken(store.url, None, None, claim)
     marker, version = found
-    refuse_later(store, marker, epoch)
+    refuse_later(store, marker, claim)
     if marker.state == "deleting":
         # Before the uploads, because whoever finishes it later would defeat this save.
         finish_deleting(store, marker.commit_id, retries)
-        return _take_token(store, retries, overwrite=overwrite, epoch=epoch)
-    if marker.is_committed and not overwrite and marker.epoch == epoch:
+        return _take_token(store, retries, overwrite=overwrite, claim=claim)
+    if marker.is_committed and not overwrite and marker.claim == claim:
         raise CheckpointExistsError(
             f"a checkpoint is committed here already (commit {marker.commit_id}); save under"
             " another URL, or pass overwrite=True to replace it",
@@ -228,10 +228,10 @@ def _take_token(store: ObjectStore, retries: Retries, *, overwrite: bool, epoch:
             " remove the pin or save under another URL",
             url=store.url,
         )
-    return BeginToken(store.url, marker, version, epoch)
+    return BeginToken(store.url, marker, version, claim)
 
 
-def _begin_on_damage(store: ObjectStore, error: CheckpointCorruptError, epoch: int) -> BeginToken:
+def _begin_on_damage(store: ObjectStore, error: CheckpointCorruptError, claim: int) -> BeginToken:
     """The token of a marker that nobody can read any more: a run must not end for ever at it.
 
     What it named stays where it is, until a sweep finds that no commit names it.
@@ -244,24 +244,24 @@ def _begin_on_damage(store: ObjectStore, error: CheckpointCorruptError, epoch: i
         if version == Version():
             raise  # no PUT can be conditioned on that: it is hardly the store that answers
         _log.warning("the checkpoint at %s is to be replaced: %s", store.url, error)
-        return BeginToken(store.url, None, version, epoch)
+        return BeginToken(store.url, None, version, claim)
     raise RetryableError(
         "the marker changed while it was being read; another writer is at work", url=store.url
     )
 
 
-def refuse_later(store: ObjectStore, marker: Marker, epoch: int) -> None:
-    """Rule E5 of `epoch`: nobody replaces or deletes a marker of a later epoch than its own.
+def refuse_later(store: ObjectStore, marker: Marker, claim: int) -> None:
+    """Rule C5 of `claim`: nobody replaces or deletes a marker of a later claim than its own.
 
     Raises:
         SupersededError: it is one.
     """
-    if marker.epoch > epoch:
-        own = f"this job has epoch {epoch}" if epoch else "this job has none"
+    if marker.claim > claim:
+        own = f"this job has claim {claim}" if claim else "this job has none"
         raise SupersededError(
-            f"this step belongs to epoch {marker.epoch} of its run, and {own}: a newer job took the"
+            f"this step belongs to claim {marker.claim} of its run, and {own}: a newer job took the"
             " run over. Nothing was changed. Stop this job; if it is the newer one, let it call"
-            " dcp_objstore.take_over and pass the epoch",
+            " dcp_objstore.claim_run and pass the claim",
             url=store.url,
         )
 
@@ -314,8 +314,8 @@ def commit(
     Raises:
         CheckpointCorruptError: an object is missing or of another size; nothing was committed.
         CommitLostError: another writer, or a sweep, changed the marker since `begin`; nothing was
-            committed. But what only jobs of earlier epochs have committed since is replaced.
-        SupersededError: a job of a later epoch changed it; nothing was committed.
+            committed. But what only jobs of earlier claims have committed since is replaced.
+        SupersededError: a job of a later claim changed it; nothing was committed.
         CommitUnknownError: no clear answer until the deadline; it may still take effect.
         InputError: the store refused the PUT for good (rights, credentials), the begin token is
             of another checkpoint, or `user_metadata` is not JSON; nothing was committed.
@@ -332,7 +332,7 @@ def commit(
         world_size=world_size,
         user_metadata=check_user_metadata(user_metadata),
         created_at=datetime.now(UTC),
-        epoch=begin.epoch,
+        claim=begin.claim,
     )
     marker = make(begin.marker)
     ours = marker.commit_id
@@ -343,7 +343,7 @@ def commit(
         # Whoever removes what a save has uploaded, as a sweep does, has changed the marker before.
         found = read_marker(store)
         if (found[1] if found is not None else None) != begin.version:
-            raise _lost(store, found[0] if found is not None else None, begin.epoch) from None
+            raise _lost(store, found[0] if found is not None else None, begin.claim) from None
         raise
     store.put(index_key(nonce), index)
     if begin.marker is None and begin.version is not None:
@@ -364,27 +364,27 @@ def commit(
         if outcome.landed:
             superseded = seen is not None and (seen.commit_id != ours or not seen.is_committed)
             return Committed(ours, superseded, marker, retries.tries + beaten)
-        if outcome.found is None or not _yields(outcome.found[0], token[0], begin.epoch):
-            raise _lost(store, seen, begin.epoch)
+        if outcome.found is None or not _yields(outcome.found[0], token[0], begin.claim):
+            raise _lost(store, seen, begin.claim)
         token, beaten = outcome.found, beaten + 1
         marker = make(token[0])
 
 
-def _yields(seen: Marker, token: Marker | None, epoch: int) -> bool:
-    """Whether what beat our commit does not count (rule E5 of `epoch`), and nothing else came.
+def _yields(seen: Marker, token: Marker | None, claim: int) -> bool:
+    """Whether what beat our commit does not count (rule C5 of `claim`), and nothing else came.
 
     Put directly on the marker that we had seen, and not rewritten since: so it has no pins, and
     there was no sweep in between, which removes what it found without a commit, ours too.
     """
     on = ON_NOTHING if token is None else token.write_id
-    return seen.is_committed and seen.epoch < epoch and seen.put_on == on
+    return seen.is_committed and seen.claim < claim and seen.put_on == on
 
 
-def _lost(store: ObjectStore, seen: Marker | None, epoch: int) -> LostRaceError:
-    if seen is not None and seen.epoch > epoch:
+def _lost(store: ObjectStore, seen: Marker | None, claim: int) -> LostRaceError:
+    if seen is not None and seen.claim > claim:
         return SupersededError(
-            f"a newer job took this run over while this save was under way (epoch {seen.epoch},"
-            f" this job has {epoch or 'none'}); this save was not committed. Stop this job",
+            f"a newer job took this run over while this save was under way (claim {seen.claim},"
+            f" this job has {claim or 'none'}); this save was not committed. Stop this job",
             url=store.url,
         )
     winner = f"commit {seen.commit_id}" if seen is not None else "the marker was removed"
@@ -415,10 +415,10 @@ def rewrite_marker(
         CommitUnknownError: no clear answer until the deadline; it may still take effect.
         InputError: the store refused for good; nothing was changed.
     """
-    epoch = changes.get("epoch", found[0].epoch)
+    claim = changes.get("claim", found[0].claim)
     marker = msgspec.structs.replace(
         found[0],
-        **{"write_id": new_id(), "put_on": "", "format": format_of(epoch), **changes},
+        **{"write_id": new_id(), "put_on": "", "format": format_of(claim), **changes},
     )
     return marker if put_marker(store, marker, found[1], retries, what).landed else None
 

@@ -1,7 +1,7 @@
 """Settling a conditional PUT: sent until its outcome is known, or the deadline has come.
 
 What rules 4 and 5 of `commit` say of the marker holds for every small object that is changed by
-conditional PUTs alone: a marker, and a run's `_EPOCH`.
+conditional PUTs alone: a marker, and a run's `_CLAIM`.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def delete(
     *,
     now: bool = False,
     dry_run: bool = False,
-    epoch: int | None = None,
+    claim: int | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> DeleteReport:
@@ -81,14 +81,14 @@ def delete(
         now: remove the objects at once, not after the grace period. Who is reading the checkpoint
             gets a CheckpointGoneError. On a tombstone it removes what the commit left.
         dry_run: only look; refuse what would be refused.
-        epoch: of the job that deletes (rule E5 of `epoch`); None: somebody who belongs to none.
+        claim: of the job that deletes (rule C5 of `claim`); None: somebody who belongs to none.
         deadline_seconds: no change of the marker begins later than this.
         clock: for tests.
 
     Raises:
         CheckpointNotFoundError: nothing is committed here (any more).
         CheckpointPinnedError: it is pinned; names the pins.
-        SupersededError: it belongs to a later epoch than that of the job.
+        SupersededError: it belongs to a later claim than that of the job.
         LostRaceError: another save replaced it meanwhile; nothing was deleted.
         CommitUnknownError: no clear answer until the deadline; the same call goes on from there.
         CheckpointCorruptError, UnsupportedError: the marker cannot be read.
@@ -98,8 +98,8 @@ def delete(
     if found is None:
         raise not_committed(store, found)
     marker = found[0]
-    if epoch is not None:
-        refuse_later(store, marker, epoch)
+    if claim is not None:
+        refuse_later(store, marker, claim)
     # Before the marker changes: afterwards a sweep may remove the index, in its own time.
     keys = _referenced(store, marker) if now else ()
     if marker.state == "deleted" and not keys:
@@ -109,7 +109,7 @@ def delete(
     superseded = False
     if not dry_run:
         if not resumed:
-            _begin(store, found, epoch, retries)
+            _begin(store, found, claim, retries)
         superseded = finish_deleting(store, marker.commit_id, retries)
         for key in keys or ():
             store.delete(key)
@@ -149,7 +149,7 @@ def _referenced(store: ObjectStore, marker: Marker) -> tuple[str, ...] | None:
     return tuple(key for key in dict.fromkeys(named) if is_ours(key))
 
 
-def _begin(store: ObjectStore, found: Found, epoch: int | None, retries: Retries) -> None:
+def _begin(store: ObjectStore, found: Found, claim: int | None, retries: Retries) -> None:
     """Change the marker to `deleting`, whoever else rewrites it meanwhile."""
     marker = found[0]
     while not rewrite_marker(store, found, "the deletion", retries, state="deleting"):
@@ -161,8 +161,8 @@ def _begin(store: ObjectStore, found: Found, epoch: int | None, retries: Retries
             )
         if again[0].state != "committed":
             return  # another deleter was first
-        if epoch is not None:
-            refuse_later(store, again[0], epoch)
+        if claim is not None:
+            refuse_later(store, again[0], claim)
         _refuse_pinned(store, again[0])
         found = again
         pause_or_raise(store, retries)

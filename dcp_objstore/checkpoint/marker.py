@@ -5,7 +5,7 @@ On the store a marker is one flat JSON object that ends with its digest: see `se
 `format` rises when an older version would misread a marker, or would lose something that matters
 by rewriting it (a sweep rewrites). Fields that may be lost are added without raising it, and
 unknown ones are ignored. Each marker has the lowest format that says all that it holds: 1, or 2
-where it has an epoch, without which its step would no longer count. This module makes no request;
+where it has a claim, without which its step would no longer count. This module makes no request;
 `commit` is the only one that puts markers.
 """
 
@@ -30,8 +30,8 @@ MAX_USER_METADATA_SIZE_BYTES: Final = 32 * 1024
 LOG_LENGTH: Final = 16
 MAX_PINS: Final = 64
 MAX_PIN_LENGTH: Final = 200
-# Larger numbers of an epoch would be damage; a run is taken over some thousand times at most.
-MAX_EPOCH: Final = 2**53
+# Larger numbers of a claim would be damage; a run is taken over some thousand times at most.
+MAX_CLAIM: Final = 2**53
 ON_NOTHING: Final = "nothing"
 
 # An index of 2 GiB would describe petabytes; a marker that claims more is damaged.
@@ -91,7 +91,7 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
         created_at: the committing host's clock, timezone-aware. To inform; no rule relies on it.
         user_metadata: the user's own JSON values.
         pins: names under which the commit is protected from deletion and overwriting.
-        epoch: of the job that wrote it, or that adopted it; 0: no epoch. See `epoch`.
+        claim: of the job that wrote it, or that adopted it; 0: no claim. See `claim`.
         put_on: the write_id of the marker that the commit was put against, or `nothing`; empty
             after any rewrite, so that who finds it knows that nothing came in between.
     """
@@ -108,7 +108,7 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     created_at: Annotated[datetime, Meta(tz=True)]
     user_metadata: dict[str, Any] = {}
     pins: Annotated[tuple[_Pin, ...], Meta(max_length=MAX_PINS)] = ()
-    epoch: Annotated[int, Meta(ge=0, le=MAX_EPOCH)] = 0
+    claim: Annotated[int, Meta(ge=0, le=MAX_CLAIM)] = 0
     put_on: Annotated[str, Meta(pattern=r"^([0-9a-f]{32}|nothing)?\Z")] = ""
 
     @property
@@ -130,9 +130,9 @@ def new_id() -> str:
     return secrets.token_hex(16)
 
 
-def format_of(epoch: int) -> int:
-    """The lowest format of a marker of this epoch; see the module."""
-    return 2 if epoch else 1
+def format_of(claim: int) -> int:
+    """The lowest format of a marker of this claim; see the module."""
+    return 2 if claim else 1
 
 
 def encode_marker(marker: Marker) -> bytes:
@@ -209,7 +209,7 @@ def next_marker(
     world_size: int,
     user_metadata: Mapping[str, Any],
     created_at: datetime,
-    epoch: int = 0,
+    claim: int = 0,
 ) -> Marker:
     """The marker of a new commit on top of what the begin token saw (None: no marker).
 
@@ -217,7 +217,7 @@ def next_marker(
     Pins belong to the commit that they protect and are not carried over. The write_id is fresh.
     """
     return Marker(
-        format=format_of(epoch),
+        format=format_of(claim),
         state="committed",
         commit_id=commit_id,
         write_id=new_id(),
@@ -228,7 +228,7 @@ def next_marker(
         world_size=world_size,
         created_at=created_at,
         user_metadata=dict(user_metadata),
-        epoch=epoch,
+        claim=claim,
         put_on=old.write_id if old else ON_NOTHING,
     )
 

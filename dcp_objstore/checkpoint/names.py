@@ -6,7 +6,7 @@
     <checkpoint>/.metadata                     for stock torch readers
     <checkpoint>/.save-{nonce}                 only while a save is under way: its beacon
     <checkpoint>/.probe-{nonce}                only while `probe` tries the store out; or -race
-    <run>/_EPOCH                               where jobs take the run over: see `epoch`
+    <run>/_CLAIM                               where jobs take the run over: see `claim`
 
 A nonce is random and new for every rank and save, so no two writers ever share a key.
 """
@@ -22,7 +22,7 @@ from dcp_objstore.errors import CheckpointCorruptError, InputError
 
 MARKER_KEY: Final = "_COMMIT"
 DOT_METADATA_KEY: Final = ".metadata"
-EPOCH_KEY: Final = "_EPOCH"
+CLAIM_KEY: Final = "_CLAIM"
 
 # S3 and GCS allow 1024 bytes of UTF-8 for a whole key ("Object key naming guidelines").
 MAX_KEY_SIZE_BYTES: Final = 1024

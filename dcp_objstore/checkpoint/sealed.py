@@ -1,4 +1,4 @@
-"""Small JSON objects that end with a digest of themselves: how a marker and an `_EPOCH` are stored.
+"""Small JSON objects that end with a digest of themselves: how a marker and a `_CLAIM` are stored.
 
 The last field is `digest`: the SHA-256, in hexadecimal, of the bytes of the same object without
 that field. So the digest covers the bytes as they lie, unknown fields included, and no re-encoding

@@ -3,9 +3,9 @@
 The rule of `commit` that this module carries out:
 
  9. Sweep, in this order: read the marker. Finish a `deleting`, then stop. Delete (rule 8) a
-    committed step that never counts again, then stop: its epoch is below the base of its run, which
-    only ever rises (rule E3 of `epoch`); it is older than the grace period and has no pin. Anyone
-    may, also a job of an earlier epoch than the step's: rule E5 is about what counts. List
+    committed step that never counts again, then stop: its claim is below the base of its run, which
+    only ever rises (rule C3 of `claim`); it is older than the grace period and has no pin. Anyone
+    may, also a job of an earlier claim than the step's: rule C5 is about what counts. List
     the uploads in progress, then the objects; candidates are objects with names of our own that the
     committed index does not name (a tombstone names nothing) and that are older than the grace
     period. None: stop. Also stop where an unnamed object, an upload or a beacon is younger (a save
@@ -118,7 +118,7 @@ def sweep(
         uploads: those below the same root; None: they are not looked at.
         grace_seconds: at least an hour. Default 24 h. It must be longer than the longest save and
             the longest load.
-        base: of the run that this is a step of; committed steps of earlier epochs are deleted.
+        base: of the run that this is a step of; committed steps of earlier claims are deleted.
             Default 0: it is in no run that was taken over.
         dry_run: only look.
         deadline_seconds: no change of the marker begins later than this.
@@ -191,7 +191,7 @@ class _Sweep:
         """Whether it is a superseded job's step that is older than the grace period."""
         marker, meta = found
         age = now - meta.last_modified
-        superseded = marker.is_committed and marker.epoch < self.base
+        superseded = marker.is_committed and marker.claim < self.base
         return superseded and not marker.pins and age > timedelta(seconds=self.grace_seconds)
 
     def _delete_superseded(self, found: tuple[Marker, ObjectMeta]) -> CheckpointSweep:

@@ -11,8 +11,8 @@ from datetime import datetime, timedelta
 from typing import Final, Literal, TypeAlias
 
 from dcp_objstore.checkpoint.names import (
+    CLAIM_KEY,
     DOT_METADATA_KEY,
-    EPOCH_KEY,
     MARKER_KEY,
     is_beacon_key,
     is_ours,
@@ -85,7 +85,7 @@ def plan_sweep(
     # Of data; on `file://`, where any object may have been left half written, of all that is ours.
     ours = [one for one in uploads if is_ours(one.key) or one.key in (MARKER_KEY, DOT_METADATA_KEY)]
     uploads_young = tuple(upload for upload in ours if upload.initiated >= oldest_kept)
-    kept = {MARKER_KEY, DOT_METADATA_KEY, EPOCH_KEY, *named}
+    kept = {MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY, *named}
     outcome: Outcome = "waiting"
     reason = None
     if marker_written_at is None and any(meta.key == DOT_METADATA_KEY for meta in here):

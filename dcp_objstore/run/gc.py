@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import sweep as rule
-from dcp_objstore.checkpoint.claim import read_epoch
+from dcp_objstore.checkpoint.claim import read_claim
 from dcp_objstore.checkpoint.names import (
-    EPOCH_KEY,
+    CLAIM_KEY,
     MARKER_KEY,
     is_beacon_key,
     is_ours,
@@ -104,7 +104,7 @@ def sweep(
 
     That is: objects of saves that were never committed, of checkpoints that were overwritten or
     deleted, and orphaned multipart uploads (S3, with boto3), all of them older than the grace
-    period. In a run that was taken over (see `take_over`), steps that a superseded job committed
+    period. In a run that was taken over (see `claim_run`), steps that a superseded job committed
     late and that never count are deleted, unless they are pinned; their objects go when another
     grace period has passed. Never what another form of name has, and never anything beside which a
     save may be under way. Each checkpoint is swept on its own; after a crash the next sweep goes
@@ -135,7 +135,7 @@ def sweep(
     except (InputError, RetryableError) as error:
         uploads, unseen = None, error.message
     names = {_above(key) for key in listed if _is_known(_name(key))}
-    runs = {_above(key) for key in listed if _name(key) == EPOCH_KEY}
+    runs = {_above(key) for key in listed if _name(key) == CLAIM_KEY}
     bases = {run: _base(spec.at(f"{spec.url}/{run}") if run else spec) for run in runs}
     if names and not dry_run:
         require_rewrites(store, "nothing can be swept")
@@ -188,11 +188,11 @@ def _sweep_one(
 
 
 def _base(run: StoreSpec | None) -> int:
-    """The oldest epoch whose steps count in a run; 0, below which there is none, if not known."""
+    """The oldest claim whose steps count in a run; 0, below which there is none, if not known."""
     if run is None:
         return 0
     try:
-        found = read_epoch(InterruptibleStore(run.open()))
+        found = read_claim(InterruptibleStore(run.open()))
     except (CorruptDataError, UnsupportedError, PermissionDeniedError) as error:
         logger.warning("steps of superseded jobs in %s are not looked for: %s", run.url, error)
         return 0

@@ -27,7 +27,7 @@ from dcp_objstore.run.upkeep import delete_step
 from dcp_objstore.stores.target import Target
 
 if TYPE_CHECKING:
-    from dcp_objstore.checkpoint.claim import RunEpoch
+    from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.run.steps import RunStep
 
@@ -115,7 +115,7 @@ class Retainer:
         # What is said of single steps before they are listed.
         self._pinned: dict[int, bool] = {}
         self.resumed: int | None = None
-        self.epoch: RunEpoch | None = None
+        self.claim: RunClaim | None = None
 
     def set_pinned(self, step: int, *, pinned: bool) -> None:
         """This job has pinned a step, or removed its last pin."""
@@ -186,7 +186,7 @@ class Retainer:
             # Not the newest: that was planned with a list of the whole run.
             delete_step(
                 Target(url, self._storage_options, self._config).spec,
-                self.epoch.number if self.epoch is not None else 0,
+                self.claim.number if self.claim is not None else 0,
                 now=self._now,
                 even_newest=True,
             )

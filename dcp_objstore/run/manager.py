@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from dcp_objstore.checkpoint.claim import RunEpoch
+    from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.observe.events import OnEvent
 
 _PREEMPTED = "preempted"
@@ -137,8 +137,8 @@ class CheckpointManager:
             was saved, or on leaving the block. Default: SIGTERM.
         preemption_check: called in a thread of its own a few times a second, and returns whether
             the job is to end; for machines that announce it otherwise.
-        take_over: with the first `load` or save, make this job the only one that adds to the run;
-            see `dcp_objstore.take_over`. Default True; pass False to look at a run that another
+        claim_run: with the first `load` or save, make this job the only one that adds to the run;
+            see `dcp_objstore.claim_run`. Default True; pass False to look at a run that another
             job is writing, or where the store has no conditional writes (`allow_unfenced`). With
             False, saves to a run that was ever taken over raise SupersededError.
         delete_now: remove the objects of steps that are not kept at once. Default False: they do
@@ -164,8 +164,8 @@ class CheckpointManager:
 
     Attributes:
         url: the run, in the normal form of its URL.
-        epoch: of this job, for checkpoints of other names that are saved below the run with
-            `dcp_objstore.save`; None before the first `load` or save, or without `take_over`.
+        claim: of this job, for checkpoints of other names that are saved below the run with
+            `dcp_objstore.save`; None before the first `load` or save, or without `claim_run`.
         last_resume: a `ResumeReport` of the last `load`, or None.
 
     Raises:
@@ -185,7 +185,7 @@ class CheckpointManager:
         save_on_preemption: bool = True,
         preemption_signals: Sequence[signal.Signals] = (signal.SIGTERM,),
         preemption_check: Callable[[], bool] | None = None,
-        take_over: bool = True,
+        claim_run: bool = True,
         delete_now: bool = False,
         sweep: bool = True,
         storage_options: Mapping[str, object] | None = None,
@@ -204,7 +204,7 @@ class CheckpointManager:
         self._metadata = check_user_metadata(metadata)
         self._save_on_preemption = save_on_preemption
         self._notice = Notice(preemption_signals, preemption_check)
-        self._takes_over = take_over
+        self._takes_over = claim_run
         self._group_given = process_group
         self._config = config
         self._access: dict[str, Any] = {"storage_options": storage_options, "config": config}
@@ -239,9 +239,9 @@ class CheckpointManager:
         return self._url
 
     @property
-    def epoch(self) -> RunEpoch | None:
-        """Of this job; None before the first `load` or save, or without `take_over`."""
-        return None if self._saves is None else self._saves.epoch
+    def claim(self) -> RunClaim | None:
+        """Of this job; None before the first `load` or save, or without `claim_run`."""
+        return None if self._saves is None else self._saves.claim
 
     # --- the block
 
@@ -476,9 +476,9 @@ class CheckpointManager:
     def _own_run(self) -> RunSaves:
         """Once, before anything is loaded or saved: become the run's only job. A collective."""
         saves = self._begin()
-        if self._takes_over and saves.epoch is None:
+        if self._takes_over and saves.claim is None:
             saves.own(
-                taking_over.take_over(self._url, process_group=self._group_given, **self._access)
+                taking_over.claim_run(self._url, process_group=self._group_given, **self._access)
             )
         return saves
 
@@ -515,7 +515,7 @@ class CheckpointManager:
         makes them not count any more, in one change that a crash does not undo: no job resumes
         from them, no policy keeps them. Until then they count, so loading an old step to look at
         it changes nothing. A pinned one stays on the store, and its number cannot be saved before
-        the pin is removed. Without `take_over` that first save is refused, if later steps count.
+        the pin is removed. Without `claim_run` that first save is refused, if later steps count.
 
         Args:
             state: see `dcp_objstore.load`.
@@ -540,7 +540,7 @@ class CheckpointManager:
         report = load_newest(
             self._url, self._team, self._list, lambda number: self._load_one(state, number)
         )
-        # Without an epoch what is damaged is replaced when the job comes to it.
+        # Without a claim what is damaged is replaced when the job comes to it.
         self._resume(report, went_back=bool(report.skipped) and self._takes_over)
         return report.step
 

@@ -27,7 +27,7 @@ from dcp_objstore.write import api
 from dcp_objstore.write import async_save as async_api
 
 if TYPE_CHECKING:
-    from dcp_objstore.checkpoint.claim import RunEpoch
+    from dcp_objstore.checkpoint.claim import RunClaim
 
 Busy: TypeAlias = Literal["wait", "skip", "raise"]
 
@@ -59,7 +59,7 @@ class RunSaves:
 
     Attributes:
         begun_at: when the last save began, or the job itself, by the monotonic clock.
-        epoch: of this job; None: it has not taken the run over.
+        claim: of this job; None: it has not taken the run over.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class RunSaves:
         self._saved: set[int] = set()
         self._failed: set[int] = set()  # which may be committed all the same
         self.begun_at = time.monotonic()
-        self.epoch: RunEpoch | None = None
+        self.claim: RunClaim | None = None
 
-    def own(self, epoch: RunEpoch) -> None:
-        """Save and delete as of this epoch from now on. Local."""
-        self.epoch = self._retainer.epoch = epoch
+    def own(self, claim: RunClaim) -> None:
+        """Save and delete as of this claim from now on. Local."""
+        self.claim = self._retainer.claim = claim
 
     def resume(self, step: int | None, *, went_back: bool) -> None:
         """The job goes on from this step; what is later is its own to replace. Local.
@@ -185,7 +185,7 @@ class RunSaves:
             **self._saving,
             "overwrite": again,
             "user_metadata": described,
-            "epoch": self.epoch,
+            "claim": self.claim,
             "progress": False,
         }
 
@@ -198,10 +198,10 @@ class RunSaves:
         if not self._may_be_behind:
             return
 
-        def leave() -> RunEpoch | None:
+        def leave() -> RunClaim | None:
             newest = self._numbers(1)
             if not newest or newest[-1] <= (step if self._resumed is None else self._resumed):
-                return self.epoch
+                return self.claim
             later = f"the run has later steps (up to {newest[-1]}), from which the next job resumes"
             if self._resumed is None:
                 raise CheckpointExistsError(
@@ -210,19 +210,19 @@ class RunSaves:
                     " another run",
                     url=self._url,
                 )
-            if self.epoch is None:
+            if self.claim is None:
                 raise CheckpointExistsError(
                     f"step {step} is not saved: this job went back to step {self._resumed}, and"
-                    f" {later}. With take_over=True the next save makes them not count any more;"
+                    f" {later}. With claim_run=True the next save makes them not count any more;"
                     " or delete them, or save to another run",
                     url=self._url,
                 )
             access = {name: self._saving[name] for name in ("storage_options", "config")}
-            return taking_over.go_back(self.epoch, self._resumed, **access)
+            return taking_over.go_back(self.claim, self._resumed, **access)
 
-        epoch = self._team.on_first(leave)
-        if epoch is not None:
-            self.own(epoch)
+        claim = self._team.on_first(leave)
+        if claim is not None:
+            self.own(claim)
         self._may_be_behind = False
 
     def settle(self) -> None:

@@ -17,7 +17,7 @@ from dcp_objstore.write.writer import ObjectStoreWriter
 if TYPE_CHECKING:
     import os
 
-    from dcp_objstore.checkpoint.claim import RunEpoch
+    from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import SaveReport
@@ -42,7 +42,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     user_metadata: Mapping[str, object] | None = None,
     allow_unfenced: bool = False,
-    epoch: RunEpoch | None = None,
+    claim: RunClaim | None = None,
 ) -> SaveReport:
     """Save a sharded state as one checkpoint. Called by every rank, without `if rank == 0`.
 
@@ -66,7 +66,7 @@ def save(
         user_metadata: small JSON values stored in the commit marker (metrics, step, config).
         allow_unfenced: save even to a store without conditional writes, where two writers of one
             checkpoint are not kept apart. Default False: refuse.
-        epoch: what `take_over` of the run returned. Default: none.
+        claim: what `claim_run` of the run returned. Default: none.
 
     Returns:
         The report of all ranks' work, the same on every rank.
@@ -94,7 +94,7 @@ def save(
             trace=trace,
             allow_unfenced=allow_unfenced,
             user_metadata=user_metadata,
-            epoch=epoch,
+            claim=claim,
         )
     )
     # Also on a rank whose arguments were refused: some modules make their state in collectives.

@@ -44,7 +44,7 @@ from dcp_objstore.write.writer import ObjectStoreWriter
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from dcp_objstore.checkpoint.claim import RunEpoch
+    from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.events import OnEvent
 
@@ -223,7 +223,7 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     user_metadata: Mapping[str, object] | None = None,
     allow_unfenced: bool = False,
-    epoch: RunEpoch | None = None,
+    claim: RunClaim | None = None,
     on_busy: Literal["wait", "raise"] = "wait",
     wait_for_staging: bool = True,
 ) -> AsyncSaveHandle:
@@ -256,7 +256,7 @@ def async_save(
         user_metadata: small JSON values stored in the commit marker (metrics, step, config).
         allow_unfenced: save even to a store without conditional writes, where two writers of one
             checkpoint are not kept apart. Default False: refuse.
-        epoch: what `take_over` of the run returned. Default: none.
+        claim: what `claim_run` of the run returned. Default: none.
 
     Raises:
         SaveInProgressError: an earlier save is under way, and `on_busy` is "raise".
@@ -279,7 +279,7 @@ def async_save(
             trace=trace,
             allow_unfenced=allow_unfenced,
             user_metadata=user_metadata,
-            epoch=epoch,
+            claim=claim,
         )
 
     writer, refused = capture(make_writer)

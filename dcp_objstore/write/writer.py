@@ -30,7 +30,7 @@ from dcp_objstore.state.dcp_metadata import build_index, stock_metadata
 from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer.workers import wait_for
-from dcp_objstore.write.claim import check_epoch, confirm, refuse_uncounted
+from dcp_objstore.write.claim import check_claim, confirm, refuse_uncounted
 from dcp_objstore.write.finish import commit_save, publish_for_stock_readers
 from dcp_objstore.write.layout import check_item
 from dcp_objstore.write.planner import same_url
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-    from dcp_objstore.checkpoint.claim import RunEpoch
+    from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.events import OnEvent
@@ -81,7 +81,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         allow_unfenced: save even to a store without conditional writes, where two writers of one
             checkpoint are not kept apart. Default False: refuse.
         user_metadata: small JSON values stored in the commit marker (metrics, step, config).
-        epoch: from `take_over` of the run that the checkpoint lies directly below: once another
+        claim: from `claim_run` of the run that the checkpoint lies directly below: once another
             job has taken the run over, no save of this one counts any more, and each says so.
             Without it, a save into a run that was ever taken over raises SupersededError.
         on_busy: what `dcp.async_save` with this writer does while the writer's earlier save is
@@ -130,7 +130,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         trace: str | os.PathLike[str] | None = None,
         allow_unfenced: bool = False,
         user_metadata: Mapping[str, object] | None = None,
-        epoch: RunEpoch | None = None,
+        claim: RunClaim | None = None,
         on_busy: OnBusy = "wait",
     ) -> None:
         KeptStager.__init__(self, on_busy)
@@ -141,9 +141,9 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         self._allow_unfenced = allow_unfenced
         # Checked here and not only when it is stored, after all the data was uploaded.
         self._user_metadata = check_user_metadata(user_metadata)
-        self._epoch = epoch
+        self._claim = claim
         if self._target.url is not None:
-            check_epoch(epoch, self._target.spec)
+            check_claim(claim, self._target.spec)
         self._of_thread = threading.local()
         self._warned_keys: set[str] = set()
         self.last_save: SaveReport | None = None
@@ -152,7 +152,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         """Settings only, without secrets, locks or the save under way."""
         kept = ("_target", "_overwrite", "_progress", "_allow_unfenced", "_user_metadata")
-        of_saves = ("_epoch", "_on_busy", "_hooks", "_staged")
+        of_saves = ("_claim", "_on_busy", "_hooks", "_staged")
         return {name: getattr(self, name) for name in kept + of_saves}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -208,16 +208,16 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                     "use_collectives=False makes every rank write a checkpoint of its own;"
                     " a commit needs all ranks together, so leave it at True"
                 )
-            number = check_epoch(self._epoch, self._target.spec)
+            number = check_claim(self._claim, self._target.spec)
             save = self._begin_save(rank or 0, is_coordinator, channel)
             store = save.open()
             if is_coordinator:
-                refuse_uncounted(self._epoch, self._target.spec)
+                refuse_uncounted(self._claim, self._target.spec)
                 save.begin = wait_for(
                     commit.begin,
                     store,
                     overwrite=self._overwrite,
-                    epoch=number or 0,
+                    claim=number or 0,
                     nonce=save.nonce,
                     deadline_seconds=self._deadline_seconds,
                 )
@@ -226,7 +226,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                         probe.require_fencing,
                         store,
                         overwrite=self._overwrite,
-                        # An epoch is nothing without conditional writes.
+                        # A claim is nothing without conditional writes.
                         allow_unfenced=self._allow_unfenced and number is None,
                         begin=save.begin,
                         deadline_seconds=min(probe.DEADLINE_SECONDS, self._deadline_seconds),
@@ -342,7 +342,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             deadline_seconds=self._deadline_seconds,
         )
         report = save.report(objects, commit_id)
-        if self._epoch is None:
+        if self._claim is None:
             # Now, because what follows may be interrupted, and the checkpoint is committed.
             self.last_save = report
         metadata.storage_data, metadata.version = stock.storage_data, stock.version
@@ -354,8 +354,8 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             fenced=save.fenced,
         )
         wait_for(commit.remove_beacon, store, save.begin.beacon)
-        if self._epoch is not None:
-            wait_for(confirm, self._epoch, save.spec)
+        if self._claim is not None:
+            wait_for(confirm, self._claim, save.spec)
             self.last_save = report
         channel.emit(
             Saved,

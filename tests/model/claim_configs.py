@@ -1,14 +1,14 @@
-"""What is searched of the run's epoch."""
+"""What is searched of the run's claim."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from tests.model.checker import Result, Search
-from tests.model.epoch import Epoch, Job, Lister, Run, Step, Weak, wrong_with_run
+from tests.model.claim import Claim, Job, Lister, Run, Step, Weak, wrong_with_run
 
 FIRST = Run(
-    Epoch(1, 1),
+    Claim(1, 1),
     (Step("old/0", 1), None, None, None),
     frozenset({"old/0"}),
     frozenset({"old/0"}),

@@ -1,19 +1,19 @@
-"""A sweep of a run in the model of `epoch`: steps that never count again are deleted (rule 9)."""
+"""A sweep of a run in the model of `claim`: steps that never count again are deleted (rule 9)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 from tests.model.checker import Result
-from tests.model.epoch import Job, Me, Move, Run, Weak
-from tests.model.epoch_configs import search
+from tests.model.claim import Job, Me, Move, Run, Weak
+from tests.model.claim_configs import search
 
-BY_NUMBER = "a sweep deletes what is of an earlier epoch than the last"
+BY_NUMBER = "a sweep deletes what is of an earlier claim than the last"
 MUTANTS = [BY_NUMBER]
 
 
 class RunSweeper(Job):
-    """Anybody: reads the base, and deletes a step of an earlier epoch, by the marker that it read.
+    """Anybody: reads the base, and deletes a step of an earlier claim, by the marker that it read.
 
     Args:
         step: the one that it looks at.
@@ -24,18 +24,18 @@ class RunSweeper(Job):
         self.step = step
 
     def start(self) -> Me:
-        return Me("read_epoch")
+        return Me("read_claim")
 
-    def read_epoch(self, me: Me, run: Run) -> Iterator[Move]:
-        after = me._replace(at="read_step", epoch=run.epoch)
-        yield self.event("get", "_EPOCH", str(run.epoch[:2])), after, run
+    def read_claim(self, me: Me, run: Run) -> Iterator[Move]:
+        after = me._replace(at="read_step", claim=run.claim)
+        yield self.event("get", "_CLAIM", str(run.claim[:2])), after, run
 
     def read_step(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.epoch
+        assert me.claim
         found = run.steps[self.step]
-        base = me.epoch.number if BY_NUMBER in self.weak else me.epoch.base
+        base = me.claim.number if BY_NUMBER in self.weak else me.claim.base
         after = self.end("clean")
-        if found and found.epoch < base:
+        if found and found.claim < base:
             after = me._replace(at="delete", token=found)
         yield self.event("get", f"step {self.step}", str(found)), after, run
 
@@ -62,7 +62,7 @@ CONFIGS: list[tuple[str, Callable[[Weak], list[Job]]]] = [
 
 
 def catch(mutant: str) -> tuple[str, Result] | None:
-    """As `epoch_configs.catch`."""
+    """As `claim_configs.catch`."""
     for name, jobs in CONFIGS:
         result = search(jobs(frozenset({mutant})))
         if result.wrong:
