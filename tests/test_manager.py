@@ -503,8 +503,10 @@ def test_metrics_and_config_stand_in_the_marker_and_in_ls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = (tmp_path / "run").as_uri()
-    with dos.CheckpointManager(url, metadata={"model": "tiny"}) as run:
-        run.save(7, state(7), metrics={"loss": 0.5, "odd": float("inf")}, metadata={"lr": 1e-3})
+    with dos.CheckpointManager(url, user_metadata={"model": "tiny"}) as run:
+        run.save(
+            7, state(7), metrics={"loss": 0.5, "odd": float("inf")}, user_metadata={"lr": 1e-3}
+        )
     wanted = {"step": 7, "model": "tiny", "lr": 1e-3, "metrics": {"loss": 0.5, "odd": "inf"}}
     assert dos.steps(url)[0].user_metadata == wanted
     print_checkpoints(url, as_json=True)

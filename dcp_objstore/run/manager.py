@@ -56,7 +56,7 @@ class _Unsaved:
     step: int
     state: Mapping[str, Any]
     metrics: Mapping[str, object] | None
-    metadata: Mapping[str, object] | None
+    user_metadata: Mapping[str, object] | None
 
 
 class _Trained:
@@ -126,7 +126,7 @@ class CheckpointManager:
         save_every_seconds: the same as a number. May be given beside a number of steps.
         save_last: on leaving the block without an error, and in `close`, save the last step that
             `step` was called with, if it was not saved then. Default True.
-        metadata: small JSON values for the marker of each checkpoint, which `ls` shows.
+        user_metadata: small JSON values for the marker of each checkpoint, which `ls` shows.
         on_busy: what `step` and `async_save` do while a save is under way: "wait" for it (default),
             "skip" this one, or "raise" SaveInProgressError. All ranks do the same.
         save_on_preemption: `step` saves, and waits for the commit, where the ranks agree that the
@@ -180,7 +180,7 @@ class CheckpointManager:
         save_every: int | timedelta | None = None,
         save_every_seconds: float | None = None,
         save_last: bool = True,
-        metadata: Mapping[str, object] | None = None,
+        user_metadata: Mapping[str, object] | None = None,
         on_busy: Busy = "wait",
         save_on_preemption: bool = True,
         preemption_signals: Sequence[signal.Signals] = (signal.SIGTERM,),
@@ -201,7 +201,7 @@ class CheckpointManager:
         self._every, self._every_seconds = intervals(save_every, save_every_seconds)
         check_busy(on_busy)
         self._on_busy = on_busy
-        self._metadata = check_user_metadata(metadata)
+        self._user_metadata = check_user_metadata(user_metadata)
         self._save_on_preemption = save_on_preemption
         self._notice = Notice(preemption_signals, preemption_check)
         self._takes_over = claim_run
@@ -296,7 +296,7 @@ class CheckpointManager:
         except DcpObjstoreError as error:
             failed = error  # on all ranks; the state at hand is worth more
         if not self._saves.knows(last.step):
-            self.save(last.step, last.state, metrics=last.metrics, metadata=last.metadata)
+            self.save(last.step, last.state, metrics=last.metrics, user_metadata=last.user_metadata)
         if failed is not None:
             raise failed
 
@@ -342,7 +342,7 @@ class CheckpointManager:
                 self._url,
                 self._team,
                 self._retainer,
-                metadata=self._metadata,
+                user_metadata=self._user_metadata,
                 saving={**self._saving, "process_group": self._group_given},
                 numbers=self._list,
             )
@@ -356,7 +356,7 @@ class CheckpointManager:
         state: Mapping[str, Any],
         metrics: Mapping[str, object] | None = None,
         *,
-        metadata: Mapping[str, object] | None = None,
+        user_metadata: Mapping[str, object] | None = None,
     ) -> bool:
         """A step has ended: save, if it is time to. Called by every rank at every step boundary.
 
@@ -369,7 +369,7 @@ class CheckpointManager:
             state: as for `dcp_objstore.save`; only looked at when it is saved, and kept until the
                 next call.
             metrics: numbers for the marker, by which `KeepBest` ranks; those of rank 0 count.
-            metadata: more JSON values for the marker.
+            user_metadata: more JSON values for the marker.
 
         Returns:
             Whether a save was begun, or made; the same on every rank.
@@ -381,7 +381,7 @@ class CheckpointManager:
         saves = self._begin()
         assert self._boundaries is not None
         due = self._is_due(step)
-        self._unsaved = _Unsaved(step, state, metrics, metadata)
+        self._unsaved = _Unsaved(step, state, metrics, user_metadata)
         self._trained.last(step, saved=saves.knows(step))
         reasons = self._boundaries.reached()
         if _PREEMPTED in reasons:
@@ -391,13 +391,15 @@ class CheckpointManager:
                 saves.settle_quietly()
                 known = saves.knows(step)
                 if not known:
-                    self.save(step, state, metrics=metrics, metadata=metadata)
+                    self.save(step, state, metrics=metrics, user_metadata=user_metadata)
                 self._notice.raise_held()
                 return not known
             self._notice.raise_held()
         if saves.knows(step) or not (due or _TIMER in reasons):
             return False
-        return self.async_save(step, state, metrics=metrics, metadata=metadata) is not None
+        return (
+            self.async_save(step, state, metrics=metrics, user_metadata=user_metadata) is not None
+        )
 
     def preempted(self) -> bool:
         """Whether the job is to end now. Local; the same on all ranks between two steps.
@@ -414,7 +416,7 @@ class CheckpointManager:
         state: Mapping[str, Any],
         *,
         metrics: Mapping[str, object] | None = None,
-        metadata: Mapping[str, object] | None = None,
+        user_metadata: Mapping[str, object] | None = None,
     ) -> SaveReport:
         """Save a step and wait for its commit. A collective.
 
@@ -424,7 +426,7 @@ class CheckpointManager:
             step: number of the step, from 0.
             state: as for `dcp_objstore.save`.
             metrics: numbers for the marker, by which `KeepBest` ranks; those of rank 0 count.
-            metadata: more JSON values for the marker.
+            user_metadata: more JSON values for the marker.
 
         Raises:
             CheckpointExistsError: this job has saved that step, or there is one already; or the
@@ -432,7 +434,7 @@ class CheckpointManager:
                 the one loaded are replaced: this job does them again.)
             DcpObjstoreError: see `dcp_objstore.save`; or the save before has failed.
         """
-        report = self._own_run().save(step, state, metrics, metadata)
+        report = self._own_run().save(step, state, metrics, user_metadata)
         self._note_saved(step)
         return report
 
@@ -442,7 +444,7 @@ class CheckpointManager:
         state: Mapping[str, Any],
         *,
         metrics: Mapping[str, object] | None = None,
-        metadata: Mapping[str, object] | None = None,
+        user_metadata: Mapping[str, object] | None = None,
         on_busy: Busy | None = None,
     ) -> async_api.AsyncSaveHandle | None:
         """Copy the state, and save the copy in the background. A collective.
@@ -451,7 +453,7 @@ class CheckpointManager:
             step: number of the step, from 0.
             state: as for `dcp_objstore.save`.
             metrics: numbers for the marker, by which `KeepBest` ranks; those of rank 0 count.
-            metadata: more JSON values for the marker.
+            user_metadata: more JSON values for the marker.
             on_busy: while a save is under way; default: that of the run.
 
         Returns:
@@ -463,7 +465,7 @@ class CheckpointManager:
             SaveInProgressError: one is under way on some rank, and `on_busy` is "raise".
         """
         handle = self._own_run().async_save(
-            step, state, metrics, metadata, on_busy or self._on_busy
+            step, state, metrics, user_metadata, on_busy or self._on_busy
         )
         if handle is not None:
             self._note_saved(step)

@@ -21,7 +21,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.report import SaveReport, logger
 from dcp_objstore.run import claim_run as taking_over
 from dcp_objstore.run.housekeeping import Retainer, step_url
-from dcp_objstore.run.values import check_step, user_metadata
+from dcp_objstore.run.values import check_step, described_by
 from dcp_objstore.transfer.workers import spawn
 from dcp_objstore.write import api
 from dcp_objstore.write import async_save as async_api
@@ -53,7 +53,7 @@ class RunSaves:
         url: the run.
         team: the ranks.
         retainer: deletes old steps; used by rank 0.
-        metadata: checked values for each marker.
+        user_metadata: checked values for each marker.
         saving: arguments of `save` that are the same each time.
         numbers: lists so many of the newest steps that count, the newest last. Called on rank 0.
 
@@ -68,14 +68,14 @@ class RunSaves:
         team: Team,
         retainer: Retainer,
         *,
-        metadata: Mapping[str, Any],
+        user_metadata: Mapping[str, Any],
         saving: Mapping[str, Any],
         numbers: Callable[[int], tuple[int, ...]],
     ) -> None:
         self._url = url
         self._team = team
         self._retainer = retainer
-        self._metadata = metadata
+        self._user_metadata = user_metadata
         self._saving = saving
         self._numbers = numbers
         self._pending: _Pending | None = None
@@ -116,10 +116,10 @@ class RunSaves:
         step: int,
         state: Mapping[str, Any],
         metrics: Mapping[str, object] | None,
-        metadata: Mapping[str, object] | None,
+        user_metadata: Mapping[str, object] | None,
     ) -> SaveReport:
         """See `CheckpointManager.save`."""
-        keywords = self._prepare(step, metrics, metadata, "wait")
+        keywords = self._prepare(step, metrics, user_metadata, "wait")
         assert keywords is not None  # only "skip" skips
         self._failed.add(step)
         report = api.save(state, step_url(self._url, step), **keywords)
@@ -132,11 +132,11 @@ class RunSaves:
         step: int,
         state: Mapping[str, Any],
         metrics: Mapping[str, object] | None,
-        metadata: Mapping[str, object] | None,
+        user_metadata: Mapping[str, object] | None,
         on_busy: Busy,
     ) -> async_api.AsyncSaveHandle | None:
         """See `CheckpointManager.async_save`."""
-        keywords = self._prepare(step, metrics, metadata, on_busy)
+        keywords = self._prepare(step, metrics, user_metadata, on_busy)
         if keywords is None:
             return None
         handle = async_api.async_save(state, step_url(self._url, step), **keywords)
@@ -149,7 +149,7 @@ class RunSaves:
         self,
         step: int,
         metrics: Mapping[str, object] | None,
-        metadata: Mapping[str, object] | None,
+        user_metadata: Mapping[str, object] | None,
         on_busy: Busy,
     ) -> dict[str, Any] | None:
         """Wait for the turn, and give the arguments of the save; None: skip it."""
@@ -161,7 +161,7 @@ class RunSaves:
                 raise CheckpointExistsError(
                     f"this job has saved step {step} already", url=self._url
                 )
-            return user_metadata(step, self._metadata, metadata, metrics)
+            return described_by(step, self._user_metadata, user_metadata, metrics)
 
         described, refused = capture(make)
         self._team.raise_on_all(refused)
