@@ -1,7 +1,7 @@
 """The public names and where each is defined: the only list of both."""
 
 from . import errors as errors
-from .checkpoint.claim import RunEpoch as RunEpoch
+from .checkpoint.claim import RunClaim as RunClaim
 from .checkpoint.delete import DeleteReport as DeleteReport
 from .checkpoint.repair import RepairReport as RepairReport
 from .checkpoint.sweep import CheckpointSweep as CheckpointSweep
@@ -112,7 +112,7 @@ from .observe.report import SaveReport as SaveReport
 from .observe.trace import merge_traces as merge_traces
 from .read.api import load as load
 from .read.reader import ObjectStoreReader as ObjectStoreReader
-from .run.claim_run import take_over as take_over
+from .run.claim_run import claim_run as claim_run
 from .run.gc import SweepReport as SweepReport
 from .run.gc import sweep as sweep
 from .run.manager import CheckpointManager as CheckpointManager

@@ -12,7 +12,7 @@
     │   ├── BucketNotFoundError, ObjectNotFoundError
     │   ├── CheckpointExistsError, CheckpointNotFoundError, CheckpointPinnedError
     │   ├── StateMismatchError        the state asks for keys or shapes the checkpoint lacks
-    │   └── UntrustedPickleError      reading this value would run code: `trust_pickle=True`
+    │   └── UntrustedPickleError      reading this value could run code: `add_safe_globals`
     ├── CorruptDataError      the bytes are not what was saved: use another checkpoint
     │   └── CheckpointCorruptError
     ├── LostRaceError         somebody else was first; what they wrote is whole
@@ -169,7 +169,10 @@ class AbsentKeyError(StateMismatchError, KeyError):
 
 
 class UntrustedPickleError(InputError):
-    """A value can only be read by unpickling arbitrary code; `trust_pickle=True` allows it."""
+    """A value can only be read by unpickling what could run code.
+
+    Declare its class by `torch.serialization.add_safe_globals`, or pass `trust_pickle=True`.
+    """
 
 
 class CorruptDataError(DcpObjstoreError):

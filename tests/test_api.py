@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ import torch.distributed.checkpoint.state_dict_loader as dcp_loader
 import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 import torch.distributed.checkpoint.storage as dcp_storage
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
 
 import dcp_objstore as dos
+from dcp_objstore.observe.events import PartUploaded, RangeRead
 from dcp_objstore.write import async_save as async_api
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import Bucket
@@ -60,6 +63,20 @@ def save_trained(rank: int, world: int, url: str, options: Options) -> tuple[Any
     return report, [advance(state) for _ in range(3)]
 
 
+def resume_from_meta(rank: int, world: int, url: str, options: Options) -> list[float]:
+    """As FSDP2 is made without memory for the whole model, with what the error says to do."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 8))
+    fully_shard(model)
+    with pytest.raises(dos.UnsupportedError, match="to_empty"):
+        dos.load({"model": model}, url, storage_options=options)
+    model.to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer, "progress": {"step": 0}}
+    dos.load(state, url, storage_options=options)
+    return [advance(state) for _ in range(3)]
+
+
 def resume(rank: int, world: int, url: str, options: Options) -> tuple[Any, int, list[float]]:
     state = training(sharded=world > 0)
     report = dos.load(state, url, storage_options=options)
@@ -79,6 +96,16 @@ def test_a_model_and_optimizer_saved_on_4_ranks_train_on_alike_on_2_and_in_one_p
     for report, step, losses in [*run_ranks(2, resume, url, options), resume(0, 0, url, options)]:
         assert report.commit_id == reports[0].commit_id
         assert step == 3
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.backends("seaweed")
+def test_a_sharded_model_on_the_meta_device_is_refused_and_loads_once_it_has_memory(
+    bucket: Bucket,
+) -> None:
+    url, options = bucket.at("step-3"), bucket.storage_options
+    _, expected = run_ranks(2, save_trained, url, options)[0]
+    for losses in run_ranks(2, resume_from_meta, url, options):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
@@ -185,6 +212,21 @@ def test_ranks_with_different_urls_are_refused_before_a_byte_moves(bucket: Bucke
         dos.save({"w": torch.ones(1)}, f"{url}-{number}", storage_options=options)
     for outcome in try_ranks(3, load_own_url, url, options):
         assert type(outcome.error) is dos.InvalidUrlError, outcome
+
+
+def dcp_save_to_own_url(rank: int, world: int, url: str) -> None:
+    writer = dos.ObjectStoreWriter(f"{url}-{rank}", progress=False)
+    dcp_saver.save({f"w{rank}": torch.ones(4)}, storage_writer=writer)
+
+
+def test_writers_with_different_urls_commit_nothing_and_say_so(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/step"
+    for outcome in try_ranks(2, dcp_save_to_own_url, url):
+        assert isinstance(outcome.error, CheckpointException), outcome
+        (refused,) = (failure[0] for failure in outcome.error.failures.values())
+        assert type(refused) is dos.InvalidUrlError
+        assert f"rank 0 has {url}-0 and rank 1 {url}-1" in str(refused)
+    assert not list(tmp_path.glob("*/_COMMIT"))
 
 
 def load_while_it_is_replaced(rank: int, world: int, url: str, options: Options) -> list[float]:
@@ -349,6 +391,27 @@ def test_torch_does_not_warn_of_a_missing_process_group(recwarn: pytest.Warnings
     dos.save({"a": torch.ones(1)}, url)
     dos.load({"a": torch.zeros(1)}, url)
     assert [str(warning.message) for warning in recwarn] == []
+
+
+def in_background(state: dict[str, Any], url: str, **settings: Any) -> None:
+    dos.async_save(state, url, overwrite=True, **settings).result()
+
+
+@pytest.mark.parametrize("call", [dos.save, in_background, dos.load])
+def test_a_filter_of_warnings_that_is_set_during_a_call_stays(call: Callable[..., Any]) -> None:
+    """Set by another thread: a save or load may run beside the program."""
+    url = memory_url()
+    if call is not dos.save:
+        dos.save({"a": torch.ones(1)}, url)
+
+    def meanwhile(event: object) -> None:
+        if isinstance(event, PartUploaded | RangeRead):
+            warnings.filterwarnings("error", message="set meanwhile")
+
+    with warnings.catch_warnings():
+        call({"a": torch.ones(1)}, url, on_event=meanwhile)
+        with pytest.raises(UserWarning, match="set meanwhile"):
+            warnings.warn("set meanwhile", UserWarning, stacklevel=1)
 
 
 # async_save -----------------------------------------------------------------------------------
@@ -553,11 +616,34 @@ def test_a_tensor_of_which_only_a_part_would_be_saved_is_refused() -> None:
     whole = described.TensorStorageMetadata(
         described.TensorProperties(), torch.Size([8]), chunks=[half]
     )
-    stored = StoredObject(ObjectEntry("o", 100, None, b"d" * 16), 1)
+    stored = StoredObject(ObjectEntry("o", 100, None, b"d" * 16), 1, "memory://o")
     item = StoredItem(stored, 0, 16, 0, 16, b"d" * 16, False)
     result = dcp_storage.WriteResult(described.MetadataIndex("g", (0,)), 16, item)
     with pytest.raises(dos.StateMismatchError, match="only 4 of this tensor's 8 elements"):
         build_index(described.Metadata({"g": whole}), [[result]])
+
+
+def test_parts_of_one_tensor_in_different_dtypes_are_refused() -> None:
+    from torch.distributed.checkpoint import metadata as described
+
+    from dcp_objstore.checkpoint.index import ObjectEntry
+    from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject, build_index
+
+    halves = [described.ChunkStorageMetadata(torch.Size([n]), torch.Size([4])) for n in (0, 4)]
+    whole = described.TensorStorageMetadata(
+        described.TensorProperties(), torch.Size([8]), chunks=halves
+    )
+    stored = StoredObject(ObjectEntry("o", 100, None, b"d" * 16), 1)
+    results = [
+        dcp_storage.WriteResult(
+            described.MetadataIndex("g", (offset,)),
+            8,
+            StoredItem(stored, 0, 8, 0, 8, b"d" * 16, False, dtype),
+        )
+        for offset, dtype in ((0, "float16"), (4, "bfloat16"))
+    ]
+    with pytest.raises(dos.UnsupportedError, match="bfloat16, float16"):
+        build_index(described.Metadata({"g": whole}), [results])
 
 
 @pytest.mark.parametrize("count", [10, 100_000])

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
+import datetime
+import logging
 import pickle
+import secrets
 import subprocess
 import sys
 import threading
@@ -13,14 +18,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_objstore as dos
-from dcp_objstore.distributed.failures import agree, typed_failures
+from dcp_objstore.distributed.failures import raise_on_all, typed_failures, without_frames
+from dcp_objstore.stores.local import LocalStore
 from dcp_objstore.write import async_save as async_api
+from dcp_objstore.write.planner import AgreeingSavePlanner
+from dcp_objstore.write.staging.state import Staging
+from tests.support.checkpoints import cause
 from tests.support.ranks import run_ranks, try_ranks
 
 
@@ -180,7 +190,7 @@ def test_an_error_raised_again_says_the_same_and_stays_as_its_holder_has_it() ->
         texts.append(str(caught.value))
         assert str(pickle.loads(pickle.dumps(caught.value))) == texts[-1]
         with pytest.raises(dos.CheckpointExistsError, match="s3://bucket/other"):
-            agree(held, "s3://bucket/other", None)
+            raise_on_all(held, "s3://bucket/other", None)
     assert texts[0] == texts[1]
     assert texts[0].count("also failed: rank 1: ValueError") == 1
     assert str(held) == "it is there [key w]"
@@ -317,6 +327,217 @@ def test_ctrl_c_as_the_thread_has_begun_leaves_the_save_to_the_thread(
     assert not async_api._latest.done()
     go_on.set()
     assert async_api._latest.result(30).url == url
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """Refuses attributes, also those that Python sets."""
+
+    worker: int
+
+
+class RaisesFrozen(RefusesState):
+    def state_dict(self) -> dict[str, int]:
+        raise FrozenError(3)
+
+
+def refuse_record(record: object) -> bool:
+    raise TypeError("this filter takes no tuples")
+
+
+def end_program(record_or_future: object) -> bool:
+    raise SystemExit
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("what", ["error", "filter", "callback"])
+def test_a_background_save_ends_whatever_the_programs_own_code_raises(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = memory_url()
+    dos.save({"w": torch.ones(2)}, url)
+    go_on, run = threading.Event(), async_api._Save.run
+    monkeypatch.setattr(async_api._Save, "run", lambda save: go_on.wait(30) and run(save))
+    if what == "filter":
+        monkeypatch.setattr(logging.getLogger("dcp_objstore"), "filters", [end_program])
+    state = {"own": RaisesFrozen()} if what == "error" else {"w": torch.ones(2)}
+    handle = dos.async_save(state, url, wait_for_staging=what == "error")
+    if what == "callback":
+        handle.staging_completion.add_done_callback(end_program)
+        handle.upload_completion.add_done_callback(end_program)
+    go_on.set()
+    assert handle.exception(30) is not None
+    assert handle.upload_completion.exception(0) is handle.exception(0)
+    assert handle.staging_completion.done()
+    if what == "error":
+        assert "FrozenError: 3" in str(handle.exception(0))
+    if what == "filter":
+        assert type(handle.exception(0)) is dos.CheckpointExistsError
+    dos.async_save({"w": torch.ones(2)}, memory_url()).result(30)
+
+
+def test_a_frozen_error_loses_its_frames_and_keeps_what_it_says() -> None:
+    def fail() -> None:
+        held = secrets.token_bytes()  # as a state is
+        raise FrozenError(len(held))
+
+    try:
+        fail()
+    except FrozenError as error:
+        frozen = error
+    without_frames(frozen)
+    assert frozen.__traceback__ is None
+    assert frozen.worker == len(secrets.token_bytes())
+
+
+def test_a_filter_that_raises_does_not_hide_why_a_save_of_dcp_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = memory_url()
+    dos.save({"w": torch.ones(2)}, url)
+    monkeypatch.setattr(logging.getLogger("dcp_objstore"), "filters", [refuse_record])
+    writer = dos.ObjectStoreWriter(url, progress=False)
+    future: Any = dcp.async_save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
+    assert type(cause(future.exception(30))) is dos.CheckpointExistsError
+
+
+# A process group that is gone -------------------------------------------------------------------
+
+
+def destroy_too_early(rank: int, world: int, url: str, when: str) -> list[Any]:
+    """Destroy the group while the save is about to begin, or uploads; how the save ended."""
+    reached, go_on = threading.Event(), threading.Event()
+    held = {"begins": (Staging, "finish"), "uploads": (LocalStore, "put")}[when]
+    whole = getattr(*held)
+
+    def pause(*args: Any, **settings: Any) -> Any:
+        if when == "begins" or args[1].endswith(".distcp"):
+            reached.set()
+            assert go_on.wait(30)
+        return whole(*args, **settings)
+
+    setattr(*held, pause)
+    try:
+        state = {"w": torch.ones(3), "mine": dos.PerRank(rank)}
+        # A rank that waits for one that has failed does so until that one's process has ended.
+        config = dos.TransferConfig(peer_timeout_seconds=3)
+        handle = dos.async_save(state, url, wait_for_staging=False, config=config)
+        assert reached.wait(30)
+        dist.barrier()
+        if when == "uploads" or rank == 1:  # on one rank, which the other is told
+            dist.destroy_process_group()
+        go_on.set()
+        error = handle.exception(60)
+    finally:
+        setattr(*held, whole)
+    return [type(error), str(error)]
+
+
+@pytest.mark.parametrize("when", ["begins", "uploads"])
+def test_a_save_whose_process_group_was_destroyed_fails_and_commits_no_part(
+    tmp_path: Path, when: str
+) -> None:
+    url = f"file://{tmp_path}/step"
+    ended = run_ranks(2, destroy_too_early, url, when, timeout_seconds=60)
+    for kind, text in ended:
+        assert kind is dos.InputError
+        assert "result() of each save in the background before" in text
+    assert not list(tmp_path.glob("*/_COMMIT"))
+
+
+def test_a_rank_that_dcp_takes_to_be_alone_commits_no_part(tmp_path: Path) -> None:
+    url, state = f"file://{tmp_path}/step", {"w": torch.ones(3)}
+    with pytest.raises(CheckpointException) as caught:  # the group went as the save began
+        dcp.save(
+            state,
+            storage_writer=dos.ObjectStoreWriter(url, progress=False),
+            planner=AgreeingSavePlanner(url, state, ranks=2),
+            no_dist=True,
+        )
+    assert type(cause(caught.value)) is dos.InputError
+    assert not list(tmp_path.glob("*/_COMMIT"))
+
+
+def destroy_before_dcp_saves(rank: int, world: int, url: str, sharded: bool) -> list[Any]:
+    writer = dos.ObjectStoreWriter(url, progress=False)
+    state: dict[str, Any] = {"w": torch.ones(4)}
+    if sharded:
+        mesh = init_device_mesh("cpu", (world,))
+        state = {"w": DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)}
+    staged = writer.stage(state)
+    dist.destroy_process_group()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # as dcp.async_save goes on
+        error = pool.submit(dcp.save, staged, storage_writer=writer).exception(30)
+    return [type(cause(error)), str(cause(error))]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_background_save_of_dcp_commits_no_part_when_its_ranks_are_gone(
+    tmp_path: Path, sharded: bool
+) -> None:
+    url = f"file://{tmp_path}/step"
+    for kind, text in run_ranks(2, destroy_before_dcp_saves, url, sharded):
+        assert kind is dos.InputError
+        assert "before torch.distributed.destroy_process_group()" in text
+    assert not list(tmp_path.glob("*/_COMMIT"))
+
+
+def join_late(rank: int, world: int, url: str) -> int:
+    """Without a group when the save is called, with one as it runs."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    go_on, finish = threading.Event(), Staging.finish
+
+    def pause(staging: Staging) -> None:
+        assert go_on.wait(30)
+        finish(staging)
+
+    Staging.finish = pause  # type: ignore[method-assign]
+    try:
+        state = {"w": torch.ones(3)}
+        handle = dos.async_save(state, f"{url}-{rank}", wait_for_staging=False)
+        again = dist.PrefixStore("again", store)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=again, rank=rank, world_size=world)
+        go_on.set()
+        return handle.result(30).objects
+    finally:
+        Staging.finish = finish  # type: ignore[method-assign]
+
+
+def test_a_save_that_was_called_without_a_group_stays_alone(tmp_path: Path) -> None:
+    assert run_ranks(2, join_late, f"file://{tmp_path}/step", timeout_seconds=60) == [1, 1]
+
+
+# A rank that calls alone ------------------------------------------------------------------------
+
+
+def call_alone(rank: int, world: int, url: str, kind: str) -> str:
+    store: Any = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["given up"])
+        return ""
+    patience = datetime.timedelta(seconds=1)  # that of init_process_group
+    before = store.timeout
+    store.set_timeout(patience)
+    dist.distributed_c10d._set_pg_timeout(patience, dist.group.WORLD)
+    try:
+        call(kind, {"w": torch.ones(2)}, url)
+    except dos.RankFailedError as error:
+        return str(error)
+    finally:
+        store.set_timeout(before)
+        store.set("given up", "")
+    return "not refused"
+
+
+@pytest.mark.parametrize("kind", list(TAKES))
+def test_a_rank_that_calls_alone_is_told_within_the_groups_time_out_that_all_must(
+    tmp_path: Path, kind: str
+) -> None:
+    told, _ = run_ranks(2, call_alone, f"file://{tmp_path}/step", kind, timeout_seconds=60)
+    assert f"Every rank has to call dcp_objstore.{kind}" in told
+    assert "if rank == 0" in told
+    assert not list(tmp_path.glob("*"))
 
 
 _FORKS = """

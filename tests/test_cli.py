@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from dcp_objstore import errors
-from dcp_objstore.checkpoint.claim import take_over
+from dcp_objstore.checkpoint.claim import claim_run
 from dcp_objstore.checkpoint.commit import begin, commit
 from dcp_objstore.checkpoint.marker import Counts
-from dcp_objstore.checkpoint.names import EPOCH_KEY, MARKER_KEY, data_key, new_nonce
+from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY, data_key, new_nonce
 from dcp_objstore.checkpoint.pins import pin
 from dcp_objstore.cli.exits import exits, status_of
 from dcp_objstore.cli.ls import print_checkpoints
@@ -313,12 +313,12 @@ def test_ls_shows_which_steps_do_not_count_any_more(
         return {entry["url"].rpartition("/")[2]: entry["state"] for entry in entries}
 
     save_step(f"{url}/step-1")
-    take_over(store, lambda name: open_store(f"{url}/{name}"))
+    claim_run(store, lambda name: open_store(f"{url}/{name}"))
     save_step(f"{url}/step-2")
     for where in (url, f"file://{tmp_path}"):
         assert states(where) == {"step-1": "committed", "step-2": "superseded"}
     assert states(f"{url}/step-2") == {"step-2": "superseded"}
-    store.put(EPOCH_KEY, b"{}")
+    store.put(CLAIM_KEY, b"{}")
     with pytest.raises(SystemExit) as caught:
         print_checkpoints(url, as_json=True)
     assert caught.value.code == 4

@@ -26,6 +26,7 @@ from dcp_objstore.errors import (
     CheckpointNotFoundError,
     CommitLostError,
     CommitUnknownError,
+    ConfigError,
     CredentialsError,
     DcpObjstoreError,
     InputError,
@@ -34,6 +35,7 @@ from dcp_objstore.errors import (
     PreconditionFailedError,
     RetryableError,
     StoreUnavailableError,
+    SupersededError,
     UnsupportedError,
 )
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore
@@ -72,7 +74,7 @@ def finish(
     clock: TickingClock | None = None,
 ) -> Committed:
     nonce, objects = uploaded or upload(store)
-    return commits.commit(
+    done = commits.commit(
         store,
         token,
         index=index,
@@ -84,6 +86,8 @@ def finish(
         fenced=fenced,
         clock=clock or TickingClock(),
     )
+    commits.remove_beacon(store, token.beacon)
+    return done
 
 
 def save(store: MemoryStore, *, overwrite: bool = False, index: bytes = b"an index") -> Committed:
@@ -125,7 +129,8 @@ def test_memory_store_is_an_object_store(store: MemoryStore) -> None:
 
 def test_commit_is_one_conditional_put_after_objects_and_index(store: MemoryStore) -> None:
     token = commits.begin(store, overwrite=False)
-    assert store.requests == [("get", MARKER_KEY), ("head", DOT_METADATA_KEY)]
+    beacon = ("put", token.beacon)
+    assert store.requests == [beacon, ("get", MARKER_KEY), ("head", DOT_METADATA_KEY)]
     uploaded = upload(store)
     before = len(store.requests)
     done = finish(store, token, uploaded)
@@ -133,7 +138,9 @@ def test_commit_is_one_conditional_put_after_objects_and_index(store: MemoryStor
         ("list", ""),
         ("put", index_key(uploaded[0])),
         ("put", MARKER_KEY),
+        ("delete", token.beacon),
     ]
+    assert token.beacon not in store.objects
     [put] = marker_puts(store)
     assert put.precondition == IfAbsent()
     assert put.retry is False
@@ -188,14 +195,50 @@ def test_tombstone_counts_as_absent_and_is_what_the_next_commit_replaces(
     assert second.marker.generation == 2
 
 
-def test_save_onto_a_deletion_under_way_is_refused(store: MemoryStore) -> None:
-    save(store)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_deletion_that_a_crash_left_does_not_block_saving(
+    store: MemoryStore, overwrite: bool
+) -> None:
+    first = save(store)
+    commits.publish_dot_metadata(store, first.commit_id, b"first")
     rewrite(store, state="deleting")
-    for overwrite in (False, True):
-        with pytest.raises(RetryableError, match="being deleted"):
-            commits.begin(store, overwrite=overwrite)
     with pytest.raises(CheckpointNotFoundError, match="being deleted"):
         commits.open_committed(store)
+    token = commits.begin(store, overwrite=overwrite)
+    # Now, not at the commit: whoever finished it meanwhile would defeat this save.
+    assert token.marker is not None
+    assert token.marker.state == "deleted"
+    assert DOT_METADATA_KEY not in store.objects
+    done = finish(store, token)
+    assert commits.open_committed(store)[0].log == (first.commit_id,)
+    assert not done.superseded
+
+
+def test_a_deletion_of_a_later_claim_is_not_finished_by_a_superseded_job(
+    store: MemoryStore,
+) -> None:
+    save(store)
+    before = rewrite(store, state="deleting", claim=2, format=2)
+    with pytest.raises(SupersededError):
+        commits.begin(store, overwrite=True, claim=1)
+    assert decode_marker(store.body(MARKER_KEY)) == before
+
+
+def test_what_is_committed_while_a_save_finishes_a_deletion_is_not_replaced_unasked(
+    store: MemoryStore,
+) -> None:
+    save(store)
+    rewrite(store, state="deleting")
+    others: list[Committed] = []
+
+    def overtake(key: str) -> None:
+        store.on_delete = None
+        others.append(save(store))
+
+    store.on_delete = overtake
+    with pytest.raises(CheckpointExistsError):
+        commits.begin(store, overwrite=False)
+    assert commits.open_committed(store)[0].commit_id == others[0].commit_id
 
 
 def test_begin_token_travels_between_processes(store: MemoryStore) -> None:
@@ -415,7 +458,8 @@ def test_silence_until_the_deadline_is_unknown_and_deletes_nothing(store: Memory
     assert len(marker_puts(store)) > 5
     assert ("delete", MARKER_KEY) not in store.requests
     assert not [verb for verb, _ in store.requests if verb == "delete"]
-    assert {key for key, _ in uploaded[1]} | {index_key(uploaded[0])} == set(store.objects)
+    left = {key for key, _ in uploaded[1]} | {index_key(uploaded[0]), token.beacon}
+    assert left == set(store.objects)
     # And so the commit that lands after all is whole.
     assert store.deliver()[0]
     assert commits.open_committed(store)[1] == b"an index"
@@ -439,7 +483,52 @@ def test_store_that_cannot_be_read_after_a_lost_answer_is_unknown(store: MemoryS
     assert commits.open_committed(store)[1] == b"an index"
 
 
-@pytest.mark.parametrize("kind", [PermissionDeniedError, CredentialsError, UnsupportedError])
+REFUSALS = [PermissionDeniedError, CredentialsError, UnsupportedError, ConfigError, InputError]
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_a_refusal_is_not_believed_before_the_marker_is_read(
+    store: MemoryStore, kind: type[InputError]
+) -> None:
+    """A middlebox answers with nonsense, or with 403, for a PUT that has reached the store."""
+
+    def landed(put: Put) -> BaseException:
+        store.apply(put)
+        return kind("no")
+
+    store.on_put = on_marker(landed)
+    done = save(store)
+    assert not done.superseded
+    assert len(marker_puts(store)) == 1
+    assert commits.open_committed(store)[0] == done.marker
+
+
+@pytest.mark.parametrize("lands", [False, True])
+def test_a_refusal_is_unknown_as_long_as_the_marker_cannot_be_read(
+    store: MemoryStore, lands: bool
+) -> None:
+    token = commits.begin(store, overwrite=False)
+    uploaded = upload(store)
+
+    def unreadable(key: str) -> None:
+        raise CredentialsError("expired")
+
+    def refused(put: Put) -> BaseException | None:
+        if put.key != MARKER_KEY:
+            return None
+        store.on_get = unreadable
+        if lands and put.number == 1:
+            store.apply(put)
+        return CredentialsError("expired")
+
+    store.on_put = refused
+    with pytest.raises(CommitUnknownError, match="expired"):
+        finish(store, token, uploaded)
+    store.on_get = None
+    assert (MARKER_KEY in store.objects) == lands
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
 def test_refusal_of_the_first_put_is_raised_at_once(
     store: MemoryStore, kind: type[InputError]
 ) -> None:

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint.claim import claim_run
 from dcp_objstore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -22,6 +23,8 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     UnsupportedError,
 )
+from dcp_objstore.run.steps import opener
+from dcp_objstore.stores import StoreSpec
 from tests.support.checkpoints import (
     HookPlanner,
     Options,
@@ -36,6 +39,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import Bucket, RcloneServer
+from tests.support.tampering import Answer, TamperingProxy
 
 MIB = 1024 * 1024
 
@@ -242,7 +246,37 @@ def test_a_store_that_ignores_conditions_is_refused_until_the_user_vouches_for_o
             save_edition_here("first", url, options)
         assert isinstance(cause(caught.value), UnsupportedError)
         assert not list((tmp_path / server.bucket).rglob("*.distcp"))
+        # Nor is one whom the run belongs to: without conditions his claim keeps nobody out.
+        run = StoreSpec(f"s3://{server.bucket}/run", options)
+        claim = dos.RunClaim(run.url, claim_run(run.open(), opener(run)))
+        with pytest.raises(CheckpointException) as caught:
+            settings = {"allow_unfenced": True, "claim": claim}
+            save_edition_here("first", f"{run.url}/step-1", options, **settings)
+        assert isinstance(cause(caught.value), UnsupportedError)
+        assert not list((tmp_path / server.bucket).rglob("*.distcp"))
         save_edition_here("first", url, options, allow_unfenced=True)
     # Looked at behind the server: it answers ranged GETs with 200, which obstore does not take.
     folder_url = f"file://{tmp_path}/{RcloneServer.bucket}/step-1"
     assert edition_in(folder_url, {}, ["first"]) == "first"
+
+
+@pytest.mark.parametrize("status", [307, 400, 403])
+def test_a_refusal_on_the_way_of_a_commit_that_took_effect_is_no_failure(
+    bucket: Bucket, status: int
+) -> None:
+    """Each is an error of another kind to the transport, and none of them is the store's."""
+    url = bucket.at("step-1")
+
+    def refuse(answer: Answer) -> Answer:
+        asked = proxy.asked[-1]
+        if asked.method == "PUT" and asked.key.endswith("/_COMMIT"):
+            return Answer(status, {}, b"", 0)
+        return answer
+
+    with TamperingProxy(bucket.storage_options) as proxy:
+        proxy.rewrite = refuse
+        save_edition_here("whole", url, proxy.storage_options)
+        puts = [one for one in proxy.asked if one.method == "PUT" and one.key.endswith("/_COMMIT")]
+        assert len(puts) == 1
+    assert edition_in(url, bucket.storage_options, ["whole"]) == "whole"
+    assert not [key for key in bucket.keys("step-1") if key.startswith(".save-")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import PurePosixPath
 
 import pytest
 import torch
@@ -254,7 +253,7 @@ def test_a_state_without_tensors_can_be_saved_and_loaded(bucket: Bucket) -> None
 @pytest.mark.backends("moto")
 def test_a_value_that_needs_unpickling_is_refused_until_it_is_trusted(bucket: Bucket) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
-    place = PurePosixPath("data/shard-7")
+    place = slice(3, 7)
     writer = dos.ObjectStoreWriter(url, storage_options=options)
     with pytest.warns(UserWarning, match="place"):
         dcp.save({"place": place, "step": 1}, storage_writer=writer)

@@ -546,10 +546,10 @@ def test_a_bar_counts_what_parts_and_ranges_say(monkeypatch: pytest.MonkeyPatch)
     channel, bar = Channel("load", "memory://x"), Bar("load")
     channel.add(bar, detailed=True)
     shared: dict[str, Any] = {"operation": "load", "items": 1, "objects": 1, "requests": 2}
-    channel.tell(events.Planned, 0.0, size_bytes=100, **shared)
+    channel.emit(events.Planned, 0.0, size_bytes=100, **shared)
     for size_bytes in (30, 50):
         place: dict[str, Any] = {"object_key": "o", "offset": 0, "worker": 0}
-        channel.tell(events.RangeRead, 0.0, size_bytes=size_bytes, **place)
+        channel.emit(events.RangeRead, 0.0, size_bytes=size_bytes, **place)
     with channel.watching():
         pass
     assert bar._bar is None

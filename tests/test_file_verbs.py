@@ -95,8 +95,8 @@ def test_a_run_is_managed_taken_over_and_resumed(folder: Folder) -> None:
     with dos.CheckpointManager(folder.url, keep=keep, save_every=1) as manager:
         assert manager.load(found) == 3
     assert torch.equal(found["weight"], state(3)["weight"])
-    epoch = dos.take_over(folder.url)
-    dos.save(state(4), folder.at("step-4"), epoch=epoch, progress=False)
+    claim = dos.claim_run(folder.url)
+    dos.save(state(4), folder.at("step-4"), claim=claim, progress=False)
     assert_holds(folder.at("step-4"), 4)
     listed = run("ls", folder.url, "--json")
     assert listed.returncode == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pathlib
 import pickle
 import random
 import sys
@@ -357,12 +356,12 @@ def test_damaged_compressed_items_are_refused(
 def test_values_that_could_run_code_need_trust_pickle_and_the_error_says_so(
     tmp_path: Path, zstd: bool
 ) -> None:
-    stored = {"where": pathlib.PurePosixPath("/data"), "step": 7}
+    stored = {"where": slice(3, 7), "step": 7}
     place = save(dict(stored), tmp_path / "stock", _extensions=[ZStandard()] if zstd else None)
     error = refused({"where": None, "step": 0}, place)
     assert isinstance(error, UntrustedPickleError)
     assert "trust_pickle=True" in str(error)
-    assert "PurePosixPath" in str(error)
+    assert "slice" in str(error)
     assert error.key == "where"
     state: dict[str, Any] = {"where": None, "step": 0}
     load(state, place, trust_pickle=True)

@@ -9,10 +9,16 @@ import contextlib
 import io
 import pickletools
 import random
+from collections import deque
 from collections.abc import Callable
+from datetime import UTC, datetime
+from decimal import Decimal
+from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -24,7 +30,7 @@ from dcp_objstore.checkpoint.marker import Marker, decode_marker
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.compat.transforms import check_archive
 from dcp_objstore.compat.values import check_safe
-from dcp_objstore.read.stored_checkpoint import open_source
+from dcp_objstore.read.stored_checkpoint import open_rooted
 from tests.support import hostile
 from tests.support import pickles as p
 from tests.support.memory_store import MemoryStore
@@ -41,7 +47,11 @@ METADATA = p.metadata(
 OURS = hostile.ours()
 VALUES = [
     hostile.saved(value)
-    for value in (7, {"lr": 1e-3, "betas": (0.9, 0.95)}, torch.zeros(3), b"bytes", {1, 2}, "x" * 99)
+    for value in (
+        *(7, {"lr": 1e-3, "betas": (0.9, 0.95)}, torch.zeros(3), b"bytes", {1, 2}, "x" * 99),
+        *(io.BytesIO(b"bytes"), [np.ones(3), np.float32(1)], datetime.now(UTC), Path("/x")),
+        *(deque([1, 2], 3), [HTTPStatus.OK, range(3), Decimal(1)]),
+    )
 ]
 NUMBERS = [0, 1, -1, 2**31, 2**32 - 1, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)]
 LEAVES: list[Any] = [
@@ -171,7 +181,7 @@ def try_index(seed: int) -> None:
         store = MemoryStore()
         for key, content in hostile.sealed(body, {hostile.DATA_KEY: hostile.DATA}).items():
             store.put(key, content)
-        checked(lambda: open_source(store))
+        checked(lambda: open_rooted(store))
 
 
 def try_marker(seed: int) -> None:

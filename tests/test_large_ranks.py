@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint.names import parse_data_key
+from dcp_objstore.checkpoint.names import is_beacon_key, parse_data_key
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import UnsupportedError
 from tests.support.checkpoints import cause
@@ -89,4 +89,5 @@ def test_a_tensor_that_fits_no_object_is_refused_before_anything_is_sent() -> No
     error = cause(caught.value)
     assert isinstance(error, UnsupportedError)
     assert error.key == "huge"
-    assert list(dos.stores.open_store(url).list()) == []
+    left = [meta.key for meta in dos.stores.open_store(url).list()]
+    assert all(map(is_beacon_key, left)), "DCP does not tell the writer that its plan was refused"

@@ -25,11 +25,12 @@ import dcp_objstore as dos
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     DcpObjstoreError,
+    StateMismatchError,
     TransferStalledError,
     UnsupportedError,
 )
 from dcp_objstore.read import item_read as gather
-from dcp_objstore.read.item_read import Backlog, GatherRead
+from dcp_objstore.read.item_read import CompletionQueue, ItemRead
 from dcp_objstore.read.stored_checkpoint import Stored
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import Request, WrappedStore
@@ -188,15 +189,61 @@ def test_sparse_destinations_are_refused_by_name(layout: str) -> None:
     assert error.key == "s"
 
 
+def per_tensor(scale: float = 0.1, dtype: torch.dtype = torch.qint8) -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.linspace(-1, 1, 6).view(3, 2), scale, 3, dtype)
+
+
+def per_channel(scale: float = 0.1) -> torch.Tensor:
+    scales, zeros = torch.full((3,), scale), torch.zeros(3, dtype=torch.int64)
+    return torch.quantize_per_channel(torch.ones(3, 2), scales, zeros, 0, torch.qint8)
+
+
+QUANTIZED: dict[str, tuple[Callable[[], torch.Tensor], list[Callable[[], torch.Tensor]]]] = {
+    "per tensor": (
+        per_tensor,
+        [lambda: per_tensor(0.5), lambda: per_tensor(dtype=torch.quint8), per_channel],
+    ),
+    "per channel": (
+        per_channel,
+        [lambda: per_channel(0.5), per_tensor, lambda: torch.ones(3, 2)],
+    ),
+    "plain integers": (lambda: torch.ones(3, 2, dtype=torch.int8), [per_tensor]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("by", ["us", "stock torch"])
+def test_a_quantized_tensor_loads_only_into_one_that_is_quantized_alike(
+    tmp_path: Path, kind: str, by: str
+) -> None:
+    make, others = QUANTIZED[kind]
+    saved = make()
+    url = stock_checkpoint(tmp_path, {"q": saved}) if by == "stock torch" else memory_url()
+    if by == "us":
+        dos.save({"q": saved}, url, progress=False)
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    alike = torch.load(buffer)
+    alike.untyped_storage().fill_(0)
+    dos.load({"q": alike}, url, progress=False)
+    assert torch.equal(alike, saved)
+    for other in others:
+        with pytest.raises(StateMismatchError, match="saved as") as caught:
+            dos.load({"q": other()}, url, progress=False)
+        assert caught.value.key == "q"
+
+
 # --- items that only torch can take apart ---
 
 
-def gathered(payload_bytes: int, arrived: Callable[[GatherRead], None]) -> GatherRead:
+def gathered(payload_bytes: int, arrived: Callable[[ItemRead], None]) -> ItemRead:
     """A value's read."""
     place = MetadataIndex("value")
     empty = torch.Size([0])
     item = ReadItem(LoadItemType.BYTE_IO, place, empty, place, empty, empty)
-    read = GatherRead(item, Stored(0, 0, payload_bytes, None, None, None))
+    read = ItemRead(item, Stored(0, 0, payload_bytes, None, None, None))
     read.bind(None, arrived)
     return read
 
@@ -204,7 +251,7 @@ def gathered(payload_bytes: int, arrived: Callable[[GatherRead], None]) -> Gathe
 def test_a_value_is_held_once_however_it_arrives() -> None:
     size = 8 * MIB
     blocks = [np.full(size // 4, n, dtype=np.uint8) for n in range(4)]
-    arrived: list[GatherRead] = []
+    arrived: list[ItemRead] = []
     tracemalloc.start()
     try:
         read = gathered(size, arrived.append)
@@ -223,7 +270,7 @@ def test_a_value_is_held_once_however_it_arrives() -> None:
 
 
 def test_an_item_without_bytes_is_complete_at_once() -> None:
-    arrived: list[GatherRead] = []
+    arrived: list[ItemRead] = []
     gathered(0, arrived.append)
     assert [read.take().getvalue() for read in arrived] == [b""]
 
@@ -235,25 +282,25 @@ def test_tensors_of_a_stock_checkpoint_are_placed_where_they_arrive_and_do_not_p
     tensors = {f"t{n:02}": seeded(f"t{n}", (MIB // 4,)) for n in range(40)}
     url = stock_checkpoint(tmp_path / "step-1", {"step": 3, **tensors})
     placed = threading.Semaphore(0)
-    reads: list[GatherRead] = []
+    reads: list[ItemRead] = []
     held: list[int] = []
-    copy, add, take_in = gather.copy_elements, GatherRead.__init__, GatherRead.accept
+    copy, add, take_in = gather.copy_elements, ItemRead.__init__, ItemRead.accept
 
     def count_placed(*tensors: torch.Tensor) -> None:
         copy(*tensors)
         placed.release()
 
-    def count_read(self: GatherRead, *args: Any) -> None:
+    def count_read(self: ItemRead, *args: Any) -> None:
         add(self, *args)
         reads.append(self)
 
-    def count_held(self: GatherRead, *args: Any) -> None:
+    def count_held(self: ItemRead, *args: Any) -> None:
         take_in(self, *args)
         held.append(sum(read.held_bytes() for read in reads))
 
     monkeypatch.setattr(gather, "copy_elements", count_placed)
-    monkeypatch.setattr(GatherRead, "__init__", count_read)
-    monkeypatch.setattr(GatherRead, "accept", count_held)
+    monkeypatch.setattr(ItemRead, "__init__", count_read)
+    monkeypatch.setattr(ItemRead, "accept", count_held)
     waited = []
 
     def wait_for_tensors(_: int) -> None:
@@ -281,7 +328,7 @@ def test_values_that_the_planner_has_not_taken_are_bounded(monkeypatch: pytest.M
             paused.set()
 
     stores: list[CountingStore] = []
-    real_open, real_wait = StoreSpec.open, Backlog.wait_for_room
+    real_open, real_wait = StoreSpec.open, CompletionQueue.wait_for_room
 
     def counted(spec: StoreSpec) -> CountingStore:
         stores.append(CountingStore(real_open(spec), on_bytes))
@@ -293,11 +340,11 @@ def test_values_that_the_planner_has_not_taken_are_bounded(monkeypatch: pytest.M
         def check_stopped(self) -> None:
             paused.set()
 
-    def wait_for_room(self: Backlog, _: Progress) -> None:
+    def wait_for_room(self: CompletionQueue, _: Progress) -> None:
         real_wait(self, Watched(60))
 
     monkeypatch.setattr(StoreSpec, "open", counted)
-    monkeypatch.setattr(Backlog, "wait_for_room", wait_for_room)
+    monkeypatch.setattr(CompletionQueue, "wait_for_room", wait_for_room)
     taken_bytes = 0
     held: list[int] = []
 
@@ -329,7 +376,7 @@ def test_a_value_larger_than_the_memory_budget_loads_beside_others() -> None:
 
 
 def test_a_worker_that_waits_for_room_ends_with_the_transfer() -> None:
-    backlog = Backlog(limit_bytes=10)
+    backlog = CompletionQueue(limit_bytes=10)
     read = gathered(11, backlog.add)
     read.accept(0, bytes(11))
     progress = Progress(60)
@@ -338,7 +385,7 @@ def test_a_worker_that_waits_for_room_ends_with_the_transfer() -> None:
         progress.stop(TransferStalledError("stopped"))
         with pytest.raises(TransferStalledError):
             waiting.result(timeout=10)
-        finished: list[GatherRead] = []
+        finished: list[ItemRead] = []
         backlog.drain(finished.append)
         assert finished == [read]
         pool.submit(backlog.wait_for_room, Progress(60)).result(timeout=10)
@@ -421,3 +468,64 @@ def test_a_failed_load_leaves_the_reader_fit_for_the_next() -> None:
     dcp.load({"t": tensor}, storage_reader=reader, no_dist=True)
     assert tensor.eq(1).all()
     assert reader.last_load is not None
+
+
+def test_writer_and_reader_have_the_ids_that_are_stored_and_planned_with(tmp_path: Path) -> None:
+    """As torch's own have them."""
+    url, planner = memory_url(), DefaultLoadPlanner()
+    writer, reader = dos.ObjectStoreWriter(url), dos.ObjectStoreReader(url)
+    assert (writer.save_id, reader.load_id) == (None, None)
+    dcp.save({"t": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    seen = []
+    for place in (url, url, stock_checkpoint(tmp_path, {"t": torch.ones(3)})):
+        state = {"t": torch.zeros(3)}
+        reader = dos.ObjectStoreReader(place)
+        dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+        assert planner.metadata is not None and planner.metadata.storage_meta is not None
+        meta = planner.metadata.storage_meta
+        assert reader.load_id == meta.load_id is not None
+        seen.append((meta.load_id, meta.save_id))
+    assert len({load_id for load_id, _ in seen}) == 3
+    assert seen[0][1] == seen[1][1] == writer.save_id is not None
+
+
+def test_a_checkpoint_id_that_contradicts_the_url_is_refused_until_that_url_was_used() -> None:
+    url, other = memory_url(), memory_url()
+    writer, reader = dos.ObjectStoreWriter(url), dos.ObjectStoreReader(f"{url}/")
+    for plugin, call in ((writer, dcp.save), (reader, dcp.load)):
+        name = "storage_writer" if plugin is writer else "storage_reader"
+        state, use = {"t": torch.ones(3)}, {name: plugin, "no_dist": True}
+        with pytest.raises(dos.ConfigError, match="leave one of them out") as caught:
+            call(state, checkpoint_id=other, **use)  # type: ignore[operator]
+        assert url in str(caught.value)
+        assert other in str(caught.value)
+        # Nothing has happened, and with the URL that it has it works; later ones re-target it.
+        for place in (url, other):
+            call(state, checkpoint_id=place, **use)  # type: ignore[operator]
+    assert set(dos.open(other).keys()) == set(dos.open(url).keys()) == {"t"}
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_an_object_at_the_very_key_of_the_url_is_said_to_be_no_checkpoint(
+    scheme: str, tmp_path: Path
+) -> None:
+    run = memory_url() if scheme == "memory" else f"file://{tmp_path}"
+    body = io.BytesIO()
+    torch.save({"t": torch.ones(3)}, body)
+    StoreSpec(run).open().put("model.pt", body.getvalue())
+    for read in (dos.open, lambda url: dos.load({"t": torch.zeros(3)}, url)):
+        with pytest.raises(dos.CheckpointNotFoundError, match=r"torch\.load") as caught:
+            read(f"{run}/model.pt")
+        assert f"{body.tell()} bytes" in str(caught.value)
+        with pytest.raises(dos.CheckpointNotFoundError, match="nothing here"):
+            read(f"{run}/model")
+
+
+def test_a_report_that_is_taken_for_the_state_says_where_the_state_is() -> None:
+    url = memory_url()
+    dos.save({"t": torch.ones(3)}, url)
+    report = dos.load({"t": torch.zeros(3)}, url)
+    with pytest.raises(TypeError, match=r"state\['t'\] after dcp_objstore\.load"):
+        report["t"]
+    with pytest.raises(TypeError):
+        dict(report)  # type: ignore[call-overload]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
+import multiprocessing
 import os
 import secrets
 import signal
@@ -20,6 +22,8 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
+from dcp_objstore.run import housekeeping as retaining
+from dcp_objstore.run import manager
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import async_save as async_api
 from tests.support.servers import Bucket
@@ -83,17 +87,19 @@ def test_saves_every_n_steps_and_the_next_job_goes_on(bucket: Bucket) -> None:
         assert loaded(run)[0] is None
         train(run, range(1, 8))
     with dos.CheckpointManager(bucket.url, save_every=3, storage_options=options) as run:
-        assert run.steps() == (3, 6)
-        assert run.latest() == 6
+        assert run.steps() == (3, 6, 7)
+        assert run.latest() == 7
 
         start, found = loaded(run)
-        assert (start, found["step"]) == (6, 6)
-        assert torch.equal(found["weight"], state(6)["weight"])
-        train(run, range(7, 11))
+        assert (start, found["step"]) == (7, 7)
+        assert torch.equal(found["weight"], state(7)["weight"])
+        train(run, range(8, 11))
     assert [step.name for step in dos.steps(bucket.url, storage_options=options)] == [
         "step-3",
         "step-6",
+        "step-7",
         "step-9",
+        "step-10",
     ]
 
 
@@ -104,8 +110,11 @@ def test_steps_that_are_not_called_one_by_one_are_saved_when_a_multiple_was_pass
         saved = [step for step in range(0, 120, 10) if run.step(step, state(step))]
     assert saved == [30, 50, 80, 100]
     assert run.url == url
-    with dos.CheckpointManager(url) as run:
-        assert run.steps() == (30, 50, 80, 100)
+    with dos.CheckpointManager(url, save_every=25) as run:
+        assert run.steps() == (30, 50, 80, 100, 110)
+        loaded(run, 50)
+        # The first step after a load counts from there: 75 was passed.
+        assert run.step(76, state(76))
 
 
 def test_saves_when_the_time_has_come_and_not_before(url: str) -> None:
@@ -175,6 +184,248 @@ def test_where_all_are_damaged_load_raises_and_does_not_begin_anew(url: str) -> 
             loaded(run, 17)
 
 
+# --- going back
+
+
+def test_steps_later_than_the_one_gone_back_to_do_not_count_after_the_first_save(url: str) -> None:
+    """So neither retention nor the job that comes after a crash takes them for this one's."""
+    with dos.CheckpointManager(url) as run:
+        for step in range(1, 9):
+            run.save(step, state(step))
+    with (
+        pytest.raises(ZeroDivisionError),
+        dos.CheckpointManager(url, keep=dos.KeepLatest(2), sweep=False) as run,
+    ):
+        assert loaded(run, 3)[1]["step"] == 3
+        assert loaded(run, 5)[1]["step"] == 5
+        assert run.steps() == tuple(range(1, 9)), "looking at an old step changes nothing"
+        run.save(6, state(60))
+        assert run.latest() == 6
+        run.async_save(7, state(70))
+        raise ZeroDivisionError
+    with dos.CheckpointManager(url) as run:
+        start, found = loaded(run)
+        assert (start, found["step"]) == (7, 70)
+        assert set(run.steps()) <= {1, 2, 3, 4, 5, 6, 7}
+        assert {5, 6, 7} <= set(run.steps()), "where it came from, and what it has saved"
+    for step in (8, 6):  # what does not count is still there, what was replaced is replaced
+        found = {"step": -1}
+        dos.load(found, f"{url}/step-{step}", progress=False)
+        assert found["step"] == {8: 8, 6: 60}[step]
+
+
+def test_one_job_goes_back_and_saves_the_same_steps_with_other_values(url: str) -> None:
+    with dos.CheckpointManager(url, save_every=5, keep=dos.KeepLatest(3)) as run:
+        train(run, range(1, 42))
+        assert loaded(run, 30)[0] == 30
+        for step in range(31, 42):
+            assert run.step(step, state(10 * step)) is (step in (35, 40))
+        with pytest.raises(dos.CheckpointExistsError, match="this job"):
+            run.save(40, state(1))
+    with dos.CheckpointManager(url) as run:
+        assert run.steps() == (30, 35, 40, 41)
+        for step in (35, 40, 41):
+            assert loaded(run, step)[1]["step"] == 10 * step
+
+
+def test_retention_forgets_the_steps_that_a_job_has_gone_back_past(url: str) -> None:
+    keep = [dos.KeepLatest(2), dos.KeepEvery(3)]
+    with dos.CheckpointManager(url, keep=keep) as run:
+        for step in range(1, 9):
+            run.save(step, state(step))
+        loaded(run, 3)
+        run.save(4, state(40))
+        run.save(5, state(50))
+    assert [step.name for step in dos.steps(url)] == ["step-3", "step-4", "step-5"]
+
+
+def test_a_step_that_is_being_deleted_is_not_gone_back_to(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the job would go on from a step that is gone a moment later."""
+    go, really = threading.Event(), retaining.delete_step
+
+    def later(*args: Any, **settings: Any) -> Any:
+        assert go.wait(60)
+        return really(*args, **settings)
+
+    monkeypatch.setattr(retaining, "delete_step", later)
+    with dos.CheckpointManager(url, keep=dos.KeepLatest(1)) as run:
+        run.save(1, state(1))
+        run.save(2, state(2))
+        threading.Timer(0.1, go.set).start()
+        with pytest.raises(dos.CheckpointNotFoundError):
+            loaded(run, 1)
+
+
+def test_after_damaged_steps_were_gone_past_what_is_saved_is_what_the_next_job_finds(
+    url: str,
+) -> None:
+    with dos.CheckpointManager(url) as run:
+        for step in range(1, 8):
+            run.save(step, state(step))
+    for step in (5, 6, 7):
+        damage(f"{url}/step-{step}")
+    with dos.CheckpointManager(url, keep=dos.KeepLatest(2)) as run:
+        assert loaded(run)[0] == 4
+        assert run.latest() == 7
+        run.save(5, state(50))
+    with dos.CheckpointManager(url) as run:
+        assert run.steps() == (4, 5)
+        start, found = loaded(run)
+        assert (start, found["step"]) == (5, 50)
+        assert run.last_resume is not None
+        assert run.last_resume.skipped == ()
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_a_job_that_cannot_leave_later_steps_saves_nothing_before_them(
+    url: str, load: bool
+) -> None:
+    """Without a claim, or where it never said where it came from."""
+    for step in (1, 2, 5):
+        dos.save(state(step), f"{url}/step-{step}", progress=False)
+    before = sorted(meta.key for meta in StoreSpec(url).open().list())
+    with dos.CheckpointManager(url, claim_run=False, keep=dos.KeepLatest(1)) as run:
+        if load:
+            assert loaded(run, 2)[0] == 2
+        for save in (run.save, run.async_save):
+            with pytest.raises(dos.CheckpointExistsError, match="up to 5"):
+                save(3, state(30))
+        assert sorted(meta.key for meta in StoreSpec(url).open().list()) == before
+        assert loaded(run)[0] == 5
+        run.save(6, state(6))
+        assert run.latest() == 6
+
+
+def test_a_pinned_step_that_was_gone_back_past_stays_and_does_not_count(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dos.CheckpointManager(url) as run:
+        for step in (1, 2, 3):
+            run.save(step, state(step))
+        run.pin(3, "paper")
+        loaded(run, 1)
+        run.save(2, state(20))
+        assert run.steps() == (1, 2)
+        assert "step-3 is pinned (paper)" in caplog.text
+        with pytest.raises(dos.CheckpointExistsError, match="paper"):
+            run.save(3, state(30))
+        assert dos.open(f"{url}/step-3").read("step") == {"step": 3}
+        run.unpin(3, "paper")
+        run.save(3, state(30))
+        assert loaded(run)[1]["step"] == 30
+
+
+# --- the last step
+
+
+@pytest.mark.parametrize("save_last", [True, False])
+def test_leaving_the_block_saves_the_last_step_unless_it_is_not_to(
+    url: str, save_last: bool
+) -> None:
+    with dos.CheckpointManager(url, save_every=3, save_last=save_last) as run:
+        for step in range(1, 8):
+            run.step(step, state(step), {"loss": 1 / step})
+    with dos.CheckpointManager(url, save_every=3, save_last=save_last) as run:
+        assert run.steps() == ((3, 6, 7) if save_last else (3, 6))
+        start, found = loaded(run)
+        assert start == found["step"]
+        if save_last:
+            assert dos.steps(url)[-1].user_metadata == {"step": 7, "metrics": {"loss": 1 / 7}}
+        run.step(8, state(8))
+        loaded(run, 6)  # from here on what the state was at step 8 is gone
+    with pytest.raises(ZeroDivisionError), dos.CheckpointManager(url, save_every=3) as run:
+        run.step(10, state(10))
+        raise ZeroDivisionError
+    with dos.CheckpointManager(url) as run:
+        assert run.steps() == ((3, 6, 7) if save_last else (3, 6))
+
+
+def test_the_last_step_is_saved_although_the_save_before_it_failed(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise dos.StoreUnavailableError("down")
+
+    monkeypatch.setattr(async_api, "run_save", fail)
+    with pytest.raises(dos.StoreUnavailableError, match="down"):  # noqa: SIM117
+        with dos.CheckpointManager(url, save_every=3) as run:
+            train(run, range(1, 5))
+    assert [step.name for step in dos.steps(url)] == ["step-4"]
+
+
+def test_a_manager_that_nobody_closes_says_what_is_lost(
+    url: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collected, really = threading.Event(), manager._Trained.print_unclosed
+
+    def note(trained: manager._Trained) -> None:
+        really(trained)
+        collected.set()
+
+    monkeypatch.setattr(manager._Trained, "print_unclosed", note)
+    run = dos.CheckpointManager(url)
+    run.save(2, state(2))
+    assert run.step(3, state(3)) is False
+    del run
+    gc.collect()
+    assert collected.wait(60)  # a thread of its own may have held it for a moment
+    told = capfd.readouterr().err
+    assert url in told
+    assert "step 3" in told
+    assert "NOT saved" in told
+    looker = dos.CheckpointManager(url, claim_run=False)
+    assert looker.latest() == 2
+    with dos.CheckpointManager(url) as run:
+        run.save(4, state(4))
+    del looker, run
+    gc.collect()
+    assert "CheckpointManager" not in capfd.readouterr().err
+
+
+def test_a_failed_save_that_only_retention_has_looked_at_is_still_to_be_raised(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise dos.StoreUnavailableError("down")
+
+    run = dos.CheckpointManager(url, keep=dos.KeepLatest(1))
+    monkeypatch.setattr(async_api, "run_save", fail)
+    run.async_save(1, state(1))
+    assert run._saves is not None
+    assert run._saves._retention is not None
+    run._saves._retention.join(60)
+    monkeypatch.undo()
+    with pytest.raises(dos.StoreUnavailableError, match="down"):
+        dos.async_save(state(2), f"{url}-of-another")
+    with pytest.raises(dos.StoreUnavailableError, match="down"):
+        run.close()
+
+
+# --- retention
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_retention_of_a_job_that_does_not_have_the_run_deletes_nothing(
+    url: str, owned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run is taken over between its last commit and its deletions."""
+    with dos.CheckpointManager(url, claim_run=owned, sweep=False) as old:
+        for step in (1, 2, 3):
+            old.save(step, state(step))
+        retainer = retaining.Retainer(
+            url, dos.KeepLatest(1), now=True, sweeps=False, storage_options=None, config=None
+        )
+        retainer.claim = old.claim
+        assert (old.claim is not None) is owned
+    dos.claim_run(url)
+    retainer.committed(3, {})
+    assert "were not deleted" in caplog.text
+    assert [step.name for step in dos.steps(url)] == ["step-1", "step-2", "step-3"]
+    dos.load(state(0), f"{url}/step-1", progress=False)
+
+
 def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
     url: str, held: threading.Event
 ) -> None:
@@ -185,7 +436,7 @@ def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
     with dos.CheckpointManager(url, keep=dos.KeepLatest(1), save_every=5) as run:
         assert loaded(run, 3)[0] == 3
         run.async_save(5, state(5))
-        assert run.steps() == (1, 2, 3, 4)
+        assert run.steps() == (1, 2, 3)
         held.set()
     with dos.CheckpointManager(url) as run:
         assert run.steps() == (2, 3, 5)
@@ -252,8 +503,10 @@ def test_metrics_and_config_stand_in_the_marker_and_in_ls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = (tmp_path / "run").as_uri()
-    with dos.CheckpointManager(url, metadata={"model": "tiny"}) as run:
-        run.save(7, state(7), metrics={"loss": 0.5, "odd": float("inf")}, metadata={"lr": 1e-3})
+    with dos.CheckpointManager(url, user_metadata={"model": "tiny"}) as run:
+        run.save(
+            7, state(7), metrics={"loss": 0.5, "odd": float("inf")}, user_metadata={"lr": 1e-3}
+        )
     wanted = {"step": 7, "model": "tiny", "lr": 1e-3, "metrics": {"loss": 0.5, "odd": "inf"}}
     assert dos.steps(url)[0].user_metadata == wanted
     print_checkpoints(url, as_json=True)
@@ -275,7 +528,7 @@ def test_a_second_save_while_one_is_under_way(url: str, held: threading.Event, b
             assert run.step(2, state(2))
         held.set()
     with dos.CheckpointManager(url) as run:
-        assert run.steps() == ((1, 2) if busy == "wait" else (1,))
+        assert run.steps() == (1, 2), "what was not saved then is saved on leaving"
 
 
 def test_an_error_in_the_body_commits_the_pending_save_and_is_raised(
@@ -414,28 +667,33 @@ def test_a_superseded_job_cannot_add_steps(url: str) -> None:
         zombie.save(1, state(1))
         with dos.CheckpointManager(url) as run:
             assert loaded(run)[0] == 1
+            # The run is the new job's from its load on, not only from its first save.
+            with pytest.raises(dos.SupersededError):
+                zombie.save(2, state(20))
+            assert run.steps() == (1,)
             run.save(2, state(2))
         zombie.save(3, state(3))
     with dos.CheckpointManager(url) as run:
         assert run.steps() == (1, 2)
+        assert loaded(run)[1]["step"] == 2
 
 
 def test_looking_at_a_run_changes_nothing(url: str) -> None:
     with dos.CheckpointManager(url) as run:
         run.save(1, state(1))
-        with dos.CheckpointManager(url, take_over=False) as looker:
+        with dos.CheckpointManager(url, claim_run=False) as looker:
             assert looker.latest() == 1
             assert loaded(looker)[0] == 1
         run.save(2, state(2))
-    with dos.CheckpointManager(url, take_over=False) as looker:
+    with dos.CheckpointManager(url, claim_run=False) as looker:
         assert looker.steps() == (1, 2)
 
 
 def test_other_names_below_the_run_do_not_count(url: str) -> None:
     with dos.CheckpointManager(url) as run:
         run.save(10, state(10))
-        dos.save(state(99), f"{url}/zz-best", progress=False)
-        dos.save(state(99), f"{url}/step-010", progress=False)
+        for name in ("zz-best", "step-010"):
+            dos.save(state(99), f"{url}/{name}", claim=run.claim, progress=False)
     with dos.CheckpointManager(url) as run:
         assert run.latest() == 10
         assert run.steps() == (10,)
@@ -462,6 +720,30 @@ def test_signal_is_taken_at_the_next_step_and_the_handler_given_back(url: str) -
         signal.signal(signal.SIGUSR2, before)
 
 
+def test_a_child_forked_inside_the_block_is_ended_by_sigterm_as_elsewhere(url: str) -> None:
+    forking = multiprocessing.get_context("fork")
+    with dos.CheckpointManager(url) as run:
+        here, there = forking.Pipe()
+        child = forking.Process(target=_report_handler_and_wait, args=(there,), daemon=True)
+        child.start()
+        try:
+            assert here.recv() is True  # it has begun, and has the default handler
+            child.terminate()
+            child.join(30)
+            assert child.exitcode == -signal.SIGTERM
+        finally:
+            child.kill()
+        # This process has not heard of it, and goes on catching its own.
+        assert not run.preempted()
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+
+
+def _report_handler_and_wait(connection: Any) -> None:
+    connection.send(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+    while True:
+        signal.pause()
+
+
 def test_a_check_of_ones_own_ends_the_job_without_a_save_where_none_is_wanted(url: str) -> None:
     with dos.CheckpointManager(
         url, preemption_check=lambda: True, preemption_signals=(), save_on_preemption=False
@@ -471,6 +753,7 @@ def test_a_check_of_ones_own_ends_the_job_without_a_save_where_none_is_wanted(ur
             run.step(step, state(step))
             step += 1
         assert run.latest() is None
+    assert dos.steps(url) == (), "nor on leaving"
 
 
 def test_a_check_that_fails_does_not_end_training(

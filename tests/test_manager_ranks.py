@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_objstore as dos
-from dcp_objstore.distributed.step_consensus import Boundaries
+from dcp_objstore.distributed.step_consensus import StepConsensus
 from dcp_objstore.write import async_save as async_api
 from tests.support.ranks import RanksFailedError, run_ranks, try_ranks
 from tests.support.servers import Bucket
@@ -32,11 +32,17 @@ def sharded(step: int) -> dict[str, Any]:
 
 
 def run_job(
-    rank: int, world_size: int, url: str, options: Any, last: int, values: dict[str, Any]
+    rank: int,
+    world_size: int,
+    url: str,
+    options: Any,
+    last: int,
+    values: dict[str, Any],
+    back_to: int | None = None,
 ) -> Any:
     with dos.CheckpointManager(url, storage_options=options, save_every=2, **values) as run:
         state = sharded(0)
-        start = run.load(state)
+        start = run.load(state, back_to)
         own = state["weight"].to_local()
         for step in range((start or 0) + 1, last + 1):
             run.step(step, sharded(step), metrics={"loss": 1 / step + rank})
@@ -49,10 +55,14 @@ def test_all_ranks_resume_from_the_same_step_and_list_the_same(bucket: Bucket) -
     first = run_ranks(2, run_job, *jobs, 5, keep)
     assert [one[0] for one in first] == [None, None]
     again = run_ranks(2, run_job, *jobs, 9, keep)
-    assert [one[:2] for one in again] == [(4, 4.0), (4, 5.0)]
+    assert [one[:2] for one in again] == [(5, 5.0), (5, 6.0)]
     assert again[0][2:] == again[1][2:]
-    # 2 has the best metric, 4 is where the second job came from.
-    assert dos.CheckpointManager(jobs[0], storage_options=jobs[1]).steps() == (2, 4, 6, 8)
+    # 2 has the best metric, 5 is where the second job came from, 9 is its last step.
+    look = dos.CheckpointManager(jobs[0], storage_options=jobs[1])
+    assert look.steps() == (2, 5, 8, 9)
+    back = run_ranks(2, run_job, *jobs, 7, keep, 5)
+    assert [one[:2] for one in back] == [(5, 5.0), (5, 6.0)]
+    assert look.steps() == (2, 5, 6, 7)
 
 
 def save_with_wrong_metrics_on_one(rank: int, world_size: int, url: str) -> str:
@@ -263,7 +273,7 @@ def test_ranks_agree_on_a_boundary_that_none_has_passed(seed: int) -> None:
 
     def job(rank: int) -> None:
         own = random.Random(1000 * seed + rank)
-        boundaries = Boundaries(
+        boundaries = StepConsensus(
             lambda: ask(rank),
             store=SlowStore(store, 0.1) if rank == seed % 5 else store,  # type: ignore[arg-type]
             rank=rank,

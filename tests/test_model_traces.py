@@ -15,6 +15,7 @@ import pytest
 
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.clock import Retries
 from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import decode_marker
 from dcp_objstore.checkpoint.read import explain_missing
@@ -28,18 +29,19 @@ from dcp_objstore.errors import (
     CommitUnknownError,
     LostRaceError,
     ObjectNotFoundError,
+    PermissionDeniedError,
     RetryableError,
     StoreUnavailableError,
 )
-from tests.model.actors import Actor
+from tests.model.actors import BELIEVED, Actor
 from tests.model.configs import CODE_LACKS
 from tests.model.paths import Path
 from tests.model.readers import Reader
-from tests.model.removers import Deleter
-from tests.model.stage import Stage, StageClock, StagedStore
+from tests.model.removers import KEEPS_DOT, Deleter
+from tests.model.stage import Stage, StageClock, StagedStore, kind_of
 from tests.model.sweepers import Sweeper
-from tests.model.world import DATA, DOT, INDEX, MARKER, Event, Marker, Store
-from tests.model.writers import Writer
+from tests.model.world import BEACON, DATA, DOT, INDEX, MARKER, Event, Marker, Store
+from tests.model.writers import LATE_BEACON, UNSEEN, Writer
 from tests.support import upkeep
 
 FAULTS = 2
@@ -49,28 +51,29 @@ NOT_DONE = "not done"  # for removers, whose errors all mean: call again
 
 def saver(save: int, stage: Stage, *, overwrite: bool) -> Callable[[StagedStore], str]:
     clock, deadline_seconds = StageClock(old=True), stage.rng.choice([0.0, 60.0])
+    settings = {"clock": clock, "deadline_seconds": deadline_seconds}
 
     def program(store: StagedStore) -> str:
         try:
-            token = commits.begin(store, overwrite=overwrite)
-        except StoreUnavailableError:
-            return "failed"
-        except (CheckpointExistsError, RetryableError):
+            token = commits.begin(store, overwrite=overwrite, **settings)
+        except CheckpointExistsError:
             return "refused"
+        except (RetryableError, PermissionDeniedError):
+            return "failed"
         index = upkeep.upload(store, ranks=1)
-        settings = {"clock": clock, "deadline_seconds": deadline_seconds}
         try:
-            done = upkeep.finish(store, token, index, **settings)
+            done = upkeep.commit(store, token, index, **settings)
         except CommitLostError:
             return "lost"
         except CommitUnknownError:
             return "unknown"
-        except (CheckpointCorruptError, StoreUnavailableError):
+        except (CheckpointCorruptError, StoreUnavailableError, PermissionDeniedError):
             return "failed"
         body = upkeep.DESCRIBED.derive(ix.encode(index))
         # As in `dcp.committing`: it is committed all the same.
         with suppress(StoreUnavailableError, RetryableError):
             commits.publish_dot_metadata(store, done.commit_id, body, **settings)
+        commits.remove_beacon(store, token.beacon)
         return "success"
 
     return program
@@ -84,7 +87,7 @@ def deleter(stage: Stage, *, now: bool) -> Callable[[StagedStore], str]:
             delete(store, now=now, clock=clock, deadline_seconds=deadline_seconds)
         except CheckpointNotFoundError:
             return "nothing"
-        except (CommitUnknownError, RetryableError, StoreUnavailableError):
+        except (RetryableError, PermissionDeniedError):
             return NOT_DONE
         except LostRaceError:
             return "lost"
@@ -106,9 +109,8 @@ def sweeper(stage: Stage) -> Callable[[StagedStore], str]:
                 deadline_seconds=deadline_seconds,
             )
         except (
-            CommitUnknownError,
             RetryableError,
-            StoreUnavailableError,
+            PermissionDeniedError,
             CheckpointGoneError,
             CheckpointCorruptError,
         ):
@@ -141,6 +143,7 @@ def reader(store: StagedStore) -> str:
 SAME = {
     NOT_DONE: {"failed", "unknown", "unfinished", "deleting"},
     "clean": {"nothing", "mended"},
+    "swept": {"swept", "nothing", "mended"},  # of beacons alone
     "waiting": {"nothing", "mended", "too young"},
     "lost": {"lost", "mended"},
     "foreign": {"nothing"},
@@ -171,6 +174,7 @@ PLAYS = [
     Play("tombstone", (False, True), deleter=True, sweepers=2),
     Play("committed", (True, True), deleter=True, sweepers=2),
     Play("stale", (False,), sweepers=2),
+    Play("deleting", (False, True), deleter=True, sweepers=1),
 ]
 
 
@@ -187,7 +191,13 @@ def set_up(stage: Stage, first: str) -> Store:
     for key, (body, _) in store.objects.items():
         stage.names.learn(key, body, 0)
     published = store.objects[DOT]
-    if first != "committed":
+    if first == "deleting":
+        found = commits.read_marker(store)
+        assert found
+        assert commits.rewrite_marker(
+            store, found, "the deletion", Retries(60.0, StageClock(old=True)), state="deleting"
+        )
+    elif first != "committed":
         delete(store, clock=StageClock(old=True))
     if first == "stale":
         store.objects[DOT] = published
@@ -197,7 +207,7 @@ def set_up(stage: Stage, first: str) -> Store:
 def seen(stage: Stage) -> Store:
     """The real store in the words of the model, but for write_ids."""
     objects, names = stage.store.objects, stage.names
-    found = {DATA: 0, INDEX: 0}
+    found = {DATA: 0, INDEX: 0, BEACON: 0}
     marker = dot = None
     for key, (body, _) in objects.items():
         if key == MARKER:
@@ -207,8 +217,9 @@ def seen(stage: Stage) -> Store:
         elif key == DOT:
             dot = names.dots[body]
         else:
-            found[DATA if key.startswith("__") else INDEX] |= 1 << names.keys[key]
-    return Store(marker, dot, found[DATA], found[INDEX], committed=0 if marker is None else 1)
+            found[kind_of(key)] |= 1 << names.keys[key]
+    committed = 0 if marker is None else 1
+    return Store(marker, dot, found[DATA], found[INDEX], found[BEACON], committed=committed)
 
 
 def cast(stage: Stage, play: Play, weak: frozenset[str]) -> list[Actor]:
@@ -252,7 +263,7 @@ def run(seed: int, *, weak: frozenset[str] = CODE_LACKS) -> list[Event]:
 
 def _comparable(store: Store) -> tuple[object, ...]:
     marker = store.marker and (store.marker.state, store.marker.commit, store.marker.log)
-    return (marker, store.dot, store.data, store.index)
+    return (marker, store.dot, store.data, store.index, store.beacons)
 
 
 def _told(stage: Stage, name: str, path: Path) -> str:
@@ -277,6 +288,10 @@ def test_what_the_code_does_is_a_path_in_the_model() -> None:
         "listing after the fence",
         "begin token read after data",
         "unconditional .metadata",
+        BELIEVED,
+        UNSEEN,
+        LATE_BEACON,
+        KEEPS_DOT,
     ],
 )
 def test_a_mutant_is_no_model_of_the_code(mutant: str) -> None:

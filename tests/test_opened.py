@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
+from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import (
     AbsentKeyError,
@@ -22,8 +26,10 @@ from dcp_objstore.errors import (
     CheckpointNotFoundError,
     ConfigError,
     StateMismatchError,
+    UnsupportedError,
     UntrustedPickleError,
 )
+from tests.support import hostile
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 from tests.support.states import ALL_DTYPES, same_bits, seeded
@@ -215,13 +221,29 @@ def test_an_opened_checkpoint_that_is_replaced_is_gone(url: str, tmp_path: Path)
 def test_values_that_need_trust_need_it_here_too(tmp_path: Path) -> None:
     url = (tmp_path / "step-1").as_uri()
     with pytest.warns(UserWarning, match="trust_pickle"):
-        dos.save({"path": Path("/x"), "step": 1}, url, progress=False)
+        dos.save({"part": slice(1, 2), "step": 1}, url, progress=False)
     ckpt = dos.open(url)
     assert ckpt["step"].read() == 1
     with pytest.raises(UntrustedPickleError) as caught:
-        ckpt["path"].read()
-    assert caught.value.key == "path"
-    assert dos.load_state_dict(url, trust_pickle=True) == {"path": Path("/x"), "step": 1}
+        ckpt["part"].read()
+    assert caught.value.key == "part"
+    assert dos.load_state_dict(url, trust_pickle=True) == {"part": slice(1, 2), "step": 1}
+
+
+def test_values_that_run_nothing_need_no_trust(tmp_path: Path) -> None:
+    state = {"when": datetime(2026, 1, 1, tzinfo=UTC), "seen": np.arange(6).reshape(2, 3)}
+    url = (tmp_path / "step-1").as_uri()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dos.save(state, url, progress=False)
+    into: dict[str, Any] = dict.fromkeys(state)
+    dos.load(into, url, progress=False)
+    opened = dos.load_state_dict(url, progress=False)
+    by_dcp: dict[str, Any] = dict.fromkeys(state)
+    dcp.load(by_dcp, storage_reader=dos.ObjectStoreReader(url, progress=False), no_dist=True)
+    for found in (into, opened, by_dcp):
+        assert found["when"] == state["when"]
+        assert np.array_equal(found["seen"], state["seen"])
 
 
 def test_what_another_library_wrote_opens_too(tmp_path: Path) -> None:
@@ -233,6 +255,51 @@ def test_what_another_library_wrote_opens_too(tmp_path: Path) -> None:
     assert isinstance(entry, dos.TensorEntry)
     assert same_bits(entry[2:4], state["model"]["w"][2:4])  # type: ignore[index]
     assert ckpt.nested(ckpt.read())["step"] == 3
+
+
+@pytest.mark.parametrize("name", ["float3", "quint4x2"])
+def test_a_tensor_of_an_unknown_dtype_spoils_no_other_key(tmp_path: Path, name: str) -> None:
+    for key, body in hostile.with_tensor(dtype=name).items():
+        (tmp_path / key).write_bytes(body)
+    url = tmp_path.as_uri()
+    opened = dos.open(url)
+    assert set(opened) == {"w", "step"}
+    entry = opened["w"]
+    assert isinstance(entry, dos.TensorEntry)
+    assert (entry.shape, entry.dtype, entry.nbytes) == ((2, 3), None, 0)
+    assert opened.read("step", progress=False) == {"step": 7}
+    assert opened.verify(progress=False).ok
+    into = {"step": 0}
+    dos.load(into, url, progress=False)
+    assert into == {"step": 7}
+    for read in (
+        lambda: opened.read(progress=False),
+        lambda: entry[0],
+        lambda: dos.load({"w": torch.zeros(2, 3)}, url, progress=False),
+        # Stock readers could not read what a repair would write.
+        lambda: StockDotMetadata().derive((tmp_path / hostile.INDEX_KEY).read_bytes()),
+    ):
+        with pytest.raises(UnsupportedError, match=name) as caught:
+            read()
+        assert caught.value.key == "w"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
+def test_a_quantized_tensor_is_refused_by_name_where_it_would_be_made(tmp_path: Path) -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(4), 0.1, 3, torch.qint8)
+    url = tmp_path.as_uri()
+    dos.save({"q": quantized, "x": torch.ones(2)}, url, progress=False)
+    opened = dos.open(url)
+    for read in (
+        lambda: opened.read(progress=False),
+        lambda: dos.load_state_dict(url, progress=False),
+        opened["q"].read,
+        lambda: opened["q"][:2],  # type: ignore[index]
+    ):
+        with pytest.raises(UnsupportedError, match="quantized") as caught:
+            read()
+        assert caught.value.key == "q"
+    assert torch.equal(opened.read("x", progress=False)["x"], torch.ones(2))
 
 
 def test_bad_arguments_and_absent_checkpoints_are_typed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,9 +26,14 @@ from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
+    ConfigError,
     RankFailedError,
     UnsupportedError,
 )
+from dcp_objstore.read import reader as reader_module
+from dcp_objstore.read.peers import exchange
+from dcp_objstore.read.peers.meeting import Offer, all_come, share_out
+from dcp_objstore.read.peers.plan import NEED
 from tests.support.checkpoints import cause, causes
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import Bucket
@@ -308,18 +315,25 @@ class Failing(DefaultLoadPlanner):
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         plan = super().finish_plan(new_plan)
         if self.how == "fewer":
-            plan.items = plan.items[1:]
+            plan.items = [item for item in plan.items if item.dest_index.fqn != "wide"]
         return plan
+
+
+def out_of_memory(*_: object) -> Any:
+    raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
 
 def load_failing(rank: int, world: int, url: str, options: Options, how: str) -> float:
     started = time.monotonic()
-    planner = Failing(how if rank == 1 else "not")
+    how = how if rank == 1 else "not"
     reader = dos.ObjectStoreReader(
         url, storage_options=options, config=SMALL, process_group=dist.group.WORLD
     )
     try:
-        dcp.load(blank(None), planner=planner, storage_reader=reader)
+        with pytest.MonkeyPatch.context() as patch:
+            if how in ("Slots", "attach"):
+                patch.setattr(exchange, how, out_of_memory)
+            dcp.load(blank(None), planner=Failing(how), storage_reader=reader)
     except BaseException:
         # Well below the group's time-out, for which they would wait if nobody told them.
         assert time.monotonic() - started < 30
@@ -332,25 +346,155 @@ def load_failing(rank: int, world: int, url: str, options: Options, how: str) ->
     [
         ("resolve", RankFailedError, "no such tensor here"),
         ("late", RankFailedError, "cannot take the value"),
-        ("interrupt", RankFailedError, "KeyboardInterrupt"),
+        ("interrupt", KeyboardInterrupt, ""),
         ("fewer", UnsupportedError, "read_once=False"),
+        ("Slots", RankFailedError, "Cannot allocate memory"),
+        ("attach", RankFailedError, "Cannot allocate memory"),
     ],
 )
 @pytest.mark.backends("seaweed")
 def test_a_rank_that_fails_fails_all_and_none_waits_for_it(
-    bucket: Bucket, how: str, kind: type[Exception], text: str
+    bucket: Bucket, how: str, kind: type[BaseException], text: str
 ) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
     run_ranks(2, save_sharded, url, options)
     outcomes = try_ranks(3, load_failing, url, options, how)
     for outcome in outcomes:
-        # Ctrl-C stays what it is where it was pressed; the others hear of it as an error.
-        error = causes(outcome.error)[0] if how == "interrupt" else cause(outcome.error)
+        assert set(outcome.error.failures) == {1}  # no other has failed
+        error, _ = outcome.error.failures[1]
         assert type(error) is kind, outcome
-        assert error.rank == 1
         assert text in str(error)
     # The ranks are in step again: the next load works.
     run_ranks(3, load_small, url, options)
+
+
+def load_interrupted(rank: int, world: int, url: str, options: Options, number: int) -> int:
+    """Ctrl-C on rank 1 while it waits for others to do something together, the n-th such time.
+
+    Returns how often a rank waited.
+    """
+    started = time.monotonic()
+    really, waited = exchange.result_of, 0
+
+    def wait(future: Any) -> Any:
+        nonlocal waited
+        waited += 1
+        if (rank, waited) == (1, number):
+            raise KeyboardInterrupt
+        return really(future)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "result_of", wait)
+        try:
+            load_small(rank, world, url, options)
+        finally:
+            assert time.monotonic() - started < 30
+    return waited
+
+
+def test_ctrl_c_while_ranks_wait_for_each_other_ends_all_of_them(sink: Sink, saved: str) -> None:
+    arguments = (saved, sink.storage_options)
+    often, *_ = run_ranks(2, load_interrupted, *arguments, 0)
+    assert often > 5
+    for number in (1, 2, 3, often):  # the meeting, a round, the last one
+        outcomes = try_ranks(2, load_interrupted, *arguments, number)
+        assert isinstance(outcomes[1].error, KeyboardInterrupt), outcomes[1]
+        assert type(outcomes[0].error) is RankFailedError, outcomes[0]
+        assert "KeyboardInterrupt" in str(outcomes[0].error)
+
+
+def load_unopened(rank: int, world: int, url: str, options: Options, kind: type) -> None:
+    """The rank that opens the checkpoint for all fails otherwise than by one of our errors."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise kind("while opening")
+
+    started = time.monotonic()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr(reader_module, "open_stored_checkpoint", fail)
+            load(rank, world, url, options, None)
+    finally:
+        assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
+def test_whatever_fails_where_the_checkpoint_is_opened_for_all_is_raised_on_all(
+    sink: Sink, saved: str, kind: type[BaseException]
+) -> None:
+    first, *others = try_ranks(3, load_unopened, saved, sink.storage_options, kind)
+    assert isinstance(first.error, kind if kind is KeyboardInterrupt else RankFailedError), first
+    for outcome in others:
+        assert type(outcome.error) is RankFailedError, outcome
+        assert outcome.error.rank == 0
+        assert kind.__name__ in str(outcome.error)
+    run_ranks(3, load_small, saved, sink.storage_options)
+
+
+# Settings that ranks must agree on.
+
+
+def load_unlike(
+    rank: int, world: int, url: str, options: Options, name: str, values: list[Any], told: bool
+) -> None:
+    state, settings = blank(None), {name: values[rank]}
+    try:
+        if told:
+            dos.load(state, url, storage_options=options, progress=False, **settings)
+        else:
+            reader = dos.ObjectStoreReader(url, storage_options=options, **settings)
+            dcp.load(state, storage_reader=reader)
+    finally:
+        assert same_bits(state["wide"], torch.zeros(SHAPES["wide"]))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_rank_that_verifies_gets_nothing_from_one_that_does_not(
+    sink: Sink, saved: str, told: bool
+) -> None:
+    arguments = (saved, sink.storage_options, "verify", ["off", "strict"], told)
+    for outcome in try_ranks(2, load_unlike, *arguments):
+        error = outcome.error if told else cause(outcome.error)
+        assert isinstance(error, ConfigError), outcome
+        assert "verify" in str(error)
+
+
+def test_ranks_that_differ_in_reading_once_are_refused_and_do_not_wait_for_each_other(
+    sink: Sink, saved: str
+) -> None:
+    arguments = (saved, sink.storage_options, "read_once", [True, False], True)
+    for outcome in try_ranks(2, load_unlike, *arguments):
+        assert isinstance(outcome.error, ConfigError), outcome
+        assert "read_once" in str(outcome.error)
+
+
+def test_the_smallest_memory_budget_and_request_size_of_the_ranks_hold_for_all() -> None:
+    size = 4 * MIB
+    blocks = [(0, n * size, (n + 1) * size, n * size, (n + 1) * size, 0, -1) for n in range(16)]
+
+    def largest(*configs: TransferConfig) -> tuple[int, int]:
+        """Bytes of a request, and of a round."""
+        offers = [
+            Offer(
+                "url",
+                "commit",
+                rank,
+                (0, 1),
+                np.array(blocks, dtype=NEED),
+                {},
+                memory_budget_bytes=config.memory_budget_bytes,
+                request_size_bytes=config.request_size_bytes,
+            )
+            for rank, config in enumerate(configs)
+        ]
+        share = share_out(offers)[0]
+        assert share is not None
+        rounds = [[r.end - r.start for r in requests] for requests in share.sharing.rounds]
+        return max(map(max, rounds)), max(map(sum, rounds))
+
+    assert largest(TransferConfig(), TransferConfig()) == (8 * MIB, 32 * MIB)
+    assert largest(TransferConfig(), SMALL) == largest(SMALL, TransferConfig()) == (size, size)
 
 
 @pytest.mark.backends("seaweed")
@@ -412,6 +556,34 @@ def test_a_planner_that_fails_before_the_reading_fails_all_with_its_error_alone(
         (error,) = causes(outcome.error)
         assert isinstance(error, ValueError), outcome
     run_ranks(3, load_small, saved, sink.storage_options)
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_a_rank_waits_for_others_as_long_as_they_keep_coming(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of three: the others come one by one, whenever it has run out of patience."""
+
+    class Store:
+        def __init__(self) -> None:
+            self.kept = dist.HashStore()
+            self.looked = 0
+
+        def add(self, key: str, number: int) -> int:
+            if not number:
+                self.looked += 1
+                if self.looked <= others and self.kept.add(key, 1) == 3:
+                    self.kept.set(key.replace("came", "decided"), "together")
+            return self.kept.add(key, number)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.kept, name)
+
+    store = Store()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    config = TransferConfig(peer_timeout_seconds=0.01)
+    assert all_come("meeting", 3, config, "url") == (others == 2)
+    assert store.looked == min(others + 1, 2)
 
 
 @pytest.mark.parametrize("how", ["slow", "own plan"])

@@ -10,8 +10,10 @@ import pickle
 import secrets
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
 import dcp_objstore as dos
+from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.errors import InputError, PermissionDeniedError, UntrustedPickleError
 from dcp_objstore.observe.events import AnyEvent, Hashed
 from dcp_objstore.observe.report import size_text
@@ -28,6 +31,7 @@ from dcp_objstore.stores.wrappers import Request, Verb, WrappedStore
 from dcp_objstore.write import finish as committing
 from dcp_objstore.write import layout
 from dcp_objstore.write import upload_items as uploading
+from dcp_objstore.write import writer as writer_module
 from tests.support.checkpoints import cause
 from tests.support.servers import Bucket
 from tests.support.wrapped_stores import Fault, FaultStore
@@ -146,6 +150,126 @@ def refused(url: str) -> BaseException:
     with pytest.raises(CheckpointException) as caught:
         dcp.load({"step": 0}, storage_reader=dos.ObjectStoreReader(url), no_dist=True)
     return cause(caught.value)
+
+
+class Casting(DefaultSavePlanner):
+    """Converts tensors as they are written, after they have been described to DCP."""
+
+    def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.convert = convert
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - DCP's
+        found = super().transform_object(write_item, object)
+        return self.convert(found) if isinstance(found, torch.Tensor) else found
+
+
+@pytest.mark.filterwarnings("ignore:loading .* converted to:UserWarning")
+@pytest.mark.parametrize(
+    ("dtype", "to"),
+    [
+        (torch.float32, torch.float16),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+def test_what_a_planner_converts_loads_with_the_numbers_that_it_saved(
+    tmp_path: Path, dtype: torch.dtype, to: torch.dtype
+) -> None:
+    url = tmp_path.as_uri()
+    count = 600_000  # one tensor that is gathered, and one that is not
+    state = {"small": torch.arange(4, dtype=dtype), "large": (torch.arange(count) % 251).to(dtype)}
+    writer = dos.ObjectStoreWriter(url, progress=False)
+    dcp.save(state, storage_writer=writer, planner=Casting(lambda t: t.to(to)), no_dist=True)
+    opened = dos.open(url)
+    assert opened.verify(deep=True, progress=False).ok
+    for key, saved in state.items():
+        assert opened[key].dtype == to  # type: ignore[union-attr]
+        assert torch.equal(opened[key].read(), saved.to(to))
+    for reader in (dos.ObjectStoreReader(url, progress=False), dcp.FileSystemReader(tmp_path)):
+        into = {key: torch.zeros_like(saved) for key, saved in state.items()}
+        dcp.load(into, storage_reader=reader, no_dist=True)
+        for key, saved in state.items():
+            assert torch.equal(into[key], saved)
+    # What a repair would write in place of `.metadata` is the same.
+    index = next(tmp_path.glob("index.*")).read_bytes()
+    assert StockDotMetadata().describes((tmp_path / ".metadata").read_bytes(), index)
+
+
+def test_objects_keep_their_limit_though_a_planner_makes_tensors_larger(tmp_path: Path) -> None:
+    state = {f"t{n}": torch.ones(800_000, dtype=torch.float16) for n in range(4)}
+    config = dos.TransferConfig(max_object_size_bytes=5 * MIB)
+    writer = dos.ObjectStoreWriter(tmp_path.as_uri(), config=config)
+    planner = Casting(lambda t: t.float())
+    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+    sizes = [place.stat().st_size for place in tmp_path.glob("*.distcp")]
+    assert len(sizes) == 4
+    assert max(sizes) <= 5 * MIB
+
+
+def test_a_planner_that_changes_a_shape_is_refused_and_nothing_is_committed() -> None:
+    url = memory_url()
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(
+            {"w": torch.ones(2, 3)},
+            storage_writer=dos.ObjectStoreWriter(url),
+            planner=Casting(torch.t),
+            no_dist=True,
+        )
+    error = cause(caught.value)
+    assert isinstance(error, dos.UnsupportedError)
+    assert error.key == "w"
+    assert "(3, 2)" in str(error)
+    assert "_COMMIT" not in keys(url)
+
+
+def test_an_index_that_readers_would_refuse_is_not_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = memory_url()
+    build = writer_module.build_index
+
+    def too_short(*args: Any) -> Any:
+        index, objects = build(*args)
+        entry = msgspec.structs.replace(index.objects[0], size_bytes=1)
+        return msgspec.structs.replace(index, objects=(entry,)), objects
+
+    monkeypatch.setattr(writer_module, "build_index", too_short)
+    with pytest.raises(dos.RankFailedError, match="not committed"):
+        dos.save({"w": torch.ones(3)}, url, progress=False)
+    assert not [key for key in keys(url) if not key.endswith(".distcp")]
+
+
+def of_dtype(dtype: torch.dtype) -> torch.Tensor:
+    if str(dtype).startswith(("torch.qu", "torch.qi")):
+        return torch.quantize_per_tensor(torch.linspace(-2, 2, 64), 0.1, 3, dtype)
+    return torch.arange(64, dtype=torch.uint8).remainder(2).view(dtype)
+
+
+ANY_DTYPE = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that some of these will go
+@pytest.mark.parametrize("dtype", ANY_DTYPE, ids=str)
+def test_a_tensor_of_any_dtype_loads_again_or_is_refused_before_anything_is_sent(
+    dtype: torch.dtype,
+) -> None:
+    url = memory_url()
+    tensor, other = of_dtype(dtype), torch.arange(3)
+    try:
+        dos.save({"t": tensor, "other": other}, url, progress=False)
+    except dos.UnsupportedError as error:
+        assert error.key == "t"
+        assert str(dtype).removeprefix("torch.") in str(error)
+        assert keys(url) == set()
+        return
+    zeros = of_dtype(dtype)
+    (zeros.untyped_storage()).fill_(0)
+    into = {"t": zeros, "other": torch.zeros_like(other)}
+    dos.load(into, url, progress=False)
+    assert torch.equal(into["other"], other)
+    assert into["t"].untyped_storage().tolist() == tensor.untyped_storage().tolist()
 
 
 # --- copies ---

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from dcp_objstore.errors import StateMismatchError
+import dcp_objstore as dos
+from dcp_objstore.errors import StateMismatchError, UnsupportedError
+from dcp_objstore.state.per_rank import PerRank
 from dcp_objstore.state.state_dict import ConvertedState
 
 
@@ -258,6 +260,62 @@ def test_what_could_not_be_loaded_again_is_refused_before_it_is_saved():
         to_state_dict({1: model})
 
 
+class Holder:
+    """A Stateful."""
+
+    def __init__(self, held) -> None:
+        self.held = held
+
+    def state_dict(self):
+        return self.held
+
+    def load_state_dict(self, state_dict) -> None:
+        self.held = state_dict
+
+
+SAME_NAMES = {
+    "in a dict": (
+        lambda: {"d": {0: torch.ones(1), "0": torch.zeros(1)}},
+        ("d.0", "0 and '0' of state['d']"),
+    ),
+    "of modules": (
+        lambda: {"d": {0: nn.Linear(1, 1), "0": nn.Linear(1, 1)}},
+        ("d.0", "0 and '0' of state['d']"),
+    ),
+    "in a Stateful": (
+        lambda: {"d": Holder({"l": [{None: torch.ones(1), "None": 1}]})},
+        ("d.l.0.None", "None and 'None' of state['d']['l'][0]"),
+    ),
+    "of this rank's PerRank": (lambda: {"d": PerRank(1), "d.0": 2}, ("d.0", "state['d']")),
+    "of another rank's PerRank": (lambda: {"d": PerRank(1), "d.7": 2}, ("d.7", "state['d']")),
+}
+
+
+@pytest.mark.parametrize("loading", [False, True], ids=["saving", "loading"])
+@pytest.mark.parametrize("where", SAME_NAMES)
+def test_keys_that_have_the_same_name_in_a_checkpoint_are_refused(where, loading):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    make, (key, named) = SAME_NAMES[where]
+    with pytest.raises(StateMismatchError) as caught:
+        ConvertedState({"model": model, "optimizer": optimizer, **make()}, loading=loading)
+    assert caught.value.key == key
+    assert named in str(caught.value)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("call", [dos.save, dos.load])
+def test_a_name_with_a_dot_does_not_stand_for_a_nested_one(call):
+    state = {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}
+    url = "memory://state/dots"
+    dos.save({"a": {"b": torch.ones(1)}}, url, overwrite=True)
+    with pytest.raises(
+        StateMismatchError, match=r"state\['a'\]\['b'\] and state\['a\.b'\]"
+    ) as caught:
+        call(state, f"{url}-2" if call is dos.save else url)
+    assert caught.value.key == "a.b"
+
+
 def test_a_module_without_parameters_and_an_empty_parameter_group_are_fine():
     model = nn.Linear(2, 2)
     groups = [{"params": model.parameters()}, {"params": [], "lr": 0.5}]
@@ -266,3 +324,40 @@ def test_a_module_without_parameters_and_an_empty_parameter_group_are_fine():
     state["optimizer"].param_groups[1]["lr"] = 9.0
     restore(state, saved)
     assert [group["lr"] for group in state["optimizer"].param_groups] == [0.1, 0.5]
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("freqs", torch.arange(4.0), persistent=False)
+
+
+def test_a_module_on_the_meta_device_is_not_loaded_into_and_the_error_says_what_to_do():
+    with torch.device("meta"):
+        model = Rotary()
+    state = {"optimizer": torch.optim.AdamW(model.parameters()), "model": model}
+    with pytest.raises(UnsupportedError, match="to_empty") as caught:
+        ConvertedState(state, loading=True)
+    assert caught.value.key == "model"
+    assert "proj.weight, proj.bias, mean)" in str(caught.value)
+    assert "no checkpoint holds (freqs)" in str(caught.value)
+    model.to_empty(device="cpu")
+    ConvertedState({"model": model}, loading=True)
+    # What is not loaded may lie anywhere.
+    model.freqs = model.freqs.to("meta")
+    ConvertedState({"model": model}, loading=True)
+
+
+def test_a_tensor_on_the_meta_device_is_not_loaded_into_wherever_it_stands():
+    class Holder:
+        def state_dict(self):
+            return {"inner": [torch.zeros(2, device="meta")]}
+
+        def load_state_dict(self, state): ...
+
+    for state in ({"a": {"inner": [torch.zeros(2, device="meta")]}}, {"a": Holder()}):
+        with pytest.raises(UnsupportedError, match="empty_like") as caught:
+            ConvertedState(state, loading=True)
+        assert caught.value.key == "a.inner.0"

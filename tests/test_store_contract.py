@@ -1,4 +1,4 @@
-"""The contract catches stores that lie, and the README's table says what it found."""
+"""The contract catches stores that lie, and the table in docs/stores.md says what it found."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dcp_objstore.stores.protocol import Capabilities
 from tests.store_contract import CROWD, StoreContract
 from tests.store_contract.preconditions import CREATORS
 from tests.support import guarantees
+from tests.support.doc_tables import STORES_PAGE
 from tests.support.guarantees import FAILED, GUARANTEES, KEPT, LACKING, UNTRIED, parse, write_table
 from tests.support.side_doors import NoDoor, SideDoor
 
@@ -214,10 +215,10 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> dict[str, frozenset[str]]:
     return found
 
 
-def test_the_table_of_the_readme_has_all_endpoints_as_they_are_declared(
+def test_the_table_of_the_documentation_has_all_endpoints_as_they_are_declared(
     declared: dict[str, frozenset[str]],
 ) -> None:
-    rows = parse((Path(__file__).parent.parent / "README.md").read_text())
+    rows = parse(STORES_PAGE.read_text())
     assert set(rows) == set(declared)
     for endpoint, lacks in declared.items():
         for one, cell in zip(GUARANTEES, rows[endpoint], strict=True):
@@ -232,8 +233,8 @@ def test_every_capability_is_behind_a_guarantee() -> None:
 
 
 def test_rows_of_other_runs_stay_and_rows_that_ran_are_replaced(tmp_path: Path) -> None:
-    place = tmp_path / "README.md"
-    place.write_text(f"before\n{guarantees.BEGIN}\n{guarantees.END}\nafter\n")
+    place = tmp_path / "stores.md"
+    place.write_text("before\n<!-- guarantees -->\n<!-- /guarantees -->\nafter\n")
     kept = [KEPT] * len(GUARANTEES)
     write_table(place, {"one": kept, "two": kept})
     changed = [FAILED, *kept[1:]]

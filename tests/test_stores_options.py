@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.options.schemes import SCHEMAS, options_table
+from dcp_objstore.stores.options.schemes import SCHEMAS
 
 # Of HTTP clients in general, not of S3: obstore takes them elsewhere.
 OF_CLIENTS = {"allow_http", "allow_invalid_certificates", "root_certificate"}
@@ -83,9 +82,3 @@ def test_another_spelling_gets_the_right_one(given: dict[str, object], text: str
     with pytest.raises(ConfigError) as caught:
         StoreSpec("s3://bucket", given)
     assert text in caught.value.message
-
-
-@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
-def test_the_readme_has_the_table_as_it_is(scheme: str) -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    assert options_table(scheme) in readme

@@ -16,11 +16,14 @@ from dcp_objstore.checkpoint.marker import decode_marker
 from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
     MARKER_KEY,
+    beacon_key,
     data_key,
     index_key,
+    is_beacon_key,
     is_ours,
     new_nonce,
 )
+from dcp_objstore.checkpoint.pins import pin, unpin
 from dcp_objstore.checkpoint.read import find_marker
 from dcp_objstore.checkpoint.sweep import (
     GRACE_SECONDS,
@@ -106,10 +109,10 @@ def test_old_orphans_of_a_committed_checkpoint_go_and_nothing_else(real: AgedSto
     before = keys(real)
     real.age()
     done = go(real)
-    assert (done.outcome, done.deleted, done.unknown) == ("swept", 2, ("notes.txt",))
+    assert (done.outcome, done.deleted, done.unknown) == ("swept", 3, ("notes.txt",))
     assert done.deleted_bytes > 0
     assert done.fenced
-    assert keys(real) == before - torn
+    assert keys(real) == {key for key in before - torn if not is_beacon_key(key)}
     named(real)
 
 
@@ -146,7 +149,7 @@ def test_save_that_was_never_committed_goes_and_leaves_a_tombstone(real: AgedSto
     tear(real)
     real.age()
     done = go(real)
-    assert (done.outcome, done.deleted) == ("swept", 2)
+    assert (done.outcome, done.deleted) == ("swept", 3)
     assert keys(real) == {MARKER_KEY}
     assert state(real) == "deleted"
     save(real)  # and the place can be used again
@@ -159,7 +162,7 @@ def test_young_orphans_stay_and_their_save_can_still_commit(real: AgedStore) -> 
     token = commits.begin(real, overwrite=True)
     index = upload(real)
     done = go(real)
-    assert (done.outcome, done.kept_young, done.fenced) == ("waiting", 2, False)
+    assert (done.outcome, done.kept_young, done.fenced) == ("waiting", 3, False)
     finish(real, token, index)
     assert named(real) >= {entry.key for entry in index.objects}
 
@@ -209,7 +212,7 @@ def test_writer_that_commits_between_the_listing_and_the_fence_wins(store: AgedS
         inner.on_put = first
         done = go(store)
         inner.on_put = None
-        assert (done.outcome, done.deleted) == ("lost", 0)
+        assert (done.outcome, done.deleted) == ("lost", 1)  # its beacon, which looked old
         assert named(store) >= {entry.key for entry in index.objects}
 
 
@@ -220,7 +223,7 @@ def test_save_that_begins_after_the_fence_is_not_touched(store: AgedStore) -> No
     saved: list[object] = []
 
     def meanwhile(key: str) -> None:
-        if not saved:
+        if not saved and not is_beacon_key(key):
             saved.append(True)
             save(store)
 
@@ -276,6 +279,63 @@ def test_young_marker_is_seen_by_the_stores_clock_too(store: AgedStore) -> None:
     done = go(store, clock=Offset(10 * DAY_SECONDS))
     assert (done.outcome, done.fenced) == ("waiting", True)
     assert replaced <= keys(store)
+
+
+def test_what_was_just_deleted_keeps_its_grace_by_the_stores_clock(store: AgedStore) -> None:
+    """The data is old, there is no `.metadata` any more, and the clock of this host is ahead."""
+    save(store)
+    data = named(store)
+    store.age()
+    delete(store)
+    done = go(store, clock=Offset(10 * DAY_SECONDS))
+    assert (done.outcome, done.deleted, done.fenced) == ("waiting", 0, True)
+    assert data <= keys(store)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_that_no_listing_shows_is_not_defeated(store: AgedStore, overwrite: bool) -> None:
+    """S3 lists no object before its upload is complete, and not everybody can list uploads."""
+    if overwrite:
+        save(store)
+    torn = tear(store)
+    store.age()
+    token = commits.begin(store, overwrite=overwrite)
+    done = go(store, uploads=None)
+    assert (done.outcome, done.fenced) == ("waiting", False)
+    finish(store, token, upload(store))
+    assert torn <= keys(store)
+    named(store)
+
+
+def test_the_beacon_of_a_save_that_died_goes_and_needs_no_fence(store: AgedStore) -> None:
+    beacon = commits.begin(store, overwrite=False).beacon
+    assert go(store).outcome == "waiting"
+    store.age()
+    done = go(store)
+    assert (done.outcome, done.deleted, done.unknown, done.fenced) == ("swept", 1, (), False)
+    assert beacon not in keys(store)
+
+
+def test_a_superseded_step_that_somebody_pins_or_changes_first_stays(store: AgedStore) -> None:
+    save(store)
+    store.age()
+    inner: MemoryStore = store.inner  # type: ignore[assignment]
+
+    def first(put: Put) -> None:
+        inner.on_put = None
+        pin(inner, "look at it")
+
+    inner.on_put = first
+    assert go(store, base=1).outcome == "lost"
+    store.age()
+    assert not go(store, base=1).superseded  # it is pinned
+    named(store)
+    unpin(inner, "look at it")
+    assert not go(store, base=1).superseded  # and unpinned just now
+    store.age()
+    assert not go(store, base=0).superseded  # in a run that nobody has taken over
+    assert go(store, base=1).superseded
+    assert state(store) == "deleted"
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
@@ -376,7 +436,7 @@ def test_old_uploads_are_aborted_and_young_ones_protect_their_save(store: AgedSt
     store.age()
     uploads = FakeUploads(old, young, others)
     done = go(store, uploads=uploads)
-    assert (done.outcome, done.deleted, done.fenced) == ("waiting", 0, False)
+    assert (done.outcome, done.deleted, done.fenced) == ("waiting", 1, False)  # the beacon
     assert (done.uploads_aborted, done.uploads_bytes, done.uploads_young) == (1, 5, 1)
     assert uploads.left == [young, others]
     assert torn <= keys(store)
@@ -426,7 +486,7 @@ def test_a_commit_right_after_the_fence_stops_the_sweep(store: AgedStore) -> Non
     inner.on_get = meanwhile
     done = go(store)
     assert saved
-    assert (done.outcome, done.deleted) == ("lost", 0)
+    assert (done.outcome, done.deleted) == ("lost", 1)  # the beacon of the torn one
     assert torn <= keys(store)
     named(store)
 
@@ -457,7 +517,7 @@ def test_dry_run_changes_nothing_and_tells_what_a_sweep_does(real: AgedStore) ->
     assert len(uploads.left) == 1
     done = go(real, uploads=uploads)
     assert planned == replace(done, dry_run=True, fenced=False)
-    assert done.deleted == 2
+    assert done.deleted == 3
 
 
 @pytest.mark.parametrize("grace", [0, 3599.9, -1, float("nan"), float("inf"), "24h", True, None])
@@ -557,17 +617,21 @@ def test_order_of_the_requests_is_that_of_the_rule(store: AgedStore) -> None:
     assert verbs.index(("list", "")) < fence
     assert verbs[fence + 1] == ("get", MARKER_KEY)
     assert {key for verb, key in verbs[fence:] if verb == "delete"} == torn
-    assert not [verb for verb, _ in verbs[:fence] if verb in ("delete", "put")]
+    before = {key for verb, key in verbs[:fence] if verb in ("delete", "put")}
+    assert all(map(is_beacon_key, before))
 
 
 # --- the plan
 
 
 NOW = datetime(2026, 1, 10, tzinfo=UTC)
+PASSING = [beacon_key(f"{0:024x}"), f".probe-{0:024x}"]
 OURS = [data_key(n, 0, f"{n:024x}") for n in range(4)] + [index_key(f"{n:024x}") for n in range(2)]
 ages = st.integers(0, 72).map(lambda hours: timedelta(hours=hours))
 listed = st.lists(
-    st.tuples(st.sampled_from([*OURS, "other", ".metadata", "_COMMIT", f"x/{OURS[0]}"]), ages),
+    st.tuples(
+        st.sampled_from([*OURS, *PASSING, "other", ".metadata", "_COMMIT", f"x/{OURS[0]}"]), ages
+    ),
     unique_by=lambda one: one[0],
 )
 
@@ -597,5 +661,7 @@ def test_plan_never_removes_what_is_named_young_or_not_ours(listed, marker_age, 
         assert marker_age is not None or ".metadata" not in age_of
     assert all(NOW - one.initiated > grace for one in plan.uploads)
     assert len(plan.uploads) + len(plan.uploads_young) == len(up)
-    every = {meta.key for meta in (*plan.candidates, *plan.young)} | set(plan.unknown) | named
+    assert all(meta.key in PASSING and age_of[meta.key] > grace for meta in plan.passing)
+    shown = (*plan.candidates, *plan.young, *plan.passing)
+    every = {meta.key for meta in shown} | set(plan.unknown) | named
     assert {key for key in age_of if "/" not in key} <= every | {MARKER_KEY, DOT_METADATA_KEY}

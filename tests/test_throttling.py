@@ -139,7 +139,7 @@ def test_two_saves_at_once_slow_down_together(sink: SlowSink) -> None:
 def test_a_store_that_says_slow_down_for_ever_fails_the_save_soon_and_says_so(
     bucket: Bucket,
 ) -> None:
-    """After its retries, and nothing is left where the store lets us abort."""
+    """After its retries, and nothing but its beacon is left where the store lets us abort."""
     url = bucket.at("step-1")
     config = dos.TransferConfig(part_size_bytes=PART_BYTES, max_retries=2)
     with NetworkProxy(bucket.storage_options) as proxy:
@@ -148,7 +148,7 @@ def test_a_store_that_says_slow_down_for_ever_fails_the_save_soon_and_says_so(
             save(8 * PART_BYTES, url, proxy, config)
         assert limiter_at(url, proxy).in_flight == 0
     assert len(slow.refused) <= 8 * 3
-    assert bucket.keys("step-1") == []
+    assert [key for key in bucket.keys("step-1") if not key.startswith(".save-")] == []
     assert bucket.uploads() == []
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint import probe as probes
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, data_key, new_nonce
 from dcp_objstore.checkpoint.probe import require_rewrites
@@ -22,10 +23,10 @@ from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion
-from dcp_objstore.transfer.interruptible import PromptStore
+from dcp_objstore.transfer.interruptible import InterruptibleStore
 from tests.support.memory_store import MemoryStore
 from tests.support.servers import Bucket, RcloneServer
-from tests.support.upkeep import AgedStore, Ages, tear
+from tests.support.upkeep import AgedStore, Ages, finish, tear, upload
 
 WEIGHT = torch.arange(12.0).reshape(3, 4)
 
@@ -173,7 +174,7 @@ def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStor
         "step-6": "waiting",
     }
     assert (report.deleted, report.deleted_bytes) == (planned.deleted, planned.deleted_bytes)
-    assert report.deleted == 2 + 2 + 2
+    assert report.deleted == 2 + 2 + 3
     left = bucket.keys()
     assert len(bucket.keys("step-1")) == len(bucket.keys("step-2")) == 4
     assert bucket.keys("step-3") == bucket.keys("step-4") == [MARKER_KEY]
@@ -183,6 +184,38 @@ def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStor
     state = {"model": {"weight": torch.zeros(3, 4)}}
     dos.load(state, bucket.at("step-2"), storage_options=options, progress=False)
     assert torch.equal(state["model"]["weight"], WEIGHT * 2)
+
+
+def test_a_step_that_a_superseded_job_committed_late_is_swept(
+    bucket: Bucket, later: AgedStore
+) -> None:
+    run, options = bucket.url, bucket.storage_options
+    old = dos.claim_run(run, storage_options=options)
+    stores = [StoreSpec(bucket.at(f"step-{step}"), options).open() for step in (2, 3)]
+    begun = [commits.begin(store, overwrite=False, claim=old.number) for store in stores]
+    new = dos.claim_run(run, storage_options=options)
+    for store, token in zip(stores, begun, strict=True):
+        finish(store, token, upload(store))
+    dos.pin(bucket.at("step-3"), "look at it", storage_options=options)
+    dos.save({"a": WEIGHT}, bucket.at("step-4"), claim=new, storage_options=options, progress=False)
+    report = dos.sweep(run, storage_options=options)
+    assert not [one.url for one in report.checkpoints if one.superseded], "they are young"
+    later.age()
+    before = {name: bucket.keys(name) for name in ("step-2", "step-3", "step-4")}
+    (planned,) = dos.sweep(bucket.at("step-2"), storage_options=options, dry_run=True).checkpoints
+    assert planned.superseded
+    assert open_committed(stores[0])
+    report = dos.sweep(run, storage_options=options)
+    assert [one.url for one in report.checkpoints if one.superseded] == [bucket.at("step-2")]
+    # Who reads it now gets another grace period.
+    assert [key for key in before["step-2"] if key != DOT_METADATA_KEY] == bucket.keys("step-2")
+    later.age()
+    dos.sweep(run, storage_options=options)
+    assert bucket.keys("step-2") == [MARKER_KEY]
+    assert {name: bucket.keys(name) for name in ("step-3", "step-4")} == {
+        name: before[name] for name in ("step-3", "step-4")
+    }
+    assert [one.name for one in dos.steps(run, storage_options=options)] == ["step-4"]
 
 
 def test_orphaned_uploads_of_a_save_that_left_nothing_else_are_found(bucket: Bucket) -> None:
@@ -277,7 +310,7 @@ def test_ctrl_c_leaves_the_request_under_way_and_begins_no_other() -> None:
         done.append(key)
 
     store.on_delete = slow
-    prompt = PromptStore(store)
+    prompt = InterruptibleStore(store)
     with pytest.raises(KeyboardInterrupt):
         for key in ("a", "b", "c"):
             prompt.delete(key)

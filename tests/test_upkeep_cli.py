@@ -128,7 +128,7 @@ def test_gc_removes_torn_saves_only_with_yes(steps: Run) -> None:
     assert planned.returncode == 0
     assert steps.all() == before
     report = json.loads(planned.stdout)
-    assert (report["dry_run"], report["deleted"]) == (True, 2)
+    assert (report["dry_run"], report["deleted"]) == (True, 3)
     assert report["deleted_bytes"] > 0
     assert report["uploads_unseen"] is None
     done = run("gc", steps.url, "--yes")

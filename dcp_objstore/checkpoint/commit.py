@@ -9,18 +9,25 @@ the numbers of the design; 3 is `names`, 6 stands in `publishing`, 7 in `opening
     deleted checkpoint keeps one that says `deleted` (a tombstone), which counts as absent and is
     what the next commit is conditioned on. A commit_id stays through all rewrites of the same
     commit; every new content has a new write_id, so that no two ETags are ever equal.
- 2. A save begins with one GET of `_COMMIT`, before any rank uploads. Body and version come from
-    that one response; together they are the begin token. What is committed is replaced only with
-    `overwrite=True`.
+ 2. A save begins with a **beacon**, a small object that says that a save is under way, so that a
+    sweep sees it also where a listing shows no upload before its end. Then comes one GET of
+    `_COMMIT`, before any rank uploads. Body and version come from that one response; together they
+    are the begin token. Where it says `deleting`, the save finishes that (rule 8) and reads again.
+    What is committed is replaced only with `overwrite=True`. After the commit the beacon is
+    removed; one that a crash left is removed by a sweep.
  4. A commit is one conditional PUT of `_COMMIT` against the begin token, after a listing has shown
     every object with its size and after the index is there. The transport does not retry it; we
     send again, always the same bytes.
  5. Whatever is not a clean success is decided by reading `_COMMIT`. Our commit_id is current or in
     the log: we committed, even if somebody has replaced us since. The begin token still stands:
     send again, and at the deadline say that the outcome is unknown (an answer lost on the way may
-    hide a PUT that lands later). Anything else: somebody else was first. Nothing is deleted here,
-    because an object that looks useless may belong to a commit that is about to land. Rewrites of
-    a marker (`rewrite_marker`: deleting, fencing, pinning) are decided alike, by their write_id.
+    hide a PUT that lands later); but a PUT that was refused for good, and none before it without an
+    answer, is not sent again: the save ends with that refusal. Anything else: somebody else was
+    first. No refusal is believed before that read, not even the first: something between us and
+    the store may have answered, for a PUT that took effect. So the outcome is unknown as long as
+    the marker cannot be read. Nothing is deleted here, because an object that looks useless may
+    belong to a commit that is about to land. Rewrites of a marker (`rewrite_marker`: deleting,
+    fencing, pinning) are decided alike, by their write_id.
 11. All this needs a store with conditional writes: see `probe`. `fenced=False` sends the same PUTs
     without conditions, for users who have promised that there is only one writer.
 """
@@ -30,7 +37,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -38,7 +46,7 @@ from typing import Any
 import msgspec
 
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
-from dcp_objstore.checkpoint.compare_and_swap import Outcome, settle_put
+from dcp_objstore.checkpoint.compare_and_swap import Outcome, compare_and_swap
 from dcp_objstore.checkpoint.listing import check_objects
 from dcp_objstore.checkpoint.marker import (
     ON_NOTHING,
@@ -51,7 +59,13 @@ from dcp_objstore.checkpoint.marker import (
     new_id,
     next_marker,
 )
-from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, index_key
+from dcp_objstore.checkpoint.names import (
+    DOT_METADATA_KEY,
+    MARKER_KEY,
+    beacon_key,
+    index_key,
+    new_nonce,
+)
 from dcp_objstore.checkpoint.publish import publish_dot_metadata
 from dcp_objstore.checkpoint.read import (
     Found,
@@ -64,11 +78,15 @@ from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
     CommitLostError,
+    CorruptDataError,
+    DcpObjstoreError,
     InputError,
     LostRaceError,
     ObjectNotFoundError,
     RetryableError,
+    StoreUnavailableError,
     SupersededError,
+    UnsupportedError,
 )
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Precondition, Version
 
@@ -84,13 +102,15 @@ class BeginToken:
         marker: the content; a tombstone or, with overwrite, a committed marker; None: there is
             none or, with overwrite, one that cannot be read.
         version: the store's token of that state; None: there is no marker.
-        epoch: of the job that saves; 0: none.
+        claim: of the job that saves; 0: none.
+        beacon: key of the object that shows sweeps that this save is under way.
     """
 
     url: str
     marker: Marker | None
     version: Version | None
-    epoch: int = 0
+    claim: int = 0
+    beacon: str = field(default="", compare=False)
 
     @property
     def precondition(self) -> Precondition:
@@ -115,43 +135,88 @@ class Committed:
     attempts: int = 1
 
 
-def begin(store: ObjectStore, *, overwrite: bool, epoch: int = 0) -> BeginToken:
-    """Take the begin token of a save (rule 2). One GET; and where nothing of ours is, a HEAD for
-    what another library may have saved there.
+def begin(
+    store: ObjectStore,
+    *,
+    overwrite: bool,
+    claim: int = 0,
+    nonce: str | None = None,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    clock: Clock = SYSTEM_CLOCK,
+) -> BeginToken:
+    """Put the beacon of a save and take its begin token (rule 2).
+
+    One PUT and one GET; a HEAD where there is no marker, for what another library may have saved;
+    and what finishing a deletion takes, where one was begun and not finished (rule 8). A save that
+    is refused leaves no beacon.
 
     Args:
         store: rooted at the checkpoint.
-        overwrite: replace what is committed, or damaged. What an earlier epoch than ours has
-            committed does not count any more and is replaced in any case (rule E5 of `epoch`).
-        epoch: of the job that saves; 0: none.
+        overwrite: replace what is committed, or damaged. What an earlier claim than ours has
+            committed does not count any more and is replaced in any case (rule C5 of `claim`).
+        claim: of the job that saves; 0: none.
+        nonce: of the save; names the beacon. Default: a new one.
+        deadline_seconds: no change of the marker begins later than this. Default 60.
+        clock: for tests.
 
     Raises:
-        SupersededError: the marker is of a later epoch than ours (rule E5).
+        SupersededError: the marker is of a later claim than ours (rule C5).
         CheckpointExistsError: it is committed and `overwrite` is False, or it is pinned; or,
             without `overwrite`, there is a `.metadata` without a marker.
-        RetryableError: somebody is deleting it.
+        CommitUnknownError, RetryableError: a deletion could not be finished until the deadline.
         CheckpointCorruptError: the marker is damaged, and `overwrite` is False.
         UnsupportedError: a newer version wrote the marker.
     """
+    beacon = beacon_key(nonce or new_nonce())
+    _light(store, beacon)
+    try:
+        token = _take_token(
+            store, Retries(deadline_seconds, clock), overwrite=overwrite, claim=claim
+        )
+    except (InputError, LostRaceError, CorruptDataError):
+        # Not where the store does not answer: the save would fail later, and gain nothing.
+        remove_beacon(store, beacon)
+        raise
+    return replace(token, beacon=beacon)
+
+
+def _light(store: ObjectStore, key: str) -> None:
+    body = b"A save is under way here, or died before its end.\n"
+    try:
+        store.put(key, body, retry=False)
+    except StoreUnavailableError:
+        # Where a web server answers instead of a store, a GET says so at once; a PUT is retried.
+        with suppress(CorruptDataError, UnsupportedError):
+            read_marker(store)
+        store.put(key, body)
+
+
+def remove_beacon(store: ObjectStore, key: str) -> None:
+    """Remove the beacon of a save that has ended. What fails is left to a sweep, and logged."""
+    try:
+        store.delete(key)
+    except DcpObjstoreError as error:
+        _log.debug("the beacon %s/%s stays until a sweep: %s", store.url, key, error)
+
+
+def _take_token(store: ObjectStore, retries: Retries, *, overwrite: bool, claim: int) -> BeginToken:
     try:
         found = read_marker(store)
     except CheckpointCorruptError as error:
         if not overwrite:
             raise
-        return _begin_on_damage(store, error, epoch)
+        return _begin_on_damage(store, error, claim)
     if found is None:
         if not overwrite:
             _refuse_foreign(store)
-        return BeginToken(store.url, None, None, epoch)
+        return BeginToken(store.url, None, None, claim)
     marker, version = found
-    refuse_later(store, marker, epoch)
+    refuse_later(store, marker, claim)
     if marker.state == "deleting":
-        raise RetryableError(
-            "this checkpoint is being deleted; wait until that is done and save again, or save"
-            " under another URL",
-            url=store.url,
-        )
-    if marker.is_committed and not overwrite and marker.epoch == epoch:
+        # Before the uploads, because whoever finishes it later would defeat this save.
+        finish_deleting(store, marker.commit_id, retries)
+        return _take_token(store, retries, overwrite=overwrite, claim=claim)
+    if marker.is_committed and not overwrite and marker.claim == claim:
         raise CheckpointExistsError(
             f"a checkpoint is committed here already (commit {marker.commit_id}); save under"
             " another URL, or pass overwrite=True to replace it",
@@ -163,10 +228,10 @@ def begin(store: ObjectStore, *, overwrite: bool, epoch: int = 0) -> BeginToken:
             " remove the pin or save under another URL",
             url=store.url,
         )
-    return BeginToken(store.url, marker, version, epoch)
+    return BeginToken(store.url, marker, version, claim)
 
 
-def _begin_on_damage(store: ObjectStore, error: CheckpointCorruptError, epoch: int) -> BeginToken:
+def _begin_on_damage(store: ObjectStore, error: CheckpointCorruptError, claim: int) -> BeginToken:
     """The token of a marker that nobody can read any more: a run must not end for ever at it.
 
     What it named stays where it is, until a sweep finds that no commit names it.
@@ -179,24 +244,24 @@ def _begin_on_damage(store: ObjectStore, error: CheckpointCorruptError, epoch: i
         if version == Version():
             raise  # no PUT can be conditioned on that: it is hardly the store that answers
         _log.warning("the checkpoint at %s is to be replaced: %s", store.url, error)
-        return BeginToken(store.url, None, version, epoch)
+        return BeginToken(store.url, None, version, claim)
     raise RetryableError(
         "the marker changed while it was being read; another writer is at work", url=store.url
     )
 
 
-def refuse_later(store: ObjectStore, marker: Marker, epoch: int) -> None:
-    """Rule E5 of `epoch`: nobody replaces or deletes a marker of a later epoch than its own.
+def refuse_later(store: ObjectStore, marker: Marker, claim: int) -> None:
+    """Rule C5 of `claim`: nobody replaces or deletes a marker of a later claim than its own.
 
     Raises:
         SupersededError: it is one.
     """
-    if marker.epoch > epoch:
-        own = f"this job has epoch {epoch}" if epoch else "this job has none"
+    if marker.claim > claim:
+        own = f"this job has claim {claim}" if claim else "this job has none"
         raise SupersededError(
-            f"this step belongs to epoch {marker.epoch} of its run, and {own}: a newer job took the"
+            f"this step belongs to claim {marker.claim} of its run, and {own}: a newer job took the"
             " run over. Nothing was changed. Stop this job; if it is the newer one, let it call"
-            " dcp_objstore.take_over and pass the epoch",
+            " dcp_objstore.claim_run and pass the claim",
             url=store.url,
         )
 
@@ -249,11 +314,11 @@ def commit(
     Raises:
         CheckpointCorruptError: an object is missing or of another size; nothing was committed.
         CommitLostError: another writer, or a sweep, changed the marker since `begin`; nothing was
-            committed. But what only jobs of earlier epochs have committed since is replaced.
-        SupersededError: a job of a later epoch changed it; nothing was committed.
+            committed. But what only jobs of earlier claims have committed since is replaced.
+        SupersededError: a job of a later claim changed it; nothing was committed.
         CommitUnknownError: no clear answer until the deadline; it may still take effect.
-        InputError: the store refused the first PUT for good (rights, credentials), the begin
-            token is of another checkpoint, or `user_metadata` is not JSON; nothing was committed.
+        InputError: the store refused the PUT for good (rights, credentials), the begin token is
+            of another checkpoint, or `user_metadata` is not JSON; nothing was committed.
     """
     if begin.url != store.url:
         raise InputError(f"the begin token is of {begin.url}", url=store.url)
@@ -267,7 +332,7 @@ def commit(
         world_size=world_size,
         user_metadata=check_user_metadata(user_metadata),
         created_at=datetime.now(UTC),
-        epoch=begin.epoch,
+        claim=begin.claim,
     )
     marker = make(begin.marker)
     ours = marker.commit_id
@@ -278,7 +343,7 @@ def commit(
         # Whoever removes what a save has uploaded, as a sweep does, has changed the marker before.
         found = read_marker(store)
         if (found[1] if found is not None else None) != begin.version:
-            raise _lost(store, found[0] if found is not None else None, begin.epoch) from None
+            raise _lost(store, found[0] if found is not None else None, begin.claim) from None
         raise
     store.put(index_key(nonce), index)
     if begin.marker is None and begin.version is not None:
@@ -299,27 +364,27 @@ def commit(
         if outcome.landed:
             superseded = seen is not None and (seen.commit_id != ours or not seen.is_committed)
             return Committed(ours, superseded, marker, retries.tries + beaten)
-        if outcome.found is None or not _yields(outcome.found[0], token[0], begin.epoch):
-            raise _lost(store, seen, begin.epoch)
+        if outcome.found is None or not _yields(outcome.found[0], token[0], begin.claim):
+            raise _lost(store, seen, begin.claim)
         token, beaten = outcome.found, beaten + 1
         marker = make(token[0])
 
 
-def _yields(seen: Marker, token: Marker | None, epoch: int) -> bool:
-    """Whether what beat our commit does not count (rule E5 of `epoch`), and nothing else came.
+def _yields(seen: Marker, token: Marker | None, claim: int) -> bool:
+    """Whether what beat our commit does not count (rule C5 of `claim`), and nothing else came.
 
     Put directly on the marker that we had seen, and not rewritten since: so it has no pins, and
     there was no sweep in between, which removes what it found without a commit, ours too.
     """
     on = ON_NOTHING if token is None else token.write_id
-    return seen.is_committed and seen.epoch < epoch and seen.put_on == on
+    return seen.is_committed and seen.claim < claim and seen.put_on == on
 
 
-def _lost(store: ObjectStore, seen: Marker | None, epoch: int) -> LostRaceError:
-    if seen is not None and seen.epoch > epoch:
+def _lost(store: ObjectStore, seen: Marker | None, claim: int) -> LostRaceError:
+    if seen is not None and seen.claim > claim:
         return SupersededError(
-            f"a newer job took this run over while this save was under way (epoch {seen.epoch},"
-            f" this job has {epoch or 'none'}); this save was not committed. Stop this job",
+            f"a newer job took this run over while this save was under way (claim {seen.claim},"
+            f" this job has {claim or 'none'}); this save was not committed. Stop this job",
             url=store.url,
         )
     winner = f"commit {seen.commit_id}" if seen is not None else "the marker was removed"
@@ -350,12 +415,46 @@ def rewrite_marker(
         CommitUnknownError: no clear answer until the deadline; it may still take effect.
         InputError: the store refused for good; nothing was changed.
     """
-    epoch = changes.get("epoch", found[0].epoch)
+    claim = changes.get("claim", found[0].claim)
     marker = msgspec.structs.replace(
         found[0],
-        **{"write_id": new_id(), "put_on": "", "format": format_of(epoch), **changes},
+        **{"write_id": new_id(), "put_on": "", "format": format_of(claim), **changes},
     )
     return marker if put_marker(store, marker, found[1], retries, what).landed else None
+
+
+def finish_deleting(store: ObjectStore, commit_id: str, retries: Retries) -> bool:
+    """Bring a `deleting` of this commit to its end, whoever began it (rule 8, in `deleting`).
+
+    Returns:
+        Whether another save has committed here since, so that `.metadata` may need mending: our
+        removal of the old one may have met the new one.
+
+    Raises:
+        CommitUnknownError, RetryableError: not until the deadline.
+    """
+    while True:
+        found = read_marker(store)
+        if found is None or found[0].commit_id != commit_id:
+            return True
+        if found[0].state != "deleting":
+            return False
+        store.delete(DOT_METADATA_KEY)
+        if rewrite_marker(store, found, "the tombstone", retries, state="deleted", pins=()):
+            return False
+        pause_or_raise(store, retries)
+
+
+def pause_or_raise(store: ObjectStore, retries: Retries) -> None:
+    """Pause before the next try.
+
+    Raises:
+        RetryableError: the deadline has come.
+    """
+    if not retries.pause():
+        raise RetryableError(
+            "others kept changing this checkpoint until the deadline; try again", url=store.url
+        )
 
 
 def put_tombstone(store: ObjectStore, retries: Retries) -> Marker | None:
@@ -389,14 +488,14 @@ def put_marker(
     landed: Callable[[Marker], bool] | None = None,
     fenced: bool = True,
 ) -> Outcome[Marker]:
-    """Rules 4 and 5, of the marker: see `settle_put`.
+    """Rules 4 and 5, of the marker: see `compare_and_swap`.
 
     Args:
         marker: what to put.
         version: of the marker that it replaces; None: there must be none.
         landed: tells by a marker read later that ours took effect. Default: by its write_id.
     """
-    return settle_put(
+    return compare_and_swap(
         store,
         MARKER_KEY,
         encode_marker(marker),
@@ -416,12 +515,15 @@ __all__ = [
     "begin",
     "commit",
     "explain_missing",
+    "finish_deleting",
     "open_committed",
     "open_found",
+    "pause_or_raise",
     "publish_dot_metadata",
     "put_marker",
     "put_tombstone",
     "read_marker",
     "refuse_later",
+    "remove_beacon",
     "rewrite_marker",
 ]

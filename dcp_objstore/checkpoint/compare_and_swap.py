@@ -1,7 +1,7 @@
 """Settling a conditional PUT: sent until its outcome is known, or the deadline has come.
 
 What rules 4 and 5 of `commit` say of the marker holds for every small object that is changed by
-conditional PUTs alone: a marker, and a run's `_EPOCH`.
+conditional PUTs alone: a marker, and a run's `_CLAIM`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Outcome(Generic[T]):
         return None if self.found is None else self.found[0]
 
 
-def settle_put(
+def compare_and_swap(
     store: ObjectStore,
     key: str,
     body: bytes,
@@ -71,7 +71,8 @@ def settle_put(
 
     Raises:
         CommitUnknownError: no clear answer until the deadline; it may still take effect.
-        InputError: the store refused the first PUT for good; nothing was changed.
+        InputError: the store refused the PUT for good, and the object is as it was; nothing was
+            changed.
     """
     condition: Precondition = IfAbsent() if version is None else IfVersion(version)
     may_still_land = False
@@ -80,30 +81,32 @@ def settle_put(
             store.put(key, body, precondition=condition if fenced else None, retry=False)
             return Outcome(True)
         except DcpObjstoreError as error:
-            if _had_no_effect(error) and not may_still_land:
-                error.at(object_key=key, url=store.url)
-                raise
             # A refusal of this PUT says nothing of an earlier one that was never answered.
-            refused = isinstance(error, (LostRaceError, InputError))
-            may_still_land = may_still_land or not refused
-            last: DcpObjstoreError = error
+            may_still_land = may_still_land or not isinstance(error, (LostRaceError, InputError))
+            answer: DcpObjstoreError = error
+        last = answer
         try:
             found = read(store)
         except (CheckpointCorruptError, UnsupportedError) as error:
             raise _unknown(store, what, error) from error
         except DcpObjstoreError as error:
+            # Not the refusal of the PUT: without a look at the object it may be a middlebox's, for
+            # a PUT that took effect.
             last = error
         else:
             if found is not None and landed(found[0]):
                 return Outcome(True, found)
             if (found[1] if found is not None else None) != version:
                 return Outcome(False, found)
+            if _is_refusal(answer) and not may_still_land:
+                answer.at(object_key=key, url=store.url)
+                raise answer
         if not retries.pause(last):
             raise _unknown(store, what, last) from last
 
 
-def _had_no_effect(error: DcpObjstoreError) -> bool:
-    """Whether the store, or the client before it, refused the request for good.
+def _is_refusal(error: DcpObjstoreError) -> bool:
+    """Whether sending the same again would not help, if it is the store that answered.
 
     404 is left out: it is AWS's answer to `If-Match` where there is no object any more.
     """

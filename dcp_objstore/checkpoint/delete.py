@@ -3,13 +3,13 @@
 The rule of `commit` that this module carries out:
 
  8. Delete: the marker is changed to `deleting`, by a conditional PUT against what was read (so a
-    pin or a commit that came first wins). From here on readers find no checkpoint and savers wait.
+    pin or a commit that came first wins). From here on readers find no checkpoint.
     The marker is read again; while it is `deleting` and of the same commit, `.metadata` is removed,
     and the marker is changed to `deleted`. It keeps naming the index, and stays for ever. The
     objects are removed after the grace period by a sweep; or at once (`now`): exactly the keys
     that the index named, data first and the index last, so that a crash can be resumed. Never a
-    prefix. Anyone may finish a `deleting`. What is pinned is refused here; the newest committed
-    step of a run, by whoever calls this.
+    prefix. Anyone may finish a `deleting` (`commit.finish_deleting`); a save that begins does. What
+    is pinned is refused here; the newest committed step of a run, by whoever calls this.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from dataclasses import dataclass
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
-from dcp_objstore.checkpoint.commit import refuse_later, rewrite_marker
+from dcp_objstore.checkpoint.commit import (
+    finish_deleting,
+    pause_or_raise,
+    refuse_later,
+    rewrite_marker,
+)
 from dcp_objstore.checkpoint.marker import Marker
-from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, is_ours
+from dcp_objstore.checkpoint.names import is_ours
 from dcp_objstore.checkpoint.read import Found, not_committed, read_index, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
     CheckpointPinnedError,
     LostRaceError,
-    RetryableError,
     UnsupportedError,
 )
 from dcp_objstore.stores.protocol import ObjectStore
@@ -66,7 +70,7 @@ def delete(
     *,
     now: bool = False,
     dry_run: bool = False,
-    epoch: int | None = None,
+    claim: int | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> DeleteReport:
@@ -77,14 +81,14 @@ def delete(
         now: remove the objects at once, not after the grace period. Who is reading the checkpoint
             gets a CheckpointGoneError. On a tombstone it removes what the commit left.
         dry_run: only look; refuse what would be refused.
-        epoch: of the job that deletes (rule E5 of `epoch`); None: somebody who belongs to none.
+        claim: of the job that deletes (rule C5 of `claim`); None: somebody who belongs to none.
         deadline_seconds: no change of the marker begins later than this.
         clock: for tests.
 
     Raises:
         CheckpointNotFoundError: nothing is committed here (any more).
         CheckpointPinnedError: it is pinned; names the pins.
-        SupersededError: it belongs to a later epoch than that of the job.
+        SupersededError: it belongs to a later claim than that of the job.
         LostRaceError: another save replaced it meanwhile; nothing was deleted.
         CommitUnknownError: no clear answer until the deadline; the same call goes on from there.
         CheckpointCorruptError, UnsupportedError: the marker cannot be read.
@@ -94,8 +98,8 @@ def delete(
     if found is None:
         raise not_committed(store, found)
     marker = found[0]
-    if epoch is not None:
-        refuse_later(store, marker, epoch)
+    if claim is not None:
+        refuse_later(store, marker, claim)
     # Before the marker changes: afterwards a sweep may remove the index, in its own time.
     keys = _referenced(store, marker) if now else ()
     if marker.state == "deleted" and not keys:
@@ -105,7 +109,7 @@ def delete(
     superseded = False
     if not dry_run:
         if not resumed:
-            _begin(store, found, epoch, retries)
+            _begin(store, found, claim, retries)
         superseded = finish_deleting(store, marker.commit_id, retries)
         for key in keys or ():
             store.delete(key)
@@ -145,7 +149,7 @@ def _referenced(store: ObjectStore, marker: Marker) -> tuple[str, ...] | None:
     return tuple(key for key in dict.fromkeys(named) if is_ours(key))
 
 
-def _begin(store: ObjectStore, found: Found, epoch: int | None, retries: Retries) -> None:
+def _begin(store: ObjectStore, found: Found, claim: int | None, retries: Retries) -> None:
     """Change the marker to `deleting`, whoever else rewrites it meanwhile."""
     marker = found[0]
     while not rewrite_marker(store, found, "the deletion", retries, state="deleting"):
@@ -157,38 +161,8 @@ def _begin(store: ObjectStore, found: Found, epoch: int | None, retries: Retries
             )
         if again[0].state != "committed":
             return  # another deleter was first
-        if epoch is not None:
-            refuse_later(store, again[0], epoch)
+        if claim is not None:
+            refuse_later(store, again[0], claim)
         _refuse_pinned(store, again[0])
         found = again
-        _pause(store, retries)
-
-
-def finish_deleting(store: ObjectStore, commit_id: str, retries: Retries) -> bool:
-    """Bring a `deleting` of this commit to its end, whoever began it.
-
-    Returns:
-        Whether another save has committed here since, so that `.metadata` may need mending: our
-        removal of the old one may have met the new one.
-
-    Raises:
-        CommitUnknownError, RetryableError: not until the deadline.
-    """
-    while True:
-        found = read_marker(store)
-        if found is None or found[0].commit_id != commit_id:
-            return True
-        if found[0].state != "deleting":
-            return False
-        store.delete(DOT_METADATA_KEY)
-        if rewrite_marker(store, found, "the tombstone", retries, state="deleted", pins=()):
-            return False
-        _pause(store, retries)
-
-
-def _pause(store: ObjectStore, retries: Retries) -> None:
-    if not retries.pause():
-        raise RetryableError(
-            "others kept changing this checkpoint until the deadline; delete it again",
-            url=store.url,
-        )
+        pause_or_raise(store, retries)

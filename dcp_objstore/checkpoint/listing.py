@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
     MARKER_KEY,
-    parse_data_key,
-    parse_index_key,
+    is_beacon_key,
+    is_ours,
 )
 from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError
 from dcp_objstore.stores.protocol import ObjectStore
+
+if TYPE_CHECKING:
+    from dcp_objstore.stores import StoreSpec
 
 _LOOK_AROUND_LIMIT = 1000  # keys listed to explain an absence: one page on S3
 
@@ -62,10 +66,10 @@ def explain_absence(store: ObjectStore) -> str:
     below = sorted({key.removesuffix(f"/{MARKER_KEY}") for key in keys if f"/{MARKER_KEY}" in key})
     if not keys:
         reason = "there is nothing here: no object at all under this URL"
-    elif any(parse_data_key(key) or parse_index_key(key) for key in keys):
+    elif any(is_ours(key) or is_beacon_key(key) for key in keys):
         reason = (
-            "there are data objects here but they were never committed: a save died before its"
-            " end or is still running; load another checkpoint"
+            "a save began here but was never committed: it died before its end or is still"
+            " running; load another checkpoint"
         )
     elif below:
         nearest = f"{store.url.rstrip('/')}/{below[-1]}"
@@ -75,3 +79,19 @@ def explain_absence(store: ObjectStore) -> str:
     else:
         reason = "there is no checkpoint here, only other objects"
     return reason
+
+
+def explain_object(spec: StoreSpec) -> str | None:
+    """Say that the URL of a checkpoint is the key of an object, if there is one. One HEAD."""
+    above, _, name = spec.url.rpartition("/")
+    if not name or not spec.parsed.prefix.strip("/") or above in ("file:/", "file://"):
+        return None
+    try:
+        found = spec.at(above).open().head(name)
+    except DcpObjstoreError:
+        return None
+    return (
+        f"there is no checkpoint here, but one object of {found.size_bytes} bytes with this very"
+        " key; a checkpoint is a prefix with objects below it. If torch.save wrote this one,"
+        " torch.load reads it"
+    )

@@ -5,7 +5,7 @@ On the store a marker is one flat JSON object that ends with its digest: see `se
 `format` rises when an older version would misread a marker, or would lose something that matters
 by rewriting it (a sweep rewrites). Fields that may be lost are added without raising it, and
 unknown ones are ignored. Each marker has the lowest format that says all that it holds: 1, or 2
-where it has an epoch, without which its step would no longer count. This module makes no request;
+where it has a claim, without which its step would no longer count. This module makes no request;
 `commit` is the only one that puts markers.
 """
 
@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from dcp_objstore.checkpoint.names import check_object_key
-from dcp_objstore.checkpoint.sealed import check_sealed, damaged, seal
+from dcp_objstore.checkpoint.sealed import check_checksum, damaged, with_checksum
 from dcp_objstore.errors import ConfigError
 
 FORMAT: Final = 2
@@ -30,8 +30,8 @@ MAX_USER_METADATA_SIZE_BYTES: Final = 32 * 1024
 LOG_LENGTH: Final = 16
 MAX_PINS: Final = 64
 MAX_PIN_LENGTH: Final = 200
-# Larger numbers of an epoch would be damage; a run is taken over some thousand times at most.
-MAX_EPOCH: Final = 2**53
+# Larger numbers of a claim would be damage; a run is taken over some thousand times at most.
+MAX_CLAIM: Final = 2**53
 ON_NOTHING: Final = "nothing"
 
 # An index of 2 GiB would describe petabytes; a marker that claims more is damaged.
@@ -91,7 +91,7 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
         created_at: the committing host's clock, timezone-aware. To inform; no rule relies on it.
         user_metadata: the user's own JSON values.
         pins: names under which the commit is protected from deletion and overwriting.
-        epoch: of the job that wrote it, or that adopted it; 0: no epoch. See `epoch`.
+        claim: of the job that wrote it, or that adopted it; 0: no claim. See `claim`.
         put_on: the write_id of the marker that the commit was put against, or `nothing`; empty
             after any rewrite, so that who finds it knows that nothing came in between.
     """
@@ -108,7 +108,7 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     created_at: Annotated[datetime, Meta(tz=True)]
     user_metadata: dict[str, Any] = {}
     pins: Annotated[tuple[_Pin, ...], Meta(max_length=MAX_PINS)] = ()
-    epoch: Annotated[int, Meta(ge=0, le=MAX_EPOCH)] = 0
+    claim: Annotated[int, Meta(ge=0, le=MAX_CLAIM)] = 0
     put_on: Annotated[str, Meta(pattern=r"^([0-9a-f]{32}|nothing)?\Z")] = ""
 
     @property
@@ -130,9 +130,9 @@ def new_id() -> str:
     return secrets.token_hex(16)
 
 
-def format_of(epoch: int) -> int:
-    """The lowest format of a marker of this epoch; see the module."""
-    return 2 if epoch else 1
+def format_of(claim: int) -> int:
+    """The lowest format of a marker of this claim; see the module."""
+    return 2 if claim else 1
 
 
 def encode_marker(marker: Marker) -> bytes:
@@ -146,7 +146,7 @@ def encode_marker(marker: Marker) -> bytes:
         body = _encoder.encode(marker)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"the marker cannot be written as JSON: {error}") from error
-    encoded = seal(body)
+    encoded = with_checksum(body)
     if len(encoded) > MAX_MARKER_SIZE_BYTES:
         raise ConfigError(
             f"the marker would have {len(encoded)} bytes, at most {MAX_MARKER_SIZE_BYTES} are"
@@ -162,7 +162,7 @@ def decode_marker(body: bytes) -> Marker:
         CheckpointCorruptError: too large, not JSON, digest or a field wrong.
         UnsupportedError: written by a newer version in a format that this one does not know.
     """
-    check_sealed(body, what=_WHAT, newest_format=FORMAT, max_size_bytes=MAX_MARKER_SIZE_BYTES)
+    check_checksum(body, what=_WHAT, newest_format=FORMAT, max_size_bytes=MAX_MARKER_SIZE_BYTES)
     try:
         marker = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -209,7 +209,7 @@ def next_marker(
     world_size: int,
     user_metadata: Mapping[str, Any],
     created_at: datetime,
-    epoch: int = 0,
+    claim: int = 0,
 ) -> Marker:
     """The marker of a new commit on top of what the begin token saw (None: no marker).
 
@@ -217,7 +217,7 @@ def next_marker(
     Pins belong to the commit that they protect and are not carried over. The write_id is fresh.
     """
     return Marker(
-        format=format_of(epoch),
+        format=format_of(claim),
         state="committed",
         commit_id=commit_id,
         write_id=new_id(),
@@ -228,7 +228,7 @@ def next_marker(
         world_size=world_size,
         created_at=created_at,
         user_metadata=dict(user_metadata),
-        epoch=epoch,
+        claim=claim,
         put_on=old.write_id if old else ON_NOTHING,
     )
 

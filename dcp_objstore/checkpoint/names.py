@@ -4,8 +4,9 @@
     <checkpoint>/index.{nonce}.msgpack         the index
     <checkpoint>/_COMMIT                       the marker
     <checkpoint>/.metadata                     for stock torch readers
+    <checkpoint>/.save-{nonce}                 only while a save is under way: its beacon
     <checkpoint>/.probe-{nonce}                only while `probe` tries the store out; or -race
-    <run>/_EPOCH                               where jobs take the run over: see `epoch`
+    <run>/_CLAIM                               where jobs take the run over: see `claim`
 
 A nonce is random and new for every rank and save, so no two writers ever share a key.
 """
@@ -21,7 +22,7 @@ from dcp_objstore.errors import CheckpointCorruptError, InputError
 
 MARKER_KEY: Final = "_COMMIT"
 DOT_METADATA_KEY: Final = ".metadata"
-EPOCH_KEY: Final = "_EPOCH"
+CLAIM_KEY: Final = "_CLAIM"
 
 # S3 and GCS allow 1024 bytes of UTF-8 for a whole key ("Object key naming guidelines").
 MAX_KEY_SIZE_BYTES: Final = 1024
@@ -30,6 +31,7 @@ _NONCE_BYTES = 12
 _NONCE = re.compile(r"[0-9a-f]{16,64}\Z")
 _DATA = re.compile(r"__(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,8})\.([0-9a-f]{16,64})\.distcp\Z")
 _INDEX = re.compile(r"index\.([0-9a-f]{16,64})\.msgpack\Z")
+_BEACON = re.compile(r"\.save-[0-9a-f]{16,64}\Z")
 _PROBE = re.compile(r"\.probe-[0-9a-f]{16,64}(-race)?\Z")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -78,6 +80,18 @@ def index_key(nonce: str) -> str:
     return f"index.{nonce}.msgpack"
 
 
+def beacon_key(nonce: str) -> str:
+    """The key of the beacon of a save (rule 2 of `commit`).
+
+    Raises:
+        InputError: a nonce that is not one of ours.
+    """
+    key = f".save-{nonce}"
+    if not is_beacon_key(key):
+        raise InputError(f"not a nonce: {nonce!r}")
+    return key
+
+
 def parse_data_key(key: str) -> DataName | None:
     """The parts of a data object's key, or None for any other key."""
     found = _DATA.match(key)
@@ -93,6 +107,11 @@ def parse_index_key(key: str) -> str | None:
 def is_ours(key: str) -> bool:
     """Whether a key is that of a data object or an index, of a form that only we use."""
     return _DATA.match(key) is not None or _INDEX.match(key) is not None
+
+
+def is_beacon_key(key: str) -> bool:
+    """Whether a key is that of a beacon, which shows that a save is under way."""
+    return _BEACON.match(key) is not None
 
 
 def is_probe_key(key: str) -> bool:

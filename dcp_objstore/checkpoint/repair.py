@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
-from dcp_objstore.checkpoint.commit import rewrite_marker
-from dcp_objstore.checkpoint.delete import finish_deleting
+from dcp_objstore.checkpoint.commit import finish_deleting, rewrite_marker
 from dcp_objstore.checkpoint.probe import can_rewrite
 from dcp_objstore.checkpoint.publish import Change, DotMetadata, align_dot_metadata, needed_change
 from dcp_objstore.checkpoint.read import not_committed, read_marker

@@ -1,4 +1,4 @@
-"""Small JSON objects that end with a digest of themselves: how a marker and an `_EPOCH` are stored.
+"""Small JSON objects that end with a digest of themselves: how a marker and a `_CLAIM` are stored.
 
 The last field is `digest`: the SHA-256, in hexadecimal, of the bytes of the same object without
 that field. So the digest covers the bytes as they lie, unknown fields included, and no re-encoding
@@ -25,12 +25,12 @@ class _Format(msgspec.Struct):
 _format_decoder = msgspec.json.Decoder(_Format)
 
 
-def seal(body: bytes) -> bytes:
+def with_checksum(body: bytes) -> bytes:
     """A JSON object, not empty, with its digest as one more field."""
     return body[:-1] + b',"digest":"%s"}' % hashlib.sha256(body).hexdigest().encode()
 
 
-def check_sealed(body: bytes, *, what: str, newest_format: int, max_size_bytes: int) -> None:
+def check_checksum(body: bytes, *, what: str, newest_format: int, max_size_bytes: int) -> None:
     """Check size, format and digest, before anything else is decoded.
 
     Args:

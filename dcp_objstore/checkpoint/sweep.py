@@ -2,24 +2,29 @@
 
 The rule of `commit` that this module carries out:
 
- 9. Sweep, in this order: read the marker (finish a `deleting`, then stop). List the uploads in
-    progress, then the objects; candidates are objects with names of our own that the committed
-    index does not name (a tombstone names nothing) and that are older than the grace period. None:
-    stop. Also stop where an unnamed object or an upload is younger (a save may be under way, and a
-    fence would defeat it), and where the marker is (readers may still be using what it named
-    before). **Fence**: change the marker's write_id, or put a tombstone where there is no marker,
-    so that no save that began before can commit any more; read it back and go on only if it is
-    ours. Bring `.metadata` into line; if that was needed, fence again and stop, because stock
-    readers may be using what it named (whoever else changes `.metadata` rewrites the marker too).
-    Stop if the marker is not that of the fence any more, and if `.metadata` is younger than the
-    grace period, for the same reason. Delete exactly the candidates that were listed before the
-    fence and that are older than the grace period by the store's own time, that of the fence.
+ 9. Sweep, in this order: read the marker. Finish a `deleting`, then stop. Delete (rule 8) a
+    committed step that never counts again, then stop: its claim is below the base of its run, which
+    only ever rises (rule C3 of `claim`); it is older than the grace period and has no pin. Anyone
+    may, also a job of an earlier claim than the step's: rule C5 is about what counts. List
+    the uploads in progress, then the objects; candidates are objects with names of our own that the
+    committed index does not name (a tombstone names nothing) and that are older than the grace
+    period. None: stop. Also stop where an unnamed object, an upload or a beacon is younger (a save
+    may be under way, and a fence would defeat it; its beacon shows it also where uploads cannot be
+    listed), and where the marker is (readers may still be using what it named before). **Fence**:
+    change the marker's write_id, or put a tombstone where there is no marker, so that no save that
+    began before can commit any more; read it back and go on only if it is ours. Bring `.metadata`
+    into line; if that was needed, fence again and stop, because stock readers may be using what it
+    named (whoever else changes `.metadata` rewrites the marker too). Stop if the marker is not that
+    of the fence any more, and if `.metadata` is younger than the grace period, for the same reason.
+    Delete exactly the candidates that were listed before the fence and that are older than the
+    grace period by the store's own time, that of the fence.
 
     Listing before fencing is what makes this safe without trusting any clock: what is listed
     belongs to a save that began before the fence and so cannot commit any more. This host's clock
     only decides whether there may be something to do. Parts of uploads that were begun longer ago
     than the grace period, and never completed, are removed too; such an upload can only fail then.
-    So are old objects of `probe`, which no commit ever names.
+    So are old beacons and old objects of `probe`, which no commit ever names. A save that begins
+    between the listing and the fence, which follow one another at once, is defeated.
 
 Two things are left alone on purpose: keys of other forms than ours, which are reported; and a
 prefix with a `.metadata` and no marker, where another library saved (a tombstone would hide that).
@@ -33,8 +38,7 @@ from datetime import datetime, timedelta
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
-from dcp_objstore.checkpoint.commit import put_tombstone, rewrite_marker
-from dcp_objstore.checkpoint.delete import finish_deleting
+from dcp_objstore.checkpoint.commit import finish_deleting, put_tombstone, rewrite_marker
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
 from dcp_objstore.checkpoint.publish import Change, DotMetadata, align_dot_metadata, needed_change
@@ -59,7 +63,8 @@ class CheckpointSweep:
         url: the checkpoint.
         outcome: `clean`: nothing to remove. `swept`: objects were removed. `waiting`: there is
             something to remove, and not yet; `reason` says why. `mended`: an unfinished deletion
-            was finished, or `.metadata` brought into line; sweep again after the grace period.
+            was finished, a superseded step deleted, or `.metadata` brought into line; sweep again
+            after the grace period.
             `lost`: somebody else changed the marker meanwhile, and nothing was removed. `foreign`:
             another library's checkpoint, left alone. `damaged`: it cannot be read, and was left.
         reason: in words, or None.
@@ -72,6 +77,7 @@ class CheckpointSweep:
         uploads_young: uploads in progress.
         dot_metadata: what was done to `.metadata`.
         finished_delete: a deletion that somebody had begun was finished.
+        superseded: a step that a superseded job had committed, and that never counts, was deleted.
         fenced: the marker was rewritten: a save that was under way here cannot commit any more.
         dry_run: nothing was changed.
     """
@@ -88,6 +94,7 @@ class CheckpointSweep:
     uploads_young: int = 0
     dot_metadata: Change | None = None
     finished_delete: bool = False
+    superseded: bool = False
     fenced: bool = False
     dry_run: bool = False
 
@@ -98,6 +105,7 @@ def sweep(
     dot_metadata: DotMetadata,
     uploads: Uploads | None = None,
     grace_seconds: float = GRACE_SECONDS,
+    base: int = 0,
     dry_run: bool = False,
     deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
@@ -110,6 +118,8 @@ def sweep(
         uploads: those below the same root; None: they are not looked at.
         grace_seconds: at least an hour. Default 24 h. It must be longer than the longest save and
             the longest load.
+        base: of the run that this is a step of; committed steps of earlier claims are deleted.
+            Default 0: it is in no run that was taken over.
         dry_run: only look.
         deadline_seconds: no change of the marker begins later than this.
         clock: for tests.
@@ -123,7 +133,7 @@ def sweep(
     """
     check_grace(grace_seconds)
     return _Sweep(
-        store, dot_metadata, uploads, grace_seconds, dry_run, Retries(deadline_seconds, clock)
+        store, dot_metadata, uploads, grace_seconds, base, dry_run, Retries(deadline_seconds, clock)
     ).run(clock.utc_now())
 
 
@@ -135,6 +145,7 @@ class _Sweep:
     dot_metadata: DotMetadata
     uploads: Uploads | None
     grace_seconds: float
+    base: int
     dry_run: bool
     retries: Retries
 
@@ -146,6 +157,8 @@ class _Sweep:
             return CheckpointSweep(
                 url=self.store.url, outcome="mended", finished_delete=True, dry_run=self.dry_run
             )
+        if found is not None and self._never_counts(found, now):
+            return self._delete_superseded(found)
         marker = None if found is None else found[0]
         named = self._named(marker)
         # Uploads first: one that completes in between is then seen twice, not never.
@@ -163,7 +176,7 @@ class _Sweep:
             for upload in plan.uploads:
                 assert self.uploads is not None
                 self.uploads.abort(upload)
-            self._delete(plan.probes)
+            self._delete(plan.passing)
         done = self._report(plan)
         if plan.outcome == "swept":
             return self._remove(done, plan, found)
@@ -173,6 +186,28 @@ class _Sweep:
         if found is not None and _is_suspect(found, published):
             return self._mend(done, found[0])
         return done
+
+    def _never_counts(self, found: tuple[Marker, ObjectMeta], now: datetime) -> bool:
+        """Whether it is a superseded job's step that is older than the grace period."""
+        marker, meta = found
+        age = now - meta.last_modified
+        superseded = marker.is_committed and marker.claim < self.base
+        return superseded and not marker.pins and age > timedelta(seconds=self.grace_seconds)
+
+    def _delete_superseded(self, found: tuple[Marker, ObjectMeta]) -> CheckpointSweep:
+        """Its objects go when the tombstone is older than the grace period."""
+        if not self.dry_run:
+            token = _token(found)
+            if not rewrite_marker(
+                self.store, token, "the deletion", self.retries, state="deleting"
+            ):
+                return CheckpointSweep(
+                    url=self.store.url, outcome="lost", reason="somebody else changed the marker"
+                )
+            finish_deleting(self.store, token[0].commit_id, self.retries)
+        return CheckpointSweep(
+            url=self.store.url, outcome="mended", superseded=True, dry_run=self.dry_run
+        )
 
     def _named(self, marker: Marker | None) -> frozenset[str]:
         if marker is None or not marker.is_committed or marker.index is None:
@@ -186,13 +221,13 @@ class _Sweep:
 
     def _report(self, plan: SweepPlan) -> CheckpointSweep:
         """All but what happens from the fence on."""
-        cleared = plan.outcome == "clean" and plan.probes
+        cleared = plan.outcome == "clean" and plan.passing
         return CheckpointSweep(
             url=self.store.url,
             outcome="swept" if cleared else plan.outcome,
             reason=plan.reason,
-            deleted=len(plan.probes),
-            deleted_bytes=sum(meta.size_bytes for meta in plan.probes),
+            deleted=len(plan.passing),
+            deleted_bytes=sum(meta.size_bytes for meta in plan.passing),
             kept_young=len(plan.young),
             unknown=plan.unknown,
             uploads_aborted=len(plan.uploads),

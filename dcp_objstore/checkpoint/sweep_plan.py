@@ -11,9 +11,10 @@ from datetime import datetime, timedelta
 from typing import Final, Literal, TypeAlias
 
 from dcp_objstore.checkpoint.names import (
+    CLAIM_KEY,
     DOT_METADATA_KEY,
-    EPOCH_KEY,
     MARKER_KEY,
+    is_beacon_key,
     is_ours,
     is_probe_key,
     parse_index_key,
@@ -38,7 +39,7 @@ class SweepPlan:
         candidates: objects to remove, data before indexes.
         young: unnamed objects that are younger than the grace period.
         unknown: keys that are not ours.
-        probes: left by `probe`, to remove whatever the outcome.
+        passing: old beacons, and objects left by `probe`, to remove whatever the outcome.
         uploads: orphaned uploads to abort, whatever the outcome.
         uploads_young: uploads in progress.
     """
@@ -48,7 +49,7 @@ class SweepPlan:
     candidates: tuple[ObjectMeta, ...]
     young: tuple[ObjectMeta, ...]
     unknown: tuple[str, ...]
-    probes: tuple[ObjectMeta, ...]
+    passing: tuple[ObjectMeta, ...]
     uploads: tuple[UnfinishedUpload, ...]
     uploads_young: tuple[UnfinishedUpload, ...]
 
@@ -77,13 +78,14 @@ def plan_sweep(
     here = [meta for meta in listing if "/" not in meta.key]
     loose = [meta for meta in here if is_ours(meta.key) and meta.key not in named]
     candidates = [meta for meta in loose if meta.last_modified < oldest_kept]
-    probes = [meta for meta in here if is_probe_key(meta.key)]
-    # A young probe: somebody is about to save, or to sweep.
-    young = tuple(meta for meta in (*loose, *probes) if meta.last_modified >= oldest_kept)
+    passing = [meta for meta in here if is_beacon_key(meta.key) or is_probe_key(meta.key)]
+    # A young beacon: a save is under way, though it may have no object to show yet. A young probe:
+    # somebody is about to save, or to sweep.
+    young = tuple(meta for meta in (*loose, *passing) if meta.last_modified >= oldest_kept)
     # Of data; on `file://`, where any object may have been left half written, of all that is ours.
     ours = [one for one in uploads if is_ours(one.key) or one.key in (MARKER_KEY, DOT_METADATA_KEY)]
     uploads_young = tuple(upload for upload in ours if upload.initiated >= oldest_kept)
-    kept = {MARKER_KEY, DOT_METADATA_KEY, EPOCH_KEY, *named}
+    kept = {MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY, *named}
     outcome: Outcome = "waiting"
     reason = None
     if marker_written_at is None and any(meta.key == DOT_METADATA_KEY for meta in here):
@@ -110,9 +112,9 @@ def plan_sweep(
         unknown=tuple(
             meta.key
             for meta in here
-            if not is_ours(meta.key) and meta not in probes and meta.key not in kept
+            if not is_ours(meta.key) and meta not in passing and meta.key not in kept
         ),
-        probes=tuple(meta for meta in probes if meta.last_modified < oldest_kept),
+        passing=tuple(meta for meta in passing if meta.last_modified < oldest_kept),
         uploads=tuple(upload for upload in ours if upload.initiated < oldest_kept),
         uploads_young=uploads_young,
     )

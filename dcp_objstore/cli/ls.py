@@ -9,11 +9,17 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from dcp_objstore.checkpoint.claim import EpochRecord, counts, read_epoch
+from dcp_objstore.checkpoint.claim import ClaimRecord, counts, read_claim
 from dcp_objstore.checkpoint.commit import read_marker
-from dcp_objstore.checkpoint.listing import explain_absence
+from dcp_objstore.checkpoint.listing import explain_absence, explain_object
 from dcp_objstore.checkpoint.marker import Marker
-from dcp_objstore.checkpoint.names import EPOCH_KEY, MARKER_KEY, natural_order, parse_data_key
+from dcp_objstore.checkpoint.names import (
+    CLAIM_KEY,
+    MARKER_KEY,
+    is_beacon_key,
+    natural_order,
+    parse_data_key,
+)
 from dcp_objstore.cli.access import chosen
 from dcp_objstore.cli.exits import fail, status_of
 from dcp_objstore.errors import (
@@ -64,7 +70,7 @@ def print_checkpoints(url: str, *, as_json: bool) -> None:
             raise
         print(f"dcp-objstore: what lies below is not shown: {error}", file=sys.stderr)
     if not entries:
-        raise CheckpointNotFoundError(explain_absence(store), url=store.url)
+        raise CheckpointNotFoundError(explain_object(spec) or explain_absence(store), url=store.url)
     if as_json:
         for one in entries:
             print(json.dumps(one))
@@ -80,7 +86,7 @@ def _base_above(spec: StoreSpec) -> int:
     if not name or not spec.parsed.prefix.strip("/") or run_url in ("file:/", "file://"):
         return 0
     try:
-        found = read_epoch(spec.at(run_url).open())
+        found = read_claim(spec.at(run_url).open())
     except (PermissionDeniedError, CheckpointCorruptError, UnsupportedError):
         return 0
     return found[0].base if found is not None else 0
@@ -89,19 +95,19 @@ def _base_above(spec: StoreSpec) -> int:
 def _below(
     spec: StoreSpec, store: ObjectStore, *, but_itself: bool
 ) -> tuple[list[dict[str, Any]], list[DcpObjstoreError]]:
-    """As `_below_once`, at a time when no job took any of the runs over (rule E3 of `epoch`)."""
+    """As `_below_once`, at a time when no job took any of the runs over (rule C3 of `claim`)."""
     for _ in range(_TRIES):
-        entries, unread, epochs = _below_once(spec, store, but_itself=but_itself)
-        again = {run: _epoch_of(spec, run, []) for run in epochs}
-        if again == epochs:
+        entries, unread, claims = _below_once(spec, store, but_itself=but_itself)
+        again = {run: _claim_of(spec, run, []) for run in claims}
+        if again == claims:
             return entries, unread
     raise RetryableError("jobs kept taking over the runs here; try again", url=spec.url)
 
 
 def _below_once(
     spec: StoreSpec, store: ObjectStore, *, but_itself: bool
-) -> tuple[list[dict[str, Any]], list[DcpObjstoreError], dict[str, EpochRecord | None]]:
-    """All checkpoints below, and prefixes with data objects but no marker, in natural order.
+) -> tuple[list[dict[str, Any]], list[DcpObjstoreError], dict[str, ClaimRecord | None]]:
+    """All checkpoints below, and prefixes with a save but no marker, in natural order.
 
     Args:
         spec: of the URL.
@@ -109,32 +115,34 @@ def _below_once(
         but_itself: leave out what is at the URL itself.
 
     Returns:
-        Them, the errors of what could not be read, and the `_EPOCH` of each run that has one.
+        Them, the errors of what could not be read, and the `_CLAIM` of each run that has one.
     """
     sizes: dict[str, int] = {}
     marked: set[str] = set()
     unread: list[DcpObjstoreError] = []
-    epochs: dict[str, EpochRecord | None] = {}
+    claims: dict[str, ClaimRecord | None] = {}
     for meta in store.list():
         prefix, _, name = meta.key.rpartition("/")
         if name == MARKER_KEY:
             marked.add(prefix)
-        elif name == EPOCH_KEY:
-            epochs[prefix] = _epoch_of(spec, prefix, unread)
+        elif name == CLAIM_KEY:
+            claims[prefix] = _claim_of(spec, prefix, unread)
         elif parse_data_key(name) is not None:
             sizes[prefix] = sizes.get(prefix, 0) + meta.size_bytes
+        elif is_beacon_key(name):
+            sizes.setdefault(prefix, 0)
 
     def describe(
         at: tuple[str, StoreSpec, ObjectStore],
     ) -> tuple[dict[str, Any], DcpObjstoreError | None]:
         prefix, one, opened = at
         # The last segment is the step's name, and what is before it the run.
-        epoch = epochs.get(prefix.rpartition("/")[0]) if prefix else None
+        claim = claims.get(prefix.rpartition("/")[0]) if prefix else None
         size_bytes = sizes.get(prefix, 0)
         entry = None
         if prefix in marked:
             try:
-                entry = _describe(opened, epoch.base if epoch is not None else 0)
+                entry = _describe(opened, claim.base if claim is not None else 0)
             except (CheckpointCorruptError, UnsupportedError) as error:
                 return _unreadable(one.url, size_bytes, error), error
         return entry or _uncommitted(one.url, size_bytes), None
@@ -146,13 +154,13 @@ def _below_once(
             places.append((prefix, one, one.open()))
     described = list(in_waves(describe, places))
     unread += [error for _, error in described if error is not None]
-    return [entry for entry, _ in described], unread, epochs
+    return [entry for entry, _ in described], unread, claims
 
 
-def _epoch_of(spec: StoreSpec, run: str, unread: list[DcpObjstoreError]) -> EpochRecord | None:
-    """The run's `_EPOCH`, or None and one error more."""
+def _claim_of(spec: StoreSpec, run: str, unread: list[DcpObjstoreError]) -> ClaimRecord | None:
+    """The run's `_CLAIM`, or None and one error more."""
     try:
-        found = read_epoch(spec.at(f"{spec.url}/{run}" if run else spec.url).open())
+        found = read_claim(spec.at(f"{spec.url}/{run}" if run else spec.url).open())
     except (CheckpointCorruptError, UnsupportedError) as error:
         unread.append(error)
         return None
@@ -173,7 +181,7 @@ def _describe(store: ObjectStore, base: int) -> dict[str, Any] | None:
         "world_size": marker.world_size,
         "created": marker.created_at.isoformat(timespec="seconds"),
         "commit_id": marker.commit_id,
-        "epoch": marker.epoch,
+        "claim": marker.claim,
         "pins": list(marker.pins),
         "user_metadata": marker.user_metadata,
     }

@@ -162,6 +162,8 @@ def _told(one: CheckpointSweep) -> str:
         )
     if one.finished_delete:
         parts.append(f"a deletion begun before {would}finished; its objects later")
+    if one.superseded:
+        parts.append(f"a step that a superseded job saved {would}deleted; its objects later")
     if one.dot_metadata is not None:
         parts.append(f".metadata {would}{one.dot_metadata}")
         if one.fenced:

@@ -3,13 +3,15 @@
 DCP stores what is not a tensor as the bytes of `torch.save`, and its planner reads them back with
 `weights_only=False`, which executes whatever pickle they hold. So each body is test-loaded with
 `weights_only=True` before it is handed on. torch's own list decides, with what the user added by
-`torch.serialization.add_safe_globals`; nothing process-wide is changed here.
+`torch.serialization.add_safe_globals`; and a list of ours, of values that run nothing
+(`vetting.py`). Nothing process-wide is changed here.
 """
 
 from __future__ import annotations
 
 import functools
 import io
+import os
 import pickle
 import warnings
 import zipfile
@@ -40,7 +42,8 @@ def check_safe(body: bytes, key: str, *, trust_pickle: bool) -> None:
             and damage shows when the value is loaded.
 
     Raises:
-        UntrustedPickleError: it needs a type that torch does not load by `weights_only=True`.
+        UntrustedPickleError: it needs a type that torch does not load by `weights_only=True`, and
+            that is not on our list.
         CheckpointCorruptError: torch cannot read it. A flipped bit that leaves it readable passes
             here (torch ignores the archive's checksums); block digests are there to find that.
     """
@@ -49,14 +52,16 @@ def check_safe(body: bytes, key: str, *, trust_pickle: bool) -> None:
     refused = _refusal(body, key)
     if refused is not None:
         raise UntrustedPickleError(
-            f"the value needs {refused}, which could run code when it is unpickled; pass "
-            "trust_pickle=True if you trust whoever wrote this checkpoint",
+            f"the value needs {refused}, which could run code when it is unpickled. If you know it"
+            " to be harmless, declare it by torch.serialization.add_safe_globals before you load."
+            " trust_pickle=True turns this check off for all values: pass it only if you trust"
+            " whoever wrote this checkpoint",
             key=key,
         )
 
 
 def warn_unsafe_value(body: bytes, key: str, warned: set[str] | None = None) -> None:
-    """Warn, once per key, that loading this value will need `trust_pickle=True`.
+    """Warn, once per key, that this value will not load by default.
 
     Args:
         body: what `torch.save` wrote for the value.
@@ -80,8 +85,9 @@ def warn_unsafe_value(body: bytes, key: str, warned: set[str] | None = None) -> 
     if refused is not None:
         seen.add(key)
         warnings.warn(
-            f"the value of {key!r} needs {refused}: loading this checkpoint will need "
-            "trust_pickle=True. Save it as plain Python data or as a tensor to avoid that",
+            f"the value of {key!r} needs {refused}: loading it will need"
+            " torch.serialization.add_safe_globals, or trust_pickle=True. Save it as plain Python"
+            " data or as a tensor to avoid that",
             UserWarning,
             stacklevel=2,
         )
@@ -110,11 +116,15 @@ def _test_load(body: bytes) -> str | None:
     Raises:
         CheckpointCorruptError: torch cannot read it, or should not even try.
     """
-    vet(body)
+    inert = vet(body)
     try:
         torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     except Exception as error:
-        refused = refused_globals(body, error)
+        unsafe = _unsafe_globals(body) if isinstance(error, pickle.UnpicklingError) else None
+        if inert and unsafe is not None and inert.issuperset(unsafe) and not _forced():
+            _load_inert(body)
+            return None
+        refused = refused_globals(body, error, inert)
         if refused is not None:
             return refused
         if isinstance(error, pickle.UnpicklingError):
@@ -127,30 +137,57 @@ def _test_load(body: bytes) -> str | None:
     return None
 
 
-def refused_globals(body: bytes, error: Exception) -> str | None:
+def _forced() -> bool:
+    """Whether torch is set to load by `weights_only=True` whatever it is asked."""
+    forced = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
+    return forced.lower() in ("1", "y", "yes", "true")
+
+
+def _load_inert(body: bytes) -> None:
+    """Load a value that is known to run nothing, as planners do.
+
+    Raises:
+        CheckpointCorruptError: it cannot be loaded.
+    """
+    try:
+        torch.load(io.BytesIO(body), map_location="cpu", weights_only=False)
+    except Exception as error:
+        raise CheckpointCorruptError(
+            f"the value cannot be loaded ({type(error).__name__}): it is damaged"
+        ) from error
+
+
+def refused_globals(
+    body: bytes, error: Exception, inert: frozenset[str] = frozenset()
+) -> str | None:
     """What torch refused in `body`, if that is why `weights_only=True` raised `error`; else None.
 
     Runs nothing from the body.
+
+    Args:
+        inert: names that are not reported where others keep it from being loaded.
     """
     # Only bytes that are no archive take torch to its old format, which DCP never writes.
-    if isinstance(error, pickle.UnpicklingError) and body.startswith(ZIP_START):
-        return _unsafe_names(body)
-    return None
+    if not isinstance(error, pickle.UnpicklingError) or not body.startswith(ZIP_START):
+        return None
+    unsafe = _unsafe_globals(body)
+    if not unsafe:
+        # None, and the archive's checksums, which torch.load ignores, do not hold: it is damaged.
+        return "a pickle that torch refuses by weights_only=True" if _is_whole(body) else None
+    names = sorted(unsafe - inert or unsafe)
+    shown = ", ".join(name[:200] for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
-def _unsafe_names(body: bytes) -> str | None:
+def _unsafe_globals(body: bytes) -> set[str] | None:
     """The globals in `body` that torch does not allow, as torch names them; runs nothing.
 
-    None where there is none and the archive's checksums, which torch.load ignores, do not hold.
+    None where torch cannot tell: it knows only protocol 2, and damage makes it raise anything.
     """
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(body))
-    except Exception:  # noqa: BLE001 - it knows only protocol 2, and damage makes it raise anything
-        names = []
-    if not names:
-        return "a pickle that torch refuses by weights_only=True" if _is_whole(body) else None
-    shown = ", ".join(name[:200] for name in sorted(names)[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+        return set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(body)))
+    except Exception:  # noqa: BLE001 - as above
+        return None
 
 
 def _is_whole(body: bytes) -> bool:

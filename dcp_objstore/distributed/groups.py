@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import ConfigError, UnsupportedError
+from dcp_objstore.errors import ConfigError, InputError, UnsupportedError
 
 # The gloo groups made here, by purpose and the group whose ranks they have. They belong to the
 # world that they were made in, which is kept beside each: a destroyed world's are dropped.
@@ -33,13 +34,29 @@ def world_group() -> dist.ProcessGroup | None:
     return None if current_rank() is None else dist.group.WORLD
 
 
-def is_alone(group: dist.ProcessGroup | None) -> bool:
-    """Whether there is one rank, which has nobody to exchange plans with: None is the world.
+def count_ranks(group: dist.ProcessGroup | None) -> int:
+    """How many ranks a call has that was made in this group; one without a group.
 
-    DCP would pickle and unpickle the plan three times for itself: 100 objects a tensor, enough for
-    the cyclic collector to walk through the whole program twice.
+    One rank has nobody to exchange plans with. DCP would pickle and unpickle the plan three times
+    for itself: 100 objects a tensor, enough for the cyclic collector to walk through the whole
+    program twice.
     """
-    return current_rank() is None or dist.get_world_size(group) == 1
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def has_gone(group: dist.ProcessGroup | None) -> bool:
+    """Whether the group was destroyed. A save in the background may outlive it."""
+    return group is not None and group not in dist.distributed_c10d._world.pg_map
+
+
+def gone_error(url: str | None) -> InputError:
+    """Why ranks cannot do together any more what they began together."""
+    return InputError(
+        "the process group of this call was destroyed, so its ranks cannot go on together: call"
+        " result() of each save in the background before"
+        " torch.distributed.destroy_process_group()",
+        url=url,
+    )
 
 
 def sync_group(
@@ -50,15 +67,20 @@ def sync_group(
     Where the default group has no CPU backend (NCCL alone), a gloo group of our own with the same
     ranks: pickled plans do not belong on a GPU. Making it is a collective of all ranks, once.
 
+    Returns:
+        The group; None without a process group: this process is alone.
+
     Raises:
         ConfigError: this rank is not in the given group.
     """
     _refuse_outsider(process_group)
-    if process_group is not None or current_rank() is None:
+    if current_rank() is None:
+        return None
+    if process_group is not None:
         return process_group
     world = dist.distributed_c10d._get_default_group()
     if torch.device("cpu") in world._device_types:
-        return None
+        return world
     return own_group("sync", None, config)
 
 
@@ -68,8 +90,9 @@ def own_group(
     """A gloo group of our own with the same ranks, beside the training's collectives.
 
     Collectives of two threads in one group would be matched in whatever order they come, so each
-    thread has a group with a purpose of its own. Making one is a collective of its ranks, once;
-    its time-out is `config.peer_timeout_seconds` of the latest call. Where `config` is something
+    thread has a group with a purpose of its own. Making one is a collective of its ranks, once,
+    which waits for a rank that does not come as long as `init_process_group` did, or less. Its
+    time-out is `config.peer_timeout_seconds` of the latest call. Where `config` is something
     else, which other code refuses, it is the default's: this rank must come to the collective.
 
     Raises:
@@ -81,6 +104,7 @@ def own_group(
         return None
     usable = config if isinstance(config, TransferConfig) else TransferConfig()
     timeout = datetime.timedelta(seconds=usable.peer_timeout_seconds)
+    store: Any = dist.distributed_c10d._get_default_store()  # torch's stubs lack `timeout`
     world = dist.distributed_c10d._get_default_group()
     for key in [key for key, (_, home) in _own.items() if home is not world]:
         del _own[key]
@@ -92,7 +116,7 @@ def own_group(
             ranks = dist.get_process_group_ranks(process_group)
         made = dist.new_group(
             ranks,
-            timeout=timeout,
+            timeout=min(timeout, store.timeout),
             backend="gloo",
             use_local_synchronization=ranks is not None,
         )

@@ -21,4 +21,11 @@ def plugin_errors(rank: int | None, url: str | None) -> Iterator[None]:
         error.at(rank=rank, url=url)
         raise
     except Exception as error:
-        raise RankFailedError(f"{type(error).__name__}: {error}", rank=rank, url=url) from error
+        raise typed(error, rank, url) from error
+
+
+def typed(error: BaseException, rank: int | None, url: str | None) -> DcpObjstoreError:
+    """The error itself, with rank and URL filled in, or one of ours with its text."""
+    if not isinstance(error, DcpObjstoreError):
+        error = RankFailedError(f"{type(error).__name__}: {error}")
+    return error.at(rank=rank, url=url)

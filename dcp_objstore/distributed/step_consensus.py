@@ -41,7 +41,7 @@ class _Agreed:
     reasons: frozenset[str]
 
 
-class Boundaries:
+class StepConsensus:
     """The step boundaries of one rank.
 
     Args:

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.distributed.failures import agree, attempt, typed_failures
-from dcp_objstore.distributed.groups import current_rank, own_group
+from dcp_objstore.distributed.failures import capture, raise_on_all, typed_failures
+from dcp_objstore.distributed.groups import count_ranks, own_group
 from dcp_objstore.errors import DcpObjstoreError
 
 T = TypeVar("T")
@@ -29,24 +29,23 @@ class Team:
         self, url: str, process_group: dist.ProcessGroup | None, config: TransferConfig | None
     ) -> None:
         self._url = url
-        with typed_failures(url, process_group):
+        with typed_failures(url, None):
             self._group = own_group("run", process_group, config)
-        many = current_rank() is not None
-        self.world_size = dist.get_world_size(self._group) if many else 1
-        self.rank = dist.get_rank(self._group) if many else 0
+        self.world_size = count_ranks(self._group)
+        self.rank = 0 if self._group is None else dist.get_rank(self._group)
 
     @property
     def is_first(self) -> bool:
         """Whether this rank makes the requests. Local."""
         return self.rank == 0
 
-    def agree(self, failed: DcpObjstoreError | None) -> None:
+    def raise_on_all(self, failed: DcpObjstoreError | None) -> None:
         """Raise on every rank if any has an error."""
-        agree(failed, self._url, self._group)
+        raise_on_all(failed, self._url, self._group)
 
     def any(self, holds: bool) -> bool:
         """Whether it holds on any rank."""
-        if current_rank() is None:
+        if self._group is None:
             return holds
         found = [False] * self.world_size
         with typed_failures(self._url, self._group):
@@ -55,10 +54,10 @@ class Team:
 
     def on_first(self, make: Callable[[], T]) -> T:
         """What the first rank makes, on every rank; its error too."""
-        made, failed = attempt(make) if self.is_first else (None, None)
-        self.agree(failed)
+        made, failed = capture(make) if self.is_first else (None, None)
+        self.raise_on_all(failed)
         held: list[Any] = [made]
-        if current_rank() is not None:
+        if self._group is not None:
             with typed_failures(self._url, self._group):
                 dist.broadcast_object_list(held, group=self._group, group_src=0)
         found: T = held[0]

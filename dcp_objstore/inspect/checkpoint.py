@@ -30,7 +30,7 @@ from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import size_text
 from dcp_objstore.read.planner import nearest
-from dcp_objstore.read.stored_checkpoint import open_source
+from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.stores.target import Target
 from dcp_objstore.transfer.workers import wait_for
 
@@ -166,8 +166,12 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
 
         Raises:
             StateMismatchError: a pattern matches nothing.
-            CheckpointCorruptError, CheckpointGoneError, UntrustedPickleError, UnsupportedError,
-            StoreUnavailableError, PermissionDeniedError: as `ObjectStoreReader`.
+            CheckpointCorruptError: objects are missing or differ from what was saved.
+            CheckpointGoneError: the checkpoint was deleted or replaced meanwhile.
+            UntrustedPickleError: a value needs `trust_pickle=True`.
+            UnsupportedError: it holds what this version cannot read.
+            StoreUnavailableError: the store did not answer, after all retries.
+            PermissionDeniedError: the credentials do not allow it.
         """
         tensors: dict[str, tuple[Box, torch.Tensor]] = {}
         values: list[str] = []
@@ -176,7 +180,8 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         for key in keys:
             entry = self[key]
             if isinstance(entry, TensorEntry):
-                tensors[key] = whole(entry.shape), new_tensor(entry.shape, entry.dtype, device)
+                made = new_tensor(key, entry.shape, entry.dtype, device)
+                tensors[key] = whole(entry.shape), made
             else:
                 values.append(key)
         found = self._fill(tensors, values, progress=progress)
@@ -198,7 +203,8 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         Raises:
             UnsupportedError: another library wrote it, without digests.
             CheckpointGoneError: it was replaced or deleted meanwhile.
-            StoreUnavailableError, PermissionDeniedError: as they say.
+            StoreUnavailableError: the store did not answer, after all retries.
+            PermissionDeniedError: the credentials do not allow it.
         """
         channel = self._hooks.channel("verify", self.url, *rank_and_world_size())
         show(channel, bar=progress, summary=False)
@@ -261,14 +267,30 @@ def open(  # noqa: A001 - `dos.open`, as gzip.open
 
     Args:
         url: the checkpoint, ours or another library's.
-        storage_options, config, verify, trust_pickle: see `ObjectStoreReader`.
-        on_event, trace: as of `ObjectStoreWriter`, for each read and verification.
+        storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
+            `endpoint_url`, ...). Default: from the environment.
+        config: sizes, concurrency, time-outs and the memory budget.
+        verify: "strict" (default): no unverified byte reaches a tensor. "off": only what is needed
+            is read, and not checked.
+        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses, which may run
+            code that the checkpoint's author chose. Default False.
+        on_event: called with each event of a read or verification, in a thread of its own; see
+            `ObjectStoreWriter`.
+        trace: name of a local file that gets each read and verification as a trace; see
+            `ObjectStoreWriter`.
 
     Raises:
         CheckpointNotFoundError: nothing is committed at this URL.
-        CheckpointCorruptError, CheckpointGoneError, UnsupportedError, UntrustedPickleError,
-        StoreUnavailableError, PermissionDeniedError, CredentialsError, BucketNotFoundError,
-        InvalidUrlError, ConfigError: as they say.
+        CheckpointCorruptError: the marker or the index is damaged.
+        CheckpointGoneError: it was deleted or replaced meanwhile.
+        UnsupportedError: a newer version wrote it, or it holds what this version cannot read.
+        UntrustedPickleError: its `.metadata` asks for a type that stock torch does not write.
+        StoreUnavailableError: the store did not answer, after all retries.
+        CredentialsError: there are no credentials, or they are wrong or expired.
+        PermissionDeniedError: the credentials do not allow it.
+        BucketNotFoundError: there is no such bucket.
+        InvalidUrlError: the URL has no known scheme, no bucket, or a form that cannot be used.
+        ConfigError: an argument has a wrong type or value.
     """
     if verify not in ("strict", "off"):
         raise ConfigError(f"verify must be 'strict' or 'off', got {verify!r}")
@@ -276,8 +298,8 @@ def open(  # noqa: A001 - `dos.open`, as gzip.open
     hooks = Hooks(on_event, trace)
     channel = hooks.channel("open", target.spec.url, *rank_and_world_size())
     with channel.watching():
-        source = wait_for(open_source, target.spec.open())
-        channel.tell(Opened, channel.began_at, commit_id=source.commit_id)
+        source = wait_for(open_stored_checkpoint, target.spec)
+        channel.emit(Opened, channel.began_at, commit_id=source.commit_id)
     return Checkpoint(
         target, source, verify=verify == "strict", trust_pickle=trust_pickle, hooks=hooks
     )
@@ -303,14 +325,24 @@ def load_state_dict(
     model use `load`, which reads each byte once for all ranks.
 
     Args:
+        url: the checkpoint, of this or another library.
         keys: patterns of keys, as `"model.*"`; see `Checkpoint.matching`. Default: everything.
         nested: as the nested dict that was saved (default); otherwise flat, by key.
         device: where the tensors are made. Default: CPU memory.
         progress: show a bar where standard error is a terminal. Default True.
-        url, storage_options, config, verify, trust_pickle, on_event, trace: see `open`.
+        storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
+            `endpoint_url`, ...). Default: from the environment.
+        config: sizes, concurrency, time-outs and the memory budget.
+        verify: "strict" (default): no unverified byte reaches a tensor. "off": only what is needed
+            is read, and not checked.
+        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses, which may run
+            code that the checkpoint's author chose. Default False.
+        on_event: called with each event of the read, in a thread of its own; see
+            `ObjectStoreWriter`.
+        trace: name of a local file for a trace of the read; see `ObjectStoreWriter`.
 
     Raises:
-        As `open` and `Checkpoint.read`.
+        DcpObjstoreError: what `open` and `Checkpoint.read` raise.
     """
     checkpoint = open(
         url,

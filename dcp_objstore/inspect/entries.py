@@ -25,14 +25,15 @@ class TensorEntry:
     Attributes:
         key: its name, as DCP flattens state dicts ("model.embed.weight").
         shape: of the whole tensor.
-        dtype: as it was saved.
+        dtype: as it was saved; None if this version or this torch does not know it, so that the
+            tensor cannot be read.
         chunks: (offsets, sizes) of the boxes in which it is stored.
     """
 
     checkpoint: Checkpoint
     key: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     chunks: tuple[_Chunk, ...]
 
     # Python would iterate by indices otherwise, with a request for each row.
@@ -44,14 +45,14 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes of the whole tensor; 0 if its dtype is unknown."""
+        return math.prod(self.shape) * (self.dtype.itemsize if self.dtype is not None else 0)
 
     def read(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """The whole tensor.
 
         Raises:
-            As `Checkpoint.read`.
+            DcpObjstoreError: what `Checkpoint.read` raises.
         """
         return self._read(whole(self.shape), device)
 
@@ -65,13 +66,13 @@ class TensorEntry:
 
         Raises:
             IndexError: an index is of another kind, out of range, or there are too many.
-            As `Checkpoint.read`.
+            DcpObjstoreError: what `Checkpoint.read` raises.
         """
         box, sizes = box_of(index, self.shape)
         return self._read(box, "cpu").reshape(sizes)
 
     def _read(self, box: Box, device: torch.device | str) -> torch.Tensor:
-        tensor = new_tensor(box.sizes, self.dtype, device)
+        tensor = new_tensor(self.key, box.sizes, self.dtype, device)
         self.checkpoint._fill({self.key: (box, tensor)}, (), progress=False)
         return tensor
 
@@ -96,6 +97,6 @@ class ValueEntry:
         """The value.
 
         Raises:
-            As `Checkpoint.read`.
+            DcpObjstoreError: what `Checkpoint.read` raises.
         """
         return self.checkpoint._fill({}, [self.key], progress=False)[self.key]

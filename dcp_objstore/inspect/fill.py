@@ -18,6 +18,7 @@ from dcp_objstore.errors import CheckpointCorruptError, ConfigError, Unsupported
 from dcp_objstore.inspect.selection import check_covered
 from dcp_objstore.read.session import plan_load, run_load
 from dcp_objstore.state.geometry import Box
+from dcp_objstore.state.memory import is_quantized
 
 if TYPE_CHECKING:
     import io
@@ -34,14 +35,25 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 
 def new_tensor(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+    key: str, shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device | str
 ) -> torch.Tensor:
-    """A tensor to read into, on a device.
+    """A tensor to read `key` into, on a device.
+
+    Args:
+        dtype: None: unknown here; a read says so, without memory for it.
 
     Raises:
         ConfigError: there is no such device here.
-        UnsupportedError: the host has not as much memory as the tensor takes.
+        UnsupportedError: the tensor is quantized, or the host has not as much memory as it takes.
     """
+    if dtype is None:
+        return torch.empty(shape, device="meta")
+    if is_quantized(dtype):
+        raise UnsupportedError(
+            "a quantized tensor can only be loaded into one of the same scale and zero point: pass"
+            " dcp_objstore.load a state that has one",
+            key=key,
+        )
     try:
         place = torch.device(device)
         if place.type != "cpu":
@@ -57,7 +69,7 @@ def new_tensor(
         if place.type != "cpu":
             raise  # torch.OutOfMemoryError says what takes the memory of a GPU
         text = f"no memory for a tensor of shape {shape} and {dtype}, as the checkpoint has it"
-        raise UnsupportedError(text) from error
+        raise UnsupportedError(text, key=key) from error
 
 
 def fill(

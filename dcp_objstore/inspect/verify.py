@@ -65,7 +65,8 @@ class VerifyReport:
     """What was verified.
 
     Attributes:
-        url, commit_id: the checkpoint.
+        url: the checkpoint.
+        commit_id: the commit that was verified.
         objects: data objects looked at.
         blocks: blocks of payload that were read and compared.
         total_bytes: bytes read.
@@ -223,7 +224,7 @@ def verify_source(
     framing = _between(source, spans, whole) if deep else []
     comparison.begin(whole if deep else ())
     requests = plan_requests([*spans, *framing], request_size_bytes=config.request_size_bytes)
-    channel.tell(
+    channel.emit(
         Planned,
         channel.began_at,
         operation="verify",
@@ -245,7 +246,7 @@ def verify_source(
             comparison.damaged.add(Damage(entry.key, "framing", text=text))
     if deep:
         comparison.damaged.update(_miscounted(source))
-    channel.tell(
+    channel.emit(
         Verified,
         channel.began_at,
         size_bytes=comparison.total_bytes,

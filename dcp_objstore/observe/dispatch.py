@@ -78,7 +78,7 @@ class Channel:
         self._listeners.append(listener)
         self.detailed = self.detailed or detailed
 
-    def tell(
+    def emit(
         self,
         kind: Callable[..., Event],
         began_at: float,
@@ -118,7 +118,7 @@ class Channel:
         """
         with self._retries_lock:
             self.retries += 1
-        self.tell(Retried, began_at, what=what, attempt=attempt, error=error, object_key=object_key)
+        self.emit(Retried, began_at, what=what, attempt=attempt, error=error, object_key=object_key)
 
     def key_of(self, bucket_key: str) -> str | None:
         """The key below this checkpoint of an object of its bucket; None if it lies elsewhere."""
@@ -132,7 +132,7 @@ class Channel:
             return
         self._failed = True
         ours = isinstance(error, DcpObjstoreError)
-        self.tell(
+        self.emit(
             Failed,
             self.began_at,
             operation=self.operation,
@@ -234,7 +234,7 @@ def current_channel() -> Channel | None:
     return _current.get()
 
 
-def tell_retry(bucket_key: str, attempt: int, error: str, began_at: float) -> None:
+def emit_retry(bucket_key: str, attempt: int, error: str, began_at: float) -> None:
     """For transports: tell the save or load that a request is made for of its retry.
 
     Args:

@@ -188,7 +188,10 @@ class Saved(Event):
     """A save has ended well. On the coordinator (rank 0) alone, for all ranks, from its set-up on.
 
     Attributes:
-        size_bytes, objects, parts, commit_id: as in `SaveReport`.
+        size_bytes: put into data objects, framing included.
+        objects: data objects.
+        parts: requests that carried their bytes.
+        commit_id: of the commit.
     """
 
     size_bytes: int
@@ -203,7 +206,11 @@ class Loaded(Event):
 
     Attributes:
         size_bytes: that this rank fetched.
-        needed_bytes, received_bytes, objects, requests, commit_id: as in `LoadReport`.
+        needed_bytes: that this rank's state needed.
+        received_bytes: that other ranks fetched and handed to this one.
+        objects: data objects read from.
+        requests: ranged GETs.
+        commit_id: of the checkpoint; None for one that another library wrote.
     """
 
     size_bytes: int

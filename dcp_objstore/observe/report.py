@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
@@ -86,6 +87,20 @@ class LoadReport:
     def gib_per_second(self) -> float:
         """Throughput over `seconds`."""
         return self.total_bytes / GIB / max(self.seconds, 1e-9)
+
+    def __getitem__(self, key: object) -> NoReturn:
+        """Not the state: that is what was passed to `dos.load`."""
+        raise TypeError(
+            "a LoadReport is not the state that was loaded: dcp_objstore.load fills the state that"
+            f" it is given, so write state[{key!r}] after dcp_objstore.load(state, url)"
+        )
+
+
+def log_failure(url: str | None, error: BaseException) -> None:
+    """Log the error of a save in the background, for whose result nobody may ask."""
+    # A filter of the program may raise, which must not take the place of the error.
+    with contextlib.suppress(Exception):
+        logger.error("saving %s in the background failed: %s", url, error)
 
 
 def size_text(count_bytes: float) -> str:

@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 
-from dcp_objstore.distributed.failures import agree, attempt, extended, typed_failures
-from dcp_objstore.distributed.groups import current_rank, is_alone, sync_group, world_group
-from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.distributed.failures import (
+    capture,
+    every_rank,
+    extended,
+    raise_on_all,
+    typed_failures,
+)
+from dcp_objstore.distributed.groups import count_ranks, current_rank, sync_group
+from dcp_objstore.errors import DcpObjstoreError, RankFailedError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.planner import AgreeingLoadPlanner
 from dcp_objstore.read.reader import ObjectStoreReader
@@ -23,7 +29,7 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport
-from dcp_objstore.write.dcp_calls import aim, single_process_is_fine, telling_failures
+from dcp_objstore.write.dcp_calls import aim, reporting_failures, single_process_is_fine
 
 _PARTLY = (
     "; tensors of the state may be partly filled, so load again, or from another checkpoint, before"
@@ -61,8 +67,19 @@ def load(
             out, and the report names them. Default True. What the checkpoint has beyond the state
             (an optimizer, where only the weights are asked for) is never an error.
         process_group: the ranks that load together. Default: all.
-        storage_options, config, progress, on_event, trace, verify, trust_pickle, read_once: see
-            `ObjectStoreReader`.
+        storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
+            `endpoint_url`, ...). Default: from the environment.
+        config: sizes, concurrency, time-outs and the memory budget.
+        progress: show a bar on rank 0 where standard error is a terminal. Default True.
+        on_event: called with each event of the load on this rank, in a thread of its own; see
+            `ObjectStoreWriter`.
+        trace: name of a local file for a trace of the load; see `ObjectStoreWriter`.
+        verify: "strict" (default): no unverified byte reaches a tensor. "off": only what is needed
+            is read, and not checked.
+        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses, which may run
+            code that the checkpoint's author chose. Default False.
+        read_once: what several ranks need is fetched by one of them, which hands it to the others;
+            see `ObjectStoreReader`. Default True.
 
     Returns:
         What this rank fetched, what of its state was missing, and what it did not ask for.
@@ -70,15 +87,19 @@ def load(
     Raises:
         StateMismatchError: keys or shapes that the checkpoint does not have, with the nearest
             names.
+        UnsupportedError: a module or tensor of the state is on the meta device: give it memory
+            first (`to_empty`).
         DcpObjstoreError: that of the lowest rank that failed; see `ObjectStoreReader` for which.
-        RankFailedError: a rank failed otherwise, or died.
+        RankFailedError: a rank failed otherwise, died, or did not make this call.
 
     A load that fails while data is read (its error says so), or that is stopped by Ctrl-C then,
     leaves tensors of the state partly filled: load again, or from another checkpoint, before you
     use them.
     """
-    group = sync_group(process_group, config)
-    reader, refused = attempt(
+    advice = every_rank("dcp_objstore.load")
+    with typed_failures(None, None, advice):
+        group = sync_group(process_group, config)
+    reader, refused = capture(
         lambda: ObjectStoreReader(
             url,
             storage_options=storage_options,
@@ -89,13 +110,16 @@ def load(
             verify=verify,
             trust_pickle=trust_pickle,
             read_once=read_once,
-            process_group=group or world_group(),
+            process_group=group,
         )
     )
-    converted, failed = attempt(lambda: ConvertedState(state, loading=True))
+    converted, failed = capture(lambda: ConvertedState(state, loading=True))
     try:
-        with telling_failures(reader):
-            agree(refused or failed, aim(reader), group)
+        with reporting_failures(reader):
+            # Ranks that read once begin with a collective of their own.
+            raise_on_all(
+                refused or failed, aim(reader), group, advice, {"read_once": bool(read_once)}
+            )
             assert reader is not None
             assert converted is not None
             return _run_load(reader, converted, group, strict=strict)
@@ -116,16 +140,17 @@ def _run_load(
     url = str(reader.checkpoint_id)
     planner = AgreeingLoadPlanner(url, converted.optimizers, converted.per_rank, strict=strict)
     try:
-        with typed_failures(url, group), single_process_is_fine():
+        single_process_is_fine()
+        with typed_failures(url, group):
             state_dict_loader.load(
                 converted.state_dict,
                 storage_reader=reader,
                 planner=planner,
                 process_group=group,
-                no_dist=is_alone(group),
+                no_dist=count_ranks(group) == 1,
             )
-        _, failed = attempt(lambda: converted.restore(planner.without_state))
-        agree(failed, url, group)
+        _, failed = capture(lambda: converted.restore(planner.without_state))
+        raise_on_all(failed, url, group)
     except DcpObjstoreError as error:
         if not planner.reading:
             raise
@@ -140,7 +165,8 @@ def _run_load(
             ", ".join(planner.missing[:5]),
             ", ..." if len(planner.missing) > 5 else "",
         )
-    assert reader.last_load is not None
+    if reader.last_load is None:  # it has left the raising to the rank that failed
+        raise RankFailedError("another rank has failed and has not said so", url=url)
     return dataclasses.replace(
         reader.last_load, missing=planner.missing, unexpected=planner.unexpected
     )

@@ -1,7 +1,8 @@
 """Items that only torch can take apart: gathered whole, then finished, in bounded memory.
 
 A tensor is finished by the worker that brings its last byte. A value is left to the calling
-thread, as DCP's planners are called from one thread only; `Backlog` bounds what waits for that.
+thread, as DCP's planners are called from one thread only; `CompletionQueue` bounds what waits for
+that.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ import torch
 
 from dcp_objstore.compat.values import refused_globals
 from dcp_objstore.compat.vetting import vet
-from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError, UntrustedPickleError
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    DcpObjstoreError,
+    StateMismatchError,
+    UntrustedPickleError,
+)
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.state.memory import copy_elements, fits, narrow
 
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.25
 
 
-class GatherRead:
+class ItemRead:
     """All bytes of an item, for torch to take apart.
 
     Its memory is allocated when the first block arrives. With the last one a tensor is copied into
@@ -56,7 +62,7 @@ class GatherRead:
         return
 
     def bind(
-        self, destination: torch.Tensor | None, on_complete: Callable[[GatherRead], None]
+        self, destination: torch.Tensor | None, on_complete: Callable[[ItemRead], None]
     ) -> None:
         """Say what becomes of it, before anything arrives.
 
@@ -114,6 +120,8 @@ class GatherRead:
 
         Raises:
             CheckpointCorruptError: it is no tensor, or not one of the expected shape.
+            StateMismatchError: torch cannot copy it into the destination, or it is quantized and
+                the destination is not quantized in the same way.
             UntrustedPickleError: it is of a class that torch does not load safely.
         """
         key = self.item.dest_index.fqn
@@ -141,10 +149,19 @@ class GatherRead:
                 f"a tensor of shape {tuple(tensor.shape)} is stored, {wanted} was expected of it",
                 key=key,
             )
-        copy_elements(narrow(tensor.detach(), wanted), destination)
+        try:
+            copy_elements(narrow(tensor.detach(), wanted), destination)
+        except StateMismatchError as error:
+            raise error.at(key=key) from None
+        except RuntimeError as error:
+            raise StateMismatchError(
+                f"the stored {tensor.dtype} tensor cannot be copied into the state's of"
+                f" {destination.dtype}: {str(error).partition(chr(10))[0]}",
+                key=key,
+            ) from error
 
 
-class Backlog:
+class CompletionQueue:
     """Items that have arrived and wait for the calling thread, in bounded number.
 
     DCP's planners take values from one thread only, while workers fetch on: they wait for room
@@ -159,11 +176,11 @@ class Backlog:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._waiting: deque[GatherRead] = deque()
+        self._waiting: deque[ItemRead] = deque()
         self._waiting_bytes = 0
         self._changed = threading.Condition()
 
-    def add(self, read: GatherRead) -> None:
+    def add(self, read: ItemRead) -> None:
         """Take an item that has all its bytes; from any thread."""
         with self._changed:
             self._waiting.append(read)
@@ -174,7 +191,7 @@ class Backlog:
         """Whether more waits than the limit, so that workers wait until `drain` is called."""
         return self._waiting_bytes > self._limit_bytes
 
-    def drain(self, finish: Callable[[GatherRead], None]) -> None:
+    def drain(self, finish: Callable[[ItemRead], None]) -> None:
         """Call `finish` with each item that waits; it counts as waiting until that returns."""
         while self._waiting:
             read = self._waiting.popleft()

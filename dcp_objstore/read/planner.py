@@ -20,7 +20,7 @@ from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.state.per_rank import own_name
 from dcp_objstore.state.state_dict import Place
-from dcp_objstore.write.planner import _same_url
+from dcp_objstore.write.planner import _naming_what_clashes, same_url
 
 _SHOWN = 10
 
@@ -73,8 +73,12 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """See `DefaultLoadPlanner`."""
-        with plugin_errors(current_rank(), self._url):
+        """See `DefaultLoadPlanner`.
+
+        Raises:
+            StateMismatchError: two values of the state have the same name in a checkpoint.
+        """
+        with plugin_errors(current_rank(), self._url), _naming_what_clashes(state_dict):
             super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
@@ -123,7 +127,7 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
             StateMismatchError: the checkpoint has nothing of what the ranks ask for.
         """
         with plugin_errors(current_rank(), self._url):
-            _same_url([plan.planner_data[0] for plan in global_plan])
+            same_url([plan.planner_data[0] for plan in global_plan])
             missing = sum(plan.planner_data[1] for plan in global_plan)
             if missing and not any(plan.items for plan in global_plan):
                 raise StateMismatchError(

@@ -11,7 +11,6 @@ import dataclasses
 import threading
 import uuid
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,10 +30,10 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import LoadReport, logger
-from dcp_objstore.read.peers.exchange import Exchange, Share
+from dcp_objstore.read.peers.exchange import Exchange, PeerFailedError, Share
 from dcp_objstore.read.peers.meeting import Offer, all_come, make_offer, open_once, share_out
 from dcp_objstore.read.session import PlannedLoad, plan_load, run_load
-from dcp_objstore.read.stored_checkpoint import Source, open_source
+from dcp_objstore.read.stored_checkpoint import Source, open_stored_checkpoint
 from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer.workers import wait_for
@@ -62,6 +61,7 @@ class _Load:
     error: DcpObjstoreError | None = None
     rank: int | None = None
     is_coordinator: bool = False
+    met: bool = False  # with the other ranks, to read
 
 
 class ObjectStoreReader(StorageReader):
@@ -73,22 +73,29 @@ class ObjectStoreReader(StorageReader):
 
     Args:
         url: the checkpoint, as `s3://bucket/run/step-1000`; may be left out when
-            `dcp.load(..., checkpoint_id=url)` gives it.
+            `dcp.load(..., checkpoint_id=url)` gives it. Another `checkpoint_id` in the first load
+            is refused; a later one re-targets the reader.
         storage_options: credentials and endpoint in fsspec's spelling. Default: from the
             environment.
         config: sizes, concurrency, time-outs and the memory budget.
         progress: show a bar on rank 0 where standard error is a terminal. Default True.
-        on_event, trace: as of `ObjectStoreWriter`, for loads.
+        on_event: called with each event of a load on this rank, in a thread of its own; as for
+            `ObjectStoreWriter`.
+        trace: name of a local file that gets each load as a trace; as for `ObjectStoreWriter`.
         verify: "strict" (default): no unverified byte reaches a tensor; reads are widened to
             whole 4 MiB blocks. "off": only what is needed is read, and not checked.
-        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses, which may run
-            code that the checkpoint's author chose. Default False.
+        trust_pickle: unpickle every value, which may run code that the checkpoint's author chose.
+            Default False: values load if `torch.load(weights_only=True)` allows them, with what you
+            declared by `torch.serialization.add_safe_globals`, or if they are of a few types that
+            run nothing (`BytesIO`, numeric NumPy arrays and scalars, `datetime`, `Decimal`,
+            `Path`, `range`, `deque`, enums of the standard library).
         read_once: what several ranks need (replicas, values, blocks that another layout cuts) is
             fetched and verified by one of them, which hands it to the others; so the store sees
             each byte once, whatever the number of ranks. Ranks of one host hand it on through
             shared memory, others through gloo. A rank that fails fails all in the next round. If
-            one has not come to `read_data` within 30 s, as its planner's `finish_plan` has raised
-            or is slow, each loads by itself. Default True: 8 replicas on one host loaded
+            some have not come to `read_data` and for 5 s none does, as a planner's `finish_plan`
+            has raised or is slow, each loads by itself. The ranks must agree on this, and where it
+            is on also on `verify`. Default True: 8 replicas on one host loaded
             2.5 to 3 times as fast (`python -m benchmarks resume --layout replicated`), and where
             nothing is shared it costs nothing.
         process_group: the ranks that load together, all of which take part in every load; then
@@ -98,14 +105,25 @@ class ObjectStoreReader(StorageReader):
 
     Attributes:
         last_load: a `LoadReport` of this rank's last finished load, or None.
+        load_id: names the latest load, or None; it is the `load_id` of the `StorageMeta` that the
+            planner gets, as with torch's readers.
 
-    Raises (from the DCP call, as `CheckpointException.failures`; `dos.load` raises them plainly):
+    The DCP call raises these errors as `CheckpointException.failures`; `dos.load` raises them
+    plainly.
+
+    Raises:
         CheckpointNotFoundError: nothing is committed at this URL.
         CheckpointCorruptError: objects are missing or differ from what was saved.
         CheckpointGoneError: the checkpoint was deleted or replaced meanwhile.
-        UntrustedPickleError: a value needs `trust_pickle=True`.
-        StateMismatchError, UnsupportedError, StoreUnavailableError, TransferStalledError,
-        PermissionDeniedError, CredentialsError, BucketNotFoundError: as they say.
+        UntrustedPickleError: a value needs `torch.serialization.add_safe_globals`, or
+            `trust_pickle=True`.
+        StateMismatchError: the state asks for keys or shapes that the checkpoint does not have.
+        UnsupportedError: a newer version wrote the checkpoint, or it holds what cannot be loaded.
+        StoreUnavailableError: the store did not answer, after all retries.
+        TransferStalledError: no range was completed for `config.stall_timeout_seconds`.
+        CredentialsError: there are no credentials, or they are wrong or expired.
+        PermissionDeniedError: the credentials do not allow it.
+        BucketNotFoundError: there is no such bucket.
 
     A load that fails may have filled some of the destinations, in whole or in part, and left the
     others as they were (what it did place was verified, under "strict"). Nothing writes to them
@@ -140,6 +158,7 @@ class ObjectStoreReader(StorageReader):
         self._process_group = process_group
         self._of_thread = threading.local()
         self.last_load: LoadReport | None = None
+        self.load_id: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings only, without secrets, process group or an opened checkpoint."""
@@ -152,6 +171,7 @@ class ObjectStoreReader(StorageReader):
         self._process_group = None
         self._of_thread = threading.local()
         self.last_load = None
+        self.load_id = None
 
     def __repr__(self) -> str:
         return f"ObjectStoreReader({self.checkpoint_id!r})"
@@ -167,7 +187,11 @@ class ObjectStoreReader(StorageReader):
         return is_supported_url(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Aim at another checkpoint, keeping every option; None keeps the URL."""
+        """Aim at another checkpoint, keeping every option; None keeps the URL.
+
+        Raises:
+            ConfigError: the reader was made with another URL and has loaded nothing yet.
+        """
         self._of_thread.load = None
         if checkpoint_id is not None:
             self._target.aim(checkpoint_id)  # type: ignore[arg-type]  # StoreSpec checks it
@@ -178,7 +202,7 @@ class ObjectStoreReader(StorageReader):
         DCP turns whatever is raised here into a bare AssertionError (up to torch 2.11 without its
         text), but lets through what `set_up_storage_reader` raises.
         """
-        spec = self._target.spec
+        spec = self._target.begin()
         load = _Load(spec, self._hooks.channel("load", spec.url, *rank_and_world_size()))
         self._of_thread.load = load
         try:
@@ -187,12 +211,14 @@ class ObjectStoreReader(StorageReader):
         except DcpObjstoreError as error:
             load.error = error
             return Metadata(state_dict_metadata={})
-        load.channel.tell(Opened, load.channel.began_at, commit_id=load.source.commit_id)
+        meta = load.source.metadata.storage_meta
+        self.load_id = None if meta is None else meta.load_id
+        load.channel.emit(Opened, load.channel.began_at, commit_id=load.source.commit_id)
         return load.source.metadata
 
     def _open(self, load: _Load) -> Source:
         def open_here() -> Source:
-            return wait_for(open_source, load.spec.open(), load_id=str(uuid.uuid4()))
+            return wait_for(open_stored_checkpoint, load.spec, load_id=str(uuid.uuid4()))
 
         load.together = self._read_once and current_rank() is not None
         if not load.together or self._process_group is None:
@@ -258,7 +284,14 @@ class ObjectStoreReader(StorageReader):
                     load.source, plan.items, verify=self._verify, whole_blocks=load.together
                 )
             ranks = self._group_ranks() if load.together else None
-            offer = make_offer(self.checkpoint_id, load.source, load.planned, ranks)
+            offer = make_offer(
+                self.checkpoint_id,
+                load.source,
+                load.planned,
+                ranks,
+                self._target.config,
+                verify=self._verify,
+            )
             return dataclasses.replace(plan, storage_data=offer)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -267,6 +300,7 @@ class ObjectStoreReader(StorageReader):
         Raises:
             CheckpointGoneError: the checkpoint was replaced between the ranks' openings of it, or
                 they were given different URLs.
+            ConfigError: the ranks were given different settings where they must agree.
         """
         offers = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Offer)]
         if len({(offer.url, offer.commit_id) for offer in offers}) > 1:
@@ -279,19 +313,26 @@ class ObjectStoreReader(StorageReader):
             return plans
         load = self._opened()
         with plugin_errors(load.rank, load.spec.url):
-            shares = share_out(offers, self._target.config)
+            shares = share_out(offers)
         return [
             dataclasses.replace(plan, storage_data=share)
             for plan, share in zip(plans, shares, strict=True)
         ]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fetch, verify and place all that this rank's plan asks for; returns when done."""
+        """Fetch, verify and place all that this rank's plan asks for; returns when done.
+
+        Also when another rank has failed meanwhile: the call of DCP that follows raises the error
+        of that rank on all of them.
+        """
         load = self._opened()
         with load.channel.watching(), plugin_errors(load.rank, load.spec.url):
             if load.error is not None:
                 raise load.error
-            self.last_load = self._read(load, plan, planner)
+            try:
+                self.last_load = self._read(load, plan, planner)
+            except PeerFailedError as error:
+                load.channel.fail(error.cause)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -299,33 +340,40 @@ class ObjectStoreReader(StorageReader):
     def _read(self, load: _Load, plan: LoadPlan, planner: LoadPlanner) -> LoadReport:
         assert load.source is not None
         planned, load.planned = load.planned, None
-        changed = planned is None or planned.items != plan.items
-        if planned is None or changed:
-            planned = plan_load(load.source, plan.items, verify=self._verify)
-        exchange = None
+        plan_changed = planned is None or planned.items != plan.items
         share = plan.storage_data
-        if isinstance(share, Share) and all_come(
-            share.meeting, len(self._group_ranks()), self._target.config, load.spec.url
-        ):
-            exchange = Exchange(
-                share,
-                planned,
-                self._group(),
-                load.spec.url,
-                self._target.config.memory_budget_bytes // 8,
+        if isinstance(share, Share) and self._all_come(load, share):
+            with Exchange(share, self._group(), load.spec.url) as exchange:
+                if planned is None or plan_changed:
+                    raise UnsupportedError(
+                        "the planner's finish_plan has changed which items are read, after it was"
+                        " planned which rank fetches them; pass read_once=False to the reader"
+                    )
+                exchange.prepare(planned, self._target.config.memory_budget_bytes // 8)
+                return self._run(load, planned, planner, exchange)
+        if planned is None or plan_changed:
+            planned = plan_load(load.source, plan.items, verify=self._verify)
+        return self._run(load, planned, planner, None)
+
+    def _all_come(self, load: _Load, share: Share) -> bool:
+        if load.met:
+            raise UnsupportedError(
+                "the ranks have read this plan already, and failed or not, they do so once: load"
+                " again, on all ranks"
             )
-        with nullcontext() if exchange is None else exchange:
-            if changed and exchange is not None:
-                raise UnsupportedError(
-                    "the planner's finish_plan has changed which items are read, after it was"
-                    " planned which rank fetches them; pass read_once=False to the reader"
-                )
-            return run_load(
-                load.spec.open(),
-                planned,
-                planner,
-                self._target.config,
-                trust_pickle=self._trust_pickle,
-                channel=load.channel,
-                exchange=exchange,
-            )
+        load.met = True
+        ranks = len(self._group_ranks())
+        return all_come(share.meeting, ranks, self._target.config, load.spec.url)
+
+    def _run(
+        self, load: _Load, planned: PlannedLoad, planner: LoadPlanner, exchange: Exchange | None
+    ) -> LoadReport:
+        return run_load(
+            load.spec.open(),
+            planned,
+            planner,
+            self._target.config,
+            trust_pickle=self._trust_pickle,
+            channel=load.channel,
+            exchange=exchange,
+        )

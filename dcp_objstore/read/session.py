@@ -20,7 +20,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.observe.events import Loaded, Planned
 from dcp_objstore.observe.report import LoadReport
-from dcp_objstore.read.item_read import Backlog, GatherRead
+from dcp_objstore.read.item_read import CompletionQueue, ItemRead
 from dcp_objstore.read.tensor_read import (
     Block,
     Read,
@@ -63,7 +63,7 @@ class PlannedLoad:
 
     source: Source
     items: Sequence[ReadItem]
-    reads: Sequence[TensorRead | GatherRead]
+    reads: Sequence[TensorRead | ItemRead]
     spans: Sequence[Span[Block]]
 
 
@@ -79,11 +79,11 @@ def plan_load(
     Raises:
         CheckpointCorruptError, StateMismatchError: the checkpoint does not have it.
     """
-    reads: list[TensorRead | GatherRead] = []
+    reads: list[TensorRead | ItemRead] = []
     for item in items:
         stored = stored_of(source, item)
         whole = is_value(item) or stored.dtype is None
-        reads.append(GatherRead(item, stored) if whole else TensorRead(item, stored))
+        reads.append(ItemRead(item, stored) if whole else TensorRead(item, stored))
     spans = plan_spans(reads, verify=verify, whole_blocks=whole_blocks)
     return PlannedLoad(source, items, reads, spans)
 
@@ -111,7 +111,7 @@ def run_load(
         UnsupportedError, and the store's errors.
     """
     shared_bytes = 0 if exchange is None else exchange.memory_bytes
-    backlog = Backlog(config.memory_budget_bytes)
+    backlog = CompletionQueue(config.memory_budget_bytes)
     destinations = _bind(planned, planner, backlog)
     alone = planned.spans if exchange is None else exchange.alone()
     requests = [
@@ -127,7 +127,7 @@ def run_load(
     budget_bytes = config.memory_budget_bytes - shared_bytes
     inbound, budget_bytes = _way_in(planned.reads, destinations, requests, config, budget_bytes)
 
-    def finish(read: GatherRead) -> None:
+    def finish(read: ItemRead) -> None:
         if read.error is not None:
             raise read.error
         if is_value(read.item):
@@ -160,7 +160,7 @@ def run_load(
         return _explained(planned.source, store, request, error)
 
     objects = len({request.object_number for request in requests})
-    channel.tell(
+    channel.emit(
         Planned,
         channel.began_at,
         operation=channel.operation,
@@ -203,7 +203,7 @@ def run_load(
         retries=channel.retries if reports_retries(store) else None,
         commit_id=planned.source.commit_id,
     )
-    channel.tell(
+    channel.emit(
         Loaded,
         channel.began_at,
         seconds=report.seconds,
@@ -231,7 +231,9 @@ def _request_size(
     return grown_request_size(total_bytes, config.request_size_bytes)
 
 
-def _bind(planned: PlannedLoad, planner: LoadPlanner, backlog: Backlog) -> dict[int, torch.Tensor]:
+def _bind(
+    planned: PlannedLoad, planner: LoadPlanner, backlog: CompletionQueue
+) -> dict[int, torch.Tensor]:
     """Give every read its destination; returns those of tensors by the identity of their item."""
     destinations: dict[int, torch.Tensor] = {}
     warned = False
@@ -240,7 +242,7 @@ def _bind(planned: PlannedLoad, planner: LoadPlanner, backlog: Backlog) -> dict[
         if not is_value(item):
             destination = check_destination(item, planner.resolve_tensor(item))
             destinations[id(item)] = destination
-        if isinstance(read, GatherRead):
+        if isinstance(read, ItemRead):
             read.bind(destination, backlog.add)
         else:
             assert destination is not None and read.stored.dtype is not None
@@ -250,7 +252,7 @@ def _bind(planned: PlannedLoad, planner: LoadPlanner, backlog: Backlog) -> dict[
 
 
 def _way_in(
-    reads: Sequence[TensorRead | GatherRead],
+    reads: Sequence[TensorRead | ItemRead],
     destinations: Mapping[int, torch.Tensor],
     requests: Sequence[RangeRequest[Block]],
     config: TransferConfig,

@@ -6,6 +6,7 @@ bytes lie, whether they are raw, and what they must hash to.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from typing import TYPE_CHECKING
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorStorageMetadata,
 )
 
 from dcp_objstore.checkpoint import commit
 from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.listing import explain_object
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.compat.transforms import (
@@ -35,14 +38,14 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     UnsupportedError,
 )
-from dcp_objstore.state.dcp_metadata import describe
+from dcp_objstore.state.dcp_metadata import describe, known_dtype, unknown_dtype
 from dcp_objstore.state.geometry import fills
 
 if TYPE_CHECKING:
     import io
 
     from dcp_objstore.checkpoint.marker import Marker
-    from dcp_objstore.stores import ObjectStore
+    from dcp_objstore.stores import ObjectStore, StoreSpec
 
 _MAX_DOT_METADATA_BYTES = 4 * 1024**3
 # Reading is planned in blocks, before the first byte shows whether an object is as large as the
@@ -61,8 +64,8 @@ class Stored:
         object_number: into `Source.object_keys`.
         payload_offset, payload_length: its bytes in that object.
         sizes: shape of the chunk; None for a pickled value.
-        dtype: torch's name of the dtype of raw elements; None where the payload is a whole
-            `torch.save` blob, or a pickled value.
+        dtype: torch's name of the dtype of raw elements, or one that is unknown here; None where
+            the payload is a whole `torch.save` blob, or a pickled value.
         digests: 16 bytes per 4 MiB block of payload; None for a checkpoint without digests.
         transforms: names of the stream extensions that the payload went through; foreign only.
         limit_bytes: no more may it become when it is unpacked; None for raw elements.
@@ -115,7 +118,8 @@ class Source:
 
         Raises:
             CheckpointCorruptError: the checkpoint does not say.
-            UnsupportedError: it went through a stream extension that cannot be undone here.
+            UnsupportedError: it went through a stream extension that cannot be undone here, or is
+                of an unknown dtype.
         """
         offset = None if place.offset is None else tuple(place.offset)
         found = self.items.get((place.fqn, offset))
@@ -124,6 +128,8 @@ class Source:
                 f"the checkpoint describes a chunk at offset {offset} but not where it lies",
                 key=place.fqn,
             )
+        if found.dtype is not None and known_dtype(found.dtype) is None:
+            raise unknown_dtype(found.dtype, place.fqn)
         if found.transforms:
             check_transforms(found.transforms, place.fqn)
         return found
@@ -154,7 +160,22 @@ class Source:
         return commit.explain_missing(store, self.commit_id, key)
 
 
-def open_source(store: ObjectStore, load_id: str | None = None) -> Source:
+def open_stored_checkpoint(spec: StoreSpec, load_id: str | None = None) -> Source:
+    """Open the checkpoint at a URL.
+
+    Raises:
+        As `open_rooted`.
+    """
+    try:
+        return open_rooted(spec.open(), load_id)
+    except CheckpointNotFoundError:
+        reason = explain_object(spec)
+        if reason is None:
+            raise
+        raise CheckpointNotFoundError(reason, url=spec.url) from None
+
+
+def open_rooted(store: ObjectStore, load_id: str | None = None) -> Source:
     """Open the checkpoint at the store's root.
 
     Raises:
@@ -174,7 +195,7 @@ def _open(store: ObjectStore, load_id: str | None) -> Source:
     if found is None:
         body = _dot_metadata(store)
         if body is not None:
-            return _foreign(decode_metadata(body))
+            return _foreign(decode_metadata(body), load_id)
         _check_no_rank_metadata(store)
     marker, body = commit.open_found(store, found)
     index = ix.decode(body)
@@ -182,9 +203,10 @@ def _open(store: ObjectStore, load_id: str | None) -> Source:
         (key, None): _stored(blob, None, None) for key, blob in index.blobs.items()
     }
     for key, tensor in index.tensors.items():
+        known = known_dtype(tensor.dtype) is not None
         for chunk in tensor.chunks:
             items[key, chunk.offsets] = _stored(
-                chunk.item, chunk.sizes, None if chunk.pickled else tensor.dtype
+                chunk.item, chunk.sizes, None if chunk.pickled and known else tensor.dtype
             )
     return Source(
         metadata=describe(index, load_id),
@@ -230,8 +252,10 @@ def _check_no_rank_metadata(store: ObjectStore) -> None:
     )
 
 
-def _foreign(metadata: Metadata) -> Source:
+def _foreign(metadata: Metadata, load_id: str | None) -> Source:
     """A checkpoint that stock torch wrote: every item is a `torch.save` blob or pickled value."""
+    meta = metadata.storage_meta or StorageMeta()
+    metadata.storage_meta = dataclasses.replace(meta, load_id=load_id)
     chunks = {
         (key, tuple(chunk.offsets)): (tuple(chunk.sizes), item.properties.dtype.itemsize)
         for key, item in metadata.state_dict_metadata.items()

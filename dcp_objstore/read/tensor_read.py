@@ -5,7 +5,7 @@ but the checkpoint's index is looked at. A block that has arrived is verified on
 to every read that wants some of it:
 
 - `TensorRead` copies elements straight into the destination tensor;
-- `gather.GatherRead` collects an item that only torch can take apart (pickled values, foreign
+- `gather.ItemRead` collects an item that only torch can take apart (pickled values, foreign
   blobs).
 """
 
@@ -25,7 +25,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_objstore.errors import CheckpointCorruptError, StateMismatchError, UnsupportedError
 from dcp_objstore.state.geometry import Box, Selection, collapse
-from dcp_objstore.state.memory import byte_memory, count_write, device_bytes, fits, narrow
+from dcp_objstore.state.memory import (
+    byte_memory,
+    count_write,
+    device_bytes,
+    fits,
+    is_quantized,
+    narrow,
+)
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, block_digest
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES, RangeRequest, Span
 
@@ -95,7 +102,18 @@ class TensorRead:
 
         Args:
             destination: as `check_destination` lets through; written in place.
+
+        Raises:
+            StateMismatchError: the destination is quantized, and torch cannot convert to that.
         """
+        if is_quantized(self._dtype) or (
+            is_quantized(destination.dtype) and self._dtype != torch.float32
+        ):
+            raise StateMismatchError(
+                f"saved as {self.stored.dtype}, which cannot be loaded into a"
+                f" {str(destination.dtype).removeprefix('torch.')} tensor",
+                key=self.item.dest_index.fqn,
+            )
         self._destination = self._view = destination
         if destination.is_contiguous():
             self._view = destination.view(self._selection.wanted.sizes)
@@ -361,7 +379,7 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 
 # torch warns, once in a process, that a tensor over a received (read-only) body must not be
-# written to. We only read from it; the warning is spent here, where nobody need see it.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    torch.frombuffer(b"\0", dtype=torch.uint8)
+# written to. We only read from it; the warning is spent here, where nobody need see it. The filter
+# stays, because `warnings.catch_warnings` would undo what another thread filters meanwhile.
+warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+torch.frombuffer(b"\0", dtype=torch.uint8)

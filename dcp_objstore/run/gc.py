@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import sweep as rule
-from dcp_objstore.checkpoint.names import MARKER_KEY, is_ours, is_probe_key
+from dcp_objstore.checkpoint.claim import read_claim
+from dcp_objstore.checkpoint.names import (
+    CLAIM_KEY,
+    MARKER_KEY,
+    is_beacon_key,
+    is_ours,
+    is_probe_key,
+)
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, check_grace
 from dcp_objstore.compat.derived import StockDotMetadata
@@ -16,13 +23,16 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     InputError,
     LostRaceError,
+    PermissionDeniedError,
     RetryableError,
     UnsupportedError,
 )
+from dcp_objstore.observe.report import logger
 from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
 from dcp_objstore.stores.uploads.open import open_uploads
-from dcp_objstore.transfer.interruptible import PromptStore
+from dcp_objstore.transfer.interruptible import InterruptibleStore
+from dcp_objstore.write.claim import above
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
@@ -95,8 +105,11 @@ def sweep(
 
     That is: objects of saves that were never committed, of checkpoints that were overwritten or
     deleted, and orphaned multipart uploads (S3, with boto3), all of them older than the grace
-    period. Never what another form of name has, and never anything beside which a save may be
-    under way. Each checkpoint is swept on its own; after a crash the next sweep goes on.
+    period. In a run that was taken over (see `claim_run`), steps that a superseded job committed
+    late and that never count are deleted, unless they are pinned; their objects go when another
+    grace period has passed. Never what another form of name has, and never anything beside which a
+    save may be under way. Each checkpoint is swept on its own; after a crash the next sweep goes
+    on.
 
     Args:
         url: a checkpoint, or a run: everything below is looked at.
@@ -113,7 +126,7 @@ def sweep(
     """
     check_grace(grace_seconds)
     spec = Target(url, storage_options, config).spec
-    store = PromptStore(spec.open())
+    store = InterruptibleStore(spec.open())
     listed = [meta.key for meta in store.list()]
     uploads: S3Uploads | LocalUploads | None = None
     unseen = None
@@ -122,7 +135,9 @@ def sweep(
         listed += [one.key for one in uploads.list()]
     except (InputError, RetryableError) as error:
         uploads, unseen = None, error.message
-    names = {key.rpartition("/")[0] for key in listed if _is_known(_name(key))}
+    names = {_above(key) for key in listed if _is_known(_name(key))}
+    runs = {_above(key) for key in listed if _name(key) == CLAIM_KEY}
+    bases = {run: _base(spec.at(f"{spec.url}/{run}") if run else spec) for run in runs}
     if names and not dry_run:
         require_rewrites(store, "nothing can be swept")
     swept = tuple(
@@ -130,6 +145,7 @@ def sweep(
             spec.at(f"{spec.url}/{name}") if name else spec,
             uploads.below(name) if uploads is not None else None,
             grace_seconds,
+            bases.get(_above(name), 0) if name else _base(above(spec)[0]),
             dry_run=dry_run,
         )
         for name in sorted(names)
@@ -150,16 +166,18 @@ def _sweep_one(
     spec: StoreSpec,
     uploads: S3Uploads | LocalUploads | None,
     grace_seconds: float,
+    base: int,
     *,
     dry_run: bool,
 ) -> CheckpointSweep:
-    store = PromptStore(spec.open())
+    store = InterruptibleStore(spec.open())
     try:
         return rule.sweep(
             store,
             dot_metadata=StockDotMetadata(),
             uploads=uploads,
             grace_seconds=grace_seconds,
+            base=base,
             dry_run=dry_run,
         )
     except LostRaceError as error:
@@ -170,15 +188,31 @@ def _sweep_one(
         )
 
 
+def _base(run: StoreSpec | None) -> int:
+    """The oldest claim whose steps count in a run; 0, below which there is none, if not known."""
+    if run is None:
+        return 0
+    try:
+        found = read_claim(InterruptibleStore(run.open()))
+    except (CorruptDataError, UnsupportedError, PermissionDeniedError) as error:
+        logger.warning("steps of superseded jobs in %s are not looked for: %s", run.url, error)
+        return 0
+    return found[0].base if found is not None else 0
+
+
 def _name(key: str) -> str:
     return key.rpartition("/")[2]
+
+
+def _above(key: str) -> str:
+    return key.rpartition("/")[0]
 
 
 def _is_known(name: str) -> bool:
     """Whether a prefix with an object of this name is one to sweep: a save may have died at any
     point there, also while it tried the store out.
     """
-    return name == MARKER_KEY or is_ours(name) or is_probe_key(name)
+    return name == MARKER_KEY or is_ours(name) or is_beacon_key(name) or is_probe_key(name)
 
 
 def _lifecycle(

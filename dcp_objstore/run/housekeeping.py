@@ -2,7 +2,7 @@
 now and then what is left of deleted steps and of saves that died is swept up.
 
 By one rank, in the background. The run belongs to this job, so its steps are listed once; from
-then on what this job commits and deletes is known.
+then on what this job commits and deletes is known, until it goes back to an earlier step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
     CheckpointNotFoundError,
@@ -23,10 +23,11 @@ from dcp_objstore.observe.report import logger
 from dcp_objstore.run.gc import sweep
 from dcp_objstore.run.retention import RetentionPolicy, StepFacts, plan_deletions
 from dcp_objstore.run.steps import steps
-from dcp_objstore.run.upkeep import delete
+from dcp_objstore.run.upkeep import delete_step
+from dcp_objstore.stores.target import Target
 
 if TYPE_CHECKING:
-    from dcp_objstore.checkpoint.claim import RunEpoch
+    from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.run.steps import RunStep
 
@@ -51,6 +52,21 @@ def step_number(name: str) -> int | None:
     """The number of a step, or None for another name."""
     found = _STEP_NAME.match(name)
     return int(found[1]) if found else None
+
+
+def step_numbers(run_url: str, newest: int | None, **access: Any) -> tuple[int, ...]:
+    """The numbers of the steps of a run that count, the newest last.
+
+    Args:
+        run_url: the run.
+        newest: only so many, the newest; None: all.
+        access: `storage_options` and `config`, as for `steps`.
+    """
+    found = steps(run_url, newest=newest, **access)
+    numbers = sorted(number for one in found if (number := step_number(one.name)) is not None)
+    if newest is not None and len(found) == newest and len(numbers) < newest:
+        return step_numbers(run_url, None, **access)[-newest:]  # other names came in between
+    return tuple(numbers)
 
 
 def facts_of(one: RunStep) -> StepFacts | None:
@@ -99,11 +115,16 @@ class Retainer:
         # What is said of single steps before they are listed.
         self._pinned: dict[int, bool] = {}
         self.resumed: int | None = None
-        self.epoch: RunEpoch | None = None
+        self.claim: RunClaim | None = None
 
     def set_pinned(self, step: int, *, pinned: bool) -> None:
         """This job has pinned a step, or removed its last pin."""
         self._pinned[step] = pinned
+
+    def resume(self, step: int | None) -> None:
+        """This job goes on from this step: never delete it, and list again which steps count."""
+        self.resumed = step
+        self._known = None
 
     def committed(self, step: int, metrics: Mapping[str, object]) -> None:
         """A newer step is durable: delete what is not kept any more. Raises nothing of ours."""
@@ -163,13 +184,11 @@ class Retainer:
         url = step_url(self._run_url, step)
         try:
             # Not the newest: that was planned with a list of the whole run.
-            delete(
-                url,
+            delete_step(
+                Target(url, self._storage_options, self._config).spec,
+                self.claim.number if self.claim is not None else 0,
                 now=self._now,
                 even_newest=True,
-                epoch=self.epoch,
-                storage_options=self._storage_options,
-                config=self._config,
             )
         except CheckpointNotFoundError:
             pass  # somebody else has

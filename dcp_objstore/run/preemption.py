@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 from dcp_objstore.observe.report import logger
+
+# A forked child inherits the handlers, and nobody there asks whether a signal came.
+_installed: weakref.WeakSet[Notice] = weakref.WeakSet()
+
+
+def _restore_in_child() -> None:
+    for notice in list(_installed):
+        notice.restore()
+
+
+os.register_at_fork(after_in_child=_restore_in_child)
 
 
 class Notice:
@@ -17,6 +30,9 @@ class Notice:
     A handler runs between two instructions of the main thread, also while that holds a lock; so it
     sets one attribute, takes none, and calls a handler in Python that was there before. What that
     one raises, `SystemExit` mostly, is held until the state is safe: see `raise_held`.
+
+    Signals are the business of the process that installs the handlers: a forked child gets back
+    what was there before, so that `Process.terminate()` ends it.
 
     Args:
         signals: which.
@@ -48,6 +64,7 @@ class Notice:
         if there is no check either.
         """
         if threading.current_thread() is threading.main_thread():
+            _installed.add(self)
             for number in self._signals:
                 self._before.setdefault(number, signal.signal(number, self._handle))
         elif self._check is None and self._signals:
@@ -59,10 +76,12 @@ class Notice:
     def restore(self) -> None:
         """Set what was there before, unless somebody has changed it since."""
         for number, before in self._before.items():
-            # None: a handler that was not set from Python; it cannot be set again.
-            if signal.getsignal(number) == self._handle and before is not None:
-                signal.signal(number, before)
+            if signal.getsignal(number) == self._handle:
+                # None: a handler that was not set from Python, which cannot be set again. Ours
+                # would swallow the signal from now on.
+                signal.signal(number, signal.SIG_DFL if before is None else before)
         self._before.clear()
+        _installed.discard(self)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from dcp_objstore.distributed.failures import attempt
+from dcp_objstore.distributed.failures import capture
 from dcp_objstore.distributed.groups import current_rank
 from dcp_objstore.distributed.team import Team
 from dcp_objstore.errors import (
@@ -19,14 +19,15 @@ from dcp_objstore.errors import (
     SaveInProgressError,
 )
 from dcp_objstore.observe.report import SaveReport, logger
+from dcp_objstore.run import claim_run as taking_over
 from dcp_objstore.run.housekeeping import Retainer, step_url
-from dcp_objstore.run.values import check_step, user_metadata
+from dcp_objstore.run.values import check_step, described_by
 from dcp_objstore.transfer.workers import spawn
 from dcp_objstore.write import api
 from dcp_objstore.write import async_save as async_api
 
 if TYPE_CHECKING:
-    from dcp_objstore.checkpoint.claim import RunEpoch
+    from dcp_objstore.checkpoint.claim import RunClaim
 
 Busy: TypeAlias = Literal["wait", "skip", "raise"]
 
@@ -52,12 +53,13 @@ class RunSaves:
         url: the run.
         team: the ranks.
         retainer: deletes old steps; used by rank 0.
-        metadata: checked values for each marker.
+        user_metadata: checked values for each marker.
         saving: arguments of `save` that are the same each time.
+        numbers: lists so many of the newest steps that count, the newest last. Called on rank 0.
 
     Attributes:
         begun_at: when the last save began, or the job itself, by the monotonic clock.
-        epoch: of this job; None: it has not taken the run over.
+        claim: of this job; None: it has not taken the run over.
     """
 
     def __init__(
@@ -66,31 +68,43 @@ class RunSaves:
         team: Team,
         retainer: Retainer,
         *,
-        metadata: Mapping[str, Any],
+        user_metadata: Mapping[str, Any],
         saving: Mapping[str, Any],
+        numbers: Callable[[int], tuple[int, ...]],
     ) -> None:
         self._url = url
         self._team = team
         self._retainer = retainer
-        self._metadata = metadata
+        self._user_metadata = user_metadata
         self._saving = saving
+        self._numbers = numbers
         self._pending: _Pending | None = None
         self._retention: threading.Thread | None = None
         self._loaded = False  # so that later steps are this job's to replace
         self._resumed: int | None = None
+        self._may_be_behind = True  # later steps may count than the one that this job came from
         self._saved: set[int] = set()
         self._failed: set[int] = set()  # which may be committed all the same
         self.begun_at = time.monotonic()
-        self.epoch: RunEpoch | None = None
+        self.claim: RunClaim | None = None
 
-    def own(self, epoch: RunEpoch) -> None:
-        """Save and delete as of this epoch from now on. Local."""
-        self.epoch = self._retainer.epoch = epoch
+    def own(self, claim: RunClaim) -> None:
+        """Save and delete as of this claim from now on. Local."""
+        self.claim = self._retainer.claim = claim
 
-    def resume(self, step: int | None) -> None:
-        """The job goes on from this step; what is later is its own to replace. Local."""
+    def resume(self, step: int | None, *, went_back: bool) -> None:
+        """The job goes on from this step; what is later is its own to replace. Local.
+
+        Args:
+            step: None: the run has none.
+            went_back: later steps may count. They do until the next save: a job that only looks at
+                an old step leaves the run as it is.
+        """
         self._loaded = True
-        self._resumed = self._retainer.resumed = step
+        self._resumed = step
+        self._may_be_behind = went_back and step is not None
+        self._saved = {one for one in self._saved if step is not None and one <= step}
+        self._retainer.resume(step)
         self.begun_at = time.monotonic()
 
     def knows(self, step: int) -> bool:
@@ -102,10 +116,10 @@ class RunSaves:
         step: int,
         state: Mapping[str, Any],
         metrics: Mapping[str, object] | None,
-        metadata: Mapping[str, object] | None,
+        user_metadata: Mapping[str, object] | None,
     ) -> SaveReport:
         """See `CheckpointManager.save`."""
-        keywords = self._prepare(step, metrics, metadata, "wait")
+        keywords = self._prepare(step, metrics, user_metadata, "wait")
         assert keywords is not None  # only "skip" skips
         self._failed.add(step)
         report = api.save(state, step_url(self._url, step), **keywords)
@@ -118,11 +132,11 @@ class RunSaves:
         step: int,
         state: Mapping[str, Any],
         metrics: Mapping[str, object] | None,
-        metadata: Mapping[str, object] | None,
+        user_metadata: Mapping[str, object] | None,
         on_busy: Busy,
     ) -> async_api.AsyncSaveHandle | None:
         """See `CheckpointManager.async_save`."""
-        keywords = self._prepare(step, metrics, metadata, on_busy)
+        keywords = self._prepare(step, metrics, user_metadata, on_busy)
         if keywords is None:
             return None
         handle = async_api.async_save(state, step_url(self._url, step), **keywords)
@@ -135,7 +149,7 @@ class RunSaves:
         self,
         step: int,
         metrics: Mapping[str, object] | None,
-        metadata: Mapping[str, object] | None,
+        user_metadata: Mapping[str, object] | None,
         on_busy: Busy,
     ) -> dict[str, Any] | None:
         """Wait for the turn, and give the arguments of the save; None: skip it."""
@@ -147,10 +161,10 @@ class RunSaves:
                 raise CheckpointExistsError(
                     f"this job has saved step {step} already", url=self._url
                 )
-            return user_metadata(step, self._metadata, metadata, metrics)
+            return described_by(step, self._user_metadata, user_metadata, metrics)
 
-        described, refused = attempt(make)
-        self._team.agree(refused)
+        described, refused = capture(make)
+        self._team.raise_on_all(refused)
         pending = self._pending
         # Ranks see the end of a save at different times.
         if on_busy != "wait" and self._team.any(pending is not None and not pending.handle.done()):
@@ -162,6 +176,7 @@ class RunSaves:
             logger.info("%s: step %d is not saved, a save is under way", self._url, step)
             return None
         self.settle()
+        self._leave_later_steps(step)
         self.begun_at = time.monotonic()
         # What this job does again since it went back to an earlier step, it may replace.
         again = self._loaded and (self._resumed is None or step > self._resumed)
@@ -170,9 +185,45 @@ class RunSaves:
             **self._saving,
             "overwrite": again,
             "user_metadata": described,
-            "epoch": self.epoch,
+            "claim": self.claim,
             "progress": False,
         }
+
+    def _leave_later_steps(self, step: int) -> None:
+        """Before the first save, and the first after going back: leave no later step that counts.
+
+        Else retention would keep it in place of what this job saves from now on, and the next job
+        would resume from it.
+        """
+        if not self._may_be_behind:
+            return
+
+        def leave() -> RunClaim | None:
+            newest = self._numbers(1)
+            if not newest or newest[-1] <= (step if self._resumed is None else self._resumed):
+                return self.claim
+            later = f"the run has later steps (up to {newest[-1]}), from which the next job resumes"
+            if self._resumed is None:
+                raise CheckpointExistsError(
+                    f"step {step} is not saved: this job has loaded no step of the run, and"
+                    f" {later}. Call load() first (load(step=...) to go back to a step), or save to"
+                    " another run",
+                    url=self._url,
+                )
+            if self.claim is None:
+                raise CheckpointExistsError(
+                    f"step {step} is not saved: this job went back to step {self._resumed}, and"
+                    f" {later}. With claim_run=True the next save makes them not count any more;"
+                    " or delete them, or save to another run",
+                    url=self._url,
+                )
+            access = {name: self._saving[name] for name in ("storage_options", "config")}
+            return taking_over.go_back(self.claim, self._resumed, **access)
+
+        claim = self._team.on_first(leave)
+        if claim is not None:
+            self.own(claim)
+        self._may_be_behind = False
 
     def settle(self) -> None:
         """Wait for the save before; raise its error on all ranks if it failed on any."""
@@ -189,7 +240,7 @@ class RunSaves:
                 else RankFailedError(f"{type(error).__name__}: {error}", current_rank())
             )
         self._pending = None
-        self._team.agree(failed.at(url=pending.handle.url) if failed is not None else None)
+        self._team.raise_on_all(failed.at(url=pending.handle.url) if failed is not None else None)
 
     def settle_quietly(self) -> None:
         """As `settle`, but log the error: the state at hand is worth more, and may be saved."""
@@ -231,9 +282,12 @@ class RunSaves:
         def follow() -> None:
             if before is not None:
                 before.join()
-            # Only looks at the outcome: an error is raised by the next call that saves.
-            if handle is None or handle.exception() is None:
-                self._retainer.committed(step, metrics)
+            if handle is not None:
+                # `exception` would count as asking for it: no message at exit, no error later.
+                handle._ended.wait()
+                if handle._error is not None:
+                    return
+            self._retainer.committed(step, metrics)
 
         # A daemon thread: a deletion that is not begun, or ended, does no harm.
         self._retention = spawn(follow, "retention")

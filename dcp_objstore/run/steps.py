@@ -1,6 +1,6 @@
 """`steps`: the checkpoints of a run, and what ties a checkpoint to its run. Without torch.
 
-The rules are those of `checkpoint.epoch`; here they get URLs.
+The rules are those of `checkpoint.claim`; here they get URLs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RunStep:
         created_at: by the clock of the host that committed; timezone-aware.
         total_bytes: the sizes of its data objects.
         world_size: ranks that saved it.
-        epoch: of the job that saved it, or adopted it; 0: none.
+        claim: of the job that saved it, or adopted it; 0: none.
         pins: names under which it is protected.
         user_metadata: as given to `save`.
     """
@@ -44,7 +44,7 @@ class RunStep:
     created_at: datetime
     total_bytes: int
     world_size: int
-    epoch: int = 0
+    claim: int = 0
     pins: tuple[str, ...] = ()
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ def steps(
     before `step-10`. In a run that was never taken over all committed steps count. A step with a
     damaged marker is left out, and a warning logged.
 
-    Requests: two for the run's `_EPOCH`, one listing of the run (a page for each 1,000 objects),
+    Requests: two for the run's `_CLAIM`, one listing of the run (a page for each 1,000 objects),
     and one for each step; again if a job takes the run over meanwhile.
 
     Args:
@@ -73,7 +73,7 @@ def steps(
         config: time-outs and retries.
 
     Raises:
-        CheckpointCorruptError: the run's `_EPOCH` is damaged.
+        CheckpointCorruptError: the run's `_CLAIM` is damaged.
         UnsupportedError: a newer version wrote the run.
         RetryableError: other jobs kept taking the run over.
         DcpObjstoreError: as the store says.
@@ -90,7 +90,7 @@ def steps(
             created_at=step.marker.created_at,
             total_bytes=step.marker.counts.total_bytes,
             world_size=step.marker.world_size,
-            epoch=step.marker.epoch,
+            claim=step.marker.claim,
             pins=step.marker.pins,
             user_metadata=step.marker.user_metadata,
         )

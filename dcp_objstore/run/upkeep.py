@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 from dcp_objstore.checkpoint import delete as deleting
 from dcp_objstore.checkpoint import pins
 from dcp_objstore.checkpoint import repair as repairing
-from dcp_objstore.checkpoint.claim import counts, read_epoch
-from dcp_objstore.checkpoint.names import EPOCH_KEY, step_of
+from dcp_objstore.checkpoint.claim import counts, read_claim
+from dcp_objstore.checkpoint.names import CLAIM_KEY, step_of
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.errors import InputError
 from dcp_objstore.stores.target import Target
-from dcp_objstore.transfer.interruptible import PromptStore
-from dcp_objstore.write.claim import above, check_epoch
+from dcp_objstore.transfer.interruptible import InterruptibleStore
+from dcp_objstore.write.claim import above, check_claim
 
 if TYPE_CHECKING:
-    from dcp_objstore.checkpoint.claim import RunEpoch
+    from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.checkpoint.delete import DeleteReport
     from dcp_objstore.checkpoint.marker import Marker
     from dcp_objstore.checkpoint.repair import RepairReport
@@ -38,7 +38,7 @@ def delete(
     now: bool = False,
     even_newest: bool = False,
     dry_run: bool = False,
-    epoch: RunEpoch | None = None,
+    claim: RunClaim | None = None,
     storage_options: Options | None = None,
     config: TransferConfig | None = None,
 ) -> DeleteReport:
@@ -56,14 +56,14 @@ def delete(
             URL), where a job would resume from. Two deletions at once may each see the other's.
             In a run that was taken over, only steps that count are looked at.
         dry_run: only look; refuse what would be refused. Default False.
-        epoch: of the job that deletes, from `take_over`: what belongs to a later one is refused.
+        claim: of the job that deletes, from `claim_run`: what belongs to a later one is refused.
         storage_options: as for `save`.
         config: time-outs and retries.
 
     Raises:
         CheckpointNotFoundError: nothing is committed here.
         CheckpointPinnedError: it is pinned; names the pins.
-        InputError: it is the newest of its run, or not a step of the epoch's run.
+        InputError: it is the newest of its run, or not a step of the claim's run.
         SupersededError: a newer job has taken the run over, and the step belongs to that.
         LostRaceError: another save replaced it meanwhile; nothing was deleted.
         CommitUnknownError: the store never answered; the same call goes on from there.
@@ -71,14 +71,29 @@ def delete(
         DcpObjstoreError: as the store says.
     """
     spec = Target(url, storage_options, config).spec
-    number = check_epoch(epoch, spec)
-    store = PromptStore(spec.open())
+    return delete_step(
+        spec, check_claim(claim, spec), now=now, even_newest=even_newest, dry_run=dry_run
+    )
+
+
+def delete_step(
+    spec: StoreSpec, number: int | None, *, now: bool, even_newest: bool, dry_run: bool = False
+) -> DeleteReport:
+    """As `delete`, by the number of a claim.
+
+    Args:
+        spec: the checkpoint.
+        number: of the claim of the job that deletes; 0: a job that has none, which deletes nothing
+            of a run that was taken over; None: somebody who belongs to no job.
+        now, even_newest, dry_run: see `delete`.
+    """
+    store = InterruptibleStore(spec.open())
     found = read_marker(store)
     if found is not None and found[0].is_committed and not found[0].pins and not even_newest:
         _refuse_newest(spec, found[0])
     if found is not None and not dry_run:
         require_rewrites(store, "no checkpoint can be deleted")
-    report = deleting.delete(store, now=now, dry_run=dry_run, epoch=number)
+    report = deleting.delete(store, now=now, dry_run=dry_run, claim=number)
     if report.superseded:
         # Our removal of the old `.metadata` may have met that of the save that came next.
         repairing.repair(store, dot_metadata=StockDotMetadata())
@@ -92,16 +107,16 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
     """
     run, name = above(spec)
     if run is not None:
-        store = PromptStore(run.open())
+        store = InterruptibleStore(run.open())
         listed = [
             (meta, step_of(meta.key))
             for meta in store.list()
-            if meta.key == EPOCH_KEY or step_of(meta.key)
+            if meta.key == CLAIM_KEY or step_of(meta.key)
         ]
         base = 0
         if any(other is None for _, other in listed):
-            epoch = read_epoch(store)
-            base = epoch[0].base if epoch is not None else 0
+            claim = read_claim(store)
+            base = claim[0].base if claim is not None else 0
         if not counts(marker, base):
             return  # no job resumes from it
         # The last written first: the first one that is read decides, mostly.
@@ -116,7 +131,7 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
 
 
 def _is_newer(spec: StoreSpec, marker: Marker, base: int) -> bool:
-    found = read_marker(PromptStore(spec.open()))
+    found = read_marker(InterruptibleStore(spec.open()))
     return found is not None and counts(found[0], base) and found[0].created_at > marker.created_at
 
 
@@ -144,7 +159,7 @@ def repair(
         RetryableError: no success until the deadline; repair it again.
         DcpObjstoreError: as the store says.
     """
-    store = PromptStore(Target(url, storage_options, config).spec.open())
+    store = InterruptibleStore(Target(url, storage_options, config).spec.open())
     return repairing.repair(store, dot_metadata=StockDotMetadata(), dry_run=dry_run)
 
 
@@ -189,7 +204,7 @@ def unpin(
 def _pinnable(
     url: str, storage_options: Options | None, config: TransferConfig | None
 ) -> ObjectStore:
-    store = PromptStore(Target(url, storage_options, config).spec.open())
+    store = InterruptibleStore(Target(url, storage_options, config).spec.open())
     if read_marker(store) is not None:
         require_rewrites(store, "no pin can be set or removed")
     return store

@@ -38,7 +38,7 @@ def check_step(step: object) -> None:
         raise ConfigError(f"a step is a whole number from 0 on, got {step!r}")
 
 
-def user_metadata(
+def described_by(
     step: int,
     of_run: Mapping[str, Any],
     of_step: Mapping[str, object] | None,

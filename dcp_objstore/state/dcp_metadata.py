@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -35,16 +37,21 @@ _DCP_VERSION = "1.0.0"
 
 
 class StoredObject(msgspec.Struct, frozen=True, array_like=True):
-    """A data object that a rank has put, and how many requests carried it."""
+    """A data object that a rank has put: how many requests carried it, and to which checkpoint."""
 
     entry: ix.ObjectEntry
     parts: int
+    url: str
 
 
 class StoredItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`WriteResult.storage_data`: where an item went. Pickled between ranks.
 
     The `object` is one instance shared by all its items, so pickle stores it once.
+
+    Attributes:
+        dtype: name of the dtype of the stored elements, which a planner may have converted; None
+            for a pickled value.
     """
 
     object: StoredObject
@@ -54,6 +61,11 @@ class StoredItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     payload_length: int
     digests: bytes
     pickled: bool
+    dtype: str | None = None
+
+
+# What the ranks have stored, by key and, for a tensor's chunk, offsets.
+_Reported: TypeAlias = dict[tuple[str, tuple[int, ...] | None], tuple[ix.Item, StoredItem]]
 
 
 def build_index(
@@ -62,29 +74,28 @@ def build_index(
     """The index of a checkpoint whose data all ranks have put.
 
     Raises:
-        UnsupportedError: the planner left `planner_data` that we would not restore.
+        UnsupportedError: the planner left `planner_data` that we would not restore, or converted
+            parts of one tensor to different dtypes.
         RankFailedError: an item of the global plan was reported by no rank.
     """
     objects: dict[str, StoredObject] = {}
     numbers: dict[str, int] = {}
-    items: dict[tuple[str, tuple[int, ...] | None], tuple[ix.Item, bool]] = {}
+    items: _Reported = {}
     for result in (result for rank_results in results for result in rank_results):
         stored: StoredItem = result.storage_data
         key = stored.object.entry.key
         number = numbers.setdefault(key, len(numbers))
         objects.setdefault(key, stored.object)
         offset = None if result.index.offset is None else tuple(result.index.offset)
-        items[result.index.fqn, offset] = (
-            ix.Item(
-                number,
-                stored.offset,
-                stored.length,
-                stored.payload_offset,
-                stored.payload_length,
-                stored.digests,
-            ),
-            stored.pickled,
+        place = ix.Item(
+            number,
+            stored.offset,
+            stored.length,
+            stored.payload_offset,
+            stored.payload_length,
+            stored.digests,
         )
+        items[result.index.fqn, offset] = place, stored
     tensors: dict[str, ix.Tensor] = {}
     blobs: dict[str, ix.Item] = {}
     for fqn, described in metadata.state_dict_metadata.items():
@@ -109,10 +120,8 @@ def build_index(
 
 
 def _reported(
-    items: Mapping[tuple[str, tuple[int, ...] | None], tuple[ix.Item, bool]],
-    fqn: str,
-    offset: tuple[int, ...] | None,
-) -> tuple[ix.Item, bool]:
+    items: _Reported, fqn: str, offset: tuple[int, ...] | None
+) -> tuple[ix.Item, StoredItem]:
     try:
         return items[fqn, offset]
     except KeyError:
@@ -123,16 +132,15 @@ def _reported(
         ) from None
 
 
-def _tensor_entry(
-    fqn: str,
-    described: TensorStorageMetadata,
-    items: Mapping[tuple[str, tuple[int, ...] | None], tuple[ix.Item, bool]],
-) -> ix.Tensor:
+def _tensor_entry(fqn: str, described: TensorStorageMetadata, items: _Reported) -> ix.Tensor:
     chunks = []
+    dtypes: set[str] = set()
     for chunk in described.chunks:
         offsets = tuple(chunk.offsets)
-        item, pickled = _reported(items, fqn, offsets)
-        chunks.append(ix.Chunk(offsets, tuple(chunk.sizes), item, pickled))
+        item, stored = _reported(items, fqn, offsets)
+        chunks.append(ix.Chunk(offsets, tuple(chunk.sizes), item, stored.pickled))
+        if stored.dtype is not None:
+            dtypes.add(stored.dtype)
     given, wanted = sum(math.prod(c.sizes) for c in chunks), math.prod(described.size)
     if given != wanted:
         raise StateMismatchError(
@@ -140,13 +148,20 @@ def _tensor_entry(
             " that it is sharded over have to call save",
             key=fqn,
         )
+    if len(dtypes) > 1:
+        raise UnsupportedError(
+            "the save planner gave parts of this tensor in different dtypes"
+            f" ({', '.join(sorted(dtypes))}); convert all of a tensor to one dtype",
+            key=fqn,
+        )
     properties = described.properties
     return ix.Tensor(
         shape=tuple(described.size),
-        dtype=_name(properties.dtype),
-        layout=_name(properties.layout),
+        # What was stored: a planner may convert tensors after it has described them.
+        dtype=dtypes.pop() if dtypes else constant_name(properties.dtype),
+        layout=constant_name(properties.layout),
         requires_grad=properties.requires_grad,
-        memory_format=_name(properties.memory_format),
+        memory_format=constant_name(properties.memory_format),
         pin_memory=properties.pin_memory,
         chunks=tuple(chunks),
     )
@@ -169,12 +184,16 @@ def _flatten_mapping(planner_data: object) -> dict[str, tuple[str | int, ...]] |
 
 
 def describe(index: ix.Index, load_id: str | None = None) -> Metadata:
-    """What DCP's planners need to know of a checkpoint; storage_data is left out."""
+    """What DCP's planners need to know of a checkpoint; storage_data is left out.
+
+    The dtype of a tensor that this version or this torch does not know is None; `Source.item`
+    refuses to read it.
+    """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for fqn, tensor in index.tensors.items():
         described[fqn] = TensorStorageMetadata(
             properties=TensorProperties(
-                dtype=_named(tensor.dtype, torch.dtype, fqn),
+                dtype=known_dtype(tensor.dtype),  # type: ignore[arg-type]  # None where unknown
                 layout=_named(tensor.layout, torch.layout, fqn),
                 requires_grad=tensor.requires_grad,
                 memory_format=_named(tensor.memory_format, torch.memory_format, fqn),
@@ -202,9 +221,24 @@ def describe(index: ix.Index, load_id: str | None = None) -> Metadata:
 
 
 def stock_metadata(metadata: Metadata, index: ix.Index) -> Metadata:
-    """The Metadata that a stock FileSystemReader finds the items by."""
+    """The Metadata that a stock FileSystemReader finds the items by.
+
+    Args:
+        metadata: as DCP's planner made it, or `describe(index)`.
+
+    Raises:
+        UnsupportedError: a tensor is of an unknown dtype.
+    """
+    described = dict(metadata.state_dict_metadata)
     storage_data: dict[MetadataIndex, _StorageInfo] = {}
     for fqn, tensor in index.tensors.items():
+        dtype, saved = known_dtype(tensor.dtype), described[fqn]
+        if dtype is None:
+            raise unknown_dtype(tensor.dtype, fqn)
+        assert isinstance(saved, TensorStorageMetadata)
+        if saved.properties.dtype != dtype:  # the planner converted it
+            properties = dataclasses.replace(saved.properties, dtype=dtype)
+            described[fqn] = dataclasses.replace(saved, properties=properties)
         for number, chunk in enumerate(tensor.chunks):
             storage_data[MetadataIndex(fqn, chunk.offsets, number)] = _stock_place(
                 index, chunk.item
@@ -212,7 +246,7 @@ def stock_metadata(metadata: Metadata, index: ix.Index) -> Metadata:
     for fqn, item in index.blobs.items():
         storage_data[MetadataIndex(fqn)] = _stock_place(index, item)
     return Metadata(
-        state_dict_metadata=metadata.state_dict_metadata,
+        state_dict_metadata=described,
         planner_data=metadata.planner_data,
         storage_data=storage_data,
         storage_meta=metadata.storage_meta,
@@ -224,8 +258,26 @@ def _stock_place(index: ix.Index, item: ix.Item) -> _StorageInfo:
     return _StorageInfo(index.objects[item.object_number].key, item.offset, item.length)
 
 
-def _name(torch_constant: object) -> str:
-    return str(torch_constant).removeprefix("torch.")
+@functools.cache  # one str for each, which pickle stores once
+def constant_name(constant: torch.dtype | torch.layout | torch.memory_format) -> str:
+    """What torch calls it, as it is written to the index: "float32"."""
+    return str(constant).removeprefix("torch.")
+
+
+def known_dtype(name: str) -> torch.dtype | None:
+    """The dtype of this name, or None where this version or this torch does not know it."""
+    dtype = getattr(torch, name, None) if name in ix.ITEM_SIZE_BYTES else None
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def unknown_dtype(name: str, key: str) -> UnsupportedError:
+    """The error for a tensor that `known_dtype` does not know."""
+    return UnsupportedError(
+        f"the checkpoint has this tensor as {name[:100]!r}, a dtype that this version of"
+        f" dcp_objstore or torch {torch.__version__} does not know: upgrade them, or leave the"
+        " tensor out of what you load",
+        key=key,
+    )
 
 
 def _named(name: str, kind: type[T], fqn: str) -> T:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from dcp_objstore.errors import StateMismatchError
+
 if TYPE_CHECKING:
     from dcp_objstore.state.geometry import Box
     from dcp_objstore.transfer.upload import ByteArray
@@ -89,8 +91,19 @@ def count_write(tensor: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
+def is_quantized(dtype: torch.dtype) -> bool:
+    """Whether elements of this dtype mean something only with a scale and a zero point."""
+    return str(dtype).startswith(("torch.qint", "torch.quint"))
+
+
 def copy_elements(source: torch.Tensor, destination: torch.Tensor) -> None:
-    """Copy all elements, converting if need be."""
+    """Copy all elements, converting if need be.
+
+    Raises:
+        StateMismatchError: one of the two is quantized, and the other not in the same way.
+    """
+    if source.is_quantized or destination.is_quantized:
+        _check_quantization(source, destination)
     to = byte_memory(destination) if source.dtype == destination.dtype else None
     have = None if to is None or source.is_quantized else byte_memory(source)
     if to is None or have is None:
@@ -99,6 +112,39 @@ def copy_elements(source: torch.Tensor, destination: torch.Tensor) -> None:
     else:
         to[:] = have
         count_write(destination)
+
+
+def _check_quantization(source: torch.Tensor, destination: torch.Tensor) -> None:
+    """Return if the elements mean the same in both: torch copies their integers as they are."""
+    have, want = _quantization(source), _quantization(destination)
+    if have != want:
+        raise StateMismatchError(
+            f"saved as {_shown(have)}, the state has {_shown(want)}; load it into a tensor that is"
+            " quantized in the same way, or save its dequantize()"
+        )
+
+
+def _quantization(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The dtype, then how integers stand for values."""
+    if not tensor.is_quantized:
+        return (tensor.dtype,)
+    scheme = tensor.qscheme()
+    if scheme == torch.per_tensor_affine:
+        return tensor.dtype, scheme, tensor.q_scale(), tensor.q_zero_point()
+    scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    axis = tensor.q_per_channel_axis()
+    return tensor.dtype, scheme, scales.tolist(), zero_points.tolist(), axis
+
+
+def _shown(quantization: tuple[Any, ...]) -> str:
+    """For an error, in a few words."""
+    name = str(quantization[0]).removeprefix("torch.")
+    if len(quantization) == 1:
+        return name
+    _, scheme, scale, zero_point, *_ = quantization
+    if scheme == torch.per_tensor_affine:
+        return f"{name} with scale {scale:g} and zero point {zero_point}"
+    return f"{name} with other scales or zero points for each channel"
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:

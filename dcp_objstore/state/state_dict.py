@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from dcp_objstore.errors import StateMismatchError
+from dcp_objstore.errors import StateMismatchError, UnsupportedError
 from dcp_objstore.state.per_rank import PerRank
 
 # Keys of dicts as the user has them, and numbers in lists.
@@ -76,6 +76,7 @@ class ConvertedState:
 
     Raises:
         StateMismatchError: the state cannot be converted; says what to pass instead.
+        UnsupportedError: tensors to load into are on the meta device.
     """
 
     def __init__(self, state: Mapping[str, Any], *, loading: bool) -> None:
@@ -90,6 +91,9 @@ class ConvertedState:
         self._state = state
         leaves = list(_leaves(state))
         modules = {path: value for path, value in leaves if isinstance(value, torch.nn.Module)}
+        if loading:
+            for path, module in modules.items():
+                _refuse_module_on_meta(path, module)
         # Optimizers that get a state for now, with what they had.
         self._set_aside = [
             (value, dict(value.state))
@@ -107,13 +111,16 @@ class ConvertedState:
         try:
             for path, value in leaves:
                 self._parts.append(self._convert(path, value, modules))
+            if loading:
+                _refuse_tensors_on_meta(self._parts)
+            self._check_names_of_ranks()
+            converted = {part.path: _plain(part.given, part.path) for part in self._parts}
+            self.state_dict = _rebuilt(state, converted)
         except BaseException:
             self.undo()
             raise
         if not loading:
             self.undo()
-        converted = {part.path: _plain(part.given) for part in self._parts}
-        self.state_dict = _rebuilt(state, converted)
 
     def _convert(self, path: Path, value: Any, modules: Mapping[Path, torch.nn.Module]) -> _Part:
         if isinstance(value, torch.nn.Module):
@@ -134,6 +141,19 @@ class ConvertedState:
                 key=_name(path),
             )
         return _Part(path, value, value)
+
+    def _check_names_of_ranks(self) -> None:
+        """Refuse a value that has the name of some rank's value of a `PerRank`."""
+        for place in self.per_rank:
+            prefix = _name(place) + "."
+            for part in self._parts:
+                name = _name(part.path)
+                if name.startswith(prefix) and name.removeprefix(prefix).isdecimal():
+                    raise StateMismatchError(
+                        f"{_shown(part.path)} has the name under which a rank saves its value of"
+                        f" the PerRank at {_shown(place)}; rename one of them",
+                        key=name,
+                    )
 
     def _convert_per_rank(self, path: Path, value: PerRank) -> dict[str, Any]:
         self.per_rank[_place(path)] = value.choice == "list"
@@ -197,6 +217,60 @@ class ConvertedState:
             part.value[:] = loaded
         elif loaded is not part.value:
             _at(self._state, part.path[:-1], by_str=False)[part.path[-1]] = loaded
+
+
+def _refuse_module_on_meta(path: Path, module: torch.nn.Module) -> None:
+    """Raise where a module has no memory to load into.
+
+    It is not given memory here. On which device is the caller's to say, an optimizer made before
+    would go on with the old parameters, and buffers that no checkpoint holds would be left with
+    whatever was in that memory.
+    """
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    on_meta = [name for name, tensor in tensors if tensor.device.type == "meta"]
+    unsaved = {
+        f"{place}.{name}" if place else name
+        for place, part in module.named_modules()
+        for name in part._non_persistent_buffers_set
+    }
+    saved = [name for name in on_meta if name not in unsaved]
+    if not saved:
+        return
+    fill = [name for name in on_meta if name in unsaved]
+    then = f". Then compute its buffers that no checkpoint holds ({_first(fill)})" if fill else ""
+    raise UnsupportedError(
+        f"this module is on the meta device and has no memory to load into ({_first(saved)});"
+        ' before you load, and before you make its optimizer, call to_empty(device="cuda") on it,'
+        f" or name another device{then}",
+        key=_name(path),
+    )
+
+
+def _refuse_tensors_on_meta(parts: Iterable[_Part]) -> None:
+    """The same for tensors that stand in the state, or in that of a Stateful object."""
+    names = [name for part in parts for name in _on_meta(part.given, part.path)]
+    if names:
+        raise UnsupportedError(
+            f"the state has tensors on the meta device, with no memory to load into"
+            f" ({_first(names)}); put torch.empty_like(tensor, device=...) in their place",
+            key=names[0],
+        )
+
+
+def _on_meta(value: Any, path: Path) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _on_meta(item, (*path, key))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _on_meta(item, (*path, number))
+    elif isinstance(value, torch.Tensor) and value.device.type == "meta":
+        yield _name(path)
+
+
+def _first(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _module_state(module: torch.nn.Module) -> dict[str, Any]:
@@ -316,21 +390,64 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
+def same_name(state_dict: Mapping[str, Any]) -> StateMismatchError | None:
+    """The error for two values that have one name in a checkpoint; None if all names differ."""
+    places: dict[str, Path] = {}
+    for path, _ in _leaves(state_dict):
+        name = _name(path)
+        if name in places:
+            return StateMismatchError(
+                f"{_shown(places[name])} and {_shown(path)} have the same name in a checkpoint;"
+                " rename one of them",
+                key=name,
+            )
+        places[name] = path
+    return None
+
+
+def _shown(path: Path) -> str:
+    return "state" + "".join(f"[{step!r}]" for step in path)
+
+
+def _by_name(value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
+    """The keys by their `str`, by which DCP names them.
+
+    Raises:
+        StateMismatchError: two keys are the same as `str`.
+    """
+    keys: dict[str, Any] = {}
+    for key in value:
+        name = str(key)
+        if name in keys:
+            raise StateMismatchError(
+                f"the keys {keys[name]!r} and {key!r} of {_shown(path)} have the same name in a"
+                " checkpoint; rename one of them",
+                key=_name((*path, key)),
+            )
+        keys[name] = key
+    return keys
+
+
 def _rebuilt(value: Any, converted: Mapping[Path, Any], path: Path = ()) -> Any:
     """The same nesting of new dicts and lists, with the leaves converted."""
     if path in converted:
         return converted[path]
     if isinstance(value, Mapping):
-        return {str(k): _rebuilt(item, converted, (*path, k)) for k, item in value.items()}
+        return {
+            name: _rebuilt(value[key], converted, (*path, key))
+            for name, key in _by_name(value, path).items()
+        }
     return [_rebuilt(item, converted, (*path, number)) for number, item in enumerate(value)]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, path: Path) -> Any:
     """With dicts of str keys: DCP names a value by `str(key)` and puts it back under that."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {
+            name: _plain(value[key], (*path, key)) for name, key in _by_name(value, path).items()
+        }
     if isinstance(value, list) and not _is_whole(value):
-        return [_plain(item) for item in value]
+        return [_plain(item, (*path, number)) for number, item in enumerate(value)]
     return value
 
 

@@ -19,8 +19,10 @@ import numpy as np
 import torch
 from torch.utils.serialization import config as serialization_config
 
+from dcp_objstore.checkpoint.index import ITEM_SIZE_BYTES
 from dcp_objstore.errors import UnsupportedError
-from dcp_objstore.state.memory import byte_memory
+from dcp_objstore.state.dcp_metadata import constant_name
+from dcp_objstore.state.memory import byte_memory, is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,6 +129,22 @@ def check_layout(layout: torch.layout, key: str) -> None:
         raise UnsupportedError(
             f"a tensor of layout {str(layout).removeprefix('torch.')} cannot be saved; save its"
             " to_dense(), or its parts (indices and values) as tensors of their own",
+            key=key,
+        )
+
+
+def check_dtype(dtype: torch.dtype, key: str) -> None:
+    """Refuse tensors that could not be loaded again.
+
+    Raises:
+        UnsupportedError: see `ITEM_SIZE_BYTES`.
+    """
+    name = constant_name(dtype)
+    if name not in ITEM_SIZE_BYTES:
+        instead = "dequantize()" if is_quantized(dtype) else "view(torch.uint8)"
+        raise UnsupportedError(
+            f"a tensor of dtype {name} cannot be saved, because it could not be loaded again; save"
+            f" its {instead}",
             key=key,
         )
 

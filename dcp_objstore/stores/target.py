@@ -2,6 +2,10 @@
 
 DCP re-aims one writer with `reset(checkpoint_id)` and calls everything that belongs to one save
 from one thread. So the aim is kept per thread: a save in one thread is not re-aimed by another.
+
+One writer serves many saves, each with a `checkpoint_id` of its own. But the URL that it was made
+with is no leftover of an earlier save as long as nothing was saved there: another `checkpoint_id`
+then contradicts it, and one of the two is a mistake.
 """
 
 from __future__ import annotations
@@ -45,14 +49,25 @@ class Target:
         self.config = config or TransferConfig()
         self._storage_options = storage_options
         self._spec = None if url is None else self._make(url)
+        self._unused = url is not None
         self._of_thread = threading.local()
 
     def _make(self, url: str) -> StoreSpec:
         return StoreSpec(url, self._storage_options, self.config)
 
     def aim(self, url: str) -> None:
-        """Aim this thread, and threads that were never aimed, at another checkpoint."""
+        """Aim this thread, and threads that were never aimed, at another checkpoint.
+
+        Raises:
+            ConfigError: it was made with another URL, which has not been used yet.
+        """
         spec = self._make(url) if self._spec is None else self._spec.at(url)
+        if self._unused and self._spec is not None and spec.url != self._spec.url:
+            raise ConfigError(
+                f"two URLs: the writer or reader was made with {self._spec.url}, and"
+                f" checkpoint_id= is {spec.url}; leave one of them out",
+                url=spec.url,
+            )
         self._of_thread.spec = self._spec = spec
 
     @property
@@ -75,6 +90,11 @@ class Target:
                 " checkpoint_id= to the DCP call"
             )
         return spec
+
+    def begin(self) -> StoreSpec:
+        """The store of the checkpoint, of a save or load that begins now."""
+        self._unused = False
+        return self.spec
 
     def _aimed(self) -> StoreSpec | None:
         return getattr(self._of_thread, "spec", None) or self._spec

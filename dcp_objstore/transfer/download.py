@@ -287,7 +287,7 @@ class _Worker(Generic[T]):
             self.shared.slot.end(id(request), answered=answered)
         progress.moved(request.end - request.start)
         if progress.channel is not None:
-            progress.channel.tell(
+            progress.channel.emit(
                 RangeRead,
                 begun.at,
                 object_key=self.shared.object_keys[request.object_number],

@@ -1,4 +1,4 @@
-"""`PromptStore`: a store whose requests can be left by Ctrl-C, one at a time.
+"""`InterruptibleStore`: a store whose requests can be left by Ctrl-C, one at a time.
 
 No obstore call can be interrupted. A whole operation in another thread would go on after Ctrl-C
 and delete behind the user's back; so each request has a thread, and what follows it has not begun.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _LISTED_AT_ONCE = 1000  # a page of S3
 
 
-class PromptStore(WrappedStore):
+class InterruptibleStore(WrappedStore):
     """Runs the small requests of the inner store in daemon threads."""
 
     def put(

@@ -126,7 +126,7 @@ class _Parts:
     def _tell_if_done(self, part: _Part) -> None:
         # Of several that see it done, one gets the part.
         if part.whole and not part.held and self._under_way.pop(part.number, None) is not None:
-            self._channel.tell(
+            self._channel.emit(
                 PartUploaded,
                 part.began_at,
                 object_key=self._object_key,
@@ -267,7 +267,7 @@ def upload_object(
     size_bytes = tracked.size_bytes
     parts = part_count(size_bytes, plan.part_size_bytes)
     if progress.channel is not None:
-        progress.channel.tell(
+        progress.channel.emit(
             ObjectUploaded, began_at, object_key=key, size_bytes=size_bytes, parts=parts
         )
     return Uploaded(size_bytes=size_bytes, version=version, parts=parts)

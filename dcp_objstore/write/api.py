@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 
-from dcp_objstore.distributed.failures import agree, attempt, typed_failures
-from dcp_objstore.distributed.groups import current_rank, is_alone, sync_group
+from dcp_objstore.distributed.failures import capture, every_rank, raise_on_all, typed_failures
+from dcp_objstore.distributed.groups import count_ranks, sync_group
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.write.planner import AgreeingSavePlanner
 from dcp_objstore.write.writer import ObjectStoreWriter
@@ -17,11 +17,16 @@ from dcp_objstore.write.writer import ObjectStoreWriter
 if TYPE_CHECKING:
     import os
 
-    from dcp_objstore.checkpoint.claim import RunEpoch
+    from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import SaveReport
-from dcp_objstore.write.dcp_calls import aim, single_process_is_fine, telling_failures
+from dcp_objstore.write.dcp_calls import aim, reporting_failures, single_process_is_fine
+
+_MAYBE_SAVED = (
+    "Look at the checkpoint before you save it again: it exists only if rank 0 had committed it"
+    " already"
+)
 
 
 def save(
@@ -37,7 +42,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     user_metadata: Mapping[str, object] | None = None,
     allow_unfenced: bool = False,
-    epoch: RunEpoch | None = None,
+    claim: RunClaim | None = None,
 ) -> SaveReport:
     """Save a sharded state as one checkpoint. Called by every rank, without `if rank == 0`.
 
@@ -50,8 +55,18 @@ def save(
             of its parameters. Change no tensor before this returns: its memory is read until then.
         url: the checkpoint, the same on every rank.
         process_group: the ranks that save together. Default: all.
-        overwrite, storage_options, config, progress, on_event, trace, user_metadata,
-        allow_unfenced, epoch: see `ObjectStoreWriter`.
+        overwrite: replace a committed checkpoint at this URL. Default False: refuse.
+        storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
+            `endpoint_url`, ...). Default: from the environment.
+        config: sizes, concurrency and time-outs.
+        progress: show a bar on rank 0 where standard error is a terminal. Default True.
+        on_event: called with each event of the save on this rank, in a thread of its own; see
+            `ObjectStoreWriter`.
+        trace: name of a local file for a trace of the save; see `ObjectStoreWriter`.
+        user_metadata: small JSON values stored in the commit marker (metrics, step, config).
+        allow_unfenced: save even to a store without conditional writes, where two writers of one
+            checkpoint are not kept apart. Default False: refuse.
+        claim: what `claim_run` of the run returned. Default: none.
 
     Returns:
         The report of all ranks' work, the same on every rank.
@@ -60,12 +75,15 @@ def save(
         DcpObjstoreError: that of the lowest rank that failed; see `ObjectStoreWriter` for which.
         InputError: a tensor was seen to change while it was being saved, so that its bytes are
             not those of its digests.
-        RankFailedError: a rank failed otherwise, or died. When a rank dies the others notice
-            when its connections close; when it hangs, after the process group's time-out (that
-            given to `init_process_group`; see also `TransferConfig.peer_timeout_seconds`).
+        RankFailedError: a rank failed otherwise, died, or did not make this call. When a rank
+            dies the others notice when its connections close; when it hangs or does not come,
+            after the process group's time-out (that given to `init_process_group`; see also
+            `TransferConfig.peer_timeout_seconds`).
     """
-    group = sync_group(process_group, config)
-    writer, refused = attempt(
+    advice = every_rank("dcp_objstore.save")
+    with typed_failures(None, None, advice):
+        group = sync_group(process_group, config)
+    writer, refused = capture(
         lambda: ObjectStoreWriter(
             url,
             overwrite=overwrite,
@@ -76,13 +94,13 @@ def save(
             trace=trace,
             allow_unfenced=allow_unfenced,
             user_metadata=user_metadata,
-            epoch=epoch,
+            claim=claim,
         )
     )
     # Also on a rank whose arguments were refused: some modules make their state in collectives.
-    converted, failed = attempt(lambda: ConvertedState(state, loading=False))
-    with telling_failures(writer):
-        agree(refused or failed, aim(writer), group)
+    converted, failed = capture(lambda: ConvertedState(state, loading=False))
+    with reporting_failures(writer):
+        raise_on_all(refused or failed, aim(writer), group, advice)
         assert writer is not None
         assert converted is not None
         return run_save(writer, converted.state_dict, group)
@@ -91,15 +109,20 @@ def save(
 def run_save(
     writer: ObjectStoreWriter, state_dict: dict[str, Any], group: dist.ProcessGroup | None
 ) -> SaveReport:
-    """`dcp.save` with one typed error for all ranks and the coordinator's report for each."""
-    url = str(writer.checkpoint_id)
-    with typed_failures(url, group), single_process_is_fine():
+    """`dcp.save` with one typed error for all ranks and the coordinator's report for each.
+
+    Args:
+        group: the ranks that save together, from the call on; None: this process alone.
+    """
+    url, ranks = str(writer.checkpoint_id), count_ranks(group)
+    single_process_is_fine()
+    with typed_failures(url, group, _MAYBE_SAVED):
         state_dict_saver.save(
             state_dict,
             storage_writer=writer,
-            planner=AgreeingSavePlanner(url, state_dict),
+            planner=AgreeingSavePlanner(url, state_dict, ranks),
             process_group=group,
-            no_dist=is_alone(group),
+            no_dist=ranks == 1,
         )
         return _from_coordinator(writer.last_save, group)
 
@@ -107,7 +130,7 @@ def run_save(
 def _from_coordinator(report: SaveReport | None, group: dist.ProcessGroup | None) -> SaveReport:
     """Rank 0's report, on every rank."""
     held = [report]
-    if current_rank() is not None:
+    if group is not None:
         dist.broadcast_object_list(held, group=group, group_src=0)
     assert held[0] is not None  # dcp.save returned, so the coordinator has committed
     return held[0]

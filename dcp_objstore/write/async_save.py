@@ -8,6 +8,7 @@ transport holds no GIL while bytes move.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -15,9 +16,15 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
 
-from dcp_objstore.distributed.failures import agree, attempt, typed_failures, without_frames
+from dcp_objstore.distributed.failures import (
+    capture,
+    every_rank,
+    raise_on_all,
+    typed_failures,
+    without_frames,
+)
 from dcp_objstore.distributed.groups import current_rank, own_group
 from dcp_objstore.errors import (
     ConfigError,
@@ -26,22 +33,24 @@ from dcp_objstore.errors import (
     SaveInProgressError,
 )
 from dcp_objstore.observe import hooks
-from dcp_objstore.observe.report import SaveReport, logger
+from dcp_objstore.observe.report import SaveReport, log_failure
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.transfer.workers import result_of, wait_until
 from dcp_objstore.write.api import run_save
-from dcp_objstore.write.dcp_calls import aim, telling_failures
+from dcp_objstore.write.dcp_calls import aim, reporting_failures
 from dcp_objstore.write.staging.state import Staging, staging_memory
 from dcp_objstore.write.writer import ObjectStoreWriter
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from dcp_objstore.checkpoint.claim import RunEpoch
+    from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.events import OnEvent
 
 T = TypeVar("T")
+
+_EVERY_RANK = every_rank("dcp_objstore.async_save")
 
 _lock = threading.Lock()
 _latest: AsyncSaveHandle | None = None
@@ -83,12 +92,15 @@ class AsyncSaveHandle:
     """A save under way.
 
     When the program ends while it is, the interpreter waits for it. If it fails and nobody asks
-    for its outcome, the next `async_save` raises its error, or it is shown as the program ends.
+    for its outcome, the next `async_save` raises its error; or the error is printed as the program
+    ends, with exit status 120 (but for children that `multiprocessing` forks, where it is logged
+    only).
 
     Attributes:
         url: the checkpoint.
-        staging_completion, upload_completion: what `staged` and `result` wait for, as futures,
-            under the names that `torch.distributed.checkpoint.async_save` has for them.
+        staging_completion: the future that `staged` waits for, under the name that
+            `torch.distributed.checkpoint.async_save` has for it.
+        upload_completion: the future that `result` waits for, likewise.
     """
 
     def __init__(self, url: str) -> None:
@@ -111,7 +123,7 @@ class AsyncSaveHandle:
 
         Raises:
             TimeoutError: Python's own: it was not copied within `timeout_seconds`.
-            Whatever made the copy fail; `result` raises it on every rank.
+            DcpObjstoreError: the copy failed; `result` raises it on every rank.
         """
         try:
             result_of(self.staging_completion, timeout_seconds)
@@ -146,7 +158,7 @@ class AsyncSaveHandle:
         Raises:
             TimeoutError: Python's own, no DcpObjstoreError: the save has not ended within
                 `timeout_seconds`. It goes on; ask again.
-            Whatever `dcp_objstore.save` raises.
+            DcpObjstoreError: the save failed, as `dcp_objstore.save` would raise it.
         """
         error = self.exception(timeout_seconds)
         if error is not None:
@@ -159,13 +171,19 @@ class AsyncSaveHandle:
 
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
         self._error = error
-        for future in (self.staging_completion, self.upload_completion):
-            if not future.done():
-                if error is not None:
-                    future.set_exception(error)
-                else:
-                    cast(Future[Any], future).set_result(report)
-        self._ended.set()
+
+        def settle(future: Future[Any]) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(report)
+
+        with contextlib.ExitStack() as stack:  # all of it, although the user's callbacks may raise
+            stack.callback(self._ended.set)
+            stack.callback(settle, self.upload_completion)
+            stack.callback(settle, self.staging_completion)
 
     def _fail(self, error: BaseException) -> None:
         """End it, unless its thread runs: then that ends it."""
@@ -183,12 +201,13 @@ class AsyncSaveHandle:
             report = save.run()
         except BaseException as error:  # noqa: BLE001 - raised by `result` and the next async_save
             failed = error
-            logger.error("saving %s in the background failed: %s", self.url, error)
+            log_failure(self.url, error)
             # They hold the copy of the state, and the next save is to use that memory.
             without_frames(error)
-        # Also before it is said to have ended, so that the memory is there for the next save.
-        save.forget_state()
-        self._end(report, failed)
+        finally:
+            # Before it is said to have ended, so that the memory is there for the next save.
+            save.forget_state()
+            self._end(report, failed)
 
 
 def async_save(
@@ -204,7 +223,7 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     user_metadata: Mapping[str, object] | None = None,
     allow_unfenced: bool = False,
-    epoch: RunEpoch | None = None,
+    claim: RunClaim | None = None,
     on_busy: Literal["wait", "raise"] = "wait",
     wait_for_staging: bool = True,
 ) -> AsyncSaveHandle:
@@ -214,23 +233,37 @@ def async_save(
     next save (pinned where there is a GPU). Collectives of the save run in gloo groups of their
     own, made at the first call; the ranks begin a save, or refuse it, together. Call
     `handle.result()` before `torch.distributed.destroy_process_group()`: without the groups a save
-    that is under way fails.
+    that is under way fails, with an InputError that says so, and commits nothing.
 
     Args:
+        state: dict, nested as you like, of modules, optimizers, Stateful objects, tensors,
+            DTensors and plain values.
+        url: the checkpoint, the same on every rank.
         on_busy: what to do while an earlier save is under way: "wait" for it (default), or
             "raise" with SaveInProgressError.
         wait_for_staging: return when the state was copied, so that it may be changed at once.
             With False the copy is made meanwhile, and nothing that is saved may be changed before
             `handle.staged()` has returned: call it just before the optimizer's next step.
         progress: show a bar; it would be drawn over the training's output. Default False.
-        state, url, process_group, overwrite, storage_options, config, on_event, trace,
-        user_metadata, allow_unfenced, epoch: see `dcp_objstore.save`.
+        process_group: the ranks that save together. Default: all.
+        overwrite: replace a committed checkpoint at this URL. Default False: refuse.
+        storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
+            `endpoint_url`, ...). Default: from the environment.
+        config: sizes, concurrency and time-outs.
+        on_event: called with each event of the save on this rank, in a thread of its own; see
+            `ObjectStoreWriter`.
+        trace: name of a local file for a trace of the save; see `ObjectStoreWriter`.
+        user_metadata: small JSON values stored in the commit marker (metrics, step, config).
+        allow_unfenced: save even to a store without conditional writes, where two writers of one
+            checkpoint are not kept apart. Default False: refuse.
+        claim: what `claim_run` of the run returned. Default: none.
 
     Raises:
-        SaveInProgressError: see `on_busy`.
+        SaveInProgressError: an earlier save is under way, and `on_busy` is "raise".
         DcpObjstoreError: the earlier save failed and on some rank nobody has asked for its result;
             this one was not begun. Also wrong arguments.
-        RankFailedError: a rank died, or did not call within `config.peer_timeout_seconds`.
+        RankFailedError: a rank died, or did not call within `config.peer_timeout_seconds` (at the
+            first call also: within the time-out given to `init_process_group`).
     """
 
     def make_writer() -> ObjectStoreWriter:
@@ -246,15 +279,15 @@ def async_save(
             trace=trace,
             allow_unfenced=allow_unfenced,
             user_metadata=user_metadata,
-            epoch=epoch,
+            claim=claim,
         )
 
-    writer, refused = attempt(make_writer)
-    with typed_failures(aim(writer), process_group):
+    writer, refused = capture(make_writer)
+    with typed_failures(aim(writer), None, _EVERY_RANK):
         # Two: collectives of this thread and of the one that saves must not meet in one group.
         calls = own_group("async_save calls", process_group, config)
         saves = own_group("async_save saves", process_group, config)
-    agree(refused, aim(writer), calls)
+    raise_on_all(refused, aim(writer), calls, _EVERY_RANK)
     assert writer is not None
     return _begin(
         _Save(writer, saves), state, on_busy, calls, wait_for_staging=bool(wait_for_staging)
@@ -280,12 +313,12 @@ class _Save:
         def begin() -> Staging:
             return Staging(ConvertedState(state, loading=False).state_dict, staging_memory())
 
-        self._staging, self._failed = attempt(begin)
+        self._staging, self._failed = capture(begin)
 
     def finish_staging(self) -> None:
         """Copy what is left; a second call does nothing."""
         if self._staging is not None and not self.handle.staging_completion.done():
-            _, failed = attempt(self._staging.finish)
+            _, failed = capture(self._staging.finish)
             self._failed = self._failed or failed
             size_bytes = self._staging.state.size_bytes
             self._writer._staged = hooks.staged(
@@ -299,9 +332,9 @@ class _Save:
 
     def run(self) -> SaveReport:
         """Save the copy. The other ranks are told if it could not be made."""
-        with telling_failures(self._writer):
+        with reporting_failures(self._writer):
             self.finish_staging()
-            agree(self._failed, self.handle.url, self._group)
+            raise_on_all(self._failed, self.handle.url, self._group)
             assert self._staging is not None
             return run_save(self._writer, self._staging.state, self._group)
 
@@ -348,7 +381,7 @@ def _take_turn(
         if earlier is not None and on_busy == "wait":
             wait_until(earlier._ended)
         try:
-            agree(_objection(earlier, handle.url), handle.url, group)
+            raise_on_all(_objection(earlier, handle.url), handle.url, group, _EVERY_RANK)
         except SaveInProgressError:
             raise
         except DcpObjstoreError:
@@ -380,13 +413,43 @@ def _show_unseen_error() -> None:
     """At exit: the error of the last save, if nobody has asked for it. Runs after it has ended."""
     latest = _latest
     if latest is not None and latest._error is not None and not latest._error_seen:
-        error = latest._error
-        print(
-            f"dcp_objstore: {latest.url} was NOT saved: the background save failed, and the"
-            " program ends without having asked for its result:",
-            file=sys.stderr,
-        )
-        sys.excepthook(type(error), error, error.__traceback__)
+        error, stream = latest._error, sys.stderr
+        try:
+            print(
+                f"dcp_objstore: {latest.url} was NOT saved: the background save failed, and the"
+                " program ends without having asked for its result:",
+                file=stream,
+            )
+            sys.excepthook(type(error), error, error.__traceback__)
+        finally:
+            sys.stderr = cast(TextIO, _FailingAtExit(stream))
+
+
+class _FailingAtExit:
+    """Standard error of a program that has lost its last save: makes its exit status 120.
+
+    Once a program has ended, Python changes its status in one case only: to 120, where a standard
+    stream cannot be flushed (see `sys.exit`); an error of an `atexit` handler is only printed. So
+    this is the stream that it was made of, until Python flushes it for the last time.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def closed(self) -> bool:
+        """False, else Python does not flush it."""
+        return False
+
+    def flush(self) -> None:
+        """Flush the stream, and fail as the interpreter ends."""
+        if self._stream is not None and not self._stream.closed:
+            self._stream.flush()
+        if sys.is_finalizing():
+            raise RuntimeError("the last save in the background failed")
 
 
 atexit.register(_show_unseen_error)

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Protocol
+
+_NO_GROUP_TEXT = "torch.distributed is disabled"
+
+
+# As `warnings.filters` holds it.
+_NO_GROUP_WARNING = ("ignore", re.compile(_NO_GROUP_TEXT, re.IGNORECASE), UserWarning, None, 0)
 
 
 class Plugin(Protocol):
@@ -19,7 +26,7 @@ class Plugin(Protocol):
 
 
 @contextlib.contextmanager
-def telling_failures(plugin: Plugin | None) -> Iterator[None]:
+def reporting_failures(plugin: Plugin | None) -> Iterator[None]:
     """Tell of an error that leaves, unless the plug-in has told of it itself."""
     try:
         yield
@@ -34,11 +41,11 @@ def aim(plugin: Plugin | None) -> str | None:
     return None if plugin is None else plugin.checkpoint_id
 
 
-@contextlib.contextmanager
-def single_process_is_fine() -> Iterator[None]:
-    """Without torch's warning that there is no process group, which here needs none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled", category=UserWarning
-        )
-        yield
+def single_process_is_fine() -> None:
+    """Ignore torch's warning that there is no process group, which here needs none.
+
+    From now on, not only during a call: `warnings.catch_warnings` puts back the filters of all
+    threads as they were when it began, and a save runs beside the program.
+    """
+    if _NO_GROUP_WARNING not in warnings.filters:
+        warnings.filterwarnings("ignore", message=_NO_GROUP_TEXT, category=UserWarning)

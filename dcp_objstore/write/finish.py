@@ -29,11 +29,15 @@ def commit_save(
     save: Save,
     store: ObjectStore,
     index: ix.Index,
+    index_body: bytes,
     *,
     user_metadata: Mapping[str, object] | None,
     deadline_seconds: float,
 ) -> str:
     """Make the checkpoint exist. Once in a save, after all ranks have reported.
+
+    Args:
+        index, index_body: what is committed, and as it is stored.
 
     Returns:
         The id of the commit.
@@ -52,7 +56,7 @@ def commit_save(
         commit.commit,
         store,
         save.begin,
-        index=ix.encode(index),
+        index=index_body,
         objects=[(entry.key, entry.size_bytes) for entry in index.objects],
         counts=Counts(
             tensors=len(index.tensors),
@@ -67,7 +71,7 @@ def commit_save(
         fenced=save.fenced,
         on_retry=retried,
     )
-    save.channel.tell(
+    save.channel.emit(
         Committed, began_at, commit_id=committed.commit_id, attempts=committed.attempts
     )
     return committed.commit_id

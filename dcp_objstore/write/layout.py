@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError, UnsupportedError
 from dcp_objstore.state import tensor_frame as blob
+from dcp_objstore.state.dcp_metadata import constant_name
 from dcp_objstore.state.memory import lend
 from dcp_objstore.transfer.digests import block_digests, small_digest
 from dcp_objstore.transfer.parts import check_item_size
@@ -77,6 +78,7 @@ class Placed(msgspec.Struct, gc=False):
     payload_offset: int
     payload_length: int
     pickled: bool
+    dtype: str | None
     digests: bytes | list[Future[bytes]]
 
     def digest_bytes(self) -> bytes:
@@ -86,21 +88,29 @@ class Placed(msgspec.Struct, gc=False):
         return b"".join(future.result() for future in self.digests)
 
 
-def item_bytes(item: WriteItem) -> int:
-    """Payload bytes of an item's chunk; 0 for a pickled value, whose size is not known yet."""
+def item_bytes(item: WriteItem, dtype: torch.dtype | None = None) -> int:
+    """Payload bytes of an item's chunk; 0 for a pickled value, whose size is not known yet.
+
+    Args:
+        dtype: that a planner converted it to. Default: as it is described.
+    """
     if item.tensor_data is None:
         return 0
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+    return (
+        item.tensor_data.chunk.sizes.numel() * (dtype or item.tensor_data.properties.dtype).itemsize
+    )
 
 
 def check_item(item: WriteItem) -> None:
     """Refuse what cannot be saved, before anything is sent.
 
     Raises:
-        UnsupportedError: a layout that DCP cannot place, or a chunk that fits no object.
+        UnsupportedError: a layout that DCP cannot place, a dtype that cannot be loaded again, or a
+            chunk that fits no object.
     """
     if item.tensor_data is not None:
         blob.check_layout(item.tensor_data.properties.layout, item.index.fqn)
+        blob.check_dtype(item.tensor_data.properties.dtype, item.index.fqn)
     try:
         check_item_size(item_bytes(item))
     except UnsupportedError as error:
@@ -157,11 +167,18 @@ class Layout:
         """
         while self.pending:
             item, size_bytes = self.pending[0]
-            if self._position and self._position + size_bytes > self.plan.max_object_size_bytes:
+            if not self._fits(size_bytes):
                 break
             self.pending.popleft()
             try:
-                yield from self._item(item)
+                data = self._resolved(item)
+                if isinstance(data, torch.Tensor):
+                    size_bytes = item_bytes(item, data.dtype)
+                    if not self._fits(size_bytes):  # a planner converted it to a larger dtype
+                        self.pending.appendleft((item, size_bytes))
+                        break
+                yield from self._item(item, data)
+                del data  # before the next one is made
             except DcpObjstoreError as error:
                 raise error.at(rank=self.rank, key=item.index.fqn) from None
             except Exception as error:
@@ -173,19 +190,36 @@ class Layout:
         if self._gathered:
             yield self._take_gathered()
 
-    def _item(self, item: WriteItem) -> Iterator[ByteArray]:
+    def _fits(self, size_bytes: int) -> bool:
+        end = self._position + size_bytes
+        return not self._position or end <= self.plan.max_object_size_bytes
+
+    def _resolved(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         data = self.resolve(item)
         if item.type == WriteItemType.BYTE_IO:
             if not isinstance(data, io.BytesIO):
                 raise TypeError(f"the planner resolved a BYTE_IO item to {type(data).__name__}")
-            self.on_value(item.index.fqn, data.getvalue())
-            yield from self._whole(item, np.frombuffer(data.getbuffer(), np.uint8), pickled=False)
-            return
+            return data
         if not isinstance(data, torch.Tensor):
             raise TypeError(f"the planner resolved a tensor item to {type(data).__name__}")
+        assert item.tensor_data is not None
+        if data.shape != item.tensor_data.chunk.sizes:
+            raise UnsupportedError(
+                f"the save planner gave a tensor of shape {tuple(data.shape)} for a part of shape"
+                f" {tuple(item.tensor_data.chunk.sizes)}; transform_object may change the dtype of"
+                " a tensor, not its shape"
+            )
+        return data
+
+    def _item(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> Iterator[ByteArray]:
+        if isinstance(data, io.BytesIO):
+            self.on_value(item.index.fqn, data.getvalue())
+            yield from self._whole(item, np.frombuffer(data.getbuffer(), np.uint8), None)
+            return
+        blob.check_dtype(data.dtype, item.index.fqn)
         payload = blob.raw_payload(data, item.index.fqn)
         if payload is None:
-            yield from self._whole(item, blob.pickled_blob(data), pickled=True)
+            yield from self._whole(item, blob.pickled_blob(data), data.dtype)
         elif (size_bytes := payload.nbytes) <= (
             _SMALL_BYTES if payload.device.type == "cpu" else _SMALL_DEVICE_BYTES
         ):
@@ -227,6 +261,7 @@ class Layout:
                 payload_offset,
                 size_bytes,
                 False,
+                constant_name(payload.dtype),
                 digest,
             )
         )
@@ -261,7 +296,14 @@ class Layout:
         self._frame(frame.trailer)
         self.placed.append(
             Placed(
-                item, offset, self._position - offset, payload_offset, size_bytes, False, digests
+                item,
+                offset,
+                self._position - offset,
+                payload_offset,
+                size_bytes,
+                False,
+                constant_name(payload.dtype),
+                digests,
             )
         )
 
@@ -274,8 +316,14 @@ class Layout:
 
         return lend(piece, compare)
 
-    def _whole(self, item: WriteItem, body: ByteArray, *, pickled: bool) -> Iterator[ByteArray]:
-        """An item that is all payload: a pickled value, or a tensor pickled as a whole."""
+    def _whole(
+        self, item: WriteItem, body: ByteArray, dtype: torch.dtype | None
+    ) -> Iterator[ByteArray]:
+        """An item that is all payload: a pickled value, or a tensor pickled as a whole.
+
+        Args:
+            dtype: of the tensor; None for a value.
+        """
         self._frame(bytes(blob.padding_before(self._position, 0)))
         offset = self._position
         if self._gathered:
@@ -287,7 +335,11 @@ class Layout:
             digests.append(self.hashers.submit(self.digests_of, piece))
             yield piece
         self._position += size_bytes
-        self.placed.append(Placed(item, offset, size_bytes, offset, size_bytes, pickled, digests))
+        pickled = dtype is not None
+        name = None if dtype is None else constant_name(dtype)
+        self.placed.append(
+            Placed(item, offset, size_bytes, offset, size_bytes, pickled, name, digests)
+        )
 
     def _begin(self, frame: blob.Frame) -> int:
         """Write padding and header; returns the offset of the header."""

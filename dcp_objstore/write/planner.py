@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dcp_objstore.distributed.groups import current_rank
+from dcp_objstore.distributed.groups import current_rank, gone_error
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import InvalidUrlError
 from dcp_objstore.observe.report import logger
+from dcp_objstore.state.state_dict import same_name
 from dcp_objstore.write.staging.state import StagedState
 from dcp_objstore.write.write_items import WriteItems
 
@@ -32,14 +34,17 @@ class AgreeingSavePlanner(DefaultSavePlanner):
     Args:
         url: the checkpoint.
         state_dict: what will be saved. (DCP hands on a dict of its own.)
+        ranks: how many save together. DCP itself takes a rank to be alone once there is no process
+            group any more.
 
     Attributes:
         digests: see `StagedState`; empty for a state that is none.
     """
 
-    def __init__(self, url: str, state_dict: Mapping[str, Any]) -> None:
+    def __init__(self, url: str, state_dict: Mapping[str, Any], ranks: int) -> None:
         super().__init__()
         self._url = url
+        self._ranks = ranks
         self._staged = isinstance(state_dict, StagedState)
         self.digests: Mapping[tuple[int, int], bytes] = (
             state_dict.digests if isinstance(state_dict, StagedState) else {}
@@ -51,8 +56,12 @@ class AgreeingSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """See `DefaultSavePlanner`."""
-        with plugin_errors(current_rank(), self._url):
+        """See `DefaultSavePlanner`.
+
+        Raises:
+            StateMismatchError: two values of the state have the same name in a checkpoint.
+        """
+        with plugin_errors(current_rank(), self._url), _naming_what_clashes(state_dict):
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
@@ -70,9 +79,12 @@ class AgreeingSavePlanner(DefaultSavePlanner):
 
         Raises:
             InvalidUrlError: the ranks save to different URLs.
+            InputError: the process group was destroyed meanwhile.
         """
         with plugin_errors(current_rank(), self._url):
-            _same_url([plan.storage_data for plan in all_plans])
+            if len(all_plans) != self._ranks:
+                raise gone_error(self._url)
+            same_url([plan.storage_data for plan in all_plans])
             plans, metadata = super().create_global_plan(all_plans)
         if not metadata.state_dict_metadata:
             logger.warning("%s: the state is empty on every rank; nothing is saved", self._url)
@@ -84,7 +96,20 @@ class AgreeingSavePlanner(DefaultSavePlanner):
             return super().finish_plan(new_plan)
 
 
-def _same_url(urls: list[Any]) -> None:
+@contextlib.contextmanager
+def _naming_what_clashes(state_dict: Mapping[str, Any]) -> Iterator[None]:
+    """Around DCP's flattening, whose ValueError for two values of one name says only the name."""
+    try:
+        yield
+    except ValueError:
+        clash = same_name(state_dict)
+        if clash is None:
+            raise
+        raise clash from None
+
+
+def same_url(urls: Sequence[Any]) -> None:
+    """Refuse ranks that mean different checkpoints; one URL for each rank."""
     for rank, url in enumerate(urls):
         if url != urls[0]:
             raise InvalidUrlError(

@@ -11,8 +11,6 @@ from dcp_objstore.checkpoint.names import new_nonce
 from dcp_objstore.observe.report import SaveReport
 
 if TYPE_CHECKING:
-    import threading
-
     from dcp_objstore.checkpoint.commit import BeginToken
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.state.dcp_metadata import StoredObject
@@ -25,16 +23,14 @@ class Save:
 
     Attributes:
         spec: the checkpoint.
-        thread: which began it, and alone may go on with it.
         channel: what happens is told there.
         nonce: names the objects and the commit of this save.
         begin: what was there before; on the coordinator, once it has looked.
         fenced: whether the store keeps two writers of one checkpoint apart.
-        busy: data or the commit is under way.
+        sends: this rank has begun to send data.
     """
 
     spec: StoreSpec
-    thread: threading.Thread
     rank: int
     is_coordinator: bool
     channel: Channel
@@ -42,7 +38,7 @@ class Save:
     begin: BeginToken | None = None
     fenced: bool = True
     world_size: int = 1
-    busy: bool = False
+    sends: bool = False
 
     def open(self) -> ObjectStore:
         """The store, rooted at the checkpoint."""

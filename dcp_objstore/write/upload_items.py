@@ -77,7 +77,7 @@ def upload_items(
     )
     results: list[WriteResult] = []
     objects: list[StoredObject] = []
-    save.channel.tell(
+    save.channel.emit(
         Planned,
         save.channel.began_at,
         operation="save",
@@ -107,7 +107,7 @@ def upload_items(
             finally:
                 layout.is_over = True
             _check_changed(store, key, layout.changed)
-            stored = _stored_object(key, uploaded, layout)
+            stored = _stored_object(key, uploaded, layout, save.spec.url)
             objects.append(stored)
             results.extend(_write_results(stored, layout))
     return results, objects
@@ -143,15 +143,15 @@ def _told(channel: Channel) -> Callable[[ByteArray], bytes]:
     def digests_of(piece: ByteArray) -> bytes:
         began_at = time.monotonic()
         digests = block_digests(piece)
-        channel.tell(Hashed, began_at, size_bytes=piece.nbytes, worker=worker_number())
+        channel.emit(Hashed, began_at, size_bytes=piece.nbytes, worker=worker_number())
         return digests
 
     return digests_of
 
 
-def _stored_object(key: str, uploaded: Uploaded, layout: Layout) -> StoredObject:
+def _stored_object(key: str, uploaded: Uploaded, layout: Layout, url: str) -> StoredObject:
     entry = ix.ObjectEntry(key, uploaded.size_bytes, uploaded.version.e_tag, layout.framing_digest)
-    return StoredObject(entry, uploaded.parts)
+    return StoredObject(entry, uploaded.parts, url)
 
 
 def _write_results(stored: StoredObject, layout: Layout) -> list[WriteResult]:
@@ -167,6 +167,7 @@ def _write_results(stored: StoredObject, layout: Layout) -> list[WriteResult]:
                 placed.payload_length,
                 placed.digest_bytes(),
                 placed.pickled,
+                placed.dtype,
             ),
         )
         for placed in layout.placed

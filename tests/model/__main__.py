@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 
-from tests.model import configs, epoch, epoch_configs
+from tests.model import claim, claim_configs, claim_sweeper, configs
 from tests.model.checker import Result
 
-SKETCH = "the first sketch of the epoch"
+SKETCH = "the first sketch of the claim"
 
 
 def main() -> int:
@@ -43,17 +43,20 @@ def searches(*, quick: bool) -> Iterator[tuple[str, Callable[[], Result]]]:
     for config in configs.CONFIGS:
         if config.quick or not quick:
             yield config.name, config.search
-    for name, jobs, is_quick in epoch_configs.CONFIGS:
+    for name, jobs, is_quick in claim_configs.CONFIGS:
         if is_quick or not quick:
-            yield name, lambda jobs=jobs: epoch_configs.search(jobs(frozenset()))
+            yield name, lambda jobs=jobs: claim_configs.search(jobs(frozenset()))
+    for name, jobs in claim_sweeper.CONFIGS:
+        yield name, lambda jobs=jobs: claim_configs.search(jobs(frozenset()))
 
 
 def mutants() -> dict[str, Callable[[], tuple[str, Result] | None]]:
     """What catches each mutant of both models."""
     found = {name: lambda name=name: configs.catch(name) for name in configs.MUTANTS} | {
-        name: lambda name=name: epoch_configs.catch(frozenset({name})) for name in epoch.MUTANTS
+        name: lambda name=name: claim_configs.catch(frozenset({name})) for name in claim.MUTANTS
     }
-    return found | {SKETCH: lambda: epoch_configs.catch(epoch.SKETCH)}
+    found |= {name: lambda name=name: claim_sweeper.catch(name) for name in claim_sweeper.MUTANTS}
+    return found | {SKETCH: lambda: claim_configs.catch(claim.SKETCH)}
 
 
 def show(mutant: str) -> int:

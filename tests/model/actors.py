@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 from tests.model.world import (
     ANY,
+    DENIED,
     DOT,
     MARKER,
     NO_ANSWER,
     NOBODY,
+    Answer,
     Event,
     Marker,
     Me,
@@ -101,7 +103,7 @@ class Actor:
 
     def send(
         self, me: Me, store: Store, request: Request
-    ) -> Iterator[tuple[Event, bool | None, Me, Store]]:
+    ) -> Iterator[tuple[Event, Answer, Me, Store]]:
         return send(self.name, request, me, store, self.weak)
 
     # --- rules 4 and 5, `commit.put_marker`: `me.body` against `me.token`, what for is `me.then`
@@ -110,10 +112,13 @@ class Actor:
         expected = ANY if "unconditional marker" in self.weak else etag(was.token, self.weak)
         request = Request("put", MARKER, was.body, expected)
         for event, answer, me, store in self.send(was, before, request):
-            if answer:
+            if answer is True:
                 yield event, self.decided(me, True), store
+            elif answer == DENIED and BELIEVED in self.weak:
+                yield event, self.decided(me, DENIED), store
             elif "no read-back" not in self.weak:
-                yield event, me._replace(at="ask"), store
+                unsure = me.unsure or answer is None
+                yield event, me._replace(at="ask", denied=answer == DENIED, unsure=unsure), store
             elif answer is None:
                 yield event, self.again(me, "put"), store
             else:
@@ -123,16 +128,20 @@ class Actor:
         for event, found, me in self.get_marker(was, store):
             if isinstance(found, Marker) and self.landed(me, found):
                 yield event, self.decided(me, True), store
-            elif found == NO_ANSWER or etag(found, self.weak) == etag(me.token, self.weak):
+            elif found == NO_ANSWER:
                 yield event, self.again(me, "put"), store
+            elif etag(found, self.weak) == etag(me.token, self.weak):
+                refused = me.denied and not me.unsure
+                after = self.decided(me, DENIED) if refused else self.again(me, "put")
+                yield event, after, store
             else:
                 yield event, self.decided(me, False), store
 
     def landed(self, me: Me, found: Marker) -> bool:
         return found.write == me.body.write
 
-    def decided(self, me: Me, landed: bool | None) -> Me:
-        """What follows on the PUT of the marker; None: its outcome is unknown."""
+    def decided(self, me: Me, landed: Answer) -> Me:
+        """What follows on the PUT of the marker; None: its outcome is unknown; DENIED: refused."""
         raise NotImplementedError
 
     def rewrite(self, me: Me, state: str, then: str) -> Me:
@@ -140,7 +149,8 @@ class Actor:
         body = Marker(state, NOBODY, (self.name, me.writes))
         if me.token is not None:
             body = body._replace(commit=me.token.commit, log=me.token.log)
-        return me._replace(at="put", body=body, then=then, writes=me.writes + 1)
+        after = me._replace(at="put", body=body, then=then, writes=me.writes + 1)
+        return after._replace(denied=False, unsure=False)
 
     # --- rule 6, `publishing.publish_until`: `.metadata` of commit `me.body`
 
@@ -194,3 +204,4 @@ class Actor:
 
 
 NO_LOOK = "publisher does not look again"
+BELIEVED = "a refusal is believed without reading"

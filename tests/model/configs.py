@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.model.actors import NO_LOOK, Actor
+from tests.model.actors import BELIEVED, NO_LOOK, Actor
 from tests.model.checker import Result, Search
 from tests.model.invariants import what_is_wrong, what_is_wrong_at_rest
 from tests.model.readers import Clock, Reader, StockReader
-from tests.model.removers import Deleter
+from tests.model.removers import KEEPS_DOT, Deleter
 from tests.model.sweepers import GOES_ON, NO_SECOND_FENCE, TRUSTS_YOUNG, UNFENCED, Sweeper
 from tests.model.world import Marker, Store
-from tests.model.writers import Writer
+from tests.model.writers import LATE_BEACON, UNASKED, UNSEEN, Writer
 
 Weak = frozenset[str]
 NONE: Weak = frozenset()
@@ -22,6 +22,7 @@ ABSENT = Store()
 COMMITTED = Store(Marker("committed", 0, _FIRST), dot=0, data=1, index=1, committed=1)
 TOMBSTONE = Store(Marker("deleted", 0, _FIRST), data=1, index=1, committed=1)
 STALE = TOMBSTONE._replace(dot=0)
+DELETING = COMMITTED._replace(marker=Marker("deleting", 0, _FIRST))
 ORPHAN = Store(data=8)  # of save 3, whose writer died
 
 
@@ -49,10 +50,10 @@ class Config:
         return search.run(most_states=most_states)
 
 
-def _writers(weak: Weak, *faults: int, overwrite: str = "12") -> list[Actor]:
+def _writers(weak: Weak, *faults: int, overwrite: str = "12", beacon: bool = False) -> list[Actor]:
     """Saves 1 and up, as many as there are numbers of faults."""
     return [
-        Writer(n, overwrite=str(n) in overwrite, faults=each, weak=weak)
+        Writer(n, overwrite=str(n) in overwrite, beacon=beacon, faults=each, weak=weak)
         for n, each in enumerate(faults, 1)
     ]
 
@@ -85,7 +86,13 @@ CONFIGS = [
     Config(
         "overwrite, deleter, reader",
         COMMITTED,
+        lambda weak: [*_writers(weak, 1), Deleter(faults=1, weak=weak), Reader("reader")],
+    ),
+    Config(
+        "overwrite, deleter, both with faults, reader",
+        COMMITTED,
         lambda weak: [*_writers(weak, 2), Deleter(faults=2, weak=weak), Reader("reader")],
+        quick=False,
     ),
     Config(
         "create, overwrite, deleter",
@@ -95,12 +102,37 @@ CONFIGS = [
     Config(
         "overwrite, sweeper twice, reader",
         COMMITTED,
-        lambda weak: [*_writers(weak, 1), Sweeper(faults=1, rounds=2, weak=weak), Reader("reader")],
+        lambda weak: [
+            *_writers(weak, 1, beacon=True),
+            Sweeper(faults=1, rounds=2, weak=weak),
+            Reader("reader"),
+        ],
     ),
     Config(
         "create, sweeper of an orphan",
         ORPHAN,
-        lambda weak: [*_writers(weak, 1, overwrite=""), Sweeper(faults=1, rounds=2, weak=weak)],
+        lambda weak: [
+            *_writers(weak, 1, overwrite="", beacon=True),
+            Sweeper(faults=1, rounds=2, weak=weak),
+        ],
+    ),
+    Config(
+        "two create where a deletion was left, reader",
+        DELETING,
+        lambda weak: [*_writers(weak, 1, 1, overwrite=""), Reader("reader")],
+    ),
+    Config(
+        "create where a deletion is under way, deleter",
+        DELETING,
+        lambda weak: [*_writers(weak, 2, overwrite=""), Deleter(faults=1, weak=weak)],
+    ),
+    Config(
+        "create, sweeper that cannot see uploads",
+        ORPHAN,
+        lambda weak: [
+            *_writers(weak, 1, overwrite="", beacon=True),
+            Sweeper(old=8, rounds=2, weak=weak),
+        ],
     ),
     Config("a sweep mends .metadata", STALE, lambda weak: [Sweeper(weak=weak)]),
     Config(
@@ -144,6 +176,18 @@ CONFIGS = [
             StockReader("stock"),
             Clock(),
         ],
+        quick=False,
+    ),
+    Config(
+        "create, overwrite where a deletion was left, sweeper",
+        DELETING,
+        lambda weak: [*_writers(weak, 1, 0, overwrite="2"), Sweeper(weak=weak)],
+        quick=False,
+    ),
+    Config(
+        "two overwrite, sweeper that cannot see uploads",
+        COMMITTED._replace(data=9),
+        lambda weak: [*_writers(weak, 1, 0, beacon=True), Sweeper(old=9, rounds=2, weak=weak)],
         quick=False,
     ),
     Config(
@@ -224,6 +268,11 @@ MUTANTS = {
     TRUSTS_YOUNG: "overwrite, patient sweeper, stock reader",
     GOES_ON: "overwrite, deleter, patient sweeper, stock reader",
     UNFENCED: "patient sweeper of a tombstone, stock reader",
+    BELIEVED: "two create, reader",
+    UNSEEN: "create, sweeper that cannot see uploads",
+    LATE_BEACON: "create, sweeper that cannot see uploads",
+    UNASKED: "two create where a deletion was left, reader",
+    KEEPS_DOT: "create where a deletion is under way, deleter",
 }
 
 # The mutants that the code still is. The trace tests follow it with these rules weakened.

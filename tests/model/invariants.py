@@ -29,6 +29,8 @@ def what_is_wrong_at_rest(store: Store) -> str | None:
     (`absent` comes back; `arrivals` counts that as giving up). The next sweep mends both.
     """
     marker = store.marker
+    if marker is not None and marker.state == "deleting":
+        return None  # who comes next finishes it
     current = marker.commit if marker is not None and marker.is_committed else None
     if store.dot not in (None, current):
         return (

@@ -8,11 +8,13 @@ from typing import Any
 from tests.model.actors import Actor
 from tests.model.world import (
     DATA,
+    DENIED,
     DOT,
     EVERYTHING,
     INDEX,
     NO_ANSWER,
     NOBODY,
+    Answer,
     Marker,
     Me,
     Move,
@@ -20,9 +22,11 @@ from tests.model.world import (
     Store,
 )
 
+KEEPS_DOT = "a deletion is finished without removing .metadata"
+
 
 class Remover(Actor):
-    """Rule 8 from where the marker says `deleting`, `deleting.finish_deleting`: anyone may do it.
+    """Rule 8 from where the marker says `deleting`, `commit.finish_deleting`: anyone may do it.
 
     `me.token` is a marker of the commit that goes.
     """
@@ -44,8 +48,12 @@ class Remover(Actor):
                 after = self.buried(me)
                 if found.state == "deleting":
                     after = me._replace(at="remove_dot", token=found)
+                    if KEEPS_DOT in self.weak:
+                        after = self.rewrite(after, "deleted", "bury")
             else:
-                after = self.buried(me)
+                # `.metadata` of the save that came next may have met our removal. `upkeep.delete`
+                # repairs it then, otherwise a later sweep has to.
+                after = self.buried(me._replace(gave_up=True))
             yield event, after, store
 
     def remove_dot(self, was: Me, before: Store) -> Iterator[Move]:
@@ -63,9 +71,10 @@ class Remover(Actor):
         for event, _, me, store in self.send(was, before, Request("delete", "_COMMIT", None)):
             yield event, self.buried(me), store
 
-    def decided(self, me: Me, landed: bool | None) -> Me:
-        if landed is None:
-            return self.done(me, "unknown", gave_up=True)
+    def decided(self, me: Me, landed: Answer) -> Me:
+        if landed is None or landed == DENIED:
+            return self.done(me, "failed" if landed else "unknown", gave_up=True)
+        me = me._replace(denied=False, unsure=False)
         if landed:
             me = me._replace(token=me.body)
         return getattr(self, f"after_{me.then}")(me._replace(body=None), landed)

@@ -16,11 +16,26 @@ from typing import Any
 
 from dcp_objstore.checkpoint.marker import Marker as RealMarker
 from dcp_objstore.checkpoint.marker import decode_marker
-from dcp_objstore.checkpoint.names import parse_data_key, parse_index_key
-from dcp_objstore.errors import PreconditionFailedError, StoreUnavailableError
+from dcp_objstore.checkpoint.names import is_beacon_key, parse_data_key, parse_index_key
+from dcp_objstore.errors import (
+    PermissionDeniedError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+)
 from dcp_objstore.stores.protocol import IfAbsent, ObjectMeta, Precondition, Version
 from tests.model import world
-from tests.model.world import DATA, DOT, EVERYTHING, INDEX, MARKER, NO_ANSWER, NOBODY, Event
+from tests.model.world import (
+    BEACON,
+    DATA,
+    DENIED,
+    DOT,
+    EVERYTHING,
+    INDEX,
+    MARKER,
+    NO_ANSWER,
+    NOBODY,
+    Event,
+)
 from tests.support.memory_store import MemoryStore, Put, TickingClock
 from tests.support.upkeep import DESCRIBED
 
@@ -67,8 +82,9 @@ class Names:
     def learn(self, key: str, body: bytes, save: int) -> None:
         """An object that a save put."""
         if key == MARKER:
-            self.commits[decode_marker(body).commit_id] = save
-        elif _kind(key) == INDEX:
+            # Not what it rewrites of another: a tombstone, where it finishes a deletion.
+            self.commits.setdefault(decode_marker(body).commit_id, save)
+        elif kind_of(key) == INDEX:
             self.dots[DESCRIBED.derive(body)] = save
         self.keys[key] = save
 
@@ -196,7 +212,7 @@ class StagedStore:
         self._waited = False
 
     def _tell(self, verb: str, key: str, outcome: str, condition: str = "") -> None:
-        event = Event(self.player.name, verb, _kind(key), condition, outcome)
+        event = Event(self.player.name, verb, kind_of(key), condition, outcome)
         self.stage.events.append(event)
 
     def _fate(self, *fates: str) -> str | None:
@@ -226,8 +242,10 @@ class StagedStore:
             refusal = error
             outcome = "refused"
         fate = None
-        if _kind(key) in (MARKER, DOT):
+        if kind_of(key) in (MARKER, DOT):
             fates = ["delayed"] if not self._flies(put) else []
+            if kind_of(key) == MARKER:
+                fates += [DENIED, *([f"ok, {DENIED}"] if outcome == "ok" else [])]
             if outcome == "ok":
                 fates += ["ok, no answer", "refused for nothing"]
                 if not self._flies(put):
@@ -236,12 +254,14 @@ class StagedStore:
                     fates.append("ok, then its copy refused")
             fate = self._fate(*fates) if fates else None
         self._tell("put", key, fate or outcome, condition)
-        if fate in ("delayed", "refused for nothing"):
+        if fate in ("delayed", "refused for nothing", DENIED):
             self.inner.objects = before
         if fate in ("delayed", "ok, a copy delayed"):
             self.player.flying.append(put)
         if fate in ("delayed", "ok, no answer"):
             raise StoreUnavailableError("no answer")
+        if fate in (DENIED, f"ok, {DENIED}"):
+            raise PermissionDeniedError("403")
         if fate in ("refused for nothing", "ok, then its copy refused"):
             raise PreconditionFailedError("409")
         if outcome == "refused":
@@ -256,7 +276,7 @@ class StagedStore:
             self.stage.names.learn(put.key, put.data, self.save)
 
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        kind = _kind(key)
+        kind = kind_of(key)
         self._turn()
         if kind in (MARKER, DOT) and self._fate(NO_ANSWER):
             self._tell("get", key, NO_ANSWER)
@@ -300,9 +320,12 @@ class StagedStore:
             raise StoreUnavailableError("no answer")
 
 
-def _kind(key: str) -> str:
+def kind_of(key: str) -> str:
+    """The model's word for an object."""
     if parse_data_key(key):
         return DATA
+    if is_beacon_key(key):
+        return BEACON
     return INDEX if parse_index_key(key) else key
 
 

@@ -7,12 +7,14 @@ from typing import Any
 
 from tests.model.removers import Remover
 from tests.model.world import (
+    BEACON,
     DATA,
     DOT,
     EVERYTHING,
     INDEX,
     NO_ANSWER,
     Marker,
+    Marks,
     Me,
     Move,
     Request,
@@ -34,13 +36,28 @@ class Sweeper(Remover):
     Args:
         rounds: sweeps, one after the other.
         patient: where a marker younger than the grace period is seen to be young.
+        old: the saves whose objects are older than the grace period, where all others, and all
+            beacons, are seen to be young. None: everything may look old, or young.
     """
 
     def __init__(
-        self, name: str = "sweeper", *, rounds: int = 1, patient: bool = False, **options: Any
+        self,
+        name: str = "sweeper",
+        *,
+        rounds: int = 1,
+        patient: bool = False,
+        old: Marks | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(name, **options)
         self.rounds, self.patient = rounds, patient and "removing what is young" not in self.weak
+        self.old = old
+
+    def wrong(self, me: Me, store: Store) -> str | None:
+        if me.saw_under_way and me.at == "put" and me.then == "fence":
+            saves = f"{me.saw_under_way:b}"
+            return f"a healthy save defeated: a fence against saves under way ({saves}), all young"
+        return None
 
     def begin(self, was: Me, store: Store) -> Iterator[Move]:
         if "sweeping by age alone" in self.weak:
@@ -74,6 +91,27 @@ class Sweeper(Remover):
         return me._replace(at="list")
 
     def list(self, me: Me, store: Store) -> Iterator[Move]:
+        """Old beacons go at once: no commit names them."""
+        if self.old is not None:
+            me = me._replace(saw_under_way=store.under_way)
+        for event, after, then in self.choose(me, store):
+            if store.beacons and self.old is None:
+                yield event, after._replace(at="clear", held=after, body=store.beacons), then
+                if after.at == "put":
+                    continue  # a young one keeps the sweep off
+            elif store.beacons and after.at == "put":
+                continue
+            yield event, after, then
+
+    def clear(self, was: Me, before: Store) -> Iterator[Move]:
+        """In any order: their names are random."""
+        assert was.held
+        for bit in (1 << n for n in range(was.body.bit_length()) if was.body >> n & 1):
+            for event, _, me, store in self.send(was, before, Request("delete", BEACON, bit)):
+                left = was.body & ~bit
+                yield event, me._replace(body=left) if left else was.held, store
+
+    def choose(self, me: Me, store: Store) -> Iterator[Move]:
         event = self.event("list", EVERYTHING)
         named = me.token.commit if me.token is not None and me.token.is_committed else None
         loose = tuple(
@@ -93,6 +131,7 @@ class Sweeper(Remover):
         foreign = me.token is None and store.dot is not None
         if "sweeping by age alone" in self.weak:
             foreign = False
+        young = young or (self.old is not None and any(not self.old >> n & 1 for _, n in loose))
         if loose and not young and not foreign:
             if self.weak & {"listing after the fence", "no fence", "sweeping by age alone"}:
                 yield event, self.removing(me, loose, "swept"), store

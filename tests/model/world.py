@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 MARKER, DOT, DATA, INDEX, EVERYTHING = "_COMMIT", ".metadata", "data", "index", ""
+BEACON = "beacon"
 ANY = "any version"  # no precondition
 NO_ANSWER = "no answer"
+DENIED = "denied"  # a refusal for good, of the store or of something before it
 NOBODY = 9  # in place of a commit, in a tombstone that a sweep put where nothing was
 
 Marks = int  # a set of saves: bit n is save n
@@ -35,16 +37,18 @@ class Marker(NamedTuple):
 
 
 class Store(NamedTuple):
-    """The objects of one checkpoint. `data` and `index` are the saves whose objects are whole."""
+    """The objects of one checkpoint, as sets of saves: `data` and `index` where they are whole."""
 
     marker: Marker | None = None
     dot: int | None = None  # the commit that `.metadata` describes
     data: Marks = 0
     index: Marks = 0
+    beacons: Marks = 0
     aged: bool = True  # the marker is older than the grace period
     dot_aged: bool = True  # so is `.metadata`
     loading: bool = False  # a stock reader, which cannot see the marker, is under way
     committed: Marks = 0  # not on the store: all saves whose marker ever took effect
+    under_way: Marks = 0  # not on the store: saves that have a begin token, and have not ended
 
 
 class Request(NamedTuple):
@@ -89,6 +93,10 @@ class Me(NamedTuple):
     then: str = ""  # what for
     dot_token: int | None = None
     removing: tuple[tuple[str, int], ...] = ()  # kind and save of each object that is to go
+    held: Me | None = None  # what follows when old beacons are removed
+    saw_under_way: Marks = 0  # `Store.under_way` when it listed
+    denied: bool = False  # the answer to the last PUT of the marker was `DENIED`
+    unsure: bool = False  # a PUT of this marker has had no answer, and may yet arrive
     writes: int = 0  # markers written by it, for the next write_id
     changed: bool = False  # `.metadata` was not in line
     maybe: bool = False  # a PUT of `.metadata` may have taken effect or may yet
@@ -98,6 +106,7 @@ class Me(NamedTuple):
 
 
 Move = tuple[Event, Me, Store]
+Answer = bool | str | None
 
 
 def etag(marker: Marker | None, weak: frozenset[str]) -> Any:
@@ -118,14 +127,13 @@ def apply(request: Request, store: Store, weak: frozenset[str]) -> tuple[bool, S
     body = request.body
     if request.kind == DOT:
         return True, store._replace(dot=body, dot_aged=False)
-    if request.kind == DATA:
-        if request.verb == "delete":
-            return True, store._replace(data=store.data & ~body)
-        kept = 0 if "shared data keys" in weak else store.data
-        return True, store._replace(data=kept | body)
-    if request.kind == INDEX:
-        gone = request.verb == "delete"
-        return True, store._replace(index=store.index & ~body if gone else store.index | body)
+    if request.kind in (DATA, INDEX, BEACON):
+        name = {DATA: "data", INDEX: "index", BEACON: "beacons"}[request.kind]
+        there = getattr(store, name)
+        if request.kind == DATA and request.verb == "put" and "shared data keys" in weak:
+            there = 0
+        there = there & ~body if request.verb == "delete" else there | body
+        return True, store._replace(**{name: there})
     committed = store.committed
     if body is not None and body.is_committed:
         committed |= 1 << body.commit
@@ -134,8 +142,8 @@ def apply(request: Request, store: Store, weak: frozenset[str]) -> tuple[bool, S
 
 def send(
     name: str, request: Request, me: Me, store: Store, weak: frozenset[str]
-) -> Iterator[tuple[Event, bool | None, Me, Store]]:
-    """Everything that a network may do with a change: the answer is True, False or None (none).
+) -> Iterator[tuple[Event, Answer, Me, Store]]:
+    """Everything that a network may do with a change: the answer is True, False, DENIED or None.
 
     A request that is lost is one that is delayed and never arrives.
     """
@@ -143,13 +151,17 @@ def send(
     event = Event(name, request.verb, request.kind, request.condition)
     word = "ok" if done else "refused"
     yield event._replace(outcome=word), done, me, after
-    if not me.faults or request.kind in (DATA, INDEX):
+    if not me.faults or request.kind in (DATA, INDEX, BEACON):
         # Uploads are retried until they are answered, and repeating them or deletions changes
         # nothing, since keys are used once (rule 3).
         return
     hit = me._replace(faults=me.faults - 1)
     later = hit._replace(flying=tuple(sorted({*me.flying, request}, key=repr)))
     yield event._replace(outcome="delayed"), None, later, store
+    if request.kind == MARKER and request.verb == "put":
+        yield event._replace(outcome=DENIED), DENIED, hit, store
+        if done:
+            yield event._replace(outcome=f"ok, {DENIED}"), DENIED, hit, after
     if done:
         yield event._replace(outcome="ok, no answer"), None, hit, after
         yield event._replace(outcome="ok, a copy delayed"), True, later, after

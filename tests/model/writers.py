@@ -1,4 +1,7 @@
-"""A save: rules 2 to 6, `commit.begin`, `commit.commit`, `publishing.publish_dot_metadata`."""
+"""A save: rules 2 to 6, `commit.begin`, `commit.commit`, `publishing.publish_dot_metadata`.
+
+With rule 8, where it finds a deletion that nobody has finished.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-from tests.model.actors import Actor
+from tests.model.removers import Remover
 from tests.model.world import (
+    BEACON,
     DATA,
+    DENIED,
     EVERYTHING,
     INDEX,
     NO_ANSWER,
     NOBODY,
+    Answer,
     Marker,
     Me,
     Move,
@@ -20,20 +26,32 @@ from tests.model.world import (
     Store,
 )
 
+UNSEEN = "a save that no listing shows"
+LATE_BEACON = "the beacon follows the begin token"
+UNASKED = "what stands when a deletion is finished is replaced"
 
-class Writer(Actor):
+
+class Writer(Remover):
     """Save number `save`.
 
     Args:
         overwrite: may replace what is committed.
+        beacon: False leaves the beacon out, which only a sweep looks at, to have fewer states.
     """
 
-    def __init__(self, save: int, *, overwrite: bool = False, **options: Any) -> None:
+    def __init__(
+        self, save: int, *, overwrite: bool = False, beacon: bool = True, **options: Any
+    ) -> None:
         super().__init__(f"writer {save}", **options)
+        self.beacon = beacon and UNSEEN not in self.weak
         self.save, self.bit, self.overwrite = save, 1 << save, overwrite
-        order = ["begin", "upload", "check"]
+        order = ["light", "begin", "upload", "check"]
         if "begin token read after data" in self.weak:
-            order = ["upload", "begin", "check"]
+            order = ["light", "upload", "begin", "check"]
+        elif LATE_BEACON in self.weak:
+            order = ["begin", "light", "upload", "check"]
+        if not self.beacon:
+            order.remove("light")
         self.first = order[0]
         self.after = dict(pairwise(order))
 
@@ -43,7 +61,38 @@ class Writer(Actor):
             return f"false success: save {self.save} was never committed"
         if me.answer in ("lost", "refused", "failed") and took_effect:
             return f"false conflict: save {self.save} took effect, its writer was told: {me.answer}"
+        replaces = me.at == "upload" and me.token is not None and me.token.is_committed
+        if replaces and not self.overwrite:
+            return f"replaced unasked: save {self.save} is to replace what is committed"
         return None
+
+    def moves(self, me: Me, store: Store) -> Iterator[Move]:
+        """As all actors; and who looks on sees from when to when the save is under way."""
+        for event, after, then in super().moves(me, store):
+            under_way = then.under_way
+            if me.at in ("begin", "begin_foreign") and after.at == self.after["begin"]:
+                under_way |= self.bit
+            elif after.at is None:
+                under_way &= ~self.bit
+            yield event, after, then._replace(under_way=under_way)
+
+    # --- the beacon: around rules 2 to 6
+
+    def light(self, was: Me, before: Store) -> Iterator[Move]:
+        for event, _, me, store in self.send(was, before, Request("put", BEACON, self.bit)):
+            yield event, me._replace(at=self.after["light"]), store
+
+    def put_out(self, was: Me, before: Store) -> Iterator[Move]:
+        assert was.answer
+        for event, _, me, store in self.send(was, before, Request("delete", BEACON, self.bit)):
+            yield event, self.end(me, was.answer), store
+
+    def leave(self, me: Me, answer: str, *, gave_up: bool = False) -> Me:
+        """Remove the beacon, and end."""
+        if not self.beacon:
+            return self.end(me, answer, gave_up=gave_up)
+        gave_up = gave_up or me.gave_up
+        return Me("put_out", 0, 0, 0, flying=me.flying, answer=answer, gave_up=gave_up)
 
     # --- rule 2
 
@@ -52,18 +101,30 @@ class Writer(Actor):
             if not isinstance(found, Marker):
                 at = self.after["begin"] if self.overwrite else "begin_foreign"
                 after = me._replace(at=at) if found is None else self.end(me, "failed")
-            elif found.state == "deleting" or (found.is_committed and not self.overwrite):
-                after = self.end(me, "refused")
+            elif found.state == "deleting":
+                after = me._replace(at="finish", token=found)
+            elif found.is_committed and not self.overwrite and not me.changed:
+                after = self.leave(me, "refused")
             else:
-                after = me._replace(at=self.after["begin"], token=found)
+                after = me._replace(at=self.after["begin"], token=found, changed=False)
             yield event, after, store
+
+    def buried(self, me: Me) -> Me:
+        """The deletion is finished, by us or by somebody else: begin again."""
+        weak = UNASKED in self.weak
+        return me._replace(at="begin", token=None, then="", changed=weak)
+
+    def done(self, me: Me, answer: str, *, gave_up: bool = False) -> Me:
+        """The deletion could not be finished: refused, or nobody knows."""
+        finish = self.leave if answer == "failed" and me.denied else self.end
+        return finish(me, "failed", gave_up=gave_up)
 
     def begin_foreign(self, was: Me, store: Store) -> Iterator[Move]:
         for event, answered, me in self.look_at_dot(was, store, "head"):
             if not answered:
                 after = self.end(me, "failed")
             elif me.dot_token is not None:
-                after = self.end(me, "refused")
+                after = self.leave(me, "refused")
             else:
                 after = me._replace(at=self.after["begin"])
             yield event, after, store
@@ -88,17 +149,26 @@ class Writer(Actor):
         log = 0
         if was.token is not None:
             log = was.token.log | (0 if was.token.commit == NOBODY else 1 << was.token.commit)
-        body = Marker("committed", self.save, (self.name, 0), log)
+        body = Marker("committed", self.save, (self.name, was.writes), log)
         for event, _, me, store in self.send(was, before, Request("put", INDEX, self.bit)):
             yield event, me._replace(at="put", body=body), store
 
     def landed(self, me: Me, found: Marker) -> bool:
-        return found.knows(self.save)
+        return super().landed(me, found) if me.then else found.knows(self.save)
 
-    def decided(self, me: Me, landed: bool | None) -> Me:
+    def decided(self, me: Me, landed: Answer) -> Me:
+        if me.then:
+            return super().decided(me, landed)
+        if landed == DENIED:
+            return self.end(me, "failed")
         if landed:
             return self.start()._replace(
-                at="publish", body=self.save, answer="success", faults=me.faults, flying=me.flying
+                at="publish",
+                body=self.save,
+                answer="success",
+                faults=me.faults,
+                flying=me.flying,
+                gave_up=me.gave_up,
             )
         if landed is not None:
             return self.end(me, "lost")
@@ -111,4 +181,4 @@ class Writer(Actor):
             yield event, self.end(me, "unknown", gave_up=True), store
 
     def published(self, me: Me, done: bool | None) -> Me:
-        return self.end(me, "success", gave_up=done is None)
+        return self.leave(me, "success", gave_up=done is None)

@@ -30,8 +30,8 @@ class Endpoint:
     """What a subclass says of its endpoint; `store` is all that it has to give.
 
     Attributes:
-        endpoint: its row in the README's table, or one for each kind of the fixture `bucket`; None:
-            none.
+        endpoint: its row in the table of docs/stores.md, or one for each kind of the fixture
+            `bucket`; None: none.
         lacks: the capabilities that it does not have, likewise.
         dialect: whose error bodies its adapter reads; None: it speaks no HTTP.
         race_rounds: of each race, in the default suite.

@@ -1,12 +1,12 @@
 """What a store may guarantee, and a table of who keeps it, made from the outcomes of the tests.
 
-`pytest -n 0 tests/test_stores*.py --guarantees-table README.md` writes the rows of the endpoints
-that ran between the two marks in that file and leaves the other rows. This is a pytest plugin.
+`pytest -n 0 tests/test_stores*.py --guarantees-table docs/stores.md` writes the rows of the
+endpoints that ran between the two marks in that file and leaves the other rows. This is a pytest
+plugin.
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-BEGIN, END = "<!-- guarantees -->", "<!-- /guarantees -->"
+from tests.support.doc_tables import between, replaced
+
+MARK = "guarantees"
 KEPT, LACKING, FAILED, FOREIGN, UNTRIED = "✓", "–", "✗", "n/a", "?"  # noqa: RUF001
 
 
@@ -53,7 +55,7 @@ GUARANTEES = (
     Guarantee("equal parts", "all parts but the last have the same size", ("equal_parts",)),
     Guarantee("clean abort", "a stream that breaks off leaves nothing", ("clean_abort",)),
     Guarantee("whole or not", "nobody ever sees a part of an object", ("atomic_put",)),
-    Guarantee("bounded memory", "a stream's buffers are let go while it goes on"),
+    Guarantee("bounded memory", "a stream's buffers are released while it goes on"),
     Guarantee(
         "listed versions",
         "a listed token serves a conditional write",
@@ -103,18 +105,17 @@ def table(rows: Mapping[str, list[str]]) -> str:
     lines = [["store", *(one.name for one in GUARANTEES)]]
     lines.append(["---", *(":-:" for _ in GUARANTEES)])
     lines.extend([endpoint, *cells] for endpoint, cells in sorted(rows.items()))
-    legend = "; ".join(f"*{one.name}*: {one.meaning}" for one in GUARANTEES)
+    legend = "\n".join(f"- *{one.name}*: {one.meaning}." for one in GUARANTEES)
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
-        f"{text}\n\n<sub>{KEPT} kept; {LACKING} lacking, declared, and refused where it is asked"
-        f" for; {FOREIGN} no such thing there. {legend}.</sub>"
+        f"{text}\n\n{KEPT} kept; {LACKING} lacking, declared, and refused where it is asked for;"
+        f" {FOREIGN} no such thing there.\n\n{legend}"
     )
 
 
 def parse(text: str) -> dict[str, list[str]]:
     """The rows of the table between the marks; none if there are no marks."""
-    found = re.search(f"{re.escape(BEGIN)}\n(.*?){re.escape(END)}", text, re.S)
-    lines = [line for line in found[1].splitlines() if line.startswith("|")] if found else []
+    lines = [line for line in (between(text, MARK) or "").splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     if not cells:
         return {}
@@ -125,12 +126,8 @@ def parse(text: str) -> dict[str, list[str]]:
 
 def write_table(place: Path, rows: Mapping[str, list[str]]) -> None:
     """Put the rows between the marks of a file, beside those that it has; or make the file."""
-    text = place.read_text() if place.exists() else f"{BEGIN}\n{END}\n"
-    before, mark, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    assert mark, f"{place} has no {BEGIN}"
-    merged = {**parse(text), **rows}
-    place.write_text(f"{before}{BEGIN}\n{table(merged)}\n{END}{after}")
+    text = place.read_text() if place.exists() else f"<!-- {MARK} -->\n<!-- /{MARK} -->\n"
+    place.write_text(replaced(text, MARK, table({**parse(text), **rows})))
 
 
 _OUTCOMES = pytest.StashKey[Outcomes]()

@@ -340,6 +340,98 @@ def add_marker() -> None:
 # --- values and blobs ----------------------------------------------------------------------------
 
 
+def text_bytes(size: int) -> bytes:
+    return h.called("_codecs.encode", p.text("b" * size), p.text("latin1"))
+
+
+def dtype(name: str = "f4", *, copied: bool = True, state: bytes | None = None) -> bytes:
+    made = h.called("numpy.dtype", p.text(name), p.FALSE, p.TRUE if copied else p.FALSE)
+    order = p.tupled(
+        p.number(3), p.text("<"), p.NONE, p.NONE, p.NONE, p.number(-1), p.number(-1), p.number(0)
+    )
+    return made + (order if state is None else state) + p.BUILD
+
+
+def array(shape: bytes, of: bytes, body: bytes, first: bytes | None = None) -> bytes:
+    made = h.called(
+        "numpy._core.multiarray._reconstruct",
+        b"cnumpy\nndarray\n",
+        first or p.tupled(p.number(0)),
+        text_bytes(1),
+    )
+    return made + p.tupled(p.number(1), shape, of, p.FALSE, body) + p.BUILD
+
+
+def buffer(*state: bytes) -> bytes:
+    return b"c_io\nBytesIO\n)\x81" + p.tupled(*state) + b"b"
+
+
+RANGE = h.called("builtins.range", p.number(0), h.long_number(1 << 40), p.number(1))
+STATUS = h.called("http.HTTPStatus", p.number(200))
+OTHER_ORDER = p.tupled(
+    p.number(3), p.text(">"), p.NONE, p.NONE, p.NONE, p.number(-1), p.number(-1), p.number(0)
+)
+# As the pickler writes them, so that only what is changed below is what is refused.
+USES: dict[str, Any] = {
+    "enum": lambda: h.v2(STATUS),
+    "range": lambda: h.v2(RANGE),
+    "BytesIO": lambda: h.v2(buffer(text_bytes(3), p.number(2), p.NONE)),
+    "dtype": lambda: h.v2(dtype()),
+    "array": lambda: h.v2(array(p.tupled(p.number(2)), dtype(), text_bytes(8))),
+    "scalar": lambda: h.v2(h.called("numpy._core.multiarray.scalar", dtype("f8"), text_bytes(8))),
+    "set": lambda: h.v2(h.called("builtins.set", p.listed(p.number(1)))),
+    "time zone": lambda: h.v2(h.called("datetime.timezone", h.called("datetime.timedelta", *[p.number(0)] * 3))),
+    "decimal": lambda: h.v2(p.listed(h.called("decimal.Decimal", p.text("1")))),
+    "path": lambda: h.v2(h.called("pathlib.PurePosixPath", p.text("x"))),
+}  # fmt: skip
+# Of values that are allowed because they run nothing, by what is made of them.
+ABUSES: dict[str, Any] = {
+    "NumPy's own dtype is changed": lambda: h.v2(dtype(copied=False, state=OTHER_ORDER)),
+    "a member of an enum is changed": lambda: h.v2(STATUS + p.mapped({p.text("phrase"): p.text("x")}) + b"b"),
+    "slots of a member of an enum": lambda: h.v2(STATUS + p.tupled(p.NONE, p.mapped({p.text("phrase"): p.text("x")})) + b"b"),
+    "a member by _rebuild_from_type_v2": lambda: h.v2(h.called("torch._tensor._rebuild_from_type_v2", b"chttp\nHTTPStatus\n", b"chttp\nHTTPStatus\n", p.tupled(p.number(200)), p.mapped({p.text("phrase"): p.text("x")}))),
+    "a new member of a flag": lambda: h.v2(h.called("re.RegexFlag", p.number(1 << 30))),
+    "an item of a member": lambda: h.v2(STATUS + p.text("a") + p.NONE + b"s"),
+    "a BytesIO with attributes": lambda: h.v2(buffer(text_bytes(1), p.number(0), p.mapped({p.text("read"): b"cbuiltins\nset\n"}))),
+    "a BytesIO that writes far away": lambda: h.v2(buffer(text_bytes(1), h.long_number(BIG), p.NONE)),
+    "an array by a __setstate__ of its own": lambda: h.v2(
+        h.called("collections.OrderedDict") + p.mapped({p.text("__setstate__"): b"cnumpy\nndarray\n"}) + b"b" + p.listed(h.long_number(1 << 40)) + b"b"),
+    "bytes(2**33)": lambda: h.v2(h.called("builtins.bytes", h.long_number(1 << 33))),
+    "new bytes(2**33)": lambda: h.v2(b"cbuiltins\nbytes\n" + p.tupled(h.long_number(1 << 33)) + b"\x81"),
+    "deque(range(2**40))": lambda: h.v2(h.called("collections.deque", RANGE)),
+    "set(range(2**40))": lambda: h.v2(h.called("builtins.set", RANGE)),
+    "bytearray(range(2**40))": lambda: h.v2(h.called("builtins.bytearray", RANGE)),
+    "torch.Size(range(2**40))": lambda: h.v2(h.called("torch.Size", RANGE)),
+    "Parameter(range(2**40))": lambda: h.v2(h.called("torch.nn.parameter.Parameter", RANGE)),
+    "an empty array of 2**40": lambda: h.v2(array(p.tupled(p.number(0)), dtype(), text_bytes(0), p.tupled(h.long_number(1 << 40)))),
+    "a new ndarray of 2**40": lambda: h.v2(b"cnumpy\nndarray\n" + p.tupled(p.tupled(h.long_number(1 << 40))) + b"\x81"),
+    "an array of more than its bytes": lambda: h.v2(array(p.tupled(h.long_number(1 << 40)), dtype(), text_bytes(8))),
+    "an array of fewer than its bytes": lambda: h.v2(array(p.tupled(p.number(1)), dtype(), text_bytes(8))),
+    "an array of -2 x -1": lambda: h.v2(array(p.tupled(p.number(-2), p.number(-1)), dtype(), text_bytes(8))),
+    "an array that overflows behind a 0": lambda: h.v2(array(p.tupled(p.number(0), h.long_number(BIG), h.long_number(BIG)), dtype(), text_bytes(0))),
+    "an array of objects": lambda: h.v2(array(p.tupled(p.number(1)), dtype("O8"), p.listed(p.NONE))),
+    "an array whose bytes are objects": lambda: h.v2(array(p.tupled(p.number(1)), dtype("O8"), text_bytes(8))),
+    "an array of 2**31-byte elements": lambda: h.v2(array(p.tupled(p.number(0)), dtype("V2147483647"), text_bytes(0))),
+    "a dtype with fields": lambda: h.v2(dtype(state=p.tupled(p.number(3), p.text("<"), p.NONE, p.tupled(p.text("a")), p.mapped({}), p.number(-1), p.number(-1), p.number(0)))),
+    "a dtype of other size": lambda: h.v2(dtype(state=p.tupled(p.number(3), p.text("<"), p.NONE, p.NONE, p.NONE, p.number(99), p.number(1), p.number(0)))),
+    "a scalar of fewer bytes": lambda: h.v2(h.called("numpy._core.multiarray.scalar", dtype("f8"), text_bytes(1))),
+    "a scalar that is a pickle": lambda: h.v2(h.called("numpy._core.multiarray.scalar", dtype("O8"), text_bytes(8))),
+    "numpy.dtype of code": lambda: h.v2(h.called("numpy.dtype", p.mapped({p.text("x"): p.NONE}))),
+    "a class that is changed": lambda: h.v2(b"cdatetime\ndatetime\n" + p.tupled(p.NONE, p.mapped({p.text("x"): p.NONE})) + b"b"),
+    "a date of text": lambda: h.v2(h.called("datetime.date", p.text("abcd"))),
+    "a date that cannot be": lambda: h.v2(h.called("datetime.date", text_bytes(4))),
+    "a time zone of code": lambda: h.v2(h.called("datetime.datetime", text_bytes(10), h.called("builtins.eval", p.text("1")))),
+    "a path of a path": lambda: h.v2(h.called("pathlib.PosixPath", RANGE)),
+    "appended to a Path": lambda: h.v2(h.called("pathlib.PosixPath", p.text("x")) + p.NONE + b"a"),
+    "decimals of equal hash": lambda: h.v2(p.mapped({h.called("decimal.Decimal", p.text(str(k * (2**61 - 1)))): p.NONE for k in range(1, 3_000)})),
+    "decimals of equal hash in a set": lambda: h.v2(h.called("builtins.set", p.listed(*[h.called("decimal.Decimal", p.text(str(k * (2**61 - 1)))) for k in range(1, 3_000)]))),
+    "code after a date": lambda: h.v2(p.tupled(h.called("datetime.timedelta", p.number(1), p.number(0), p.number(0)), h.called("tests.support.hostile.fire", p.NONE))),
+    "code in an opcode that torch does not read": lambda: h.v2(h.called("datetime.timedelta", p.number(1), p.number(0), p.number(0)) + b"(ctests.support.hostile\nfire\no"),
+    "code by the name of another module": lambda: h.v2(p.tupled(STATUS, b"chttp\nHTTPStatus.__class__\n")),
+    "text where bytes should be": lambda: h.v2(h.called("datetime.date", h.called("_codecs.encode", p.text("\u0394" * 4), p.text("latin1")))),
+}  # fmt: skip
+
+
 def add_values() -> None:
     long = h.long_number
     runs: dict[str, Any] = {
@@ -413,6 +505,7 @@ def add_values() -> None:
         "empty pickle": lambda: h.archive(b""), "STOP alone": lambda: h.archive(b"\x80\x02."),
         "memo that was not put": lambda: h.v2(b"h\x07"), "cut off pickle": lambda: h.archive(b"\x80\x02K"),
     }  # fmt: skip
+    add_all("our value abuses what runs nothing", h.our_value, ABUSES, h.REFUSED)
     for what, wrap in (("our value", h.our_value), ("our tensor blob", h.our_blob),
                        ("foreign value", h.foreign_value), ("foreign tensor", h.foreign_tensor)):  # fmt: skip
         add_all(f"{what} runs code", wrap, runs, h.REFUSED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import copyreg
 import gc
+import http
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, planner
@@ -78,6 +80,8 @@ def state_of_process() -> dict[str, Any]:
         # Text in a codec, and a warning's text, make Python import these.
         "sys.modules": {m for m in sys.modules if not m.startswith(("encodings.", "numpy."))},
         "safe globals": list(torch.serialization.get_safe_globals()),
+        "a member of an enum": dict(vars(http.HTTPStatus.OK)),
+        "a dtype of NumPy's": str(np.dtype("f4")),
         "copyreg": (dict(copyreg.dispatch_table), dict(copyreg._extension_registry)),  # type: ignore[attr-defined]
         "dtype": torch.get_default_dtype(),
         "device": torch.get_default_device(),

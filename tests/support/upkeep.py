@@ -81,8 +81,8 @@ def upload(store: ObjectStore, ranks: int = 2) -> ix.Index:
     return ix.Index(format=ix.FORMAT, objects=tuple(entries), tensors={}, blobs={})
 
 
-def finish(store: ObjectStore, token: BeginToken, index: ix.Index, **settings: object) -> Committed:
-    """Commit what was uploaded, without `.metadata`."""
+def commit(store: ObjectStore, token: BeginToken, index: ix.Index, **settings: object) -> Committed:
+    """Commit what was uploaded."""
     total_bytes = sum(entry.size_bytes for entry in index.objects)
     return commits.commit(
         store,
@@ -97,6 +97,13 @@ def finish(store: ObjectStore, token: BeginToken, index: ix.Index, **settings: o
     )
 
 
+def finish(store: ObjectStore, token: BeginToken, index: ix.Index, **settings: object) -> Committed:
+    """Commit what was uploaded, without `.metadata`, and remove the beacon."""
+    done = commit(store, token, index, **settings)
+    commits.remove_beacon(store, token.beacon)
+    return done
+
+
 def save(store: ObjectStore, *, overwrite: bool = False, publish: bool = True) -> Committed:
     """A whole save."""
     token = commits.begin(store, overwrite=overwrite)
@@ -109,7 +116,7 @@ def save(store: ObjectStore, *, overwrite: bool = False, publish: bool = True) -
 
 
 def tear(store: ObjectStore) -> set[str]:
-    """A save that died before its commit: the keys that it left."""
+    """A save that died before its commit: the keys of its data. Its beacon is left, too."""
     commits.begin(store, overwrite=True)
     return {entry.key for entry in upload(store).objects}
 

@@ -2,31 +2,35 @@
 
 `transfer.sharing` has planned who fetches what, in rounds. Here the rounds are run: a rank fetches
 and verifies its part of a round (and, as memory allows, of later ones), then all ranks agree that
-each has its part, and only then do bytes change hands, point to point, in a gloo group. A rank
-that fails says so in place of agreeing, and every rank raises its error: none waits for bytes
-that will not come.
+each has its part, and only then do bytes change hands, point to point, in a gloo group.
+
+Whatever is done together begins with that agreement, from the memory for the slots on. What may
+fail on one rank alone is done between two of them; a rank that fails says so in the next one, in
+place of agreeing, and no rank waits for bytes that will not come.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from dcp_objstore.distributed.failures import agree, typed_failures
+from dcp_objstore.distributed.failures import typed_failures
 from dcp_objstore.distributed.groups import current_rank
-from dcp_objstore.errors import DcpObjstoreError, RankFailedError
+from dcp_objstore.distributed.plugin import typed
+from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.read.peers.plan import NEED, Needs, Segment, SharedRequest, Sharing
 from dcp_objstore.read.peers.shared_memory import Slots, SlotsAddress, attach
 from dcp_objstore.state.geometry import Selection
 from dcp_objstore.transfer.ranges import RangeRequest, Span
-from dcp_objstore.transfer.workers import wait_for
+from dcp_objstore.transfer.workers import DaemonPool, result_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
     from dcp_objstore.read.session import PlannedLoad
     from dcp_objstore.read.tensor_read import Block, Read
     from dcp_objstore.transfer.progress import Progress
+
+T = TypeVar("T")
 
 # Pieces that make up less of a stretch than this are packed; otherwise all of it is sent, which
 # saves both sides a copy.
@@ -89,55 +95,54 @@ def needs_of(
     return np.array(rows, dtype=NEED), selections
 
 
+class PeerFailedError(Exception):
+    """Another rank has failed in the exchange, and raises its error itself.
+
+    Attributes:
+        cause: that of the lowest rank that has failed.
+    """
+
+    def __init__(self, cause: DcpObjstoreError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 class Exchange:
     """The shared part of one load on one rank; around the load, as a context manager.
 
     A body is fetched into a slot. Ranks on the same host read it there; to others, what they want
-    of it is sent. When the load ends with an error before all rounds were run, the other ranks are
-    told; then all raise the same, that of the lowest rank that has failed.
+    of it is sent. An error that leaves the block before all rounds were run is told to the other
+    ranks, where `prepare` or `advance` raises PeerFailedError.
 
     Args:
         share: from the coordinator.
-        planned: this rank's load.
         group: a gloo group of the ranks that load, numbered as in the plan.
         url: of the checkpoint, for errors.
-        ahead_bytes: how much may be fetched (or be on its way) before its round has come.
 
     Attributes:
         requests: what this rank is to fetch for itself and others, in the order of the rounds.
-        memory_bytes: what it holds, once entered.
+        memory_bytes: what it holds, once prepared.
         received_bytes: what has come from other ranks.
     """
 
-    def __init__(
-        self,
-        share: Share,
-        planned: PlannedLoad,
-        group: dist.ProcessGroup,
-        url: str,
-        ahead_bytes: int,
-    ) -> None:
-        self._selections = share.selections
+    def __init__(self, share: Share, group: dist.ProcessGroup, url: str) -> None:
+        self._share = share
         self._rounds = share.sharing.rounds
-        self._reads = planned.reads
-        self._spans = {(s.object_number, s.start, s.end): s for s in planned.spans}
         self._group = group
         self._rank = dist.get_rank(group)
         self._url = url
+        # One for all that is done together, so that it is done in the same order on every rank:
+        # Ctrl-C ends the waiting for it, and the others are told after what is under way.
+        self._thread = DaemonPool(1, "exchange")
+        self._over = False  # no rank waits for another any more
         self._round = 0
-        self._told = False
-        ours = list(share.sharing.fetched_by(self._rank))
-        self.requests = [self._request(planned_request) for planned_request in ours]
-        self._ours = {id(request): one for request, one in zip(self.requests, ours, strict=True)}
-        # Requests of ours up to and with each round.
-        self._due = list(
-            itertools.accumulate(
-                sum(request.fetcher == self._rank for request in requests)
-                for requests in self._rounds
-            )
-        )
-        self._slot_bytes = max((r.end - r.start for r in self.requests), default=0)
-        self._slots = Slots(self._count_slots(ahead_bytes), self._slot_bytes)
+        self._reads: Sequence[Read] = ()
+        self._spans: dict[tuple[int, int, int], Span[Block]] = {}
+        self.requests: list[RangeRequest[Block]] = []
+        self._ours: dict[int, SharedRequest] = {}
+        self._due: list[int] = []
+        self._slots: Slots  # once prepared
+        self._slot_bytes = 0
         self._near: dict[int, tuple[memoryview, int]] = {}  # slots of other ranks, and their size
         self._far: set[int] = set()  # ranks that cannot read ours
         self._outbox: dict[int, dict[int, torch.Tensor]] = {}  # by turn: messages to them
@@ -145,7 +150,7 @@ class Exchange:
         self._admitted = 0  # requests, in order
         self._freed = 0  # those of which everybody has what they want
         self._arena = torch.empty(0, dtype=torch.uint8)
-        self.memory_bytes = self._slots.size_bytes
+        self.memory_bytes = 0
         self.received_bytes = 0
 
     def _request(self, planned: SharedRequest) -> RangeRequest[Block]:
@@ -163,30 +168,65 @@ class Exchange:
         ahead = ahead_bytes // max(1, self._slot_bytes)
         return min(len(self.requests), max(two_rounds, ahead))
 
-    def __enter__(self) -> Exchange:
-        """Find out who can read whose slots. A collective."""
-        wait_for(self._meet)
-        return self
+    def prepare(self, planned: PlannedLoad, ahead_bytes: int) -> None:
+        """Get the memory, and find out who can read whose slots. With the other ranks.
 
-    def _meet(self) -> None:
-        count = dist.get_world_size(self._group)
-        doors: list[tuple[SlotsAddress, int] | None] = [None] * count
+        Args:
+            planned: this rank's load.
+            ahead_bytes: how much may be fetched (or be on its way) before its round has come.
+
+        Raises:
+            PeerFailedError: another rank has failed.
+            RankFailedError: another rank has died.
+        """
+        self._reads = planned.reads
+        self._spans = {(s.object_number, s.start, s.end): s for s in planned.spans}
+        ours = list(self._share.sharing.fetched_by(self._rank))
+        self.requests = [self._request(planned_request) for planned_request in ours]
+        self._ours = {id(request): one for request, one in zip(self.requests, ours, strict=True)}
+        # Requests of ours up to and with each round.
+        self._due = list(
+            itertools.accumulate(
+                sum(request.fetcher == self._rank for request in requests)
+                for requests in self._rounds
+            )
+        )
+        self._slot_bytes = max((r.end - r.start for r in self.requests), default=0)
+        self._slots = Slots(self._count_slots(ahead_bytes), self._slot_bytes)
         address = self._slots.address
-        fetchers = {r.fetcher for requests in self._rounds for r in requests} - {self._rank}
-        with typed_failures(self._url, self._group):
-            door = None if address is None else (address, self._slot_bytes)
-            dist.all_gather_object(doors, door, group=self._group)
-            for rank in fetchers:
-                if (found := doors[rank]) is not None and (memory := attach(found[0])) is not None:
-                    self._near[rank] = (memory, found[1])
-            reached: list[list[int]] = [[]] * count
-            dist.all_gather_object(reached, list(self._near), group=self._group)
-        self._slots.close_door()
-        self._far = {rank for rank in range(count) if self._rank not in reached[rank]}
+        doors: list[tuple[SlotsAddress, int] | None] = self._do(
+            self._gather, None if address is None else (address, self._slot_bytes)
+        )
+        for rank in {r.fetcher for requests in self._rounds for r in requests} - {self._rank}:
+            if (found := doors[rank]) is not None and (memory := attach(found[0])) is not None:
+                self._near[rank] = (memory, found[1])
         self._arena = torch.empty(
             max(map(self._incoming_bytes, self._rounds), default=0), dtype=torch.uint8
         )
-        self.memory_bytes += self._arena.nbytes
+        self.memory_bytes = self._slots.size_bytes + self._arena.nbytes
+        reached: list[list[int]] = self._do(self._gather, list(self._near))
+        self._slots.close_door()
+        self._far = {rank for rank, near in enumerate(reached) if self._rank not in near}
+
+    def _gather(self, value: object) -> list[Any]:
+        """What each rank has, on all of them."""
+        self._agree(None)
+        found: list[Any] = [None] * dist.get_world_size(self._group)
+        with typed_failures(self._url, self._group):
+            dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def _do(self, together: Callable[..., T], *args: object) -> T:
+        """Do something that all ranks do, in its turn."""
+
+        def in_turn() -> T:
+            try:
+                return together(*args)
+            except BaseException:
+                self._over = True
+                raise
+
+        return result_of(self._thread.submit(in_turn))
 
     def _incoming_bytes(self, requests: Iterable[SharedRequest]) -> int:
         return sum(
@@ -196,24 +236,24 @@ class Exchange:
             for segment in request.messages[self._rank]
         )
 
+    def __enter__(self) -> Exchange:
+        return self
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Tell the others of an error, in the round that they wait for this rank in."""
-        if error is None or self._told or self.done:
-            return
-        self._told = True
-        failed = error
-        if not isinstance(failed, DcpObjstoreError):
-            failed = RankFailedError(f"{type(error).__name__}: {error}")
-        try:
-            wait_for(self._agree, failed.at(rank=current_rank()))
-        except DcpObjstoreError:
-            if isinstance(error, Exception):  # Ctrl-C stays what it is here
-                raise
+        """Tell the others of an error, where they wait for this rank."""
+        with self._thread:
+            if error is not None:
+                with contextlib.suppress(Exception):  # what has happened here matters more
+                    self._do(self._tell, typed(error, current_rank(), self._url))
+
+    def _tell(self, error: DcpObjstoreError) -> None:
+        if not self._over:
+            self._agree(error)
 
     def alone(self) -> list[Span[Block]]:
         """What is not shared, for this rank to fetch by itself."""
@@ -275,7 +315,7 @@ class Exchange:
             part = np.frombuffer(piece, dtype=np.uint8)
             if segment.packed_bytes:
                 span = self._spans[planned.object_number, segment.start, segment.end]
-                self._selections[rank, segment.read].pack(part, span.tag.position, into)
+                self._share.selections[rank, segment.read].pack(part, span.tag.position, into)
             else:
                 into[:] = part
             filled += segment.length_bytes
@@ -290,7 +330,8 @@ class Exchange:
         """Run every round for which this rank has its part.
 
         Raises:
-            As `typed_failures`: when another rank has failed or died.
+            PeerFailedError: another rank has failed.
+            RankFailedError: another rank has died.
         """
         while not self.done:
             due = self._due[self._round]
@@ -298,21 +339,20 @@ class Exchange:
                 if any(turn not in self._outbox for turn in range(self._freed, due)):
                     return
             requests = self._rounds[self._round]
-            try:
-                wait_for(self._trade, requests)
-            except BaseException:
-                self._told = True
-                raise
-            self._round += 1
+            self._do(self._trade, requests)
             self._deliver(requests)
 
     def _agree(self, error: DcpObjstoreError | None) -> None:
-        """Every rank has its part of the round; or all raise. A collective."""
+        """Every rank has got so far; or those that have raise. A collective."""
         with typed_failures(self._url, self._group):
             failed = torch.tensor([error is not None], dtype=torch.uint8)
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
-        if failed.item():
-            agree(error, self._url, self._group)
+            if not failed.item():
+                return
+            found: list[DcpObjstoreError | None] = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(found, error, group=self._group)
+        if error is None:
+            raise PeerFailedError(next(one for one in found if one is not None))
 
     def _trade(self, requests: Sequence[SharedRequest]) -> None:
         self._agree(None)
@@ -333,6 +373,8 @@ class Exchange:
             for work in works:
                 assert work is not None  # None only for ranks outside of the group
                 work.wait()
+        self._round += 1
+        self._over = self.done
 
     def _free_slots(self) -> None:
         """All ranks have come to this round: they have taken what they want of earlier ones."""

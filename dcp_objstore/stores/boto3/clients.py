@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.observe.dispatch import tell_retry
+from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.credentials.aws import no_s3_credentials, open_boto3_session
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.endpoint import is_virtual, s3_requester_pays, s3_server, server_url
@@ -193,7 +193,7 @@ class _Patience:
         attempt = context.get("retries", {}).get("attempt", 1)
         if attempt > 1 and _STARTED in context:
             error = context.get(_LAST, "no answer")
-            tell_retry(context.get(_KEY, ""), attempt, error, context[_STARTED])
+            emit_retry(context.get(_KEY, ""), attempt, error, context[_STARTED])
 
     def _answered(
         self,

@@ -2,7 +2,7 @@
 
 It works under `moto.mock_aws`, which catches botocore's requests in the process, and in forked
 children, and takes credentials from whatever boto3 knows (SSO, assumed roles, plug-ins). It costs
-more processor time: see the table in README.md.
+more processor time: see docs/stores.md.
 
 Facts about boto3 1.44 that shape this module (each is pinned by a test):
 - botocore retries until an answer's head has come; a body that breaks off is the caller's.
@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
-from dcp_objstore.observe.dispatch import tell_retry
+from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.boto3.bodies import JoinedBuffers, body_of, receive
 from dcp_objstore.stores.buffers import check_range
 from dcp_objstore.stores.s3.errors import BrokenOffError, translate_botocore
@@ -157,7 +157,7 @@ class _Tries:
         if self._failures == self._max_retries:
             raise error
         self._failures += 1
-        tell_retry(self._bucket_key, self._failures + 1, str(error), self._began_at)
+        emit_retry(self._bucket_key, self._failures + 1, str(error), self._began_at)
         time.sleep(random.uniform(0, self._pause_seconds))
         self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
 

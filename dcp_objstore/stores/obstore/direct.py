@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from urllib.parse import urlsplit
 
-from dcp_objstore.observe.dispatch import tell_retry
+from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.errors import THROTTLING_STATUSES
 
 logger = logging.getLogger("dcp_objstore")
@@ -142,7 +142,7 @@ class DirectLane:
             # Not its text, which may hold the signature.
             logger.debug("a range was not read directly: %s", type(error).__name__)
             if not isinstance(error, _UnusableError):
-                tell_retry(path, 2, type(error).__name__, began_at)
+                emit_retry(path, 2, type(error).__name__, began_at)
         else:
             self._failures = 0
 
@@ -174,7 +174,7 @@ class DirectLane:
                     raise
                 # Most likely, the server closed it while it was idle.
                 connection.close()
-                tell_retry(path, 2, type(error).__name__, began_at)
+                emit_retry(path, 2, type(error).__name__, began_at)
                 connection = self._new(origin)
                 connected = connection.sock
                 _send(connection, url, cuts[0], cuts[-1])

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from dcp_objstore.errors import DcpObjstoreError
-from dcp_objstore.observe.dispatch import tell_retry
+from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.admission.limiter import Limiter
 from dcp_objstore.stores.obstore.errors import is_throttling, is_transient, translate_obstore
 
@@ -108,6 +108,6 @@ class Tries:
             )
         )
         pause_seconds = self._pause_seconds * random.uniform(0.5, 1.0)
-        tell_retry(self._key, self._retries + 1, error.message, self._began)
+        emit_retry(self._key, self._retries + 1, error.message, self._began)
         time.sleep(pause_seconds)
         self._limiter.wait_turn()

@@ -134,12 +134,12 @@ def options_table(scheme: str) -> str:
     if not rows:
         return f"`{scheme}://` has no options."
     lines = [
-        "| `storage_options` | also taken | obstore's name | environment | what it does |",
+        "| `storage_options` | what it does | environment | also taken | obstore's name |",
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| `{row.name}` | {_code(row.also)} | {_code(row.native[:1])} | {_code(row.environment)} |"
-        f" {row.meaning} |"
+        f"| `{row.name}` | {row.meaning} | {_code(row.environment)} | {_code(row.also)} |"
+        f" {_code(row.native[:1])} |"
         for row in rows
     ]
     return "\n".join(lines)

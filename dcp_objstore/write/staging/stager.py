@@ -15,11 +15,17 @@ from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal
 
-from dcp_objstore.distributed.groups import current_rank
+from dcp_objstore.distributed.groups import (
+    count_ranks,
+    current_rank,
+    gone_error,
+    has_gone,
+    world_group,
+)
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import ConfigError, SaveInProgressError
 from dcp_objstore.observe import hooks
-from dcp_objstore.observe.report import logger
+from dcp_objstore.observe.report import log_failure
 from dcp_objstore.write.staging.state import StagedState, stage, staging_memory
 
 if TYPE_CHECKING:
@@ -39,12 +45,15 @@ class _BackgroundSave:
 
     It has ended when its thread has, or has come back with something else, or when nobody holds
     the copy any more. (A copy that was sent to a child process says nothing: the thread waits for
-    the child.)
+    the child.) DCP may fail before it calls the writer, and the error then holds the copy: as long
+    as the thread is not known, it is one of those that DCP may have started since the staging.
     """
 
     def __init__(self, state: StagedState) -> None:
         self.thread: threading.Thread | None = None
-        self._staged_in = threading.current_thread()
+        self.staged_in = threading.current_thread()
+        self._group = world_group()
+        self._before = weakref.WeakSet(threading.enumerate())
         self._in_child = False
         self._dropped = threading.Event()
         weakref.finalize(state, self._dropped.set).atexit = False
@@ -52,16 +61,27 @@ class _BackgroundSave:
     def runs_here(self, *, in_child: bool = False) -> None:
         """Called by whatever runs the save; the thread that staged it waits or saves otherwise."""
         here = threading.current_thread()
-        if here is not self._staged_in:
+        if self.thread is None and here is not self.staged_in:
             self.thread = here
             self._in_child = in_child
 
     def has_ended(self) -> bool:
         """Whether another save may begin."""
         thread = self.thread
-        if thread is not None and (not thread.is_alive() or thread is threading.current_thread()):
+        if thread is None:
+            return self._dropped.is_set() or not any(map(self._may_run_it, threading.enumerate()))
+        if not thread.is_alive() or thread is threading.current_thread():
             return True
         return not self._in_child and self._dropped.is_set()
+
+    def has_lost_ranks(self) -> bool:
+        """Whether this thread runs it, and the process group of its ranks has been destroyed."""
+        runs_here = self.thread is threading.current_thread()
+        return runs_here and has_gone(self._group) and count_ranks(self._group) > 1
+
+    def _may_run_it(self, thread: threading.Thread) -> bool:
+        """Whether it is a thread of an executor (DCP makes one for each save) begun since then."""
+        return thread not in self._before and "Executor" in thread.name
 
     def wait(self, timeout_seconds: float | None) -> bool:
         """Wait for its end, at most so long; whether it has ended."""
@@ -141,6 +161,25 @@ class KeptStager:
         if self._background is not None:
             self._background.runs_here(in_child=in_child)
 
+    def _take_turn(self) -> None:
+        """At the first call of a save: the one in the background goes first.
+
+        Before any collective of this save, which could meet one of that save's in the same group.
+        """
+        background = self._background
+        if background is not None and background.staged_in is threading.current_thread():
+            background.wait(None)
+        self._runs_here()
+
+    def _check_ranks(self) -> None:
+        """Refuse to save a part: without a process group DCP takes this rank to be alone.
+
+        Raises:
+            InputError: the process group was destroyed after the staging.
+        """
+        if self._background is not None and self._background.has_lost_ranks():
+            raise gone_error(getattr(self, "checkpoint_id", None))
+
     @contextmanager
     def _logged(self) -> Iterator[None]:
         """Log what fails in the background: nobody may ever ask the future."""
@@ -149,8 +188,7 @@ class KeptStager:
             yield
         except BaseException as error:
             if background is not None and background.thread is threading.current_thread():
-                url = getattr(self, "checkpoint_id", None)
-                logger.error("saving %s in the background failed: %s", url, error)
+                log_failure(getattr(self, "checkpoint_id", None), error)
             raise
 
 

@@ -6,6 +6,7 @@ on a stream of its own.
 
 from __future__ import annotations
 
+import io
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from dcp_objstore.state import device
+from dcp_objstore.state.tensor_frame import pickled_blob
 from dcp_objstore.write.staging.copies import copy_by_torch, copy_host
 from dcp_objstore.write.staging.memory import StagingMemory
 from dcp_objstore.write.staging.regions import Region, copy_of, lay, plan_regions
@@ -158,8 +160,20 @@ def _deep_copies(values: list[Any]) -> list[Any]:
 
     Their memory is not kept for the next save.
     """
-    if not values:
-        return []
+    # DCP's stager would lose the scale and the zero point; and torch clones not every kind.
+    quantized = {
+        number: torch.load(io.BytesIO(pickled_blob(value)), weights_only=True)
+        for number, value in enumerate(values)
+        if type(value) in _PLAIN and value.is_quantized
+    }
+    others = [value for number, value in enumerate(values) if number not in quantized]
+    copies = _copies_by_dcp(others) if others else []
+    for number, copied in quantized.items():  # in ascending order
+        copies.insert(number, copied)
+    return copies
+
+
+def _copies_by_dcp(values: list[Any]) -> list[Any]:
     for value in values:
         if isinstance(value, DTensor) and isinstance(value._local_tensor, AsyncCollectiveTensor):
             value._local_tensor.wait()

@@ -1,22 +1,24 @@
-"""A second model: the epoch of a run, which keeps a job that was superseded from adding steps.
+"""A second model: the claim of a run, which keeps a job that was superseded from adding steps.
 
 Each step is one checkpoint, and what is known of its commit from the other model is one atomic
-change here. `_EPOCH`, at the run, says which epoch is the current one and which is the base: the
+change here. `_CLAIM`, at the run, says which claim is the current one and which is the base: the
 oldest whose steps count. They differ only while a job takes the run over.
 
- E1. Every marker carries the epoch of the job that wrote it.
- E2. A job takes over: conditional PUT of `_EPOCH` with the next number and the base as it is; list
-     the steps that count; **adopt** each, which rewrites its marker with the new epoch (refused:
-     list again); conditional PUT of `_EPOCH` with base = number, and only then it begins to train.
+ C1. Every marker carries the claim of the job that wrote it.
+ C2. A job takes over: conditional PUT of `_CLAIM` with the next number and the base as it is; list
+     the steps that count; **adopt** each, which rewrites its marker with the new claim (refused:
+     list again); conditional PUT of `_CLAIM` with base = number, and only then it begins to train.
      Refused there: somebody else takes over; begin again, or give up.
- E3. A step counts if the epoch of its marker is at least the base. Who lists reads `_EPOCH` before
+    A job that has gone back to an earlier step does the same before its next save, but only if
+    `_CLAIM` still has its own number, and it does not adopt the steps later than that one.
+ C3. A step counts if the claim of its marker is at least the base. Who lists reads `_CLAIM` before
      and after, and lists again if it has changed.
- E4. After its commit a job reads `_EPOCH`. Its own number still: success. Otherwise superseded.
- E5. Nobody replaces or deletes a marker of a later epoch than its own. One of an earlier epoch
+ C4. After its commit a job reads `_CLAIM`. Its own number still: success. Otherwise superseded.
+ C5. Nobody replaces or deletes a marker of a later claim than its own. One of an earlier claim
      does not count once a job trains, so it is replaced unasked, also when it beat a commit.
 
-`SKETCH` is the protocol as it was first proposed: without adopting, `_EPOCH` records the last step
-of each ended epoch; a lister reads it once, and E5 is missing.
+`SKETCH` is the protocol as it was first proposed: without adopting, `_CLAIM` records the last step
+of each ended claim; a lister reads it once, and C5 is missing.
 """
 
 from __future__ import annotations
@@ -27,12 +29,16 @@ from typing import Any, NamedTuple
 from tests.model.world import Event
 
 BY_NUMBER = "the last step instead of adopting"
-REPLACES = "later epochs are replaced"
-BLOCKED = "leftovers of earlier epochs are respected"
-LISTS_ONCE = "listing without reading _EPOCH again"
-NO_READ_BACK = "success without reading _EPOCH"
+REPLACES = "later claims are replaced"
+BLOCKED = "leftovers of earlier claims are respected"
+LISTS_ONCE = "listing without reading _CLAIM again"
+NO_READ_BACK = "success without reading _CLAIM"
 EARLY = "base moves at once"
-MUTANTS = [BY_NUMBER, REPLACES, BLOCKED, LISTS_ONCE, NO_READ_BACK, EARLY]
+STEALS = "who was superseded goes back all the same"
+KEEPS_LATER = "going back adopts the later steps too"
+MUTANTS = [
+    BY_NUMBER, REPLACES, BLOCKED, LISTS_ONCE, NO_READ_BACK, EARLY, STEALS, KEEPS_LATER,
+]  # fmt: skip
 SKETCH = frozenset({BY_NUMBER, REPLACES, BLOCKED, LISTS_ONCE})
 
 
@@ -40,34 +46,36 @@ class Step(NamedTuple):
     """A marker. The commit stays through adoption; every write is new."""
 
     commit: str
-    epoch: int
+    claim: int
 
 
-class Epoch(NamedTuple):
+class Claim(NamedTuple):
     number: int
     base: int
-    ended: tuple[tuple[int, int], ...] = ()  # in the sketch: epoch, its last step
+    ended: tuple[tuple[int, int], ...] = ()  # in the sketch: claim, its last step
 
 
 Steps = tuple[Step | None, ...]
 
 
 class Run(NamedTuple):
-    epoch: Epoch
+    claim: Claim
     steps: Steps
     acknowledged: frozenset[str] = frozenset()  # commits whose jobs were told that they stand
     kept: frozenset[str] = frozenset()  # what counted when the last takeover was complete
-    training: int = 1  # the epoch of that takeover
+    training: int = 1  # the claim of that takeover
+    dropped: frozenset[str] = frozenset()  # what was left when a job went back
 
 
 class Me(NamedTuple):
     at: str | None
-    epoch: Epoch | None = None
+    claim: Claim | None = None
     token: Any = None
     steps: Steps = ()
     start: Run | None = None
     step: int = 0
     tries: int = 1
+    back: int | None = None  # the claim in which it went back
     answer: str | None = None
     gave_up: bool = False
 
@@ -76,13 +84,13 @@ Move = tuple[Event, Me, Run]
 Weak = frozenset[str]
 
 
-def counting(epoch: Epoch, steps: Steps, weak: frozenset[str]) -> dict[int, Step]:
+def counting(claim: Claim, steps: Steps, weak: frozenset[str]) -> dict[int, Step]:
     """The steps that count."""
-    ended = dict(epoch.ended)
+    ended = dict(claim.ended)
     if BY_NUMBER in weak:
         last = len(steps)
-        return {n: s for n, s in enumerate(steps) if s and n <= ended.get(s.epoch, last)}
-    return {n: s for n, s in enumerate(steps) if s and s.epoch >= epoch.base}
+        return {n: s for n, s in enumerate(steps) if s and n <= ended.get(s.claim, last)}
+    return {n: s for n, s in enumerate(steps) if s and s.claim >= claim.base}
 
 
 class Job:
@@ -90,8 +98,9 @@ class Job:
 
     Args:
         name: of the job.
-        number: its epoch; None: it has to take the run over first.
+        number: its claim; None: it has to take the run over first.
         deletes: a step that its retention removes at last.
+        goes_back: a step that it goes back to when it has saved, to save the later ones again.
     """
 
     def __init__(
@@ -101,15 +110,17 @@ class Job:
         *,
         saves: int = 1,
         deletes: int | None = None,
+        goes_back: int | None = None,
         weak: frozenset[str] = frozenset(),
     ) -> None:
         self.name, self.number, self.saves, self.deletes = name, number, saves, deletes
+        self.goes_back = goes_back
         self.weak = weak
 
     def start(self) -> Me:
         if self.number is None:
             return Me("look")
-        return Me("begin", Epoch(self.number, self.number), step=1)
+        return Me("begin", Claim(self.number, self.number), step=1)
 
     def event(self, verb: str, kind: str, outcome: str = "ok") -> Event:
         return Event(self.name, verb, kind, "", outcome)
@@ -124,54 +135,71 @@ class Job:
     def wrong(self, me: Me, run: Run) -> str | None:
         return me.answer if me.answer and me.answer.startswith("wrong") else None
 
-    # --- E2
+    # --- C2
 
     def look(self, me: Me, run: Run) -> Iterator[Move]:
         yield (
-            self.event("get", "_EPOCH", str(run.epoch[:2])),
-            me._replace(at="claim", epoch=run.epoch),
+            self.event("get", "_CLAIM", str(run.claim[:2])),
+            me._replace(at="claim", claim=run.claim),
             run,
         )
 
     def claim(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.epoch
-        if run.epoch != me.epoch:
-            yield self.event("put", "_EPOCH", "refused"), self.once_more(me), run
+        assert me.claim
+        if run.claim != me.claim:
+            yield self.event("put", "_CLAIM", "refused"), self.once_more(me), run
             return
-        number = run.epoch.number + 1
-        base = number if EARLY in self.weak else run.epoch.base
-        mine = Epoch(number, base, run.epoch.ended)
-        after = me._replace(at="list", epoch=mine)
-        yield self.event("put", "_EPOCH", f"{mine[:2]}"), after, run._replace(epoch=mine)
+        number = run.claim.number + 1
+        base = number if EARLY in self.weak else run.claim.base
+        mine = Claim(number, base, run.claim.ended)
+        after = me._replace(at="list", claim=mine)
+        yield self.event("put", "_CLAIM", f"{mine[:2]}"), after, run._replace(claim=mine)
+
+    def look_back(self, me: Me, run: Run) -> Iterator[Move]:
+        assert me.claim
+        event = self.event("get", "_CLAIM", f"{run.claim[:2]}, goes back")
+        if run.claim.number != me.claim.number and STEALS not in self.weak:
+            yield event, self.end("superseded"), run
+        else:
+            yield event, Me("claim", run.claim, back=me.claim.number), run
 
     def once_more(self, me: Me) -> Me:
+        if me.back is not None:
+            return self.end("beaten")
         return Me("look", tries=me.tries - 1) if me.tries else self.end("beaten")
 
     def list(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.epoch
+        assert me.claim
         event = self.event("list", "steps", _names(run.steps))
-        if any(step and step.epoch > me.epoch.number for step in run.steps):
+        if any(step and step.claim > me.claim.number for step in run.steps):
             yield event, self.end("beaten"), run
             return
         after = me._replace(at="complete", steps=run.steps)
-        if BY_NUMBER not in self.weak and self.next_to_adopt(me.epoch, run.steps) is not None:
+        if BY_NUMBER not in self.weak and self.next_to_adopt(me, run.steps) is not None:
             after = after._replace(at="adopt")
         yield event, after, run
 
-    def next_to_adopt(self, epoch: Epoch, steps: Steps) -> int | None:
-        found = counting(epoch, steps, self.weak)
-        return next((n for n, step in found.items() if step.epoch < epoch.number), None)
+    def left(self, me: Me, n: int) -> bool:
+        """Whether the job has gone back past this step."""
+        return me.back is not None and self.goes_back is not None and n > self.goes_back
+
+    def next_to_adopt(self, me: Me, steps: Steps) -> int | None:
+        assert me.claim
+        for n, step in counting(me.claim, steps, self.weak).items():
+            if step.claim < me.claim.number and (not self.left(me, n) or KEEPS_LATER in self.weak):
+                return n
+        return None
 
     def adopt(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.epoch
-        n = self.next_to_adopt(me.epoch, me.steps)
+        assert me.claim
+        n = self.next_to_adopt(me, me.steps)
         assert n is not None
         old = me.steps[n]
         assert old
-        mine = old._replace(epoch=me.epoch.number)
+        mine = old._replace(claim=me.claim.number)
         seen = _with(me.steps, n, mine)
         following = me._replace(steps=seen)
-        if self.next_to_adopt(me.epoch, seen) is None:
+        if self.next_to_adopt(me, seen) is None:
             following = me._replace(at="complete", steps=seen)
         if run.steps[n] == old:
             yield (
@@ -183,93 +211,106 @@ class Job:
             yield self.event("adopt", f"step {n}", "refused"), me._replace(at="list", steps=()), run
 
     def complete(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.epoch
-        if run.epoch != me.epoch:
-            yield self.event("put", "_EPOCH", "refused"), self.once_more(me), run
+        assert me.claim
+        if run.claim != me.claim:
+            yield self.event("put", "_CLAIM", "refused"), self.once_more(me), run
             return
-        number = me.epoch.number
-        mine = Epoch(number, number)
+        number = me.claim.number
+        mine = Claim(number, number)
         if BY_NUMBER in self.weak:
-            seen = counting(me.epoch, me.steps, self.weak)
-            last = max((n for n, s in seen.items() if s.epoch < number), default=0)
-            known = dict(me.epoch.ended)
+            seen = counting(me.claim, me.steps, self.weak)
+            last = max((n for n, s in seen.items() if s.claim < number), default=0)
+            known = dict(me.claim.ended)
             ended = {e: known.get(e, last) for e in range(1, number)}
-            mine = Epoch(number, number, tuple(sorted(ended.items())))
+            mine = Claim(number, number, tuple(sorted(ended.items())))
         found = counting(mine, me.steps, self.weak)
         kept = frozenset(step.commit for step in found.values())
-        after = Me("begin", mine, step=max(found, default=0) + 1)
+        before = counting(me.claim, me.steps, self.weak)
+        leaves = frozenset(step.commit for n, step in before.items() if self.left(me, n))
+        dropped, acknowledged = run.dropped | leaves, run.acknowledged - leaves
+        last = max(found, default=0) if me.back is None else self.goes_back or 0
+        after = Me("begin", mine, step=last + 1, back=me.back)
         if after.step == len(run.steps):
             after = self.end("trains")
-        if not run.acknowledged <= kept:
-            after = self.end(
-                f"wrong: {_missing(run.acknowledged, kept)} was acknowledged, and is lost"
-            )
-        told = f"{mine[:2]}, trains from step {max(found, default=0)}"
-        done = run._replace(epoch=mine, kept=kept, training=number)
-        yield self.event("put", "_EPOCH", told), after, done
+        if me.back is not None and me.back != run.training:
+            after = self.end(f"wrong: {self.name} was superseded, and leaves what others saved")
+        if kept & dropped:
+            after = self.end(f"wrong: {_missing(kept & dropped, set())} was left, and counts")
+        if not acknowledged <= kept:
+            after = self.end(f"wrong: {_missing(acknowledged, kept)} was acknowledged, and is lost")
+        told = f"{mine[:2]}, trains from step {last}"
+        done = run._replace(
+            claim=mine, kept=kept, training=number, dropped=dropped, acknowledged=acknowledged
+        )
+        yield self.event("put", "_CLAIM", told), after, done
 
-    # --- saving: E1, E4, E5
+    # --- saving: C1, C4, C5
 
     def begin(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.epoch
+        assert me.claim
         found = run.steps[me.step]
         event = self.event("get", f"step {me.step}", str(found))
-        mine = me.epoch.number
-        if found and found.epoch > mine and REPLACES not in self.weak:
+        mine = me.claim.number
+        if found and found.claim > mine and REPLACES not in self.weak:
             yield event, self.end("superseded"), run
-        elif found and (found.epoch == mine or BLOCKED in self.weak):
+        elif found and (found.claim == mine or BLOCKED in self.weak):
             answer = "refused"
-            if run.training == mine and found.epoch < mine:
+            if run.training == mine and found.claim < mine:
                 answer = f"wrong: {self.name} trains, and is kept from step {me.step} by {found}"
             yield event, self.end(answer), run
         else:
             yield event, me._replace(at="commit", token=found), run
 
     def commit(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.epoch
+        assert me.claim
         found = run.steps[me.step]
         if found == me.token:
-            mine = Step(f"{self.name}/{me.step}", me.epoch.number)
+            mine = Step(self.commit_of(me), me.claim.number)
             after = me._replace(at="verify", token=None)
             yield (
                 self.event("commit", f"step {me.step}"),
                 after,
                 run._replace(steps=_with(run.steps, me.step, mine)),
             )
-        elif found and found.epoch < me.epoch.number and BLOCKED not in self.weak:
+        elif found and found.claim < me.claim.number and BLOCKED not in self.weak:
             again = me._replace(token=found)
             yield self.event("commit", f"step {me.step}", f"refused: {found}"), again, run
         else:
             answer = "lost"
-            if found and found.epoch < run.training == me.epoch.number:
+            if found and found.claim < run.training == me.claim.number:
                 answer = f"wrong: {self.name} trains, and loses step {me.step} to {found}"
             yield self.event("commit", f"step {me.step}", "refused"), self.end(answer), run
 
+    def commit_of(self, me: Me) -> str:
+        return f"{self.name}/{me.step}" + ("" if me.back is None else " again")
+
     def verify(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.epoch
-        event = self.event("get", "_EPOCH", str(run.epoch[:2]))
-        commit = f"{self.name}/{me.step}"
-        if run.epoch.number != me.epoch.number and NO_READ_BACK not in self.weak:
+        assert me.claim
+        event = self.event("get", "_CLAIM", str(run.claim[:2]))
+        commit = self.commit_of(me)
+        if run.claim.number != me.claim.number and NO_READ_BACK not in self.weak:
             yield event, self.end("superseded"), run
-        elif run.training > me.epoch.number and commit not in run.kept:
+        elif run.training > me.claim.number and commit not in run.kept:
             yield event, self.end(f"wrong: {commit} does not count, and is acknowledged"), run
         else:
             run = run._replace(acknowledged=run.acknowledged | {commit})
             after = self.end("saved")
             if me.step < self.saves and me.step + 1 < len(run.steps):
                 after = me._replace(at="begin", step=me.step + 1)
+            elif self.goes_back is not None and me.back is None:
+                after = me._replace(at="look_back")
             elif self.deletes is not None:
                 after = me._replace(at="look_at_old")
             yield event, after, run
 
-    # --- deleting: E5
+    # --- deleting: C5
 
     def look_at_old(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.epoch
+        assert me.claim
         assert self.deletes is not None
         found = run.steps[self.deletes]
         after = me._replace(at="delete", token=found)
-        if found is None or (found.epoch > me.epoch.number and REPLACES not in self.weak):
+        if found is None or (found.claim > me.claim.number and REPLACES not in self.weak):
             after = self.end("saved")
         yield self.event("get", f"step {self.deletes}", str(found)), after, run
 
@@ -283,7 +324,7 @@ class Job:
                 steps=_with(run.steps, self.deletes, None),
                 acknowledged=run.acknowledged - {gone},
             )
-            if me.epoch and run.training <= me.epoch.number:
+            if me.claim and run.training <= me.claim.number:
                 after = after._replace(kept=run.kept - {gone})
         yield (
             self.event("delete", f"step {self.deletes}", "ok" if done else "refused"),
@@ -293,7 +334,7 @@ class Job:
 
 
 class Lister(Job):
-    """Lists the run, as a resuming or evaluating job does: E3."""
+    """Lists the run, as a resuming or evaluating job does: C3."""
 
     def __init__(self, name: str = "lister", *, weak: Weak = frozenset()) -> None:
         super().__init__(name, weak=weak)
@@ -303,9 +344,9 @@ class Lister(Job):
 
     def first(self, me: Me, run: Run) -> Iterator[Move]:
         after = Me(
-            "list", run.epoch, start=run._replace(steps=(), epoch=Epoch(0, 0)), tries=me.tries
+            "list", run.claim, start=run._replace(steps=(), claim=Claim(0, 0)), tries=me.tries
         )
-        yield self.event("get", "_EPOCH", str(run.epoch[:2])), after, run
+        yield self.event("get", "_CLAIM", str(run.claim[:2])), after, run
 
     def list(self, me: Me, run: Run) -> Iterator[Move]:
         assert me.start
@@ -317,19 +358,19 @@ class Lister(Job):
 
     def second(self, me: Me, run: Run) -> Iterator[Move]:
         after = self.listed(me, run)
-        if run.epoch != me.epoch:
+        if run.claim != me.claim:
             after = Me("first", tries=me.tries - 1) if me.tries else self.end("gave up")
-        yield self.event("get", "_EPOCH", str(run.epoch[:2])), after, run
+        yield self.event("get", "_CLAIM", str(run.claim[:2])), after, run
 
     def listed(self, me: Me, run: Run) -> Me:
-        assert me.epoch
+        assert me.claim
         assert me.start
-        found = counting(me.epoch, me.steps, self.weak)
+        found = counting(me.claim, me.steps, self.weak)
         commits = {step.commit for step in found.values()}
         stray = {
             step.commit
             for step in found.values()
-            if step.epoch < me.start.training and step.commit not in me.start.kept
+            if step.claim < me.start.training and step.commit not in me.start.kept
         }
         if stray:
             return self.end(f"wrong: listed {_missing(stray, set())}, which a superseded job added")
@@ -355,7 +396,7 @@ def _with(steps: Steps, n: int, step: Step | None) -> Steps:
 
 
 def _names(steps: Steps) -> str:
-    return ", ".join(f"{step.commit} of {step.epoch}" for step in steps if step) or "nothing"
+    return ", ".join(f"{step.commit} of {step.claim}" for step in steps if step) or "nothing"
 
 
 def _missing(wanted: Any, there: Any) -> str:

@@ -1,4 +1,4 @@
-"""A run's epoch through the public door, on real servers, and with a real zombie."""
+"""A run's claim through the public door, on real servers, and with a real zombie."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint.names import new_nonce
 from dcp_objstore.errors import (
     CheckpointExistsError,
@@ -26,6 +27,8 @@ from tests.support.killing import Crew
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import Bucket
+from tests.support.upkeep import finish, upload
+from tests.support.wrapped_stores import Fault, FaultStore, RecordingStore
 
 Options = Mapping[str, object]
 
@@ -38,11 +41,11 @@ def names(run: str, options: Options) -> list[str]:
     return [step.name for step in dos.steps(run, storage_options=options)]
 
 
-def saver(epoch: dos.RunEpoch | None, options: Options) -> Callable[..., Any]:
+def saver(claim: dos.RunClaim | None, options: Options) -> Callable[..., Any]:
     def save(step: int, **settings: Any) -> Any:
-        url = f"{epoch.run_url if epoch else settings.pop('run')}/step-{step}"
+        url = f"{claim.run_url if claim else settings.pop('run')}/step-{step}"
         return dos.save(
-            state(step), url, epoch=epoch, storage_options=options, progress=False, **settings
+            state(step), url, claim=claim, storage_options=options, progress=False, **settings
         )
 
     return save
@@ -52,10 +55,10 @@ def saver(epoch: dos.RunEpoch | None, options: Options) -> Callable[..., Any]:
 def test_a_superseded_job_adds_replaces_and_deletes_nothing(bucket: Bucket) -> None:
     run, options = bucket.at("run"), bucket.storage_options
     saver(None, options)(9, run=run)
-    old = dos.take_over(run, storage_options=options)
+    old = dos.claim_run(run, storage_options=options)
     save_old = saver(old, options)
     save_old(10)
-    new = dos.take_over(run + "/", storage_options=options)
+    new = dos.claim_run(run + "/", storage_options=options)
     assert (old.number, new.number, new.run_url) == (1, 2, run)
     assert names(run, options) == ["step-9", "step-10"]
     with pytest.raises(SupersededError, match="Stop this job"):
@@ -63,11 +66,11 @@ def test_a_superseded_job_adds_replaces_and_deletes_nothing(bucket: Bucket) -> N
     with pytest.raises(SupersededError):
         save_old(10, overwrite=True)
     with pytest.raises(SupersededError):
-        dos.delete(f"{run}/step-9", epoch=old, storage_options=options)
-    handle = dos.async_save(state(), f"{run}/step-12", epoch=old, storage_options=options)
+        dos.delete(f"{run}/step-9", claim=old, storage_options=options)
+    handle = dos.async_save(state(), f"{run}/step-12", claim=old, storage_options=options)
     with pytest.raises(SupersededError):
         handle.result()
-    writer = dos.ObjectStoreWriter(epoch=old, storage_options=options, progress=False)
+    writer = dos.ObjectStoreWriter(claim=old, storage_options=options, progress=False)
     with pytest.raises(dcp.api.CheckpointException) as caught:
         dcp.save(state(), storage_writer=writer, checkpoint_id=f"{run}/step-13", no_dist=True)
     assert isinstance(cause(caught.value), SupersededError)
@@ -78,12 +81,12 @@ def test_a_superseded_job_adds_replaces_and_deletes_nothing(bucket: Bucket) -> N
     found = dos.steps(run, storage_options=options)
     assert [step.name for step in found] == ["step-9", "step-10", "step-11"]
     assert found[-1].commit_id == report.commit_id
-    assert (found[-1].epoch, found[-1].url) == (2, f"{run}/step-11")
+    assert (found[-1].claim, found[-1].url) == (2, f"{run}/step-11")
     assert dos.steps(run, newest=1, storage_options=options) == found[-1:]
     target = state()
     dos.load(target, found[-1].url, storage_options=options, progress=False)
     assert torch.equal(target["weight"], state(11)["weight"])
-    dos.delete(f"{run}/step-9", epoch=new, storage_options=options)
+    dos.delete(f"{run}/step-9", claim=new, storage_options=options)
     assert names(run, options) == ["step-10", "step-11"]
     for step in (10, 11):
         url = f"{run}/step-{step}"
@@ -95,60 +98,62 @@ def test_what_does_not_count_can_be_removed_and_the_newest_that_counts_cannot(
     bucket: Bucket,
 ) -> None:
     run, options = bucket.at("run"), bucket.storage_options
-    old = dos.take_over(run, storage_options=options)
+    old = dos.claim_run(run, storage_options=options)
     saver(old, options)(1)
-    new = dos.take_over(run, storage_options=options)
-    with pytest.raises(SupersededError):
-        saver(old, options)(2)
+    second = StoreSpec(f"{run}/step-2", options).open()
+    token = commits.begin(second, overwrite=False, claim=old.number)
+    uploaded = upload(second, ranks=1)
+    new = dos.claim_run(run, storage_options=options)
+    finish(second, token, uploaded)
     with pytest.raises(InputError, match="newest"):
-        dos.delete(f"{run}/step-1", epoch=new, storage_options=options)
+        dos.delete(f"{run}/step-1", claim=new, storage_options=options)
     assert dos.delete(f"{run}/step-2", storage_options=options).objects == 1
     assert names(run, options) == ["step-1"]
     StoreSpec(run, options).open().put(f".probe-{new_nonce()}", b"a probe that died")
     swept = dos.sweep(run, storage_options=options).checkpoints
     assert swept[0].url == run
-    assert swept[0].unknown == (), "_EPOCH is known"
+    assert swept[0].unknown == (), "_CLAIM is known"
     assert names(run, options) == ["step-1"]
 
 
-def test_wrong_uses_of_an_epoch_are_refused_before_anything_is_sent(bucket: Bucket) -> None:
+def test_wrong_uses_of_a_claim_are_refused_before_anything_is_sent(bucket: Bucket) -> None:
     run, options = bucket.at("run"), bucket.storage_options
-    epoch = dos.take_over(run, storage_options=options)
-    assert pickle.loads(pickle.dumps(epoch)) == epoch
+    claim = dos.claim_run(run, storage_options=options)
+    assert pickle.loads(pickle.dumps(claim)) == claim
     before = bucket.keys("run")
     for url in (f"{run}/a/step-1", bucket.at("other/step-1"), run):
         with pytest.raises(InputError, match="directly below"):
-            dos.save(state(), url, epoch=epoch, storage_options=options)
+            dos.save(state(), url, claim=claim, storage_options=options)
         with pytest.raises(InputError, match="directly below"):
-            dos.delete(url, epoch=epoch, storage_options=options)
-    with pytest.raises(ConfigError, match="take_over"):
-        dos.save(state(), f"{run}/step-1", epoch=1, storage_options=options)  # type: ignore[arg-type]
+            dos.delete(url, claim=claim, storage_options=options)
+    with pytest.raises(ConfigError, match="claim_run"):
+        dos.save(state(), f"{run}/step-1", claim=1, storage_options=options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="newest"):
         dos.steps(run, newest=0, storage_options=options)
     assert bucket.keys("run") == before
-    copied = pickle.loads(pickle.dumps(dos.ObjectStoreWriter(f"{run}/step-1", epoch=epoch)))
-    assert copied._epoch == epoch
+    copied = pickle.loads(pickle.dumps(dos.ObjectStoreWriter(f"{run}/step-1", claim=claim)))
+    assert copied._claim == claim
 
 
 def take_and_save(rank: int, world_size: int, run: str, options: Options) -> tuple[int, str]:
-    epoch = dos.take_over(run, storage_options=options)
+    claim = dos.claim_run(run, storage_options=options)
     saved = dos.save(
-        dict(edition(f"epoch {epoch.number}", "shard0")),
-        f"{run}/step-{epoch.number}",
-        epoch=epoch,
+        dict(edition(f"claim {claim.number}", "shard0")),
+        f"{run}/step-{claim.number}",
+        claim=claim,
         storage_options=options,
         progress=False,
     )
     assert saved.commit_id is not None
-    return epoch.number, saved.commit_id
+    return claim.number, saved.commit_id
 
 
 def take_with_one_wrong_rank(rank: int, world_size: int, run: str, options: Options) -> int:
-    return dos.take_over("s4://nothing" if rank == 0 else run, storage_options=options).number
+    return dos.claim_run("s4://nothing" if rank == 0 else run, storage_options=options).number
 
 
 @pytest.mark.backends("seaweed")
-def test_all_ranks_have_the_same_epoch_or_the_same_error(bucket: Bucket) -> None:
+def test_all_ranks_have_the_same_claim_or_the_same_error(bucket: Bucket) -> None:
     run, options = bucket.at("run"), bucket.storage_options
     for number in (1, 2):
         outcomes = run_ranks(2, take_and_save, run, options)
@@ -177,7 +182,7 @@ def test_a_zombie_that_wakes_before_its_commit_adds_no_step(bucket: Bucket, beat
         job = crew.start(2, save_two, run, proxy.storage_options)
         held.wait()
         job.pause()
-        successor = dos.take_over(run, storage_options=options)
+        successor = dos.claim_run(run, storage_options=options)
         assert names(run, options) == ["step-1"]
         wanted = ["step-1"]
         if beaten:
@@ -199,23 +204,20 @@ def test_a_zombie_that_wakes_before_its_commit_adds_no_step(bucket: Bucket, beat
 
 
 def save_two(rank: int, world_size: int, run: str, options: Options) -> None:
-    epoch = dos.take_over(run, storage_options=options)
+    claim = dos.claim_run(run, storage_options=options)
     for step in (1, 2):
         dos.save(
             dict(edition(str(step), "shard0")),
             f"{run}/step-{step}",
-            epoch=epoch,
+            claim=claim,
             storage_options=options,
             progress=False,
         )
 
 
-def test_a_save_without_an_epoch_never_looks_at_it(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tests.support.wrapped_stores import RecordingStore
-
-    run, options = bucket.at("run"), bucket.storage_options
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordingStore]:
+    """The stores that are opened from now on, each of which records its requests."""
     opened: list[RecordingStore] = []
     really_open = StoreSpec.open
 
@@ -223,9 +225,58 @@ def test_a_save_without_an_epoch_never_looks_at_it(
         opened.append(RecordingStore(really_open(spec)))
         return opened[-1]
 
-    dos.take_over(run, storage_options=options)
     monkeypatch.setattr(StoreSpec, "open", recording)
-    saver(None, options)(1, run=run)
-    keys = [request.key for store in opened for request in store.requests]
-    assert "_COMMIT" in keys
-    assert "_EPOCH" not in keys
+    return opened
+
+
+def asked(stores: list[RecordingStore]) -> list[str]:
+    return [f"{one.verb} {one.key}" for store in stores for one in store.requests]
+
+
+def test_a_save_that_would_not_count_is_refused_before_anything_is_sent(
+    bucket: Bucket, recorded: list[RecordingStore]
+) -> None:
+    run, options = bucket.at("run"), bucket.storage_options
+    old = dos.claim_run(run, storage_options=options)
+    dos.claim_run(run, storage_options=options)
+    before = bucket.keys("run")
+    url = f"{run}/step-1"
+    for claim in (None, old):
+        recorded.clear()
+        with pytest.raises(SupersededError, match="take" if claim is None else "Stop this job"):
+            saver(claim, options)(1, **({} if claim else {"run": run}))
+        assert asked(recorded) == ["get _CLAIM"]
+        with pytest.raises(SupersededError):
+            dos.async_save(state(), url, claim=claim, storage_options=options).result()
+        writer = dos.ObjectStoreWriter(claim=claim, storage_options=options, progress=False)
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            dcp.save(state(), storage_writer=writer, checkpoint_id=url, no_dist=True)
+        assert isinstance(cause(caught.value), SupersededError)
+        assert writer.last_save is None
+    assert bucket.keys("run") == before
+
+
+def test_a_save_outside_of_runs_looks_once_above_it_and_goes_on_where_it_may_not(
+    bucket: Bucket, recorded: list[RecordingStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = bucket.storage_options
+    saver(None, options)(1, run=bucket.at("plain"))
+    assert asked(recorded).count("get _CLAIM") == 1
+    assert names(bucket.at("plain"), options) == ["step-1"]
+
+    def refuse(verb: str, key: str, nth: int) -> Fault | None:
+        return Fault("before", dos.PermissionDeniedError("403")) if key == "_CLAIM" else None
+
+    open_recorded = StoreSpec.open
+    monkeypatch.setattr(StoreSpec, "open", lambda spec: FaultStore(open_recorded(spec), refuse))
+    saver(None, options)(2, run=bucket.at("plain"))
+    monkeypatch.undo()
+    assert names(bucket.at("plain"), options) == ["step-1", "step-2"]
+
+
+def test_a_save_into_a_run_whose_claim_is_damaged_says_so(bucket: Bucket) -> None:
+    run, options = bucket.at("run"), bucket.storage_options
+    StoreSpec(run, options).open().put("_CLAIM", b"{}")
+    with pytest.raises(dos.CheckpointCorruptError, match="_CLAIM"):
+        saver(None, options)(1, run=run)
+    assert not [key for key in bucket.keys("run") if "step-1" in key]

@@ -1,14 +1,14 @@
-"""What is searched of the run's epoch."""
+"""What is searched of the run's claim."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from tests.model.checker import Result, Search
-from tests.model.epoch import Epoch, Job, Lister, Run, Step, Weak, wrong_with_run
+from tests.model.claim import Claim, Job, Lister, Run, Step, Weak, wrong_with_run
 
 FIRST = Run(
-    Epoch(1, 1),
+    Claim(1, 1),
     (Step("old/0", 1), None, None, None),
     frozenset({"old/0"}),
     frozenset({"old/0"}),
@@ -34,6 +34,33 @@ CONFIGS: list[tuple[str, Callable[[Weak], list[Job]], bool]] = [
             Lister(weak=weak),
         ],
         True,
+    ),
+    (
+        "run: a job that goes back, a successor, a lister",
+        lambda weak: [
+            Job("job", 1, saves=2, goes_back=0, weak=weak),
+            Job("next", weak=weak),
+            Lister(weak=weak),
+        ],
+        True,
+    ),
+    (
+        "run: a zombie, a successor that goes back, another",
+        lambda weak: [
+            Job("zombie", 1, weak=weak),
+            Job("next", saves=2, goes_back=0, weak=weak),
+            Job("other", weak=weak),
+        ],
+        True,
+    ),
+    (
+        "run: two jobs that go back, a lister",
+        lambda weak: [
+            Job("zombie", 1, saves=2, goes_back=0, weak=weak),
+            Job("next", saves=3, goes_back=1, weak=weak),
+            Lister(weak=weak),
+        ],
+        False,
     ),
     (
         "run: a zombie, two successors, a lister",

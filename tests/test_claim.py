@@ -1,4 +1,4 @@
-"""A run's epoch (rules E1 to E5): a job that was superseded adds, replaces and deletes nothing.
+"""A run's claim (rules C1 to C5): a job that was superseded adds, replaces and deletes nothing.
 
 On a store in memory, where every request can be the last one of a job, get no answer, or meet what
 another job did first.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,11 +18,11 @@ import pytest
 
 from dcp_objstore.checkpoint import claim as rule
 from dcp_objstore.checkpoint import commit as commits
-from dcp_objstore.checkpoint.claim import EpochRecord, RunEpoch, decode_epoch, encode_epoch
+from dcp_objstore.checkpoint.claim import ClaimRecord, RunClaim, decode_claim, encode_claim
 from dcp_objstore.checkpoint.commit import Committed
 from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import new_id
-from dcp_objstore.checkpoint.names import EPOCH_KEY, MARKER_KEY
+from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY
 from dcp_objstore.checkpoint.pins import pin
 from dcp_objstore.checkpoint.sweep import sweep
 from dcp_objstore.errors import (
@@ -116,19 +117,19 @@ class Below:
 
 
 class Job:
-    """A job of the run, with the epoch that it took, or was given."""
+    """A job of the run, with the claim that it took, or was given."""
 
     def __init__(self, run: MemoryStore, number: int | None = None, **process: Any) -> None:
         self.process = Process(run, **process)
         self.number = self.take() if number is None else number
 
     def take(self) -> int:
-        return rule.take_over(self.process.at(""), self.process.at, clock=TickingClock())
+        return rule.claim_run(self.process.at(""), self.process.at, clock=TickingClock())
 
     def begin(self, name: str, *, overwrite: bool = False) -> Callable[[], Committed]:
         """All of a save but its end, which is returned."""
         store = self.process.at(name)
-        token = commits.begin(store, overwrite=overwrite, epoch=self.number)
+        token = commits.begin(store, overwrite=overwrite, claim=self.number)
         uploaded = upload(store)
 
         def end() -> Committed:
@@ -143,7 +144,7 @@ class Job:
         return self.begin(name, overwrite=overwrite)().commit_id
 
     def delete(self, name: str) -> None:
-        delete(self.process.at(name), epoch=self.number, clock=TickingClock())
+        delete(self.process.at(name), claim=self.number, clock=TickingClock())
 
 
 @pytest.fixture
@@ -200,12 +201,12 @@ def test_a_superseded_job_cannot_replace_a_step(run: MemoryStore) -> None:
     successor = Job(run)
     before["step-2"] = successor.save("step-2")
     for name in before:
-        with pytest.raises(SupersededError, match="epoch 2"):
+        with pytest.raises(SupersededError, match="claim 2"):
             zombie.save(name, overwrite=True)
     with pytest.raises(SupersededError):
         late()
-    with pytest.raises(SupersededError, match="take_over"):
-        Job(run, 0).save("step-2", overwrite=True)  # one without an epoch
+    with pytest.raises(SupersededError, match="claim_run"):
+        Job(run, 0).save("step-2", overwrite=True)  # one without a claim
     assert listed(run) == before
 
 
@@ -231,25 +232,31 @@ def test_a_deletion_that_meets_the_take_over_deletes_nothing(run: MemoryStore) -
     assert listed(run) == {"step-1": first}
 
 
-def test_a_save_without_an_epoch_makes_the_requests_of_a_run_without_epochs(
+def test_a_save_without_a_claim_is_refused_and_what_it_had_begun_does_not_count(
     run: MemoryStore,
 ) -> None:
+    late = Job(run, 0).begin("step-1")
     Job(run)
+    late()
     before = len(run.requests)
-    Job(run, 0).save("step-1")
-    assert not any(key == EPOCH_KEY for _, key in run.requests[before:])
+    for number in (0, 2):
+        process = Process(run)
+        with pytest.raises((SupersededError, CheckpointCorruptError)):
+            rule.refuse_uncounted(process.at(""), number)
+        assert process.asked == 1
+    assert [key for _, key in run.requests[before:]] == [CLAIM_KEY] * 2
     assert listed(run) == {}
     assert decode_marker_of(run, "step-1").format == 1
 
 
-def test_older_versions_do_not_rewrite_a_marker_with_an_epoch(run: MemoryStore) -> None:
-    """They would lose the epoch, and with it the step."""
+def test_older_versions_do_not_rewrite_a_marker_with_a_claim(run: MemoryStore) -> None:
+    """They would lose the claim, and with it the step."""
     Job(run).save("step-1")
     assert decode_marker_of(run, "step-1").format == 2
     Job(run, 0).save("other/step-1")
     pin(Process(run).at("step-1"), "paper", clock=TickingClock())
     marker = decode_marker_of(run, "step-1")
-    assert (marker.format, marker.epoch) == (2, 1)
+    assert (marker.format, marker.claim) == (2, 1)
 
 
 def decode_marker_of(run: MemoryStore, name: str) -> Any:
@@ -307,7 +314,7 @@ def test_a_pinned_step_of_a_superseded_job_is_left_alone(run: MemoryStore) -> No
         successor.save("step-1")
     with pytest.raises(CommitLostError):
         late()
-    assert decode_marker_of(run, "step-1").epoch == 1
+    assert decode_marker_of(run, "step-1").claim == 1
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["new", "replaces"])
@@ -378,23 +385,23 @@ def test_what_was_acknowledged_is_in_the_successors_list_wherever_the_take_over_
     assert "step-2" in acknowledged
 
 
-def test_a_save_that_cannot_see_the_epoch_is_no_success(run: MemoryStore) -> None:
+def test_a_save_that_cannot_see_the_claim_is_no_success(run: MemoryStore) -> None:
     job = Job(run)
     end = job.begin("step-1")
 
     def refuse(key: str) -> None:
-        if key == EPOCH_KEY:
+        if key == CLAIM_KEY:
             raise StoreUnavailableError("503")
 
     run.on_get = refuse
-    with pytest.raises(CommitUnknownError, match="_EPOCH could not be read"):
+    with pytest.raises(CommitUnknownError, match="_CLAIM could not be read"):
         end()
 
 
-def test_an_epoch_that_somebody_removed_is_damage(run: MemoryStore) -> None:
+def test_a_claim_that_somebody_removed_is_damage(run: MemoryStore) -> None:
     job = Job(run)
     end = job.begin("step-1")
-    run.delete(EPOCH_KEY)
+    run.delete(CLAIM_KEY)
     with pytest.raises(CheckpointCorruptError, match="removed"):
         end()
 
@@ -413,9 +420,9 @@ def test_all_steps_that_count_are_adopted_and_others_are_not(run: MemoryStore) -
     third = Job(run)
     assert (first.number, second.number, third.number) == (1, 2, 3)
     assert list(listed(run).items()) == list(plain.items())
-    assert decode_marker_of(run, "step-9").epoch == 3
+    assert decode_marker_of(run, "step-9").claim == 3
     assert decode_marker_of(run, "step-9").pins == ("paper",)
-    assert decode_marker_of(run, "step-11").epoch == 1
+    assert decode_marker_of(run, "step-11").claim == 1
 
 
 def test_of_two_that_take_over_at_once_exactly_one_trains(run: MemoryStore) -> None:
@@ -435,7 +442,7 @@ def test_of_two_that_take_over_at_once_exactly_one_trains(run: MemoryStore) -> N
         process.ask = ask  # type: ignore[method-assign]
         trains = []
         try:
-            number = rule.take_over(process.at(""), process.at, clock=TickingClock())
+            number = rule.claim_run(process.at(""), process.at, clock=TickingClock())
         except SupersededError:
             trains = others
         else:
@@ -497,7 +504,7 @@ def test_after_a_crash_at_any_request_another_take_over_loses_nothing(
     assert last >= 10
 
 
-@pytest.mark.parametrize("key", [EPOCH_KEY, f"step-1/{MARKER_KEY}"])
+@pytest.mark.parametrize("key", [CLAIM_KEY, f"step-1/{MARKER_KEY}"])
 @pytest.mark.parametrize("fate", [LOST, UNANSWERED, DELAYED])
 @pytest.mark.parametrize("which", [1, 2])
 def test_a_take_over_whose_answers_are_lost_comes_true(
@@ -514,7 +521,7 @@ def test_a_take_over_whose_answers_are_lost_comes_true(
 
 def test_a_take_over_without_answers_is_unknown_and_the_next_one_works(run: MemoryStore) -> None:
     before = {"step-1": Job(run).save("step-1")}
-    for key in (EPOCH_KEY, f"step-1/{MARKER_KEY}"):
+    for key in (CLAIM_KEY, f"step-1/{MARKER_KEY}"):
         run.on_put = on(key, *[UNANSWERED] + [LOST] * 1000)
 
         def refuse(asked: str, key: str = key) -> None:
@@ -531,7 +538,7 @@ def test_a_take_over_without_answers_is_unknown_and_the_next_one_works(run: Memo
 
 
 def test_steps_that_were_copied_from_another_run_count(run: MemoryStore) -> None:
-    """With a later epoch than this run has, before it was ever taken over or afterwards."""
+    """With a later claim than this run has, before it was ever taken over or afterwards."""
     other = MemoryStore("memory://test/other")
     for _ in range(4):
         job = Job(other)
@@ -544,7 +551,7 @@ def test_steps_that_were_copied_from_another_run_count(run: MemoryStore) -> None
     copy("step-1")
     assert Job(run).number == 5
     copy("step-2")
-    run.put(EPOCH_KEY, encode_epoch(EpochRecord(number=1, base=1, write_id=new_id())))
+    run.put(CLAIM_KEY, encode_claim(ClaimRecord(number=1, base=1, write_id=new_id())))
     last = Job(run)
     assert last.number > 4
     assert listed(run) == wanted
@@ -566,6 +573,113 @@ def test_a_step_with_a_damaged_marker_is_left_out_and_one_of_a_newer_format_is_n
         listed(run)
 
 
+# --- going back
+
+
+def up_to(last: int) -> Callable[[str], bool]:
+    return lambda name: int(name.rpartition("-")[2]) <= last
+
+
+def go_back(job: Job, last: int, process: Process | None = None) -> None:
+    process = process or job.process
+    job.number = rule.go_back(
+        process.at(""), process.at, job.number, up_to(last), clock=TickingClock()
+    )
+
+
+def test_what_a_job_goes_back_past_never_counts_again_and_is_replaced(run: MemoryStore) -> None:
+    job = Job(run)
+    for n in (1, 2, 3, 4):
+        job.save(f"step-{n}")
+    before = listed(run)
+    go_back(job, 2)
+    kept = {name: before[name] for name in ("step-1", "step-2")}
+    assert listed(run) == kept
+    named(Process(run).at("step-4"))  # it is whole, for whoever wants it
+    kept["step-3"] = job.save("step-3")
+    assert listed(run) == kept
+    assert kept["step-3"] != before["step-3"]
+    Job(run)
+    assert listed(run) == kept
+    with pytest.raises(SupersededError):
+        job.save("step-4")
+
+
+def test_a_superseded_job_that_goes_back_changes_nothing(run: MemoryStore) -> None:
+    zombie = Job(run)
+    before = {f"step-{n}": zombie.save(f"step-{n}") for n in (1, 2)}
+    successor = Job(run)
+    before["step-3"] = successor.save("step-3")
+    with pytest.raises(SupersededError, match="Stop this job"):
+        go_back(zombie, 1)
+    assert listed(run) == before
+    before["step-4"] = successor.save("step-4")
+    assert listed(run) == before
+
+
+def test_of_one_that_goes_back_and_one_that_takes_over_exactly_one_trains() -> None:
+    """The other comes before each request of the first, in turn."""
+    moment, lock = 0, threading.Lock()
+    while True:
+        world = MemoryStore("memory://test/run")
+        old = Job(world)
+        before = {f"step-{n}": old.save(f"step-{n}") for n in (1, 2)}
+        process = Process(world)
+        really_ask, others = process.ask, []
+
+        def ask(do: Callable[[], Any]) -> Any:
+            with lock:  # markers are read in several threads
+                if process.asked == moment and not others:  # noqa: B023
+                    others.append(Job(world))  # noqa: B023
+            return really_ask(do)  # noqa: B023
+
+        process.ask = ask  # type: ignore[method-assign]
+        try:
+            go_back(old, 1, process)
+        except SupersededError:
+            [winner] = others
+            with pytest.raises(SupersededError):
+                old.save("step-3")
+        else:
+            assert not others
+            winner = old
+        found = listed(world)
+        assert found in (before, {"step-1": before["step-1"]}), "all of it, or nothing"
+        found["step-3"] = winner.save("step-3")
+        assert listed(world) == found
+        if not others:
+            break
+        moment += 1
+    assert moment >= 7
+    assert "step-2" not in found
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_after_a_crash_while_going_back_all_later_steps_count_or_none(after: bool) -> None:
+    last, outcomes = 0, []
+    while True:
+        last += 1
+        world = MemoryStore("memory://test/run")
+        job = Job(world)
+        every = {f"step-{n}": job.save(f"step-{n}") for n in (1, 2, 3, 4)}
+        some = {name: every[name] for name in ("step-1", "step-2")}
+        try:
+            go_back(job, 2, Process(world, last=last, after=after))
+            died = False
+        except Dead:
+            died = True
+        found = listed(world)
+        assert found in (every, some)
+        outcomes.append(found == some)
+        Job(world)
+        assert listed(world) == found
+        if not died:
+            break
+    assert outcomes == sorted(outcomes), "once they do not count they never do"
+    assert outcomes[-1]
+    assert last >= 10
+
+
 # --- listing
 
 
@@ -576,7 +690,7 @@ def test_a_list_that_a_take_over_ran_through_is_made_again(run: MemoryStore) -> 
     state: list[str] = []
 
     def take_over_and_add(key: str) -> None:
-        # The lister has read `_EPOCH`, and now reads its first marker.
+        # The lister has read `_CLAIM`, and now reads its first marker.
         if key == f"step-1/{MARKER_KEY}" and not state:
             state.append("once")
             successor = Job(run)
@@ -609,37 +723,37 @@ def listed_names(run: MemoryStore, **settings: Any) -> list[str]:
     return [step.name for step in steps]
 
 
-# --- `_EPOCH` itself
+# --- `_CLAIM` itself
 
 
-def test_epoch_record_comes_back_equal_and_every_damaged_byte_is_seen() -> None:
-    record = EpochRecord(number=3, base=2, write_id=new_id())
-    body = encode_epoch(record)
-    assert decode_epoch(body) == record
+def test_claim_record_comes_back_equal_and_every_damaged_byte_is_seen() -> None:
+    record = ClaimRecord(number=3, base=2, write_id=new_id())
+    body = encode_claim(record)
+    assert decode_claim(body) == record
     for at in range(len(body)):
         flipped = bytearray(body)
         flipped[at] ^= 1
         with pytest.raises((CheckpointCorruptError, UnsupportedError)):
-            decode_epoch(bytes(flipped))
+            decode_claim(bytes(flipped))
     for wrong in ({"base": 4}, {"number": 0}, {"number": 2**60}, {"write_id": "x"}, {"base": -1}):
         with pytest.raises(CheckpointCorruptError):
-            decode_epoch(encode_epoch(msgspec.structs.replace(record, **wrong)))
+            decode_claim(encode_claim(msgspec.structs.replace(record, **wrong)))
     with pytest.raises(UnsupportedError, match="upgrade"):
-        decode_epoch(encode_epoch(msgspec.structs.replace(record, format=2)))
+        decode_claim(encode_claim(msgspec.structs.replace(record, format=2)))
     with pytest.raises(CheckpointCorruptError):
-        decode_epoch(b"x" * 5000)
+        decode_claim(b"x" * 5000)
 
 
-def test_a_run_whose_epoch_is_damaged_is_neither_taken_over_nor_listed(run: MemoryStore) -> None:
-    run.put(EPOCH_KEY, b"{}")
+def test_a_run_whose_claim_is_damaged_is_neither_taken_over_nor_listed(run: MemoryStore) -> None:
+    run.put(CLAIM_KEY, b"{}")
     for call in (lambda: Job(run), lambda: listed(run), lambda: rule.confirm(run, 1)):
         with pytest.raises(CorruptDataError):
             call()
 
 
-def test_a_run_epoch_travels_between_ranks() -> None:
-    epoch = RunEpoch("s3://bucket/run", 3)
-    assert pickle.loads(pickle.dumps(epoch)) == epoch
+def test_a_run_claim_travels_between_ranks() -> None:
+    claim = RunClaim("s3://bucket/run", 3)
+    assert pickle.loads(pickle.dumps(claim)) == claim
     for wrong in (("s3://b/r", 0), ("s3://b/r", True), (None, 1), ("s3://b/r", "1")):
         with pytest.raises(ConfigError):
-            RunEpoch(*wrong)
+            RunClaim(*wrong)

@@ -1,0 +1,70 @@
+"""A sweep of a run in the model of `claim`: steps that never count again are deleted (rule 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from tests.model.checker import Result
+from tests.model.claim import Job, Me, Move, Run, Weak
+from tests.model.claim_configs import search
+
+BY_NUMBER = "a sweep deletes what is of an earlier claim than the last"
+MUTANTS = [BY_NUMBER]
+
+
+class RunSweeper(Job):
+    """Anybody: reads the base, and deletes a step of an earlier claim, by the marker that it read.
+
+    Args:
+        step: the one that it looks at.
+    """
+
+    def __init__(self, step: int, *, weak: Weak = frozenset()) -> None:
+        super().__init__(f"sweep {step}", weak=weak)
+        self.step = step
+
+    def start(self) -> Me:
+        return Me("read_claim")
+
+    def read_claim(self, me: Me, run: Run) -> Iterator[Move]:
+        after = me._replace(at="read_step", claim=run.claim)
+        yield self.event("get", "_CLAIM", str(run.claim[:2])), after, run
+
+    def read_step(self, me: Me, run: Run) -> Iterator[Move]:
+        assert me.claim
+        found = run.steps[self.step]
+        base = me.claim.number if BY_NUMBER in self.weak else me.claim.base
+        after = self.end("clean")
+        if found and found.claim < base:
+            after = me._replace(at="delete", token=found)
+        yield self.event("get", f"step {self.step}", str(found)), after, run
+
+    def delete(self, me: Me, run: Run) -> Iterator[Move]:
+        done = run.steps[self.step] == me.token
+        steps = run.steps
+        if done:
+            steps = (*steps[: self.step], None, *steps[self.step + 1 :])
+        event = self.event("delete", f"step {self.step}", "ok" if done else "refused")
+        yield event, self.end("swept"), run._replace(steps=steps)
+
+
+CONFIGS: list[tuple[str, Callable[[Weak], list[Job]]]] = [
+    (
+        f"run: a zombie, a successor, a sweep of step {step}",
+        lambda weak, step=step: [
+            Job("zombie", 1, weak=weak),
+            Job("next", weak=weak),
+            RunSweeper(step, weak=weak),
+        ],
+    )
+    for step in (0, 1)
+]
+
+
+def catch(mutant: str) -> tuple[str, Result] | None:
+    """As `claim_configs.catch`."""
+    for name, jobs in CONFIGS:
+        result = search(jobs(frozenset({mutant})))
+        if result.wrong:
+            return name, result
+    return None

@@ -1,0 +1,44 @@
+"""The tables in `docs/` that are made from code: between two marks, compared by tests.
+
+`python -m tests.support.doc_tables` writes the option tables. What each store keeps is an outcome
+of tests, written by the plugin `tests.support.guarantees`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+from dcp_objstore.stores.options.schemes import options_table
+
+ROOT: Final = Path(__file__).parents[2]
+OPTIONS_PAGE: Final = ROOT / "docs" / "options.md"
+STORES_PAGE: Final = ROOT / "docs" / "stores.md"
+SCHEMES: Final = ("s3", "gs", "az")
+
+
+def between(text: str, mark: str) -> str | None:
+    """Return what stands between `<!-- mark -->` and `<!-- /mark -->`; None without the marks."""
+    found = re.search(rf"<!-- {mark} -->\n(.*?)\n?<!-- /{mark} -->", text, re.S)
+    return found[1] if found else None
+
+
+def replaced(text: str, mark: str, table: str) -> str:
+    """Return the text with a table between the marks."""
+    assert between(text, mark) is not None, f"there is no <!-- {mark} -->"
+    before, begin, rest = text.partition(f"<!-- {mark} -->\n")
+    _, end, after = rest.partition(f"<!-- /{mark} -->")
+    return f"{before}{begin}{table}\n{end}{after}"
+
+
+def write_options() -> None:
+    """Bring the option tables of the documentation up to date."""
+    text = OPTIONS_PAGE.read_text(encoding="utf-8")
+    for scheme in SCHEMES:
+        text = replaced(text, f"options {scheme}", options_table(scheme))
+    OPTIONS_PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_options()
