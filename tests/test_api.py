@@ -633,7 +633,7 @@ def test_parts_of_one_tensor_in_different_dtypes_are_refused() -> None:
     whole = described.TensorStorageMetadata(
         described.TensorProperties(), torch.Size([8]), chunks=halves
     )
-    stored = StoredObject(ObjectEntry("o", 100, None, b"d" * 16), 1)
+    stored = StoredObject(ObjectEntry("o", 100, None, b"d" * 16), 1, "memory://o")
     results = [
         dcp_storage.WriteResult(
             described.MetadataIndex("g", (offset,)),

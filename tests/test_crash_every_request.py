@@ -76,10 +76,10 @@ def test_killed_process_reaches_nothing_any_more() -> None:
     bucket = Bucket()
     shape = Shape(1, large_rank=0)
     scene = replace(SMALL[0], shape=shape)
-    process = Process(Cut(1, "after"))
+    process = Process(Cut(2, "after"))  # the second request puts the beacon
     scene.run(bucket, [process])
     assert process.killed
-    assert len(process.requests) == 1
+    assert len(process.requests) == 2
     with pytest.raises(KilledError):
         process.request("put", "x", lambda: bucket.put("x", b""))
     assert [key.rpartition("/")[2][:6] for key in bucket.keys(ROOT)] == [".save-"]

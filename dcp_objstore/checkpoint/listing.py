@@ -18,6 +18,7 @@ from dcp_objstore.checkpoint.names import (
 )
 from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError
 from dcp_objstore.stores.protocol import ObjectStore
+from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
     from dcp_objstore.stores import StoreSpec
@@ -87,7 +88,7 @@ def explain_object(spec: StoreSpec) -> str | None:
     if not name or not spec.parsed.prefix.strip("/") or above in ("file:/", "file://"):
         return None
     try:
-        found = spec.at(above).open().head(name)
+        found = wait_for(spec.at(above).open().head, name)
     except DcpObjstoreError:
         return None
     return (

@@ -32,7 +32,6 @@ from dcp_objstore.observe.report import size_text
 from dcp_objstore.read.planner import nearest
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.stores.target import Target
-from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
     import os
@@ -298,7 +297,7 @@ def open(  # noqa: A001 - `dos.open`, as gzip.open
     hooks = Hooks(on_event, trace)
     channel = hooks.channel("open", target.spec.url, *rank_and_world_size())
     with channel.watching():
-        source = wait_for(open_stored_checkpoint, target.spec)
+        source = open_stored_checkpoint(target.spec)
         channel.emit(Opened, channel.began_at, commit_id=source.commit_id)
     return Checkpoint(
         target, source, verify=verify == "strict", trust_pickle=trust_pickle, hooks=hooks

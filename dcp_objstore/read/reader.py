@@ -36,7 +36,6 @@ from dcp_objstore.read.session import PlannedLoad, plan_load, run_load
 from dcp_objstore.read.stored_checkpoint import Source, open_stored_checkpoint
 from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.urls import is_supported_url
-from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
     import os
@@ -218,7 +217,7 @@ class ObjectStoreReader(StorageReader):
 
     def _open(self, load: _Load) -> Source:
         def open_here() -> Source:
-            return wait_for(open_stored_checkpoint, load.spec, load_id=str(uuid.uuid4()))
+            return open_stored_checkpoint(load.spec, load_id=str(uuid.uuid4()))
 
         load.together = self._read_once and current_rank() is not None
         if not load.together or self._process_group is None:

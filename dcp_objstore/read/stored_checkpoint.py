@@ -40,6 +40,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.state.dcp_metadata import describe, known_dtype, unknown_dtype
 from dcp_objstore.state.geometry import fills
+from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
     import io
@@ -161,13 +162,13 @@ class Source:
 
 
 def open_stored_checkpoint(spec: StoreSpec, load_id: str | None = None) -> Source:
-    """Open the checkpoint at a URL.
+    """Open the checkpoint at a URL. Ctrl-C ends the wait for a store at once.
 
     Raises:
         As `open_rooted`.
     """
     try:
-        return open_rooted(spec.open(), load_id)
+        return wait_for(open_rooted, spec.open(), load_id)
     except CheckpointNotFoundError:
         reason = explain_object(spec)
         if reason is None:

@@ -27,7 +27,6 @@ class Save:
         nonce: names the objects and the commit of this save.
         begin: what was there before; on the coordinator, once it has looked.
         fenced: whether the store keeps two writers of one checkpoint apart.
-        sends: this rank has begun to send data.
     """
 
     spec: StoreSpec
@@ -38,7 +37,6 @@ class Save:
     begin: BeginToken | None = None
     fenced: bool = True
     world_size: int = 1
-    sends: bool = False
 
     def open(self) -> ObjectStore:
         """The store, rooted at the checkpoint."""

@@ -22,7 +22,12 @@ from dcp_objstore.checkpoint.clock import deadline_seconds_for
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.distributed.groups import rank_and_world_size
 from dcp_objstore.distributed.plugin import plugin_errors
-from dcp_objstore.errors import CorruptDataError, RankFailedError, UnsupportedError
+from dcp_objstore.errors import (
+    CorruptDataError,
+    RankFailedError,
+    RetryableError,
+    UnsupportedError,
+)
 from dcp_objstore.observe.events import Saved
 from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import SaveReport
@@ -281,8 +286,8 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         save = self._save
         if save is not None:
             channel = save.channel
-            if save.begin is not None and not save.sends:
-                # Refused in planning, so on no rank is anything sent.
+            if save.begin is not None and not isinstance(error, RetryableError | KeyboardInterrupt):
+                # Where the store may not answer, a sweep removes it.
                 wait_for(commit.remove_beacon, save.open(), save.begin.beacon)
         else:
             channel = self._hooks.channel("save", str(self.checkpoint_id), *rank_and_world_size())
@@ -308,7 +313,6 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload this rank's items; returns when all of them are on the store."""
         with self._logged(), self._watched() as save:
-            save.sends = True
             results, objects = upload_items(
                 save, plan, planner, self._target.config, self._warned_keys
             )
