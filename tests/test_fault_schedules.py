@@ -41,7 +41,7 @@ from tests.support.programs import (
     untrue,
 )
 from tests.support.schedules import (
-    CLAIM,
+    EPOCH,
     HOUR_SECONDS,
     KINDS,
     ROOT,
@@ -215,7 +215,7 @@ def test_200_with_an_error_body_is_never_what_was_asked_for(server: Scripted) ->
         list(store.list())
     store.delete("k")
     body, meta = store.get(MARKER_KEY, max_size_bytes=1000)
-    assert (body, meta.version, meta.last_modified) == (_FAILED, Version(None, None), CLAIM)
+    assert (body, meta.version, meta.last_modified) == (_FAILED, Version(None, None), EPOCH)
     assert store.head("k").version == Version(None, None)
     with pytest.raises(CorruptDataError):
         store.get_range("k", 0, 10)

@@ -18,7 +18,6 @@ from tests.crash.bucket import Cut, KilledError, When
 from tests.support.programs import (
     ABSENT,
     DONE,
-    FAILED,
     REFUSED,
     SAVED,
     WHOLE,
@@ -93,9 +92,9 @@ class Checkpoint(RuleBasedStateMachine):
     @rule(overwrite=st.booleans())
     def save(self, overwrite: bool) -> None:
         answer = self.act(saver(overwrite=overwrite))
-        if self.begun:
-            assert answer.word == FAILED  # it is being deleted
-        elif self.commit_id is not None and (self.pins or not overwrite):
+        if self.begun:  # a save finishes the deletion
+            self.begun, self.commit_id, self.pins = False, None, set()
+        if self.commit_id is not None and (self.pins or not overwrite):
             assert answer.word == REFUSED
         else:
             assert answer.word == SAVED
