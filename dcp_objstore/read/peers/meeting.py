@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from dcp_objstore import torch_private
 from dcp_objstore.distributed.failures import typed_failures
 from dcp_objstore.distributed.groups import current_rank
 from dcp_objstore.distributed.plugin import typed
@@ -206,7 +207,7 @@ def all_come(meeting: str, count: int, config: TransferConfig, url: str) -> bool
     decided = f"dcp_objstore/{meeting}/decided"
     patience_seconds = min(_PATIENCE_SECONDS, config.peer_timeout_seconds)
     with typed_failures(url, None):
-        store = dist.distributed_c10d._get_default_store()
+        store = torch_private.default_store()
         came = store.add(arrivals, 1)
         if came == count:
             return bytes(store.compare_set(decided, "", _TOGETHER)) == _TOGETHER.encode()

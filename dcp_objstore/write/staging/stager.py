@@ -26,6 +26,7 @@ from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import ConfigError, SaveInProgressError
 from dcp_objstore.observe import hooks
 from dcp_objstore.observe.report import log_failure
+from dcp_objstore.torch_private import StagesAtOnce
 from dcp_objstore.write.staging.state import StagedState, stage, staging_memory
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class _BackgroundSave:
         return True
 
 
-class KeptStager:
+class KeptStager(StagesAtOnce):
     """DCP's `AsyncStager`, into memory that is kept; a base of the writer.
 
     Args:
@@ -110,20 +111,12 @@ class KeptStager:
         ConfigError: `on_busy` is neither.
     """
 
-    # Asked for by DCP: `stage` returns when all is copied.
-    _synchronize_after_execute = False
-
     def __init__(self, on_busy: OnBusy = "wait") -> None:
         if on_busy not in ("wait", "raise"):
             raise ConfigError(f"on_busy must be 'wait' or 'raise', got {on_busy!r}")
         self._on_busy = on_busy
         self._background: _BackgroundSave | None = None
         self._staged: Staged | None = None  # not told of yet
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """False: nothing is left to wait for when `stage` has returned."""
-        return self._synchronize_after_execute
 
     def stage(self, state_dict: Mapping[str, Any], **_: Any) -> StagedState:
         """A copy of the state in host memory; called by `dcp.async_save`.
