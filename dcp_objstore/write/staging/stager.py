@@ -27,12 +27,12 @@ from dcp_objstore.errors import ConfigError, SaveInProgressError
 from dcp_objstore.observe import hooks
 from dcp_objstore.observe.report import log_failure
 from dcp_objstore.torch_private import StagesAtOnce
+from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
 from dcp_objstore.write.staging.state import StagedState, stage, staging_memory
 
 if TYPE_CHECKING:
     from dcp_objstore.observe.events import Staged
 
-_POLL_SECONDS = 0.05
 # A save whose result was returned may still be about to end its thread.
 _GRACE_SECONDS = 0.5
 # It is told that a copy goes just before its tensors do; a thread of DCP's ends then, too.
@@ -86,18 +86,21 @@ class _BackgroundSave:
 
     def wait(self, timeout_seconds: float | None) -> bool:
         """Wait for its end, at most so long; whether it has ended."""
-        waited_seconds = 0.0
-        while not self.has_ended():
-            if timeout_seconds is not None and waited_seconds >= timeout_seconds:
-                return False
-            if self.thread is not None:
-                self.thread.join(_POLL_SECONDS)
-            else:
-                self._dropped.wait(_POLL_SECONDS)
-            waited_seconds += _POLL_SECONDS
+        # In steps in any thread, as no one thing tells of each way in which it may end.
+        if not wait_in_steps(self._look, timeout_seconds, step_seconds=STEP_SECONDS):
+            return False
         if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join(_LAST_SECONDS)
         return True
+
+    def _look(self, seconds: float | None) -> bool:
+        if self.has_ended():
+            return True
+        if self.thread is not None:
+            self.thread.join(seconds)
+        else:
+            self._dropped.wait(seconds)
+        return self.has_ended()
 
 
 class KeptStager(StagesAtOnce):

@@ -7,7 +7,6 @@ on a stream of its own.
 from __future__ import annotations
 
 import io
-import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
+from dcp_objstore.forking import PerProcess
 from dcp_objstore.state import device
 from dcp_objstore.state.tensor_frame import pickled_blob
 from dcp_objstore.write.staging.copies import copy_by_torch, copy_host
@@ -189,24 +189,12 @@ def _no_region(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
-_memory = StagingMemory()
-# What a forked child has of its parent's. Never given back there: unpinning takes a call of CUDA,
-# which does not work in a forked child.
-_inherited: list[StagingMemory] = []
+_memory = PerProcess(StagingMemory)
 
 
 def staging_memory() -> StagingMemory:
     """The memory of this process: one, so that writers which follow one another share it."""
-    return _memory
-
-
-def _forget_parent() -> None:
-    global _memory  # noqa: PLW0603 - see `_inherited`
-    _inherited.append(_memory)
-    _memory = StagingMemory()
-
-
-os.register_at_fork(after_in_child=_forget_parent)
+    return _memory.here
 
 
 def stage(state_dict: Mapping[str, Any]) -> StagedState:
