@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 
 def in_forked_child(renew: Callable[[], object]) -> None:
-    """Have `renew` called in each child that is forked from now on. There is no way back."""
+    """Call `renew` in each child that is forked from now on. A hook cannot be removed."""
     os.register_at_fork(after_in_child=renew)
 
 
 class PerProcess(Generic[T]):
-    """One object of a process; a forked child makes its own.
+    """Holds one object per process; a forked child makes its own.
 
-    For modules only: it is never collected.
+    Use it at module level only: it is never collected.
 
     Args:
         make: called at once, and in each child.
