@@ -276,8 +276,8 @@ def test_a_background_save_that_cannot_start_does_not_block_the_next(
         patched.setattr(threading.Thread, "start", refused)
         with pytest.raises(type(error)):
             dos.async_save({"w": torch.ones(2)}, memory_url())
-    assert async_api._latest is not None
-    assert async_api._latest.done()
+    assert async_api._saves.here.latest is not None
+    assert async_api._saves.here.latest.done()
     with pytest.raises(dos.RankFailedError, match=type(error).__name__):
         dos.async_save({"w": torch.ones(2)}, memory_url())
     dos.async_save({"w": torch.ones(2)}, memory_url()).result(30)
@@ -323,10 +323,10 @@ def test_ctrl_c_as_the_thread_has_begun_leaves_the_save_to_the_thread(
         patched.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             dos.async_save({"w": torch.ones(2)}, url)
-    assert async_api._latest is not None
-    assert not async_api._latest.done()
+    assert async_api._saves.here.latest is not None
+    assert not async_api._saves.here.latest.done()
     go_on.set()
-    assert async_api._latest.result(30).url == url
+    assert async_api._saves.here.latest.result(30).url == url
 
 
 @dataclasses.dataclass(frozen=True)

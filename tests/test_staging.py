@@ -43,7 +43,7 @@ def memory_url() -> str:
 def memory(monkeypatch: pytest.MonkeyPatch) -> StagingMemory:
     """That of the process, for this test alone."""
     fresh = StagingMemory()
-    monkeypatch.setattr(staging, "_memory", fresh)
+    monkeypatch.setattr(staging._memory, "here", fresh)
     return fresh
 
 
@@ -640,8 +640,8 @@ def test_an_error_read_from_the_future_is_not_raised_again_by_the_next_save() ->
     handle = dos.async_save({"t": torch.ones(1)}, url)
     assert isinstance(handle.upload_completion.exception(30), dos.CheckpointExistsError)
     dos.async_save({"t": torch.ones(1)}, memory_url()).result(30)
-    assert async_api._latest is not None
-    assert not async_api._latest.upload_completion.cancel()
+    assert async_api._saves.here.latest is not None
+    assert not async_api._saves.here.latest.upload_completion.cancel()
 
 
 _UNSEEN = """

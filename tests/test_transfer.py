@@ -37,7 +37,8 @@ from dcp_objstore.transfer.ranges import (
     plan_requests,
 )
 from dcp_objstore.transfer.upload import run_watched, upload_object
-from dcp_objstore.transfer.workers import result_of, spawn, wait_for, wait_until
+from dcp_objstore.transfer.workers import spawn, wait_for
+from dcp_objstore.waiting import result_of, wait_until
 from tests.support.listening import heard_channel, of
 from tests.support.wrapped_stores import RecordingStore
 
@@ -326,11 +327,11 @@ def test_an_upload_that_ends_in_the_instant_it_is_polled_is_no_time_out(monkeypa
 
         polled = False
 
-        def result(self, timeout=None):
+        def exception(self, timeout=None):
             if self.polled:
-                return super().result(timeout)
+                return super().exception(timeout)
             self.polled = True
-            super().result(10)
+            super().exception(10)
             raise TimeoutError
 
     monkeypatch.setattr("dcp_objstore.transfer.upload.Future", EndsAsItIsPolled)

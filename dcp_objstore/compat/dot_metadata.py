@@ -14,9 +14,7 @@ from types import FunctionType
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -26,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_objstore import torch_private
 from dcp_objstore.errors import UnsupportedError
 
 # Stock torch takes Python's default protocol: 4 up to Python 3.13, 5 from 3.14 on.
@@ -39,8 +38,8 @@ _STOCK: Final = frozenset(
         StorageMeta,
         TensorProperties,
         TensorStorageMetadata,
-        _MEM_FORMAT_ENCODING,
-        _StorageInfo,
+        torch_private.MemoryFormatEncoding,
+        torch_private.StorageInfo,
         torch.Size,
         torch.dtype,
         torch.layout,
@@ -94,7 +93,7 @@ class _StockPickler(pickle.Pickler):
             return copyreg.__newobj__, (TensorProperties,), _five_fields(value)  # type: ignore[attr-defined]
         if kind in _STOCK:
             return NotImplemented
-        if kind is FunctionType and value is torch.serialization._get_layout:
+        if kind is FunctionType and value is torch_private.layout_by_name:
             return NotImplemented
         if isinstance(value, type) and value in _STOCK:
             return NotImplemented

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import Final
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -45,6 +44,7 @@ from dcp_objstore.compat.foreign_names import (
 )
 from dcp_objstore.compat.inert_pickle import Global, Node, parse
 from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
+from dcp_objstore.torch_private import StorageInfo
 
 _MAX_NUMBER: Final = 2**63 - 1
 _MAX_DIMENSIONS: Final = 64
@@ -312,7 +312,7 @@ class _Converter:
             mapping[self.text(key, "a key of planner_data")] = path
         return mapping
 
-    def storage_data(self, value: object) -> dict[MetadataIndex, _StorageInfo]:
+    def storage_data(self, value: object) -> dict[MetadataIndex, StorageInfo]:
         entries = _dict(value, "storage_data")
         self.spend(len(entries))
         made = {self.index(key): self.storage_info(info) for key, info in entries.items()}
@@ -329,7 +329,7 @@ class _Converter:
             None if index is None else _number(index, "the number in a MetadataIndex"),
         )
 
-    def storage_info(self, value: object) -> _StorageInfo:
+    def storage_info(self, value: object) -> StorageInfo:
         state = _state(value, FILESYSTEM + "_StorageInfo")
         path = state.get("relative_path")
         if type(path) is not str or path not in self.paths:
@@ -339,7 +339,7 @@ class _Converter:
         if offset + length > _MAX_NUMBER:
             raise _damaged("an item ends beyond 2**63 - 1")
         transforms = self.transforms(state.get("transform_descriptors"))
-        return _StorageInfo(str(path), offset, length, transforms)
+        return StorageInfo(str(path), offset, length, transforms)
 
     def transforms(self, value: object) -> list[str] | None:
         """The names of the extensions that an item went through; None for none, as torch has it."""

@@ -34,6 +34,7 @@ from typing import Final
 
 import torch
 
+from dcp_objstore import torch_private
 from dcp_objstore.compat.archive import Archive, ArchiveError
 from dcp_objstore.errors import CheckpointCorruptError
 
@@ -46,8 +47,7 @@ _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _QUANTIZED: Final = "torch._utils._rebuild_qtensor"
 # They take a size as well as data; `torch.save` calls none of them.
 _SIZED: Final = frozenset(
-    f"{cls.__module__}.{cls.__name__}"
-    for cls in (*torch._tensor_classes, *torch._storage_classes, torch.Tensor)
+    f"{cls.__module__}.{cls.__name__}" for cls in (*torch_private.legacy_classes(), torch.Tensor)
 )
 
 
@@ -490,7 +490,7 @@ def _itemsize(name: str) -> int | None:
     """Bytes per element of a storage class by its name, `torch.FloatStorage`; None: no such."""
     if name == "torch.storage.UntypedStorage":
         return 1
-    classes = torch.storage._dtype_to_storage_type_map()
+    classes = torch_private.storage_classes()
     return {f"torch.{cls}": dtype.itemsize for dtype, cls in classes.items()}.get(name)
 
 

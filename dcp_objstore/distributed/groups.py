@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from dcp_objstore import torch_private
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, InputError, UnsupportedError
 
@@ -46,7 +46,7 @@ def count_ranks(group: dist.ProcessGroup | None) -> int:
 
 def has_gone(group: dist.ProcessGroup | None) -> bool:
     """Whether the group was destroyed. A save in the background may outlive it."""
-    return group is not None and group not in dist.distributed_c10d._world.pg_map
+    return group is not None and not torch_private.is_registered(group)
 
 
 def gone_error(url: str | None) -> InputError:
@@ -78,8 +78,9 @@ def sync_group(
         return None
     if process_group is not None:
         return process_group
-    world = dist.distributed_c10d._get_default_group()
-    if torch.device("cpu") in world._device_types:
+    world = dist.group.WORLD
+    assert world is not None
+    if torch_private.has_cpu_backend(world):
         return world
     return own_group("sync", None, config)
 
@@ -104,8 +105,9 @@ def own_group(
         return None
     usable = config if isinstance(config, TransferConfig) else TransferConfig()
     timeout = datetime.timedelta(seconds=usable.peer_timeout_seconds)
-    store: Any = dist.distributed_c10d._get_default_store()  # torch's stubs lack `timeout`
-    world = dist.distributed_c10d._get_default_group()
+    store: Any = torch_private.default_store()  # torch's stubs lack `timeout`
+    world = dist.group.WORLD
+    assert world is not None
     for key in [key for key, (_, home) in _own.items() if home is not world]:
         del _own[key]
     key = (purpose, process_group or world)
@@ -122,7 +124,7 @@ def own_group(
         )
         _own[key] = (made, world)
     group = _own[key][0]
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    torch_private.set_group_timeout(group, timeout)
     return group
 
 
@@ -152,7 +154,7 @@ def _refuse_unlike_names(group: dist.ProcessGroup) -> None:
     ranks with different names for it never meet.
     """
     counts: list[int] = [0] * dist.get_world_size(group)
-    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
+    dist.all_gather_object(counts, torch_private.count_groups(), group=group)
     if len(set(counts)) > 1:
         raise UnsupportedError(
             "torch cannot make a process group of these ranks alone, because some of them are in"

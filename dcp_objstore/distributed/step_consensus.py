@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 
@@ -28,6 +29,7 @@ from dcp_objstore.distributed.groups import current_rank
 from dcp_objstore.errors import RankFailedError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.transfer.workers import spawn
+from dcp_objstore.waiting import wait_in_steps
 
 LOOK_EVERY_SECONDS = 0.25
 _LEFT = "left"
@@ -107,10 +109,8 @@ class StepConsensus:
             return agreed.reasons
 
     def _wait(self) -> None:
-        settled = self._state.wait_for(
-            lambda: self._agreed is not None or self._over, self._peer_timeout_seconds
-        )
-        if not settled:
+        settled = partial(self._state.wait_for, lambda: self._agreed is not None or self._over)
+        if not wait_in_steps(settled, self._peer_timeout_seconds):
             raise RankFailedError(
                 "the ranks were to agree on a step at which to save, and one of them did not answer"
                 f" within {self._peer_timeout_seconds:g} s: it has died or hangs",

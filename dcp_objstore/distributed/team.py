@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from dcp_objstore import torch_private
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.distributed.failures import capture, raise_on_all, typed_failures
 from dcp_objstore.distributed.groups import count_ranks, own_group
@@ -71,6 +72,6 @@ class Team:
         token = self.on_first(lambda: secrets.token_hex(8))
         if self.world_size == 1:
             return None
-        shared: Any = dist.distributed_c10d._get_default_store()
+        shared: Any = torch_private.default_store()
         prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]  # as above
         return prefixed(f"dcp_objstore/{token}", shared.clone())

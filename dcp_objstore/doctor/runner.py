@@ -20,6 +20,7 @@ from dcp_objstore.doctor.scratch import Scratch, Stop, StoppedError
 from dcp_objstore.doctor.surroundings import Surroundings, versions
 from dcp_objstore.stores.spec import StoreSpec
 from dcp_objstore.transfer.workers import run_into, spawn
+from dcp_objstore.waiting import take
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,7 +85,7 @@ def check_up(
 
     spawn(lambda: run_into(done, work), "check-up")
     try:
-        while (finding := found.get()) is not None:
+        while (finding := take(found)) is not None:
             yield finding
         done.result()
     finally:

@@ -11,6 +11,7 @@ import io
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +27,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.state.memory import copy_elements, fits, narrow
+from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
 
     from dcp_objstore.read.stored_checkpoint import Stored
     from dcp_objstore.transfer.progress import Progress
-
-_POLL_SECONDS = 0.25
 
 
 class ItemRead:
@@ -204,6 +204,7 @@ class CompletionQueue:
     def wait_for_room(self, progress: Progress) -> None:
         """Wait, in a worker, until what waits is within the limit or the transfer is stopped."""
         with self._changed:
-            while self.is_full:
+            if self.is_full:
                 progress.check_stopped()
-                self._changed.wait(_POLL_SECONDS)
+                has_room = partial(self._changed.wait_for, lambda: not self.is_full)
+                wait_in_steps(has_room, look=progress.check_stopped, step_seconds=STEP_SECONDS)

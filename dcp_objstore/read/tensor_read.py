@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from dcp_objstore import torch_private
 from dcp_objstore.errors import CheckpointCorruptError, StateMismatchError, UnsupportedError
 from dcp_objstore.state.geometry import Box, Selection, collapse
 from dcp_objstore.state.memory import (
@@ -312,7 +312,7 @@ def check_destination(item: ReadItem, destination: torch.Tensor) -> torch.Tensor
     """
     key = item.dest_index.fqn
     destination = destination.detach()
-    if destination.is_meta or isinstance(destination, FakeTensor):
+    if destination.is_meta or torch_private.is_fake(destination):
         raise UnsupportedError("the destination is a meta or fake tensor without memory", key=key)
     if destination.layout != torch.strided:
         raise UnsupportedError(

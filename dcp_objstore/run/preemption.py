@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import weakref
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from dcp_objstore.forking import in_forked_child
 from dcp_objstore.observe.report import logger
 
 # A forked child inherits the handlers, and nobody there asks whether a signal came.
@@ -21,7 +21,7 @@ def _restore_in_child() -> None:
         notice.restore()
 
 
-os.register_at_fork(after_in_child=_restore_in_child)
+in_forked_child(_restore_in_child)
 
 
 class Notice:

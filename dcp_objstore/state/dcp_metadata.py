@@ -10,7 +10,6 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -29,6 +28,7 @@ from dcp_objstore.errors import (
     StateMismatchError,
     UnsupportedError,
 )
+from dcp_objstore.torch_private import StorageInfo
 
 T = TypeVar("T")
 
@@ -230,7 +230,7 @@ def stock_metadata(metadata: Metadata, index: ix.Index) -> Metadata:
         UnsupportedError: a tensor is of an unknown dtype.
     """
     described = dict(metadata.state_dict_metadata)
-    storage_data: dict[MetadataIndex, _StorageInfo] = {}
+    storage_data: dict[MetadataIndex, StorageInfo] = {}
     for fqn, tensor in index.tensors.items():
         dtype, saved = known_dtype(tensor.dtype), described[fqn]
         if dtype is None:
@@ -254,8 +254,8 @@ def stock_metadata(metadata: Metadata, index: ix.Index) -> Metadata:
     )
 
 
-def _stock_place(index: ix.Index, item: ix.Item) -> _StorageInfo:
-    return _StorageInfo(index.objects[item.object_number].key, item.offset, item.length)
+def _stock_place(index: ix.Index, item: ix.Item) -> StorageInfo:
+    return StorageInfo(index.objects[item.object_number].key, item.offset, item.length)
 
 
 @functools.cache  # one str for each, which pickle stores once

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from dcp_objstore.state.memory import byte_memory, lend
+from dcp_objstore.waiting import STEP_SECONDS, take
 
 if TYPE_CHECKING:
     from dcp_objstore.transfer.upload import ByteArray
-
-_POLL_SECONDS = 0.25
 
 
 class Ticket(Protocol):
@@ -142,12 +141,9 @@ class Ring:
             check_stopped: called while waiting; raises when that is to end.
         """
         slot = self.try_acquire()
-        while slot is None:
+        if slot is None:
             check_stopped()
-            try:
-                slot = self._idle.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                continue
+            slot = take(self._idle, look=check_stopped, step_seconds=STEP_SECONDS)
             slot.settle()
         return slot
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from dcp_objstore import torch_private
 from dcp_objstore.errors import StateMismatchError, UnsupportedError
 from dcp_objstore.state.per_rank import PerRank
 
@@ -231,7 +232,7 @@ def _refuse_module_on_meta(path: Path, module: torch.nn.Module) -> None:
     unsaved = {
         f"{place}.{name}" if place else name
         for place, part in module.named_modules()
-        for name in part._non_persistent_buffers_set
+        for name in torch_private.non_persistent_buffers(part)
     }
     saved = [name for name in on_meta if name not in unsaved]
     if not saved:

@@ -36,6 +36,7 @@ from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, cut
 from dcp_objstore.transfer.workers import spawn
+from dcp_objstore.waiting import WATCH_SECONDS, take
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.protocol import ObjectStore
 
 T = TypeVar("T")
-
-_POLL_SECONDS = 0.25
 
 
 def worker_count(
@@ -147,10 +146,11 @@ def fetch_ranges(
     )
     for number in range(-(-in_flight // shared.depth)):
         spawn(partial(_Worker(shared, number).run, tasks, done), f"download-{number}")
+    check_stalled = partial(progress.check_stalled, "download")
     try:
         left = len(requests)
         while left:
-            outcome = _next_outcome(done, progress)
+            outcome = take(done, look=check_stalled, step_seconds=WATCH_SECONDS)
             if isinstance(outcome, BaseException):
                 raise outcome
             left -= outcome is not None
@@ -370,13 +370,3 @@ class _Worker(Generic[T]):
         if len(self._scratch) < size_bytes:
             self._scratch = memoryview(np.empty(size_bytes, dtype=np.uint8))
         return self._scratch[:size_bytes]
-
-
-def _next_outcome(
-    done: queue.SimpleQueue[RangeRequest[T] | BaseException | None], progress: Progress
-) -> RangeRequest[T] | BaseException | None:
-    while True:
-        try:
-            return done.get(timeout=_POLL_SECONDS)
-        except queue.Empty:
-            progress.check_stalled("download")

@@ -34,7 +34,8 @@ from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count
 from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.workers import in_main_thread, run_into, spawn
+from dcp_objstore.transfer.workers import run_into, spawn
+from dcp_objstore.waiting import WATCH_SECONDS, result_of
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
@@ -49,9 +50,6 @@ logger = logging.getLogger("dcp_objstore")
 # not memoryviews, because only arrays can be weakly referenced.
 ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
-_POLL_SECONDS = 0.25
-# Where no Ctrl-C can come, only the stall watchdog looks.
-_POLL_SECONDS_IN_BACKGROUND = 1.0
 # How long a stopped upload may take to send its abort before its thread is left behind.
 _ABORT_GRACE_SECONDS = 5.0
 
@@ -288,15 +286,10 @@ def run_watched(task: Any, what: str, progress: Progress) -> Any:
     """
     future: Future[Any] = Future()
     spawn(lambda: run_into(future, task), what)
-    poll_seconds = _POLL_SECONDS if in_main_thread() else _POLL_SECONDS_IN_BACKGROUND
     try:
-        while True:
-            try:
-                return future.result(timeout=poll_seconds)
-            except FutureTimeoutError:
-                if future.done():  # it ended in this instant, or with a time-out of its own
-                    return future.result()
-                progress.check_stalled(what)
+        return result_of(
+            future, look=lambda: progress.check_stalled(what), step_seconds=WATCH_SECONDS
+        )
     except BaseException as error:
         if future.done():
             raise

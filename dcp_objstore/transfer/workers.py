@@ -3,27 +3,23 @@
 No obstore call can be interrupted: a thread inside one ends when the server answers or the
 request times out. The threads of `concurrent.futures` are joined at interpreter exit, so one
 stalled request would keep a program that was told to stop alive for minutes. These are not.
-
-Ctrl-C reaches the main thread only. It waits in short steps here; others wait without waking, as
-each waking takes the GIL from a training loop.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextvars import copy_context
 from types import TracebackType
 from typing import Any, TypeVar
 
+from dcp_objstore.waiting import in_main_thread, result_of
+
 T = TypeVar("T")
 R = TypeVar("R")
 
-_POLL_SECONDS = 0.25
 # Small requests: as many at once as a connection pool has room for.
 AT_ONCE = 16
 # Ctrl-C ends the waiting between two waves; what a wave has begun goes on, and does no harm.
@@ -99,44 +95,6 @@ def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
     future: Future[T] = Future()
     spawn(lambda: run_into(future, lambda: function(*args, **settings)), "request")
     return result_of(future)
-
-
-def result_of(future: Future[T], timeout_seconds: float | None = None) -> T:
-    """`future.result(timeout_seconds)`, in the main thread in short steps.
-
-    A signal that comes in the instant before a thread begins to wait interrupts nothing, and Python
-    looks at it again only when the waiting ends: Ctrl-C would be lost.
-    """
-    if not in_main_thread():
-        return future.result(timeout_seconds)
-    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-    while True:
-        left = _POLL_SECONDS if deadline is None else deadline - time.monotonic()
-        try:
-            return future.result(timeout=min(max(left, 0.0), _POLL_SECONDS))
-        except FutureTimeoutError:
-            if future.done():  # it ended in this instant, or with a time-out of its own
-                return future.result()
-            if left <= 0:
-                raise
-
-
-def wait_until(event: threading.Event, timeout_seconds: float | None = None) -> bool:
-    """`event.wait(timeout_seconds)`; see `result_of`."""
-    if not in_main_thread():
-        return event.wait(timeout_seconds)
-    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-    while True:
-        left = _POLL_SECONDS if deadline is None else deadline - time.monotonic()
-        if event.wait(min(max(left, 0.0), _POLL_SECONDS)):
-            return True
-        if left <= 0:
-            return False
-
-
-def in_main_thread() -> bool:
-    """Whether this is the thread that signals reach."""
-    return threading.current_thread() is threading.main_thread()
 
 
 def worker_number() -> int:

@@ -32,10 +32,11 @@ from dcp_objstore.errors import (
     RankFailedError,
     SaveInProgressError,
 )
+from dcp_objstore.forking import PerProcess
 from dcp_objstore.observe import hooks
 from dcp_objstore.observe.report import SaveReport, log_failure
 from dcp_objstore.state.state_dict import ConvertedState
-from dcp_objstore.transfer.workers import result_of, wait_until
+from dcp_objstore.waiting import result_of, wait_until
 from dcp_objstore.write.api import run_save
 from dcp_objstore.write.dcp_calls import aim, reporting_failures
 from dcp_objstore.write.staging.state import Staging, staging_memory
@@ -52,17 +53,17 @@ T = TypeVar("T")
 
 _EVERY_RANK = every_rank("dcp_objstore.async_save")
 
-_lock = threading.Lock()
-_latest: AsyncSaveHandle | None = None
+
+class _Saves:
+    """The saves of this process: the latest one, and a lock for its beginning and end."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.latest: AsyncSaveHandle | None = None
 
 
-def _forget_parent() -> None:
-    """In a forked child: the parent's save goes on in the parent, in a thread that is not here."""
-    global _lock, _latest
-    _lock, _latest = threading.Lock(), None
-
-
-os.register_at_fork(after_in_child=_forget_parent)
+# A parent's save goes on in the parent, in a thread that a forked child does not have.
+_saves = PerProcess(_Saves)
 
 
 class _Outcome(Future[T]):
@@ -187,12 +188,12 @@ class AsyncSaveHandle:
 
     def _fail(self, error: BaseException) -> None:
         """End it, unless its thread runs: then that ends it."""
-        with _lock:
+        with _saves.here.lock:
             if not self._running:
                 self._end(None, error)
 
     def _run(self, save: _Save) -> None:
-        with _lock:
+        with _saves.here.lock:
             if self.done():
                 return  # Ctrl-C came as the thread was started
             self._running = True
@@ -375,9 +376,9 @@ def _take_turn(
     for on some only. A rank that refused alone would leave the others in the collectives of the
     new save.
     """
-    global _latest  # noqa: PLW0603 - one save at a time in a process
+    saves = _saves.here
     while True:
-        earlier = _latest
+        earlier = saves.latest
         if earlier is not None and on_busy == "wait":
             wait_until(earlier._ended)
         try:
@@ -388,9 +389,9 @@ def _take_turn(
             if earlier is not None:
                 earlier._told = True
             raise
-        with _lock:
-            if _latest is earlier:
-                _latest = handle
+        with saves.lock:
+            if saves.latest is earlier:
+                saves.latest = handle
                 return
 
 
@@ -411,7 +412,7 @@ def _objection(earlier: AsyncSaveHandle | None, url: str) -> DcpObjstoreError | 
 
 def _show_unseen_error() -> None:
     """At exit: the error of the last save, if nobody has asked for it. Runs after it has ended."""
-    latest = _latest
+    latest = _saves.here.latest
     if latest is not None and latest._error is not None and not latest._error_seen:
         error, stream = latest._error, sys.stderr
         try:

@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from dcp_objstore import torch_private
+
 _Kept = dict[str, tuple[tuple[Any, ...], list[WriteItem]]]
 
 
@@ -54,9 +56,9 @@ def _signature(value: Any) -> tuple[Any, ...] | None:
     if type(value) is torch.Tensor:
         return None, value.dtype, value.layout, value.requires_grad, value.size()
     if type(value) is DTensor:
-        local = value._local_tensor
+        local = torch_private.local_tensor(value)
         # The very same spec: of an equal one, this process may have another coordinate in its mesh.
-        spec = _Same(value._spec)
+        spec = _Same(torch_private.spec_of(value))
         return spec, local.dtype, local.layout, value.requires_grad, value.size()
     return None
 

@@ -16,6 +16,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -30,7 +31,8 @@ from dcp_objstore.read.peers.plan import NEED, Needs, Segment, SharedRequest, Sh
 from dcp_objstore.read.peers.shared_memory import Slots, SlotsAddress, attach
 from dcp_objstore.state.geometry import Selection
 from dcp_objstore.transfer.ranges import RangeRequest, Span
-from dcp_objstore.transfer.workers import DaemonPool, result_of
+from dcp_objstore.transfer.workers import DaemonPool
+from dcp_objstore.waiting import STEP_SECONDS, result_of, wait_in_steps
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -46,7 +48,6 @@ T = TypeVar("T")
 # Pieces that make up less of a stretch than this are packed; otherwise all of it is sent, which
 # saves both sides a copy.
 _PACK_BELOW = 0.75
-_POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +272,8 @@ class Exchange:
         if planned is None:
             return None
         with self._changed:
-            while not self._changed.wait_for(lambda: self._may_begin(planned), _POLL_SECONDS):
-                progress.check_stopped()
+            may_begin = partial(self._changed.wait_for, partial(self._may_begin, planned))
+            wait_in_steps(may_begin, look=progress.check_stopped, step_seconds=STEP_SECONDS)
             self._admitted += 1
             self._changed.notify_all()
         return self._slot_of(planned)

@@ -6,9 +6,7 @@ Offers and shares travel as `storage_data` of DCP's plans, which are gathered an
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from dcp_objstore import torch_private
 from dcp_objstore.distributed.failures import typed_failures
 from dcp_objstore.distributed.groups import current_rank
 from dcp_objstore.distributed.plugin import typed
@@ -25,6 +24,7 @@ from dcp_objstore.read.peers.exchange import Share, needs_of
 from dcp_objstore.read.peers.plan import plan_sharing
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.workers import wait_for
+from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
@@ -40,7 +40,6 @@ _LEAST_SAVED = 0.03
 # the time in which no further rank has come.
 _PATIENCE_SECONDS = 5.0
 _TOGETHER = "together"
-_POLL_SECONDS = 0.25  # Ctrl-C ends the waiting between two
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +205,7 @@ def all_come(meeting: str, count: int, config: TransferConfig, url: str) -> bool
     decided = f"dcp_objstore/{meeting}/decided"
     patience_seconds = min(_PATIENCE_SECONDS, config.peer_timeout_seconds)
     with typed_failures(url, None):
-        store = dist.distributed_c10d._get_default_store()
+        store = torch_private.default_store()
         came = store.add(arrivals, 1)
         if came == count:
             return bytes(store.compare_set(decided, "", _TOGETHER)) == _TOGETHER.encode()
@@ -229,10 +228,14 @@ def all_come(meeting: str, count: int, config: TransferConfig, url: str) -> bool
 
 def _is_set(store: dist.Store, key: str, timeout_seconds: float) -> bool:  # type: ignore[name-defined]  # torch exports it
     """Whether a key is set before the time is over."""
-    deadline = time.monotonic() + timeout_seconds
-    while (left := deadline - time.monotonic()) > 0:
-        slice_ = datetime.timedelta(seconds=max(0.001, min(left, _POLL_SECONDS)))
-        with contextlib.suppress(dist.DistStoreError):  # not yet
-            store.wait([key], slice_)
-            return True
-    return False
+
+    def wait(seconds: float | None) -> bool:
+        assert seconds is not None
+        try:
+            store.wait([key], datetime.timedelta(seconds=max(0.001, seconds)))
+        except dist.DistStoreError:  # not yet
+            return False
+        return True
+
+    # In steps in any thread: nobody else can use the store's connection meanwhile.
+    return wait_in_steps(wait, timeout_seconds, step_seconds=STEP_SECONDS)

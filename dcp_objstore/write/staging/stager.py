@@ -26,12 +26,13 @@ from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import ConfigError, SaveInProgressError
 from dcp_objstore.observe import hooks
 from dcp_objstore.observe.report import log_failure
+from dcp_objstore.torch_private import StagesAtOnce
+from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
 from dcp_objstore.write.staging.state import StagedState, stage, staging_memory
 
 if TYPE_CHECKING:
     from dcp_objstore.observe.events import Staged
 
-_POLL_SECONDS = 0.05
 # A save whose result was returned may still be about to end its thread.
 _GRACE_SECONDS = 0.5
 # It is told that a copy goes just before its tensors do; a thread of DCP's ends then, too.
@@ -85,21 +86,24 @@ class _BackgroundSave:
 
     def wait(self, timeout_seconds: float | None) -> bool:
         """Wait for its end, at most so long; whether it has ended."""
-        waited_seconds = 0.0
-        while not self.has_ended():
-            if timeout_seconds is not None and waited_seconds >= timeout_seconds:
-                return False
-            if self.thread is not None:
-                self.thread.join(_POLL_SECONDS)
-            else:
-                self._dropped.wait(_POLL_SECONDS)
-            waited_seconds += _POLL_SECONDS
+        # In steps in any thread, as no one thing tells of each way in which it may end.
+        if not wait_in_steps(self._look, timeout_seconds, step_seconds=STEP_SECONDS):
+            return False
         if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join(_LAST_SECONDS)
         return True
 
+    def _look(self, seconds: float | None) -> bool:
+        if self.has_ended():
+            return True
+        if self.thread is not None:
+            self.thread.join(seconds)
+        else:
+            self._dropped.wait(seconds)
+        return self.has_ended()
 
-class KeptStager:
+
+class KeptStager(StagesAtOnce):
     """DCP's `AsyncStager`, into memory that is kept; a base of the writer.
 
     Args:
@@ -110,20 +114,12 @@ class KeptStager:
         ConfigError: `on_busy` is neither.
     """
 
-    # Asked for by DCP: `stage` returns when all is copied.
-    _synchronize_after_execute = False
-
     def __init__(self, on_busy: OnBusy = "wait") -> None:
         if on_busy not in ("wait", "raise"):
             raise ConfigError(f"on_busy must be 'wait' or 'raise', got {on_busy!r}")
         self._on_busy = on_busy
         self._background: _BackgroundSave | None = None
         self._staged: Staged | None = None  # not told of yet
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """False: nothing is left to wait for when `stage` has returned."""
-        return self._synchronize_after_execute
 
     def stage(self, state_dict: Mapping[str, Any], **_: Any) -> StagedState:
         """A copy of the state in host memory; called by `dcp.async_save`.

@@ -7,17 +7,17 @@ on a stream of its own.
 from __future__ import annotations
 
 import io
-import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
+from dcp_objstore import torch_private
+from dcp_objstore.forking import PerProcess
 from dcp_objstore.state import device
 from dcp_objstore.state.tensor_frame import pickled_blob
 from dcp_objstore.write.staging.copies import copy_by_torch, copy_host
@@ -135,21 +135,17 @@ def _rebuilt(value: Any, copies: Mapping[int, Any]) -> Any:
         return value
     if kind not in _CONTAINERS:
         if isinstance(value, DTensor) and id(value) not in copies:
-            local = _local(value)
-            return DTensor(copies[id(local)], value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            local = torch_private.local_tensor(value)
+            return torch_private.dtensor(copies[id(local)], torch_private.spec_of(value))
         return copies[id(value)]
     if isinstance(value, dict):
         return kind((key, _rebuilt(item, copies)) for key, item in value.items())
     return kind(_rebuilt(item, copies) for item in value)
 
 
-def _local(value: DTensor) -> torch.Tensor:
-    return value._local_tensor
-
-
 def _plain_tensor(leaf: Any) -> torch.Tensor | None:
     """The tensor whose memory is to be copied; None for a leaf that is deep-copied."""
-    tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+    tensor = torch_private.local_tensor(leaf) if isinstance(leaf, DTensor) else leaf
     if type(tensor) not in _PLAIN or tensor.is_quantized:
         return None
     return tensor
@@ -175,8 +171,8 @@ def _deep_copies(values: list[Any]) -> list[Any]:
 
 def _copies_by_dcp(values: list[Any]) -> list[Any]:
     for value in values:
-        if isinstance(value, DTensor) and isinstance(value._local_tensor, AsyncCollectiveTensor):
-            value._local_tensor.wait()
+        if isinstance(value, DTensor):
+            torch_private.wait_for_collective(torch_private.local_tensor(value))
     stager = DefaultStager(StagingOptions(False, False, False, False))
     try:
         copied: Any = stager.stage({"values": values})  # not async: no future
@@ -193,24 +189,12 @@ def _no_region(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
-_memory = StagingMemory()
-# What a forked child has of its parent's. Never given back there: unpinning takes a call of CUDA,
-# which does not work in a forked child.
-_inherited: list[StagingMemory] = []
+_memory = PerProcess(StagingMemory)
 
 
 def staging_memory() -> StagingMemory:
     """The memory of this process: one, so that writers which follow one another share it."""
-    return _memory
-
-
-def _forget_parent() -> None:
-    global _memory  # noqa: PLW0603 - see `_inherited`
-    _inherited.append(_memory)
-    _memory = StagingMemory()
-
-
-os.register_at_fork(after_in_child=_forget_parent)
+    return _memory.here
 
 
 def stage(state_dict: Mapping[str, Any]) -> StagedState:

@@ -1,0 +1,148 @@
+"""Everything that the package uses of torch's private API.
+
+Private names may move in any release, so each stands here once, behind a name of ours, and
+`tests/test_torch_private.py` calls each on the torch that is installed. A docstring names the
+releases in which it was found. Names of classes inside pickles are data, not API; those stay in
+`compat`.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING as MemoryFormatEncoding,  # noqa: N811 - a class
+)
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+# Process groups.
+
+
+def default_store() -> dist.Store:  # type: ignore[name-defined]  # torch exports it
+    """Return the store of the default process group. torch 2.9 to 2.14."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Return whether the group still exists: it was made and not destroyed. torch 2.9 to 2.14."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def count_groups() -> int:
+    """Return how many groups this rank is in. The next group's name has it. torch 2.9 to 2.14."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def has_cpu_backend(group: dist.ProcessGroup) -> bool:
+    """Return whether the group's collectives take CPU tensors. torch 2.9 to 2.14."""
+    return torch.device("cpu") in group._device_types
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+    """Change how long collectives of an existing group wait. torch 2.9 to 2.14."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+# Tensors and modules.
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether it is a `FakeTensor`, which has no memory. torch 2.9 to 2.14."""
+    return isinstance(tensor, FakeTensor)
+
+
+def local_tensor(value: DTensor) -> torch.Tensor:
+    """Return this rank's shard as it is held; no autograd and no waiting. torch 2.9 to 2.14.
+
+    `DTensor.to_local` makes a new tensor, and waits for a collective that is under way.
+    """
+    return value._local_tensor
+
+
+def spec_of(value: DTensor) -> Any:
+    """Return its mesh, placements, and global shape and strides. torch 2.9 to 2.14."""
+    return value._spec
+
+
+def dtensor(local: torch.Tensor, spec: Any) -> DTensor:
+    """Make a `DTensor` of a shard and what `spec_of` returned. Not a collective. torch 2.9 to 2.14.
+
+    `DTensor.from_local` would need the strides, and cannot take uneven shards without them.
+    """
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def wait_for_collective(tensor: torch.Tensor) -> None:
+    """Wait for the collective whose result this is, if it is one's. torch 2.9 to 2.14."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor.wait()
+
+
+def non_persistent_buffers(module: torch.nn.Module) -> Collection[str]:
+    """Return the names of the module's own buffers that `state_dict` omits. torch 2.9 to 2.14."""
+    return module._non_persistent_buffers_set
+
+
+class StagesAtOnce:
+    """Base of an `AsyncStager` whose `stage` returns when all is copied. torch 2.9 to 2.14.
+
+    `AsyncStager` is a protocol with a private member: without it, `dcp.async_save` does not take a
+    writer for a stager.
+    """
+
+    _synchronize_after_execute = False
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """False: nothing is left to wait for when `stage` has returned."""
+        return self._synchronize_after_execute
+
+
+# What pickles hold.
+
+# `StorageInfo`, where an item lies, and `MemoryFormatEncoding` stand in each `.metadata`:
+# torch 2.9 to 2.14, under their own private names.
+
+# The function by which a pickle names a layout, such as `torch.strided`; torch 2.9 to 2.14.
+layout_by_name = torch.serialization._get_layout
+
+
+def storage_classes() -> dict[torch.dtype, str]:
+    """Return the name of the legacy storage class of each dtype. torch 2.9 to 2.14."""
+    classes: dict[torch.dtype, str] = torch.storage._dtype_to_storage_type_map()
+    return classes
+
+
+def legacy_classes() -> tuple[type, ...]:
+    """Return the typed tensor and storage classes, such as `FloatTensor`. torch 2.9 to 2.14."""
+    return (*torch._tensor_classes, *torch._storage_classes)
+
+
+__all__ = [
+    "MemoryFormatEncoding",
+    "StagesAtOnce",
+    "StorageInfo",
+    "count_groups",
+    "default_store",
+    "dtensor",
+    "has_cpu_backend",
+    "is_fake",
+    "is_registered",
+    "layout_by_name",
+    "legacy_classes",
+    "local_tensor",
+    "non_persistent_buffers",
+    "set_group_timeout",
+    "spec_of",
+    "storage_classes",
+    "wait_for_collective",
+]

@@ -1,0 +1,223 @@
+"""The private API of torch: each name does what we take it for, and stands in one module only."""
+
+from __future__ import annotations
+
+import ast
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    StorageReader,
+    StorageWriter,
+)
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+import dcp_objstore
+from dcp_objstore import torch_private
+
+_HOUR = datetime.timedelta(hours=1)
+_PACKAGE = Path(dcp_objstore.__file__).parent
+
+
+@pytest.fixture
+def world() -> Iterator[dist.ProcessGroup]:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.set_timeout(_HOUR)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store, timeout=_HOUR)
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_the_default_store_is_that_of_the_default_group(world: dist.ProcessGroup) -> None:
+    store: Any = torch_private.default_store()
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    assert store.timeout == _HOUR
+
+
+def test_a_group_is_registered_until_it_is_destroyed(world: dist.ProcessGroup) -> None:
+    before = torch_private.count_groups()
+    made = dist.new_group([0], backend="gloo")
+    assert torch_private.count_groups() == before + 1
+    assert torch_private.is_registered(made)
+    dist.destroy_process_group(made)
+    assert not torch_private.is_registered(made)
+    dist.destroy_process_group()
+    assert not torch_private.is_registered(world)
+
+
+@pytest.mark.parametrize(("backend", "has_cpu"), [("gloo", True), ("cuda:gloo", False)])
+def test_whether_a_group_has_a_cpu_backend(
+    world: dist.ProcessGroup, backend: str, has_cpu: bool
+) -> None:
+    assert torch_private.has_cpu_backend(dist.new_group([0], backend=backend)) is has_cpu
+
+
+def test_the_timeout_of_a_group_can_be_changed(world: dist.ProcessGroup) -> None:
+    torch_private.set_group_timeout(world, 2 * _HOUR)
+    options: Any = world._get_backend(torch.device("cpu")).options
+    assert options._timeout == 2 * _HOUR
+
+
+def test_fake_tensors_are_told_apart() -> None:
+    with FakeTensorMode():
+        assert torch_private.is_fake(torch.empty(2))
+    assert not torch_private.is_fake(torch.empty(2, device="meta"))
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_a_dtensor_is_taken_apart_and_made_again(
+    world: dist.ProcessGroup, placement: Shard | Replicate
+) -> None:
+    whole = torch.arange(6.0).reshape(3, 2)
+    tensor = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [placement])
+    local = torch_private.local_tensor(tensor)
+    assert type(local) is torch.Tensor
+    assert local.data_ptr() == tensor.to_local().data_ptr()
+    spec = torch_private.spec_of(tensor)
+    assert spec is torch_private.spec_of(tensor)  # compared by identity from save to save
+    made = torch_private.dtensor(local + 1, spec)
+    assert made.placements == tensor.placements
+    assert made.stride() == tensor.stride()
+    assert not made.requires_grad
+    assert torch.equal(made.full_tensor(), whole + 1)
+
+
+def test_a_collective_that_is_under_way_is_waited_for(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = []
+    wait = AsyncCollectiveTensor.wait
+
+    def noted(tensor: AsyncCollectiveTensor) -> torch.Tensor:
+        waited.append(tensor)
+        return wait(tensor)
+
+    monkeypatch.setattr(AsyncCollectiveTensor, "wait", noted)
+    pending = all_reduce(torch.ones(2), "sum", world)
+    assert isinstance(pending, AsyncCollectiveTensor)
+    torch_private.wait_for_collective(pending)
+    torch_private.wait_for_collective(torch.ones(2))
+    assert len(waited) == 1
+
+
+def test_buffers_that_are_not_persistent() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("dropped", torch.zeros(1), persistent=False)
+    assert set(torch_private.non_persistent_buffers(module)) == {"dropped"}
+    assert set(module.state_dict()) == {"kept"}
+
+
+def test_dcp_takes_it_for_a_stager() -> None:
+    class Stager(torch_private.StagesAtOnce):
+        def stage(self, state_dict: Any) -> Any: ...
+        def synchronize_staging(self) -> None: ...
+        def close(self) -> None: ...
+
+    assert isinstance(Stager(), AsyncStager)
+    assert not Stager().should_synchronize_after_execute
+
+
+def test_what_pickles_hold() -> None:
+    info = torch_private.StorageInfo("path", 1, 2, ["zstd"])
+    assert info.__getstate__() == {
+        "relative_path": "path",
+        "offset": 1,
+        "length": 2,
+        "transform_descriptors": ["zstd"],
+    }
+    assert torch_private.StorageInfo.__qualname__ == "_StorageInfo"
+    assert torch_private.MemoryFormatEncoding.__qualname__ == "_MEM_FORMAT_ENCODING"
+    assert torch_private.MemoryFormatEncoding.TORCH_CONTIGUOUS_FORMAT.value == 0
+    assert torch_private.layout_by_name("torch.strided") is torch.strided
+
+
+def test_legacy_classes() -> None:
+    assert torch_private.storage_classes()[torch.float32] == "FloatStorage"
+    assert {torch.FloatTensor, torch.FloatStorage, torch.UntypedStorage} <= set(
+        torch_private.legacy_classes()
+    )
+
+
+def test_every_name_is_described() -> None:
+    for name in torch_private.__all__:
+        described = getattr(torch_private, name)
+        if getattr(described, "__module__", "") == torch_private.__name__:
+            assert "torch 2.9 to" in described.__doc__
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+_MODULES = {
+    path.relative_to(_PACKAGE): ast.parse(path.read_text("utf-8"))
+    for path in sorted(_PACKAGE.rglob("*.py"))
+    # The stores import no torch.
+    if path.name != "torch_private.py" and path.parent.name != "stores"
+}
+# Whatever the package itself defines.
+_OWN = {
+    name
+    for tree in _MODULES.values()
+    for node in ast.walk(tree)
+    for name in (
+        getattr(node, "name", None),  # a function or class
+        node.attr if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) else None,
+        node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else None,
+    )
+    if isinstance(name, str)
+}
+_OF_PYTHON = {"os._exit"}
+_PLUG_INS = (StorageReader, StorageWriter, DefaultLoadPlanner, DefaultSavePlanner, AsyncStager)
+_OF_PLUG_INS = {name for base in _PLUG_INS for name in dir(base) if _is_private(name)}
+
+
+def _private_uses(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            whole = ast.unparse(node)
+            if node.attr not in _OWN or whole.startswith(("torch.", "dist.")):
+                yield whole
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
+            assert node.module is not None
+            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+            if any(map(_is_private, names)):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("torch.") and "._" in alias.name:
+                    yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            for argument in node.args:
+                text = argument.value if isinstance(argument, ast.Constant) else None
+                if isinstance(text, str) and text not in _OWN and _is_private(text):
+                    yield ast.unparse(node)
+
+
+def test_nothing_private_of_torch_is_used_elsewhere() -> None:
+    used = {
+        (str(path), use)
+        for path, tree in _MODULES.items()
+        for use in _private_uses(tree)
+        if use not in _OF_PYTHON
+    }
+    assert not used, "put it into torch_private.py"
+
+
+def test_no_private_name_of_a_base_of_dcps_is_taken() -> None:
+    assert not _OWN & _OF_PLUG_INS

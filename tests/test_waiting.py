@@ -1,0 +1,99 @@
+"""Waiting in steps: which threads wake, what ends a waiting; and what a forked child gets anew."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+
+from dcp_objstore.forking import PerProcess, in_forked_child
+from dcp_objstore.transfer.workers import run_into, spawn
+from dcp_objstore.waiting import STEP_SECONDS, result_of, take, wait_in_steps
+
+
+def in_background(function: Callable[[], object]) -> object:
+    future: Future[object] = Future()
+    spawn(lambda: run_into(future, function), "test")
+    return future.result(30)
+
+
+class Waits:
+    """Notes how long each step may take; the last of them brings what is waited for."""
+
+    def __init__(self, steps: int) -> None:
+        self.seconds: list[float | None] = []
+        self._steps = steps
+
+    def __call__(self, seconds: float | None) -> bool:
+        self.seconds.append(seconds)
+        return len(self.seconds) == self._steps
+
+
+def test_the_main_thread_waits_in_steps_and_looks_between_them() -> None:
+    waits, looked = Waits(3), []
+    assert wait_in_steps(waits, look=lambda: looked.append(len(waits.seconds)))
+    assert waits.seconds == [STEP_SECONDS] * 3
+    assert looked == [1, 2]
+
+
+def test_another_thread_does_not_wake_unless_it_has_something_to_look_at() -> None:
+    waits = Waits(1)
+    assert in_background(lambda: wait_in_steps(waits))
+    assert waits.seconds == [None]
+    waits = Waits(1)
+    assert in_background(lambda: wait_in_steps(waits, 20))
+    assert waits.seconds == [20]
+    waits = Waits(3)
+    assert in_background(lambda: wait_in_steps(waits, step_seconds=7))
+    assert waits.seconds == [7, 7, 7]
+
+
+@pytest.mark.parametrize("seconds", [0, 0.3])
+def test_a_waiting_ends_with_its_time(seconds: float) -> None:
+    assert not wait_in_steps(threading.Event().wait, seconds)
+    with pytest.raises(TimeoutError):
+        result_of(Future(), seconds)
+
+
+def test_an_error_of_the_look_ends_the_waiting() -> None:
+    def look() -> None:
+        raise InterruptedError
+
+    def wait() -> object:
+        return take(queue.SimpleQueue[None](), look=look, step_seconds=0.01)
+
+    with pytest.raises(InterruptedError):
+        wait()
+    with pytest.raises(InterruptedError):
+        in_background(wait)
+
+
+def test_a_result_that_is_a_time_out_is_not_taken_for_one_of_the_waiting() -> None:
+    failed: Future[None] = Future()
+    failed.set_exception(TimeoutError("its own"))
+    with pytest.raises(TimeoutError, match="its own"):
+        result_of(failed, look=pytest.fail)
+
+
+def test_none_can_be_taken() -> None:
+    source = queue.SimpleQueue[None]()
+    threading.Timer(STEP_SECONDS * 1.5, source.put, [None]).start()
+    take(source)
+    assert source.empty()
+
+
+def test_a_forked_child_has_an_object_of_its_own_and_the_parent_keeps_its() -> None:
+    lock = PerProcess(threading.Lock)
+    renewed: list[int] = []
+    in_forked_child(lambda: renewed.append(os.getpid()))
+    lock.here.acquire()
+    child = os.fork()
+    if not child:
+        os._exit(0 if lock.here.acquire(timeout=5) and renewed == [os.getpid()] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert lock.here.locked()
+    assert not renewed
