@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
+from dcp_objstore.forking import in_forked_child
 from dcp_objstore.stores.options.schemes import (
     check_options,
     is_foreign,
@@ -42,7 +43,7 @@ def _forget_after_fork() -> None:
     _cache.clear()
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+in_forked_child(_forget_after_fork)
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -13,14 +13,15 @@ All retries share one budget: `Limiter.spend_retry`.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
+from dcp_objstore.forking import in_forked_child
 from dcp_objstore.stores.admission.bounds import Bounds
+from dcp_objstore.waiting import STEP_SECONDS
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.protocol import ObjectStore
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 RETRY_BUDGET = 100.0
 _REFUND = 0.2  # per success: about every fifth request may be a retry for ever
 _LONGEST_HOLD_SECONDS = 5.0
-_STEP_SECONDS = 0.25
 # Burst tolerance: a request may start this late without delaying the next.
 _BURST_SECONDS = 0.05
 # What counts as lately, for the successes per second: longer than the pauses before retries.
@@ -111,7 +111,7 @@ class Limiter:
         while (seconds := self._turn()) > 0:
             check()
             with self._changed:
-                self._changed.wait(min(seconds, _STEP_SECONDS))
+                self._changed.wait(min(seconds, STEP_SECONDS))
 
     def _turn(self) -> float:
         """Take the next turn and return 0, or return the seconds until then."""
@@ -135,7 +135,7 @@ class Limiter:
             ):
                 check()
                 slot.look()
-                self._changed.wait(_STEP_SECONDS)
+                self._changed.wait(STEP_SECONDS)
             self._in_flight += 1
         try:
             self.wait_turn(check)
@@ -262,4 +262,4 @@ def _forget_after_fork() -> None:
     _limiters.clear()
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+in_forked_child(_forget_after_fork)
