@@ -111,10 +111,14 @@ def _unpickled(body: bytes) -> object:
     end = 0
     try:
         end, is_whole = scan(body, _DIALECT)
+        # Also where it is not whole: a global that it asks for says more than where it ends.
+        value = _Unpickler(io.BytesIO(body[:end])).load()
         if is_whole and end == len(body):
-            return _Unpickler(io.BytesIO(body)).load()
+            return value
     except (UntrustedPickleError, MemoryError):
         raise
+    except EOFError:  # it is not whole
+        pass
     except Exception as error:  # whatever the unpickler makes of damage
         raise _damaged(str(error)[:200]) from error
     raise _damaged(f"it ends, or has an opcode that torch does not write, near byte {end}")
