@@ -199,7 +199,7 @@ def test_a_key_with_an_empty_part_is_refused_as_what_it_is() -> None:
 
 def shared(value: bytes, uses: int) -> bytes:
     """A list of `value`, and of the same once more for each use; five bytes each."""
-    return b"](" + value + b"r\xff\xff\xff\0" + b"j\xff\xff\xff\0" * uses + b"e"
+    return b"](" + value + b"r\xff\xff\0\0" + b"j\xff\xff\0\0" * uses + b"e"
 
 
 @pytest.mark.timeout(60)  # one that looks at all of it at each use takes an hour for each of these
@@ -212,7 +212,7 @@ def test_what_the_memo_repeats_is_looked_at_once() -> None:
     chunks = shared(p.chunk(), size // 5)
     decode_metadata(p.metadata(p.mapped({p.text("w" * size): p.tensor(chunks=chunks)})))
     key = b"(" + p.NONE * size + b"t"
-    mapping = b"](" + key + b"r\xff\xff\xff\0" + b"}(" + b"j\xff\xff\xff\0N" * size + b"ue"
+    mapping = b"](" + key + b"r\xff\xff\0\0" + b"}(" + b"j\xff\xff\0\0N" * size + b"ue"
     with pytest.raises(CheckpointCorruptError):
         decode_metadata(p.metadata(mcore_data=mapping))
 
@@ -380,6 +380,16 @@ DAMAGED: dict[str, bytes] = {
     "list as a key": p.whole(b"}]Ns"),
     "a long tuple as a key": p.metadata(mcore_data=p.mapped({p.tupled(*[p.NONE] * 17): p.NONE})),
     "nested tuples as a key": p.whole(b"})" + b"\x85" * 200_000 + b"Ns"),
+    "a long tuple as the arguments of many calls": p.metadata(
+        mcore_data=b"]((" + p.NONE * 20_000 + b"tq\1" + p.name("torch", "Size") + b"q\2"
+        + b"h\2h\1R" * 10_000 + b"e"),
+    "a long tuple as the arguments of many new objects": p.metadata(
+        mcore_data=b"]((" + p.NONE * 20_000 + b"tq\1" + p.name("torch", "Size") + b"q\2"
+        + b"h\2h\1\x81" * 10_000 + b"e"),
+    "a class as its own state": p.whole(p.name(p.METADATA, "Metadata") + b"q\1h\1b"),
+    "state of a number": p.whole(p.number(1) + p.tupled(
+        p.NONE, p.mapped({p.text("real"): p.number(2)})) + p.BUILD),
+    "a memo number beyond the body": p.whole(b"Nr\xff\xff\0\0"),
     "equal hashes as keys": p.whole(p.mapped({p.number(k * (2**61 - 1)): p.NONE for k in (1, 2)})),
     "memo entry never made": p.whole(b"h\x07"),
     "memo entry from far away": p.whole(b"j\xff\xff\xff\xff"),
@@ -488,8 +498,8 @@ DAMAGED: dict[str, bytes] = {
     "modules are numbers": p.metadata(
         meta=p.made(p.METADATA, "StorageMeta", modules=p.listed(p.number(1)))),
     "one long list of chunks for many tensors": p.metadata(p.mapped({
-        p.text("first"): p.tensor(chunks=b"]r\1\0\0\1(" + p.chunk() * 300 + b"e"),
-        **{p.text(f"w{n}"): p.tensor(chunks=b"j\1\0\0\1") for n in range(300)},
+        p.text("first"): p.tensor(chunks=b"]r\1\1\0\0(" + p.chunk() * 300 + b"e"),
+        **{p.text(f"w{n}"): p.tensor(chunks=b"j\1\1\0\0") for n in range(300)},
     })),
 }  # fmt: skip
 

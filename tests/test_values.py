@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import decimal
 import functools
+import gc
 import http
 import io
 import pathlib
@@ -16,6 +17,7 @@ import signal
 import socket
 import uuid
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,9 @@ from hypothesis import strategies as st
 
 from dcp_objstore.compat import values
 from dcp_objstore.compat.values import check_safe, warn_unsafe_value
+from dcp_objstore.compat.vetting import vet
 from dcp_objstore.errors import CheckpointCorruptError, UntrustedPickleError
-from tests.support import hostile_cases
+from tests.support import hostile, hostile_cases
 
 
 @dataclasses.dataclass
@@ -156,6 +159,24 @@ def test_an_error_names_only_what_keeps_a_value_from_being_loaded() -> None:
         check_safe(saved([datetime.date(2026, 1, 1), slice(3)]), "key", trust_pickle=False)
     assert "slice" in str(caught.value)
     assert "datetime" not in str(caught.value)
+
+
+def test_a_value_that_names_very_many_classes_is_refused() -> None:
+    body = hostile.v2(b"(" + b"".join(b"cm\nn%d\n" % n for n in range(2_000)) + b"t")
+    with pytest.raises(CheckpointCorruptError, match="classes"):
+        check_safe(body, "key", trust_pickle=False)
+
+
+def test_no_part_of_a_value_is_kept_until_the_collector_runs() -> None:
+    view = memoryview(saved([torch.ones(3), datetime.date(2026, 1, 1)]))
+    kept = weakref.ref(view)
+    gc.disable()
+    try:
+        vet(view)
+        del view
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", UNSAFE)

@@ -1,8 +1,8 @@
 """Read the `.metadata` pickle of a stock torch writer without unpickling it.
 
 FileSystemWriter, FsspecWriter (torch 2.1 to 2.15) and writers derived from them, such as
-s3torchconnector's, pickle one `Metadata`. `inert_pickle` turns the bytes into records; this module
-checks each value by type and bounds and makes real stock objects from what passed. Attributes and
+s3torchconnector's, pickle one `Metadata`. `inert_pickle` makes stand-ins of it; this module checks
+each value by type and bounds and makes real stock objects from what passed. Attributes and
 trailing fields that stock torch 2.13 does not know (Megatron's `mcore_data` and `all_local_plans`,
 the strides that torch 2.15 adds to TensorProperties) are dropped.
 """
@@ -10,8 +10,11 @@ the strides that torch 2.15 adds to TensorProperties) are dropped.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import io
 import math
+import pickle
 from collections.abc import Iterator
 from typing import Final
 
@@ -30,6 +33,7 @@ from dcp_objstore.compat.foreign_names import (
     ALLOWED,
     DTYPES,
     FILESYSTEM,
+    GETATTR,
     LAYOUT,
     LAYOUTS,
     MEMORY_ENCODING,
@@ -38,12 +42,20 @@ from dcp_objstore.compat.foreign_names import (
     METADATA,
     METADATA_CLASSES,
     MSC_PATH,
+    ORDERED_DICT,
     PATHS,
     PROPERTIES,
     SIZE,
 )
-from dcp_objstore.compat.inert_pickle import Global, Node, parse
-from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
+from dcp_objstore.compat.inert_pickle import (
+    Dialect,
+    Global,
+    Node,
+    opcodes,
+    scan,
+    stand_in,
+)
+from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError, UntrustedPickleError
 from dcp_objstore.torch_private import StorageInfo
 
 _MAX_NUMBER: Final = 2**63 - 1
@@ -57,6 +69,15 @@ _MAX_TRANSFORM_NAME: Final = 200
 _MIN_ENTRY_SIZE_BYTES: Final = 4
 
 MAX_METADATA_SIZE_BYTES: Final = 512 * 1024 * 1024
+
+# What protocols 2 to 5 write for plain data and objects. The stock pickler nests marks about six
+# deep.
+_DIALECT: Final = Dialect(
+    opcodes("\x80\x95.(c\x93R\x81baesudlt)\x85\x86\x87]}N\x88\x89JKM\x8aG\x8cX\x8dCBqr\x94hj"),
+    max_marks=100,
+    max_key_bits=31,
+    max_key_parts=17,
+)
 
 
 def decode_metadata(body: bytes, *, max_bytes: int = MAX_METADATA_SIZE_BYTES) -> Metadata:
@@ -82,7 +103,73 @@ def decode_metadata(body: bytes, *, max_bytes: int = MAX_METADATA_SIZE_BYTES) ->
         raise CheckpointCorruptError(f".metadata has {len(body)} bytes, more than {max_bytes}")
     with _collector_paused():
         # bytes() because the body must not change between two looks at it.
-        return _Converter(len(body)).metadata(parse(bytes(body), ALLOWED))
+        return _Converter(len(body)).metadata(_unpickled(bytes(body)))
+
+
+def _unpickled(body: bytes) -> object:
+    """Its value, made of plain data, `Global` and `Node`; it may share and contain itself."""
+    end = 0
+    try:
+        end, is_whole = scan(body, _DIALECT)
+        # Also where it is not whole: a global that it asks for says more than where it ends.
+        value = _Unpickler(io.BytesIO(body[:end])).load()
+        if is_whole and end == len(body):
+            return value
+    except (UntrustedPickleError, MemoryError):
+        raise
+    except EOFError:  # it is not whole
+        pass
+    except Exception as error:  # whatever the unpickler makes of damage
+        raise _damaged(str(error)[:200]) from error
+    raise _damaged(f"it ends, or has an opcode that torch does not write, near byte {end}")
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Global:
+        return _find(module, name)
+
+
+def _find(module: str, name: str) -> Global:
+    """The stand-in for a global, if stock torch writes it."""
+    # A dot inside `name` would be a walk through attributes; no stock class needs one, and the
+    # whole would no longer say where the module ends.
+    whole = f"{module}.{name}"
+    if "." in name or whole not in ALLOWED:
+        raise UntrustedPickleError(
+            f"the .metadata asks for {whole[:200]!r}, which is not among the classes that "
+            "stock torch.distributed.checkpoint writes; it was not unpickled"
+        )
+    return _stand_in(whole)
+
+
+@functools.cache
+def _stand_in(name: str) -> Global:
+    base = _Getattr if name in GETATTR else _OrderedDict if name == ORDERED_DICT else Node
+    return stand_in(base, name)
+
+
+class _Getattr(Node):
+    """`getattr` of a class, which stands for the attribute where that is allowed."""
+
+    __slots__ = ()
+
+    @classmethod
+    def made(cls, args: tuple[object, ...], *, is_new: bool) -> object:
+        if is_new:
+            return super().made(args, is_new=is_new)
+        if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
+            raise UntrustedPickleError("the .metadata calls getattr on what it made itself")
+        return _find(args[0].name, args[1])
+
+
+class _OrderedDict(Node):
+    """An empty one is a plain dictionary, so that items can be added to it."""
+
+    __slots__ = ()
+
+    @classmethod
+    def made(cls, args: tuple[object, ...], *, is_new: bool) -> object:
+        return super().made(args, is_new=is_new) if args or is_new else {}
 
 
 @contextlib.contextmanager
@@ -107,7 +194,7 @@ def _damaged(what: str) -> CheckpointCorruptError:
 
 def _state(value: object, *names: str) -> dict[object, object]:
     """The attributes of a new object of one of these classes."""
-    if type(value) is not Node or not value.made or value.args or value.name not in names:
+    if not isinstance(value, Node) or not value.is_new or value.args or value.name not in names:
         raise _damaged(f"expected {names[0].rpartition('.')[2]}, got {_kind(value)}")
     if value.state is None:
         return {}
@@ -147,8 +234,8 @@ def _number(value: object, what: str) -> int:
 
 def _size(value: object, what: str) -> torch.Size:
     """A `torch.Size` of non-negative numbers."""
-    args = value.args if type(value) is Node and value.name == SIZE else ()
-    if len(args) != 1 or value.made or value.state is not None:  # type: ignore[attr-defined]
+    args = value.args if isinstance(value, Node) and value.name == SIZE else ()
+    if len(args) != 1 or value.is_new or value.state is not None:  # type: ignore[attr-defined]
         raise _damaged(f"{what} is {_kind(value)}, not a torch.Size")
     numbers = args[0]
     if type(numbers) is not tuple or len(numbers) > _MAX_DIMENSIONS:
@@ -161,7 +248,12 @@ def _size(value: object, what: str) -> torch.Size:
 
 def _properties(value: object, fqn: str) -> TensorProperties:
     """TensorProperties from its pickled 5-tuple, or a longer one of a newer torch."""
-    if type(value) is not Node or value.name not in PROPERTIES or not value.made or value.args:
+    if (
+        not isinstance(value, Node)
+        or value.name not in PROPERTIES
+        or not value.is_new
+        or value.args
+    ):
         raise _damaged(f"the properties of {fqn!r} are {_kind(value)}")
     state = value.state
     if type(state) is not tuple or not 5 <= len(state) <= 32:
@@ -192,9 +284,9 @@ def _properties(value: object, fqn: str) -> TensorProperties:
 def _only_argument(value: object, names: set[str] | frozenset[str], what: str) -> object:
     """The argument of a recorded call of one of `names` with exactly one."""
     if (
-        type(value) is not Node
+        not isinstance(value, Node)
         or value.name not in names
-        or value.made
+        or value.is_new
         or value.state is not None
         or len(value.args) != 1
     ):
@@ -261,7 +353,7 @@ class _Converter:
         )
 
     def item(self, fqn: str, value: object) -> TensorStorageMetadata | BytesStorageMetadata:
-        if type(value) is Node and value.name == METADATA + "BytesStorageMetadata":
+        if isinstance(value, Node) and value.name == METADATA + "BytesStorageMetadata":
             _state(value, value.name)
             return BytesStorageMetadata()
         state = _state(value, METADATA + "TensorStorageMetadata")
@@ -370,14 +462,14 @@ class _Converter:
 
 def _checkpoint_id(value: object) -> str | None:
     """Where the checkpoint was written to, as text; information only, never opened."""
-    if type(value) is Node and value.name in PATHS and not value.made and value.state is None:
+    if isinstance(value, Node) and value.name in PATHS and not value.is_new and value.state is None:
         if len(value.args) > _MAX_PATH_PARTS:
             raise _damaged("checkpoint_id has too many parts")
         parts = [part for part in value.args if type(part) is str]
         if len(parts) != len(value.args):
             raise _damaged("checkpoint_id is not a path of strings")
         value = str(PATHS[value.name](*parts))
-    elif type(value) is Node and value.name == MSC_PATH:
+    elif isinstance(value, Node) and value.name == MSC_PATH:
         value = _state(value, MSC_PATH).get("_path")
     if type(value) is str:
         # A path on the writer's machine may hold bytes that are not UTF-8.

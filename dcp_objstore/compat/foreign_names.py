@@ -12,8 +12,10 @@ from typing import Final
 
 import torch
 
-from dcp_objstore.compat.inert_pickle import GETATTR
-
+# CPython 3.11.0 to 3.11.3 pickle a member of an enum as `getattr(class, name)`, others as
+# `class(value)`.
+GETATTR: Final = frozenset({"builtins.getattr", "__builtin__.getattr"})
+ORDERED_DICT: Final = "collections.OrderedDict"
 METADATA: Final = "torch.distributed.checkpoint.metadata."
 FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem."
 _PLANNER: Final = "torch.distributed.checkpoint.planner."
@@ -88,7 +90,7 @@ ALLOWED: Final = frozenset(
         SIZE,
         LAYOUT,
         MSC_PATH,
-        "collections.OrderedDict",
+        ORDERED_DICT,
         FILESYSTEM + "_StorageInfo",
         *(
             METADATA + name

@@ -1,422 +1,340 @@
-"""Parse a pickle into inert values: nothing is imported, called, or built from it.
+"""Unpickle what others wrote without importing, calling or changing anything.
 
-This is a small pickle machine of our own in place of `pickle.Unpickler`. An allowlisting
-`find_class` is not enough: BUILD on an allowlisted class changes that class for the whole process,
-REDUCE calls allowlisted functions with any argument, and the C unpickler allocates what an opcode
-claims (BINBYTES8, LONG_BINPUT) before it looks for the bytes. Here a global is only a name, a call
-is only a record of it, every length is checked against the body before it is used, and the memo
-grows by one entry per opcode. So memory stays within about 100 times the body, whatever it says.
+Python's own C unpickler does the work (a `pickle.Unpickler` whose `find_class` is ours), and two
+things make it safe:
 
-It knows the opcodes that protocols 2 to 5 write for the plain data and objects of a `.metadata`
-(meanings: the documentation strings of the standard library's `pickletools`), no others.
+- Every global is a `Global`, a class made here, and a call of it gives a `Node`, a record of the
+  call. An allowlist of real classes would not be enough: BUILD changes an allowlisted class for the
+  whole process, and REDUCE calls allowlisted functions with any argument.
+- `scan` looks at the opcodes first. The unpickler allocates what an opcode claims before it looks
+  for the bytes, makes room for every number in the memo below one that is used, and hashes nested
+  tuples by recursing in C without a limit, which ends the process.
+
+The meaning of the opcodes is that of the standard library's `pickletools`.
 """
 
 from __future__ import annotations
 
 import pickletools
-import struct
-from collections.abc import Callable, Container
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
-from dcp_objstore.errors import CheckpointCorruptError, UntrustedPickleError
+_MAX_TUPLE_DEPTH: Final = 64
+_MAX_NAME_BYTES: Final = 1024
+# How much work keys and calls may cost, per byte of the body. What a pickler writes stays below 4.
+_WORK_PER_BYTE: Final = 16
 
-# The stock pickler nests marks about six deep; more is no `.metadata`.
-_MAX_MARKS: Final = 100
-_MAX_KEY_PARTS: Final = 16
-_ORDERED_DICT: Final = "collections.OrderedDict"
-# CPython 3.11.0 to 3.11.3 pickle a member of an enum as `getattr(class, name)`, others as
-# `class(value)`.
-GETATTR: Final = frozenset({"builtins.getattr", "__builtin__.getattr"})
-_OPCODE_NAMES: Final = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
-
-_U16 = struct.Struct("<H").unpack_from
-_U32 = struct.Struct("<I").unpack_from
-_I32 = struct.Struct("<i").unpack_from
-_U64 = struct.Struct("<Q").unpack_from
-_F64 = struct.Struct(">d").unpack_from
+# What `scan` knows of a value: how deep tuples and calls are nested in it, how many parts they
+# have in all, and whether one is a number that is too large for a key.
+_Shape = tuple[int, int, bool]
+_LEAF: Final[_Shape] = (0, 1, False)
+_LARGE: Final[_Shape] = (0, 1, True)
 
 
-class Global:
-    """The name of a global that the pickle asked for, as `module.name`; never the global."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+class HostilePickleError(Exception):
+    """What no pickler writes."""
 
 
-class Node:
-    """A record of one object: `name(*args)`, with `state` set by BUILD afterwards.
+@dataclass(frozen=True)
+class Dialect:
+    """What pickles of one kind may hold.
 
-    `made` tells NEWOBJ (a new object of a class) from REDUCE (a call).
+    Attributes:
+        opcodes: their codes.
+        max_marks: how deep MARK may be nested.
+        max_key_bits: of a whole number in a key of a dictionary. Large ones can be chosen so that
+            all have one hash.
+        max_key_parts: of a tuple as a key; None for no limit but that on all the work.
     """
 
-    __slots__ = ("args", "made", "name", "state")
-
-    def __init__(self, name: str, args: tuple[object, ...], made: bool) -> None:
-        self.name = name
-        self.args = args
-        self.made = made
-        self.state: object = None
+    opcodes: frozenset[int]
+    max_marks: int
+    max_key_bits: int
+    max_key_parts: int | None = None
 
 
-def parse(body: bytes, allowed: Container[str]) -> object:
-    """The value of the pickle `body`, made of plain Python data, `Global` and `Node`.
+class Global(type):
+    """A class in the place of a global, whose name is `name`. A call of it is only recorded.
 
-    Args:
-        body: the whole pickle; nothing may follow it.
-        allowed: the globals that may be named, as `module.name`. Where one of `GETATTR` is among
-            them, a call of it with an allowed global yields `Global("module.name.attribute")`, if
-            that is allowed too; other calls of it are refused.
+    Attributes:
+        name: `module.name`.
+    """
 
-    The result may share and even contain itself (the memo allows it), so walk it to a fixed depth
-    only. Dictionary keys are scalars, tuples of scalars, or `Node` (by identity).
+    name: str
+
+    def __call__(cls, *args: object) -> object:
+        """REDUCE."""
+        return cls.made(args, is_new=False)  # type: ignore[attr-defined]
+
+
+class Node(metaclass=Global):
+    """A record of one object: `name(*args)`, with the `state` that BUILD set afterwards.
+
+    `is_new` tells NEWOBJ (a new object of a class) from REDUCE (a call).
+    """
+
+    __slots__ = ("args", "is_new", "state")
+
+    name = ""
+    args: tuple[object, ...]
+    is_new: bool
+    state: object
+
+    def __new__(cls, *args: object) -> object:  # type: ignore[misc]
+        """NEWOBJ."""
+        return cls.made(args, is_new=True)
+
+    @classmethod
+    def made(cls, args: tuple[object, ...], *, is_new: bool) -> object:
+        """What NEWOBJ or REDUCE gives."""
+        node = object.__new__(cls)
+        node.args, node.is_new, node.state = args, is_new, None
+        return node
+
+    def __setstate__(self, state: object) -> None:
+        """BUILD."""
+        if self.state is not None or state is None:
+            raise HostilePickleError("it sets the state of one object twice, or to nothing")
+        self.state = state
+
+
+def stand_in(base: type[Node], name: str, **attributes: object) -> Global:
+    """A subclass of `base` in the place of the global `name`."""
+    return Global(name, (base,), {"__slots__": (), "name": name, **attributes})
+
+
+def opcodes(codes: str) -> frozenset[int]:
+    """For `Dialect`, from the one-character codes that `pickletools` has."""
+    return frozenset(map(ord, codes))
+
+
+def scan(body: bytes, dialect: Dialect) -> tuple[int, bool]:
+    """Walk through the opcodes without making anything.
+
+    Returns:
+        How many bytes are safe to unpickle, and whether they are a whole pickle that leaves one
+        value. Otherwise they may end before an opcode that is unknown, cut off or misses something
+        on the stack; unpickling them then ends in an EOFError.
 
     Raises:
-        UntrustedPickleError: the pickle asks for a global outside `allowed`; names it.
-        CheckpointCorruptError: it is truncated, malformed or uses an opcode outside our list.
+        HostilePickleError: unpickling could end the process, or take time or memory out of
+            proportion to the body.
+
+    Memory: some 50 times the body, where it is hostile.
     """
-    machine = _Machine(body, allowed)
+    found = _Scan(body, dialect)
     try:
-        return machine.run()
-    except (IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
-        # An empty stack, an unknown memo entry, bytes missing, or a string that is not UTF-8.
-        raise machine.damaged(f"truncated or malformed ({type(error).__name__})") from error
+        found.run()
+    except LookupError:  # nothing there: in the body, on the stack, in the memo, among the opcodes
+        return found.start, False
+    return found.start + 1, len(found.stack) == 1 and not found.marked
 
 
-class _Machine:
-    """Stack, stacks set aside by MARK, memo and position: the state of one parse."""
+class _Scan:
+    """Stack, and stacks set aside by MARK; of each value only a `_Shape` is known."""
 
-    def __init__(self, body: bytes, allowed: Container[str]) -> None:
+    def __init__(self, body: bytes, dialect: Dialect) -> None:
         self.body = body
-        self.allowed = allowed
-        self.pos = 0
-        self.stack: list[object] = []
-        self.marked: list[list[object]] = []
-        self.memo: dict[int, object] = {}
-        self.globals: dict[str, Global] = {}
+        self.dialect = dialect
+        self.start = 0  # of the opcode that is looked at
+        self.stack: list[_Shape] = []
+        self.marked: list[list[_Shape]] = []
+        self.memo: dict[int, _Shape] = {}
+        self.work_left = 1000 + _WORK_PER_BYTE * len(body)
 
-    def run(self) -> object:
-        """Execute up to STOP. The opcodes that are three quarters of all are handled in place."""
-        body, memo, stack = self.body, self.memo, self.stack
-        handlers, constants = _HANDLERS, _CONSTANTS
+    def run(self) -> None:
+        """Go on to STOP. The opcodes that are most of all are handled in place."""
+        body, stack, memo = self.body, self.stack, self.memo
+        opcodes = {code: _OPCODES[code] for code in self.dialect.opcodes}
         pos = 0
         while True:
-            opcode = body[pos]
+            self.start = pos
+            width, is_prefix, effect = opcodes[body[pos]]
             pos += 1
-            if opcode == 0x94:  # MEMOIZE
+            if effect is _MEMOIZE:
                 memo[len(memo)] = stack[-1]
-            elif opcode == 0x68:  # BINGET
-                stack.append(memo[body[pos]])
-                pos += 1
-            elif opcode == 0x6A:  # LONG_BINGET
-                stack.append(memo[_U32(body, pos)[0]])
-                pos += 4
-            elif opcode in constants:
-                stack.append(constants[opcode])
-            elif opcode == 0x85:  # TUPLE1
-                stack[-1] = (stack[-1],)
-            elif opcode == 0x4B:  # BININT1
-                stack.append(body[pos])
-                pos += 1
-            elif opcode == 0x2E:  # STOP
-                break
+                continue
+            argument = body[pos : pos + width]
+            pos += width
+            if is_prefix:
+                width = int.from_bytes(argument, "little")
+                argument = body[pos : pos + width]
+                pos += width
+            if pos > len(body):
+                raise LookupError
+            if effect is _PUSH:
+                stack.append(_LEAF)
+            elif effect is _GET:
+                stack.append(memo[int.from_bytes(argument, "little")])
+            elif effect is _STOP:
+                return
+            elif effect is _GLOBAL:
+                for _ in range(2):
+                    pos = 1 + body.find(b"\n", pos, pos + _MAX_NAME_BYTES)
+                    if not pos:
+                        raise LookupError
+                stack.append(_LEAF)
             else:
-                self.pos = pos
-                handler = handlers.get(opcode)
-                if handler is None:
-                    name = _OPCODE_NAMES.get(opcode, f"0x{opcode:02x}")
-                    raise self.damaged(f"opcode {name}, which torch does not write here")
-                handler(self)
-                pos, stack = self.pos, self.stack
-        self.pos = pos
-        value = stack.pop()
-        if stack or self.marked or pos != len(body):
-            raise self.damaged("something is left over at its end")
-        return value
+                effect(self, argument)  # type: ignore[operator]
+                stack = self.stack
 
-    def damaged(self, what: str) -> CheckpointCorruptError:
-        """The error for a pickle that no stock torch wrote."""
-        return CheckpointCorruptError(f"not a readable .metadata, near byte {self.pos}: {what}")
-
-    def take(self, length: int) -> bytes:
-        """The next `length` bytes, which must be there."""
-        end = self.pos + length
-        if end > len(self.body):
-            raise self.damaged(f"{length} bytes announced, {len(self.body) - self.pos} left")
-        taken = self.body[self.pos : end]
-        self.pos = end
-        return taken
-
-    def line(self) -> str:
-        """The next newline-terminated string."""
-        end = self.body.find(b"\n", self.pos)
-        if end < 0:
-            raise self.damaged("a line without an end")
-        text = self.body[self.pos : end].decode("utf-8")
-        self.pos = end + 1
-        return text
-
-    def pop_mark(self) -> list[object]:
-        """The items since the last MARK; the stack from before it is current again."""
+    def pop_mark(self) -> list[_Shape]:
         items = self.stack
         self.stack = self.marked.pop()
         return items
 
-    def push_global(self, module: object, name: object) -> None:
-        """Push the name `module.name`, where it is allowed."""
-        if type(module) is not str or type(name) is not str:
-            raise self.damaged("a global whose name is not a string")
-        full = f"{module}.{name}"
-        found = self.globals.get(full)
-        if found is None:
-            # A dot inside `name` would be a walk through attributes; no stock class needs one,
-            # and `full` would no longer say where the module ends.
-            if "." in name or full not in self.allowed:
-                raise UntrustedPickleError(
-                    f"the .metadata asks for {full[:200]!r}, which is not among the classes that "
-                    "stock torch.distributed.checkpoint writes; it was not unpickled"
-                )
-            found = self.globals[full] = Global(full)
-        self.stack.append(found)
+    def tuple_of(self, items: list[_Shape]) -> _Shape:
+        if items.count(_LEAF) == len(items):
+            return 1, 1 + len(items), False
+        depth, parts, is_large = 0, 0, False
+        for item in items:
+            depth = max(depth, item[0])
+            parts += item[1]
+            is_large |= item[2]
+        return self.wrapped((depth, parts, is_large))
 
-    def attribute(self, args: tuple[object, ...]) -> Global:
-        """The name of an attribute of a global, where that is allowed; see `parse`."""
-        if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
-            raise UntrustedPickleError("the .metadata calls getattr on what it made itself")
-        full = f"{args[0].name}.{args[1]}"
-        if "." in args[1] or full not in self.allowed:
-            raise UntrustedPickleError(
-                f"the .metadata asks for {full[:200]!r}, which stock torch.distributed.checkpoint"
-                " does not write; it was not unpickled"
+    def wrapped(self, shape: _Shape) -> _Shape:
+        """A tuple or call of this."""
+        depth, parts, is_large = shape
+        if depth >= _MAX_TUPLE_DEPTH:
+            raise HostilePickleError(
+                f"tuples or calls are nested more than {_MAX_TUPLE_DEPTH} deep"
             )
-        return self.globals.setdefault(full, Global(full))
-
-    def set_items(self, target: object, items: list[object]) -> None:
-        """Put alternating keys and values into the dictionary `target`."""
-        if type(target) is not dict or len(items) % 2:
-            raise self.damaged("SETITEMS without a dictionary or a value")
-        for number in range(0, len(items), 2):
-            key = items[number]
-            kind = type(key)
-            if kind is not str and kind is not Node and not _is_plain_key(key):
-                raise self.damaged(f"a dictionary key of type {kind.__name__}")
-            target[key] = items[number + 1]
-
-
-def _is_plain_key(key: object) -> bool:
-    """Whether hashing `key` is safe and cheap.
-
-    Hashing nested tuples recurses in C without a limit, a long one is hashed anew for every use of
-    it, and large integers can be chosen so that their hashes are all the same.
-    """
-    if type(key) is tuple:
-        return len(key) <= _MAX_KEY_PARTS and all(
-            type(part) is not tuple and _is_plain_key(part) for part in key
-        )
-    if type(key) is int:
-        return -(2**31) <= key < 2**31
-    return type(key) in {str, bytes, bool, type(None)}
-
-
-def _proto(m: _Machine) -> None:
-    if m.pos != 1 or not 2 <= m.body[m.pos] <= 5:
-        raise m.damaged("an unknown pickle protocol")
-    m.pos += 1
-
-
-def _frame(m: _Machine) -> None:
-    (length,) = _U64(m.body, m.pos)
-    m.pos += 8
-    if length > len(m.body) - m.pos:
-        raise m.damaged(f"a frame of {length} bytes, {len(m.body) - m.pos} left")
-
-
-def _mark(m: _Machine) -> None:
-    if len(m.marked) >= _MAX_MARKS:
-        raise m.damaged(f"more than {_MAX_MARKS} nested marks")
-    m.marked.append(m.stack)
-    m.stack = []
-
-
-def _global(m: _Machine) -> None:
-    module = m.line()
-    m.push_global(module, m.line())
-
-
-def _stack_global(m: _Machine) -> None:
-    name, module = m.stack.pop(), m.stack.pop()
-    m.push_global(module, name)
-
-
-def _reduce(m: _Machine) -> None:
-    args, function = m.stack.pop(), m.stack.pop()
-    if type(function) is not Global or type(args) is not tuple:
-        raise m.damaged("REDUCE without a global and a tuple")
-    if function.name in GETATTR:
-        m.stack.append(m.attribute(args))
-        return
-    # SETITEMS must find a dictionary under it; the order of a plain one is kept too.
-    empty = function.name == _ORDERED_DICT and not args
-    m.stack.append({} if empty else Node(function.name, args, made=False))
-
-
-def _newobj(m: _Machine) -> None:
-    args, cls = m.stack.pop(), m.stack.pop()
-    if type(cls) is not Global or type(args) is not tuple:
-        raise m.damaged("NEWOBJ without a global and a tuple")
-    m.stack.append(Node(cls.name, args, made=True))
-
-
-def _build(m: _Machine) -> None:
-    state, target = m.stack.pop(), m.stack[-1]
-    if type(target) is not Node or target.state is not None or state is None:
-        raise m.damaged("BUILD on something that is not a new object")
-    target.state = state
-
-
-def _append(m: _Machine) -> None:
-    item, target = m.stack.pop(), m.stack[-1]
-    if type(target) is not list:
-        raise m.damaged("APPEND without a list")
-    target.append(item)
-
-
-def _appends(m: _Machine) -> None:
-    items, target = m.pop_mark(), m.stack[-1]
-    if type(target) is not list:
-        raise m.damaged("APPENDS without a list")
-    target.extend(items)
-
-
-def _setitem(m: _Machine) -> None:
-    value, key = m.stack.pop(), m.stack.pop()
-    m.set_items(m.stack[-1], [key, value])
-
-
-def _setitems(m: _Machine) -> None:
-    items = m.pop_mark()
-    m.set_items(m.stack[-1], items)
-
-
-def _dict(m: _Machine) -> None:
-    made: dict[object, object] = {}
-    m.set_items(made, m.pop_mark())
-    m.stack.append(made)
-
-
-def _list(m: _Machine) -> None:
-    items = m.pop_mark()
-    m.stack.append(items)
-
-
-def _tuple(m: _Machine) -> None:
-    items = m.pop_mark()
-    m.stack.append(tuple(items))
-
-
-def _tuple2(m: _Machine) -> None:
-    second, first = m.stack.pop(), m.stack.pop()
-    m.stack.append((first, second))
-
-
-def _tuple3(m: _Machine) -> None:
-    third, second, first = m.stack.pop(), m.stack.pop(), m.stack.pop()
-    m.stack.append((first, second, third))
-
-
-def _binint(m: _Machine) -> None:
-    m.stack.append(_I32(m.body, m.pos)[0])
-    m.pos += 4
-
-
-def _binint2(m: _Machine) -> None:
-    m.stack.append(_U16(m.body, m.pos)[0])
-    m.pos += 2
-
-
-def _long1(m: _Machine) -> None:
-    m.stack.append(int.from_bytes(m.take(m.take(1)[0]), "little", signed=True))
-
-
-def _binfloat(m: _Machine) -> None:
-    m.stack.append(_F64(m.body, m.pos)[0])
-    m.pos += 8
-
-
-def _text(width: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
-    """An opcode that pushes a string. Surrogates pass, as in pickle: paths may hold them."""
-
-    def push(m: _Machine) -> None:
-        m.stack.append(m.take(width(m)).decode("utf-8", "surrogatepass"))
-
-    return push
-
-
-def _bytes(width: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
-    """An opcode that pushes bytes."""
-
-    def push(m: _Machine) -> None:
-        m.stack.append(m.take(width(m)))
-
-    return push
-
-
-def _width1(m: _Machine) -> int:
-    return m.take(1)[0]
-
-
-def _width4(m: _Machine) -> int:
-    return int(_U32(m.take(4))[0])
-
-
-def _width8(m: _Machine) -> int:
-    return int(_U64(m.take(8))[0])
-
-
-def _put(width: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
-    """An opcode that stores the top of the stack under a number (a dictionary: any number)."""
-
-    def put(m: _Machine) -> None:
-        m.memo[width(m)] = m.stack[-1]
-
-    return put
-
-
-# EMPTY_TUPLE, NONE, NEWTRUE, NEWFALSE: immutable, so one object serves all.
-_CONSTANTS: Final[dict[int, object]] = {0x29: (), 0x4E: None, 0x88: True, 0x89: False}
-_HANDLERS: Final[dict[int, Callable[[_Machine], None]]] = {
-    ord(code): handler
-    for code, handler in {
-        "\x80": _proto,
-        "\x95": _frame,
-        "(": _mark,
-        "c": _global,
-        "\x93": _stack_global,
-        "R": _reduce,
-        "\x81": _newobj,
-        "b": _build,
-        "a": _append,
-        "e": _appends,
-        "s": _setitem,
-        "u": _setitems,
-        "d": _dict,
-        "l": _list,
-        "t": _tuple,
-        "\x86": _tuple2,
-        "\x87": _tuple3,
-        "]": lambda m: m.stack.append([]),
-        "}": lambda m: m.stack.append({}),
-        "J": _binint,
-        "M": _binint2,
-        "\x8a": _long1,
-        "G": _binfloat,
-        "\x8c": _text(_width1),
-        "X": _text(_width4),
-        "\x8d": _text(_width8),
-        "C": _bytes(_width1),
-        "B": _bytes(_width4),
-        "q": _put(_width1),
-        "r": _put(_width4),
-    }.items()
+        return depth + 1, parts + 1, is_large
+
+    def check_keys(self, keys: list[_Shape]) -> None:
+        """Whether hashing them is safe and cheap."""
+        if keys.count(_LEAF) == len(keys):
+            return
+        most = self.dialect.max_key_parts
+        for _, parts, is_large in keys:
+            if is_large or (most is not None and parts > most):
+                raise HostilePickleError("a key of a dictionary is too large")
+            self.work(parts)
+
+    def work(self, amount: int) -> None:
+        self.work_left -= amount
+        if self.work_left < 0:
+            raise HostilePickleError("it repeats its values more often than its size allows")
+
+    def put(self, argument: bytes) -> None:
+        number = int.from_bytes(argument, "little")
+        if number > len(self.body):  # room would be made for all below it
+            raise HostilePickleError(f"it numbers a value {number}")
+        self.memo[number] = self.stack[-1]
+
+    def global_from_stack(self, _: bytes) -> None:
+        self.stack.pop()
+        self.stack[-1] = _LEAF
+
+    def persistent(self, _: bytes) -> None:
+        self.stack[-1] = _LEAF
+
+    def call(self, _: bytes) -> None:
+        arguments = self.stack.pop()
+        self.work(4 * arguments[1])  # they are copied
+        made = self.wrapped(arguments)
+        self.stack[-1] = made[0], 1, made[2]
+
+    def add(self, _: bytes) -> None:
+        """An item of a list, or the state of an object."""
+        self.stack.pop()
+        self.stack[-1]
+
+    def add_all(self, _: bytes) -> None:
+        self.pop_mark()
+        self.stack[-1]
+
+    def set_item(self, _: bytes) -> None:
+        self.stack.pop()
+        self.check_keys([self.stack.pop()])
+        self.stack[-1]
+
+    def set_items(self, _: bytes) -> None:
+        self.check_keys(self.pop_mark()[::2])
+        self.stack[-1]
+
+    def dictionary(self, _: bytes) -> None:
+        self.check_keys(self.pop_mark()[::2])
+        self.stack.append(_LEAF)
+
+    def list(self, _: bytes) -> None:
+        self.pop_mark()
+        self.stack.append(_LEAF)
+
+    def tuple(self, _: bytes) -> None:
+        items = self.pop_mark()
+        self.stack.append(self.tuple_of(items))
+
+    def tuple_of_one(self, _: bytes) -> None:
+        self.stack[-1] = self.wrapped(self.stack[-1])
+
+    def last(self, count: int) -> None:
+        """A tuple of the last ones."""
+        items = self.stack[-count:]
+        if len(items) < count:
+            raise LookupError
+        self.stack[-count:] = [self.tuple_of(items)]
+
+    def number(self, argument: bytes) -> None:
+        bits = int.from_bytes(argument, "little", signed=True).bit_length()
+        self.stack.append(_LEAF if bits <= self.dialect.max_key_bits else _LARGE)
+
+    def mark(self, _: bytes) -> None:
+        if len(self.marked) >= self.dialect.max_marks:
+            raise HostilePickleError("marks are nested too deep")
+        self.marked.append(self.stack)
+        self.stack = []
+
+    def protocol(self, _: bytes) -> None:
+        if self.start:
+            raise HostilePickleError("it changes its protocol on the way")
+
+
+_Effect = str | Callable[[_Scan, bytes], None]
+_PUSH, _MEMOIZE, _GET, _GLOBAL, _STOP = "PUSH", "MEMOIZE", "GET", "GLOBAL", "STOP"
+# All others that a `Dialect` may have only push a value.
+_EFFECTS: Final[dict[str, _Effect]] = {
+    "PROTO": _Scan.protocol,
+    "FRAME": lambda *_: None,
+    "STOP": _STOP,
+    "GLOBAL": _GLOBAL,
+    "STACK_GLOBAL": _Scan.global_from_stack,
+    "BINPERSID": _Scan.persistent,
+    "REDUCE": _Scan.call,
+    "NEWOBJ": _Scan.call,
+    "BUILD": _Scan.add,
+    "APPEND": _Scan.add,
+    "APPENDS": _Scan.add_all,
+    "SETITEM": _Scan.set_item,
+    "SETITEMS": _Scan.set_items,
+    "DICT": _Scan.dictionary,
+    "LIST": _Scan.list,
+    "TUPLE": _Scan.tuple,
+    "TUPLE1": _Scan.tuple_of_one,
+    "TUPLE2": lambda scan, _: scan.last(2),
+    "TUPLE3": lambda scan, _: scan.last(3),
+    "LONG1": _Scan.number,
+    "MARK": _Scan.mark,
+    "MEMOIZE": _MEMOIZE,
+    "BINGET": _GET,
+    "LONG_BINGET": _GET,
+    "BINPUT": _Scan.put,
+    "LONG_BINPUT": _Scan.put,
 }
+_PREFIXES: Final = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+
+
+def _described(opcode: pickletools.OpcodeInfo) -> tuple[int, bool, _Effect]:
+    """The bytes of its argument, whether they are the length of what follows, and its effect."""
+    length = 0 if opcode.arg is None else opcode.arg.n
+    effect = _EFFECTS.get(opcode.name, _PUSH)
+    return _PREFIXES.get(length, max(0, length)), length in _PREFIXES, effect
+
+
+_OPCODES: Final = {ord(opcode.code): _described(opcode) for opcode in pickletools.opcodes}
