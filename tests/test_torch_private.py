@@ -168,7 +168,7 @@ _MODULES = {
     path.relative_to(_PACKAGE): ast.parse(path.read_text("utf-8"))
     for path in sorted(_PACKAGE.rglob("*.py"))
     # The stores import no torch.
-    if path.name != "torch_private.py" and path.parent.name != "stores"
+    if path.name != "torch_private.py" and "stores" not in path.relative_to(_PACKAGE).parts
 }
 # Whatever the package itself defines.
 _OWN = {
