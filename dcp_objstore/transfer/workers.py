@@ -2,10 +2,11 @@
 
 No obstore call can be interrupted: a thread inside one ends when the server answers or the
 request times out. The threads of `concurrent.futures` are joined at interpreter exit, so one
-stalled request would keep a program that was told to stop alive for minutes. These are not.
+stalled request would keep a program alive for minutes after it was asked to stop. The threads
+here are not joined.
 
-Ctrl-C reaches the main thread only. It waits in short steps here; others wait without waking, as
-each waking takes the GIL from a training loop.
+Ctrl-C reaches the main thread only. So the main thread waits in short steps; other threads wait
+without waking up, because each wake-up takes the GIL from a training loop.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _POLL_SECONDS = 0.25
-# Small requests: as many at once as a connection pool has room for.
+# Small requests in flight: as many as a connection pool has room for.
 AT_ONCE = 16
-# Ctrl-C ends the waiting between two waves; what a wave has begun goes on, and does no harm.
+# Ctrl-C takes effect between two waves. The requests of a wave that has begun go on, harmlessly.
 WAVE = 4 * AT_ONCE
 
 
 class DaemonPool:
-    """A fixed number of daemon threads that run what is submitted, in order of submission."""
+    """A fixed number of daemon threads that run submitted calls, in order of submission."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
@@ -47,7 +48,7 @@ class DaemonPool:
             del task  # buffers must not outlive their task while this thread waits for the next
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Run `function(*args)` on a worker; its result or error is in the future."""
+        """Run `function(*args)` in a worker; the future gets its result or error."""
         future: Future[T] = Future()
         self._tasks.put((future, lambda: function(*args)))
         return future
@@ -61,16 +62,18 @@ class DaemonPool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Let the threads end after what was submitted; do not wait for them."""
+        """Let the threads end after the submitted calls; do not wait for them."""
         for _ in range(self._threads):
             self._tasks.put(None)
 
 
 def in_waves(do: Callable[[T], R], items: Sequence[T], wave: int = WAVE) -> Iterator[R]:
-    """`do(item)` of each, `AT_ONCE` of them at a time, in their order.
+    """Yield `do(item)` for each item, in their order; `AT_ONCE` calls run at a time.
 
     Args:
-        wave: so many are begun before the first of them is given.
+        do: called in a daemon thread.
+        items: what to call it with.
+        wave: the number of calls that are submitted before the first result is yielded.
     """
     if not items:
         return
@@ -85,14 +88,15 @@ def run_into(future: Future[Any], function: Callable[[], Any]) -> None:
     """Run `function` and put its result or error into `future`."""
     try:
         future.set_result(function())
-    except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the future
+    except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for the future
         future.set_exception(error)
 
 
 def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
-    """Run `function` so that Ctrl-C can end the waiting: in the main thread, beside it.
+    """Call `function` so that Ctrl-C can end the wait for it.
 
-    The call itself cannot be ended; it goes on until the store answers or the request times out.
+    In the main thread the call runs in a daemon thread. It cannot be ended itself: it goes on until
+    the store answers or the request times out.
     """
     if not in_main_thread():
         return function(*args, **settings)
@@ -102,10 +106,10 @@ def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
 
 
 def result_of(future: Future[T], timeout_seconds: float | None = None) -> T:
-    """`future.result(timeout_seconds)`, in the main thread in short steps.
+    """Return `future.result(timeout_seconds)`; in the main thread, wait for it in short steps.
 
-    A signal that comes in the instant before a thread begins to wait interrupts nothing, and Python
-    looks at it again only when the waiting ends: Ctrl-C would be lost.
+    A signal that arrives just before a thread begins to wait interrupts nothing, and Python handles
+    it only when the wait ends: without the short steps, Ctrl-C would be lost.
     """
     if not in_main_thread():
         return future.result(timeout_seconds)
@@ -115,14 +119,17 @@ def result_of(future: Future[T], timeout_seconds: float | None = None) -> T:
         try:
             return future.result(timeout=min(max(left, 0.0), _POLL_SECONDS))
         except FutureTimeoutError:
-            if future.done():  # it ended in this instant, or with a time-out of its own
+            if future.done():  # it has just ended, or it raised a time-out of its own
                 return future.result()
             if left <= 0:
                 raise
 
 
 def wait_until(event: threading.Event, timeout_seconds: float | None = None) -> bool:
-    """`event.wait(timeout_seconds)`; see `result_of`."""
+    """Return `event.wait(timeout_seconds)`; in the main thread, wait in short steps.
+
+    `result_of` says why.
+    """
     if not in_main_thread():
         return event.wait(timeout_seconds)
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
@@ -135,18 +142,18 @@ def wait_until(event: threading.Event, timeout_seconds: float | None = None) -> 
 
 
 def in_main_thread() -> bool:
-    """Whether this is the thread that signals reach."""
+    """Return whether this is the main thread, the only one that signals reach."""
     return threading.current_thread() is threading.main_thread()
 
 
 def worker_number() -> int:
-    """Of the thread that this is called in, in its `DaemonPool`; 0 elsewhere."""
+    """Return the number of the current thread in its `DaemonPool`; 0 for other threads."""
     number = threading.current_thread().name.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def spawn(function: Callable[[], object], name: str) -> threading.Thread:
-    """Start a daemon thread. Context variables have the values there that they have here."""
+    """Start a daemon thread, with the context variables of the calling thread."""
     thread = threading.Thread(
         target=copy_context().run, args=(function,), name=f"dcp_objstore-{name}", daemon=True
     )
