@@ -848,7 +848,7 @@ def test_steps_that_were_deleted_cost_no_requests(
         {"save_every": timedelta(0)},
         {"on_busy": "perhaps"},
         {"keep": 3},
-        {"metadata": {"a": object()}},
+        {"user_metadata": {"a": object()}},
     ],
 )
 def test_wrong_arguments_are_refused_when_it_is_made(url: str, wrong: dict[str, Any]) -> None:

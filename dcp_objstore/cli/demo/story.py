@@ -38,13 +38,13 @@ _SEQUENCES_PER_STEP = 16
 _COMMITTED, _DOOMED = _STEPS[1], _STEPS[2]
 # Generous, for slow machines: nothing in the demo is silent for longer than a few seconds.
 _SILENCE_SECONDS = 120.0
-# Beyond the time-out of the survivors' process group.
+# Longer than the time-out of the survivors' process group.
 _SURVIVORS_SECONDS = 75.0
 _LISTING_PAUSE_SECONDS = 0.1
 
 
 class DemoFailedError(Exception):
-    """A process of the demo did not do its job; `log` is the end of what it printed."""
+    """A process of the demo did not do its job. `log` is the end of its output."""
 
     def __init__(self, text: str, log: str = "") -> None:
         super().__init__(text)
@@ -53,11 +53,11 @@ class DemoFailedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the user chose.
+    """The user's choices.
 
     Attributes:
-        ranks: that train first.
-        resume_ranks: that resume.
+        ranks: number of ranks that train first.
+        resume_ranks: number of ranks that resume.
     """
 
     ranks: int
@@ -72,13 +72,13 @@ class Story:
         self.saved: dict[int, State] = {}
         self.losses: dict[int, float] = {}
 
-    def tell(self) -> None:
-        """All of it.
+    def run(self) -> None:
+        """Run the whole demo.
 
         Raises:
-            ProofFailedError: something does not hold.
+            ProofFailedError: a statement does not hold.
             DemoFailedError: a process ended before its job was done.
-            DcpObjstoreError: as ranks raised it.
+            DcpObjstoreError: a rank raised it.
         """
         self._train_and_kill()
         self._show_that_the_torn_step_is_invisible()
@@ -105,7 +105,7 @@ class Story:
                 elif isinstance(event, Stepped):
                     self.losses[event.step] = event.loss
                 self._show_training(event, ranks)
-                # Ranks report on pipes of their own: this one's upload may be heard of first.
+                # Each rank has its own pipe, so the report of this upload may arrive first.
                 if held is not None and _COMMITTED in self.saved:
                     self._kill_in_mid_save(crew, held)
                     return
@@ -132,7 +132,7 @@ class Story:
         )
         marker, _ = open_committed(self.place.open(step))
         if (marker.world_size, marker.user_metadata.get("step")) != (ranks, step):
-            raise ProofFailedError(f"the marker of step {step} does not say who saved what")
+            raise ProofFailedError(f"the marker of step {step} has a wrong world size or step")
         self.out.proof(
             f"step-{step} committed: {event.total_bytes / MIB:.1f} MiB in"
             f" {counted(event.objects, 'object')}, {event.seconds:.1f} s{beside}"
@@ -149,7 +149,7 @@ class Story:
         )
 
     def _kill_in_mid_save(self, crew: Crew, held: Uploading) -> None:
-        """One rank is in the middle of its upload: wait until the others are through, kill it."""
+        """Wait until all ranks but the held one have written, then kill that one."""
         victim = self.settings.ranks - 1
         self.out.title(f"2. SIGKILL rank {victim} in the middle of the save of step-{_DOOMED}")
         store = self.place.open(_DOOMED)
@@ -190,7 +190,7 @@ class Story:
         )
 
     def _wait_for_the_others(self, store: ObjectStore, held: Uploading) -> None:
-        """Until the others have written, or until it is too late, which the proof then finds."""
+        """Wait until the others have written, or until it is too late, which the proof detects."""
         deadline = time.monotonic() + _SILENCE_SECONDS
         while time.monotonic() < deadline:
             keys = [meta.key for meta in store.list()]
@@ -215,7 +215,7 @@ class Story:
                         f"so it does not exist: dos.load raises {type(event.error).__name__}"
                     )
                     return
-        raise DemoFailedError("the process that was to load the torn checkpoint said nothing")
+        raise DemoFailedError("the process that had to load the torn checkpoint reported nothing")
 
     def _newest_committed(self) -> int:
         for step in reversed(_STEPS):
@@ -255,7 +255,7 @@ class Story:
             raise DemoFailedError("the resumed ranks ended before their job was done")
         self.out.proof(proofs.falling(self.saved[step], self.saved[_DOOMED]))
         if all(_SEQUENCES_PER_STEP % number == 0 for number in (ranks, self.settings.ranks)):
-            # Otherwise ranks have unequal shares, and a mean over ranks weighs them differently.
+            # Otherwise ranks have unequal shares, and the mean over ranks is not that of the batch.
             self.out.proof(proofs.same_path(self.losses, losses))
 
     def _check_resume(self, step: int, loads: list[Loaded]) -> None:
@@ -325,7 +325,7 @@ class Story:
         with _crew(job, 0) as crew:
             loads = [event for _, event in _reports(crew) if isinstance(event, Loaded)]
         if not loads:
-            raise DemoFailedError("the process that was to load the checkpoint loaded nothing")
+            raise DemoFailedError("the process that had to load the checkpoint loaded nothing")
         return loads
 
 
@@ -343,7 +343,7 @@ def _all_reports(crew: Crew) -> Iterator[tuple[int, Event]]:
 
 
 def _reports(crew: Crew) -> Iterator[tuple[int, Event]]:
-    """What the ranks report; the first that fails ends it."""
+    """Yield the reports of the ranks; raise when a rank fails."""
     for rank, event in _all_reports(crew):
         if isinstance(event, Failed):
             if event.error is not None:
@@ -359,7 +359,11 @@ def _reports(crew: Crew) -> Iterator[tuple[int, Event]]:
 
 
 def _download(store: ObjectStore, directory: Path) -> tuple[int, int]:
-    """Every object under its own name, as `aws s3 sync` would do it: (objects, bytes)."""
+    """Download every object under its own name, as `aws s3 sync` would.
+
+    Returns:
+        The number of objects and of bytes.
+    """
     count = size = 0
     for meta in store.list():
         body, _ = store.get(meta.key, max_size_bytes=meta.size_bytes)
