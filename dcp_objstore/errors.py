@@ -18,7 +18,7 @@
     ├── LostRaceError         another writer was first; what it wrote is whole
     │   ├── PreconditionFailedError   the object is not in the state the write was conditioned on
     │   ├── CommitLostError           another writer committed this checkpoint
-    │   ├── SupersededError           a newer job took this job's run over: stop this job
+    │   ├── SupersededError           a newer job claimed the run: stop this job
     │   └── CheckpointGoneError       the checkpoint was deleted or replaced while it was read
     └── RankFailedError       a rank failed with an error of another library; its text is kept
 
@@ -195,7 +195,7 @@ class CommitLostError(LostRaceError):
 
 
 class SupersededError(LostRaceError):
-    """A newer job took over the run: what this job saves does not count. Stop this job."""
+    """A newer job claimed the run: what this job saves does not count. Stop this job."""
 
 
 class CheckpointGoneError(LostRaceError):

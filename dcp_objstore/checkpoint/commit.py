@@ -46,7 +46,7 @@ from typing import Any
 import msgspec
 
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
-from dcp_objstore.checkpoint.compare_and_swap import Outcome, compare_and_swap
+from dcp_objstore.checkpoint.compare_and_swap import SwapOutcome, compare_and_swap
 from dcp_objstore.checkpoint.listing import check_objects
 from dcp_objstore.checkpoint.marker import (
     ON_NOTHING,
@@ -119,7 +119,7 @@ class BeginToken:
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommitResult:
     """A commit that took effect.
 
     Attributes:
@@ -298,7 +298,7 @@ def commit(
     fenced: bool = True,
     clock: Clock = SYSTEM_CLOCK,
     on_retry: Callable[[int, Exception], None] | None = None,
-) -> Committed:
+) -> CommitResult:
     """Make the checkpoint exist (rules 4 and 5). Call once, after all ranks have reported.
 
     Args:
@@ -368,7 +368,7 @@ def commit(
         seen = outcome.seen
         if outcome.landed:
             superseded = seen is not None and (seen.commit_id != ours or not seen.is_committed)
-            return Committed(ours, superseded, marker, retries.tries + beaten)
+            return CommitResult(ours, superseded, marker, retries.tries + beaten)
         if outcome.found is None or not _yields(outcome.found[0], token[0], begin.claim):
             raise _lost(store, seen, begin.claim)
         token, beaten = outcome.found, beaten + 1
@@ -494,7 +494,7 @@ def put_marker(
     *,
     landed: Callable[[Marker], bool] | None = None,
     fenced: bool = True,
-) -> Outcome[Marker]:
+) -> SwapOutcome[Marker]:
     """Put a marker until the outcome is known (rules 4 and 5), by `compare_and_swap`.
 
     Args:
@@ -522,7 +522,7 @@ def put_marker(
 
 __all__ = [
     "BeginToken",
-    "Committed",
+    "CommitResult",
     "Found",
     "begin",
     "commit",

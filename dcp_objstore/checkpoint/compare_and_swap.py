@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Outcome(Generic[T]):
+class SwapOutcome(Generic[T]):
     """What became of a PUT.
 
     Attributes:
@@ -55,7 +55,7 @@ def compare_and_swap(
     read: Callable[[ObjectStore], tuple[T, Version] | None],
     landed: Callable[[T], bool],
     fenced: bool = True,
-) -> Outcome[T]:
+) -> SwapOutcome[T]:
     """Send one body until the outcome is known (rules 4 and 5 of `commit`).
 
     Args:
@@ -78,7 +78,7 @@ def compare_and_swap(
     while True:
         try:
             store.put(key, body, precondition=condition if fenced else None, retry=False)
-            return Outcome(True)
+            return SwapOutcome(True)
         except DcpObjstoreError as error:
             # A refusal of this PUT says nothing about an earlier one that was never answered.
             may_still_land = may_still_land or not isinstance(error, (LostRaceError, InputError))
@@ -94,9 +94,9 @@ def compare_and_swap(
             last = error
         else:
             if found is not None and landed(found[0]):
-                return Outcome(True, found)
+                return SwapOutcome(True, found)
             if (found[1] if found is not None else None) != version:
-                return Outcome(False, found)
+                return SwapOutcome(False, found)
             if _is_refusal(answer) and not may_still_land:
                 answer.at(object_key=key, url=store.url)
                 raise answer

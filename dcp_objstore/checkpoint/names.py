@@ -6,7 +6,7 @@
     <checkpoint>/.metadata                     for stock torch readers
     <checkpoint>/.save-{nonce}                 only while a save is under way: its beacon
     <checkpoint>/.probe-{nonce}[-race]         only while `probe` tests the store
-    <run>/_CLAIM                               which job the run belongs to: see `claim`
+    <run>/_CLAIM                               the claim of the job that owns the run (`claim`)
 
 A nonce is random and new for every rank and save, so no two writers ever share a key.
 """

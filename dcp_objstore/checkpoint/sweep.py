@@ -51,7 +51,7 @@ from dcp_objstore.checkpoint.read import Found, find_marker, read_index
 from dcp_objstore.checkpoint.sweep_plan import (
     GRACE_SECONDS,
     LEAST_GRACE_SECONDS,
-    Outcome,
+    SweepOutcome,
     SweepPlan,
     check_grace,
     plan_sweep,
@@ -88,7 +88,7 @@ class CheckpointSweep:
     """
 
     url: str
-    outcome: Outcome
+    outcome: SweepOutcome
     reason: str | None = None
     deleted: int = 0
     deleted_bytes: int = 0
@@ -256,7 +256,7 @@ class _Sweep:
                 rewrite_marker(self.store, aligned.found, "the fence", self.retries)
         if change is None:
             return done
-        outcome: Outcome = "mended" if done.outcome == "clean" else done.outcome
+        outcome: SweepOutcome = "mended" if done.outcome == "clean" else done.outcome
         return replace(done, outcome=outcome, dot_metadata=change)
 
     def _remove(

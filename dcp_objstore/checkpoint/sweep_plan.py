@@ -26,7 +26,9 @@ from dcp_objstore.stores.uploads import Upload
 GRACE_SECONDS: Final = 24 * 3600.0
 LEAST_GRACE_SECONDS: Final = 3600.0
 
-Outcome: TypeAlias = Literal["clean", "swept", "waiting", "mended", "lost", "foreign", "damaged"]
+SweepOutcome: TypeAlias = Literal[
+    "clean", "swept", "waiting", "mended", "lost", "foreign", "damaged"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,7 @@ class SweepPlan:
         uploads_young: uploads in progress.
     """
 
-    outcome: Outcome
+    outcome: SweepOutcome
     reason: str | None
     candidates: tuple[ObjectMeta, ...]
     young: tuple[ObjectMeta, ...]
@@ -86,7 +88,7 @@ def plan_sweep(
     ours = [one for one in uploads if is_ours(one.key) or one.key in (MARKER_KEY, DOT_METADATA_KEY)]
     uploads_young = tuple(upload for upload in ours if upload.initiated >= oldest_kept)
     kept = {MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY, *named}
-    outcome: Outcome = "waiting"
+    outcome: SweepOutcome = "waiting"
     reason = None
     if marker_written_at is None and any(meta.key == DOT_METADATA_KEY for meta in here):
         outcome = "foreign"

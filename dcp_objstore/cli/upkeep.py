@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _UNITS_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])\Z")
-_DAMAGED_STATUS = 4  # as for damaged data; see `exits`
+_DAMAGED_STATUS = 4  # the status for damaged data in `exits`
 
 
 def remove(url: str, *, now: bool, yes: bool, even_newest: bool, as_json: bool) -> None:

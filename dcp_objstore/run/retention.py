@@ -64,7 +64,7 @@ class KeepLatest(RetentionPolicy):
         _check_count("KeepLatest", self.n)
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
-        """See `RetentionPolicy`."""
+        """Return the `n` highest step numbers."""
         return frozenset(heapq.nlargest(self.n, {one.step for one in steps}))
 
 
@@ -83,7 +83,7 @@ class KeepEvery(RetentionPolicy):
         _check_count("KeepEvery", self.n)
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
-        """See `RetentionPolicy`."""
+        """Return the step numbers that `n` divides."""
         return frozenset(one.step for one in steps if one.step % self.n == 0)
 
 
@@ -117,7 +117,7 @@ class KeepBest(RetentionPolicy):
             raise ConfigError(f"the mode of KeepBest must be 'min' or 'max', got {self.mode!r}")
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
-        """See `RetentionPolicy`."""
+        """Return the steps with the best values of the metric."""
         sign = 1.0 if self.mode == "max" else -1.0
         ranked = [
             (sign * value, one.step)
@@ -141,7 +141,7 @@ class KeepAny(RetentionPolicy):
         return f"KeepAny{self.policies!r}"
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
-        """See `RetentionPolicy`."""
+        """Return the steps that any of the policies keeps."""
         return frozenset().union(*(policy.keeps(steps) for policy in self.policies))
 
 
@@ -159,7 +159,7 @@ class KeepAll(RetentionPolicy):
         return f"KeepAll{self.policies!r}"
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
-        """See `RetentionPolicy`."""
+        """Return the steps that all of the policies keep."""
         first, *others = (policy.keeps(steps) for policy in self.policies)
         return first.intersection(*others)
 

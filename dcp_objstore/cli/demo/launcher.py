@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from dcp_objstore.cli.demo.messages import Ended, Event, Job
+from dcp_objstore.cli.demo.messages import Ended, Job, RankEvent
 from dcp_objstore.errors import RetryableError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Crew:
         self._processes.append(process)
         theirs.close()
 
-    def events(self, silence_seconds: float) -> Iterator[tuple[int, Event]]:
+    def events(self, silence_seconds: float) -> Iterator[tuple[int, RankEvent]]:
         """Yield the reports of the ranks, as (rank, event), until all of them have ended.
 
         Raises:
@@ -123,7 +123,7 @@ class Crew:
                 assert isinstance(pipe, Connection)
                 yield self._receive(pipe)
 
-    def _receive(self, pipe: Connection) -> tuple[int, Event]:
+    def _receive(self, pipe: Connection) -> tuple[int, RankEvent]:
         rank = self._pipes[pipe]
         try:
             return rank, pipe.recv()
@@ -134,14 +134,14 @@ class Crew:
             process.join()
             return rank, Ended(exit_code=process.exitcode)
 
-    def end_quietly(self, within_seconds: float) -> tuple[dict[int, list[Event]], list[int]]:
+    def end_quietly(self, within_seconds: float) -> tuple[dict[int, list[RankEvent]], list[int]]:
         """Read reports until all ranks have ended, and kill those that have not ended in time.
 
         Returns:
             The reports of each rank, and the ranks that had to be killed.
         """
         deadline = time.monotonic() + within_seconds
-        heard: dict[int, list[Event]] = {}
+        heard: dict[int, list[RankEvent]] = {}
         while self._pipes and (left := deadline - time.monotonic()) > 0:
             for pipe in mp_connection.wait(list(self._pipes), timeout=left):
                 assert isinstance(pipe, Connection)

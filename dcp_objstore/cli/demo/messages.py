@@ -86,7 +86,7 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class StepSaved:
     """A save is committed. `steps_meanwhile` counts the training steps during the save."""
 
     state: State
@@ -105,7 +105,7 @@ class Uploading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
+class StepLoaded:
     """A load is done. Bytes and seconds are those of this rank."""
 
     state: State
@@ -115,7 +115,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed:
+class RankFailed:
     """The job of this rank ended with an error.
 
     Attributes:
@@ -137,4 +137,4 @@ class Ended:
     exit_code: int
 
 
-Event = Ready | Stepped | Saved | Uploading | Loaded | Failed | Ended
+RankEvent = Ready | Stepped | StepSaved | Uploading | StepLoaded | RankFailed | Ended

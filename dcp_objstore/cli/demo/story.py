@@ -15,15 +15,15 @@ from dcp_objstore.cli.demo import proofs
 from dcp_objstore.cli.demo.launcher import Crew, SilenceError
 from dcp_objstore.cli.demo.messages import (
     Ended,
-    Event,
-    Failed,
     LoadAlone,
-    Loaded,
     LoadWithStock,
+    RankEvent,
+    RankFailed,
     Ready,
-    Saved,
     State,
+    StepLoaded,
     Stepped,
+    StepSaved,
     Train,
     Uploading,
 )
@@ -111,7 +111,7 @@ class Story:
                     return
         raise DemoFailedError("the ranks ended before the last save began")
 
-    def _show_training(self, event: Event, ranks: int) -> None:
+    def _show_training(self, event: RankEvent, ranks: int) -> None:
         if isinstance(event, Ready):
             self.out.say(
                 f"a transformer of {event.parameters / 1e6:.1f} M parameters reads"
@@ -119,10 +119,10 @@ class Story:
             )
         elif isinstance(event, Stepped) and (event.step == 1 or event.step % 4 == 0):
             self.out.say(f"step {event.step:3}  loss {event.loss:.3f}")
-        elif isinstance(event, Saved):
+        elif isinstance(event, StepSaved):
             self._note_save(event, ranks)
 
-    def _note_save(self, event: Saved, ranks: int) -> None:
+    def _note_save(self, event: StepSaved, ranks: int) -> None:
         step = event.state.step
         self.saved[step] = event.state
         beside = (
@@ -169,7 +169,7 @@ class Story:
             for rank, events in heard.items()
             if rank != victim
             for event in events
-            if isinstance(event, Failed)
+            if isinstance(event, RankFailed)
         ]
         typed = [type(one.error).__name__ for one in failures if one.error is not None]
         others = [one.text for one in failures if one.error is None]
@@ -206,9 +206,9 @@ class Story:
         )
         with _crew(job, 0) as crew:
             for _, event in _all_reports(crew):
-                if isinstance(event, Loaded):
+                if isinstance(event, StepLoaded):
                     raise ProofFailedError("the torn checkpoint was loaded")
-                if isinstance(event, Failed):
+                if isinstance(event, RankFailed):
                     if not isinstance(event.error, CheckpointNotFoundError):
                         raise ProofFailedError(f"loading the torn checkpoint raised {event.text}")
                     self.out.proof(
@@ -239,11 +239,11 @@ class Story:
             sequences_per_step=_SEQUENCES_PER_STEP,
             save_steps=(_DOOMED,),
         )
-        loads: dict[int, Loaded] = {}
+        loads: dict[int, StepLoaded] = {}
         losses: dict[int, float] = {}
         with _crew(job, ranks) as crew:
             for rank, event in _reports(crew):
-                if isinstance(event, Loaded):
+                if isinstance(event, StepLoaded):
                     loads[rank] = event
                     if len(loads) == ranks:
                         self._check_resume(step, list(loads.values()))
@@ -258,7 +258,7 @@ class Story:
             # Otherwise ranks have unequal shares, and the mean over ranks is not that of the batch.
             self.out.proof(proofs.same_path(self.losses, losses))
 
-    def _check_resume(self, step: int, loads: list[Loaded]) -> None:
+    def _check_resume(self, step: int, loads: list[StepLoaded]) -> None:
         saved = self.saved[step]
         first, *others = loads
         for other in others:
@@ -321,9 +321,9 @@ class Story:
                     )
                 )
 
-    def _loads(self, job: LoadAlone | LoadWithStock) -> list[Loaded]:
+    def _loads(self, job: LoadAlone | LoadWithStock) -> list[StepLoaded]:
         with _crew(job, 0) as crew:
-            loads = [event for _, event in _reports(crew) if isinstance(event, Loaded)]
+            loads = [event for _, event in _reports(crew) if isinstance(event, StepLoaded)]
         if not loads:
             raise DemoFailedError("the process that had to load the checkpoint loaded nothing")
         return loads
@@ -338,14 +338,14 @@ def _crew(job: Train | LoadAlone | LoadWithStock, ranks: int) -> Iterator[Crew]:
             raise DemoFailedError(str(error)) from error
 
 
-def _all_reports(crew: Crew) -> Iterator[tuple[int, Event]]:
+def _all_reports(crew: Crew) -> Iterator[tuple[int, RankEvent]]:
     return crew.events(_SILENCE_SECONDS)
 
 
-def _reports(crew: Crew) -> Iterator[tuple[int, Event]]:
+def _reports(crew: Crew) -> Iterator[tuple[int, RankEvent]]:
     """Yield the reports of the ranks; raise when a rank fails."""
     for rank, event in _all_reports(crew):
-        if isinstance(event, Failed):
+        if isinstance(event, RankFailed):
             if event.error is not None:
                 raise event.error.at(rank=rank)
             raise DemoFailedError(f"rank {rank} failed: {event.text}", crew.log_tail(rank))

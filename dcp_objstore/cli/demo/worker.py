@@ -24,15 +24,15 @@ import dcp_objstore as dos
 from dcp_objstore.cli.demo.digests import digest_state
 from dcp_objstore.cli.demo.fault import hold_uploads
 from dcp_objstore.cli.demo.messages import (
-    Event,
-    Failed,
     Job,
-    Loaded,
     LoadWithStock,
+    RankEvent,
+    RankFailed,
     Ready,
-    Saved,
     State,
+    StepLoaded,
     Stepped,
+    StepSaved,
     Train,
 )
 from dcp_objstore.cli.demo.model import (
@@ -44,7 +44,7 @@ from dcp_objstore.cli.demo.model import (
 )
 from dcp_objstore.errors import DcpObjstoreError
 
-Report = Callable[[Event], None]
+Report = Callable[[RankEvent], None]
 _LEARNING_RATE = 1e-3
 # Collectives of a group with a dead rank end after this, if its closed connections do not end them.
 _GROUP_TIMEOUT = datetime.timedelta(seconds=60)
@@ -78,7 +78,7 @@ def run(job: Job, rank: int, ranks: int, rendezvous: str, report: Report) -> boo
     except Exception as error:  # noqa: BLE001  every error is reported to the launcher
         traceback.print_exc()
         ours = error if isinstance(error, DcpObjstoreError) else None
-        report(Failed(error=ours, text=f"{type(error).__name__}: {error}"))
+        report(RankFailed(error=ours, text=f"{type(error).__name__}: {error}"))
         return False
     return True
 
@@ -140,12 +140,14 @@ class _Training:
             digests=digest_state(self.tensors()),
         )
 
-    def load(self, url: str, storage_options: Any) -> Loaded:
+    def load(self, url: str, storage_options: Any) -> StepLoaded:
         """Load in place and describe the result."""
         values = self.values
         report = dos.load(values, url, storage_options=storage_options, progress=False)
         self.progress = values["progress"]
-        return Loaded(state=self.snapshot(), total_bytes=report.total_bytes, seconds=report.seconds)
+        return StepLoaded(
+            state=self.snapshot(), total_bytes=report.total_bytes, seconds=report.seconds
+        )
 
 
 class _Trainer:
@@ -172,7 +174,7 @@ class _Trainer:
                 under_way = self._begin_save(step)
         self._finish(under_way)
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: RankEvent) -> None:
         if self.rank == 0:
             self._report(event)
 
@@ -196,7 +198,7 @@ class _Trainer:
             return
         report = save.handle.result(timeout_seconds=_SAVE_TIMEOUT_SECONDS)
         self._tell(
-            Saved(
+            StepSaved(
                 state=save.state,
                 total_bytes=report.total_bytes,
                 seconds=report.seconds,
@@ -228,9 +230,9 @@ def _load_with_stock(job: LoadWithStock, report: Report) -> None:
         report(_stock(state, "dcp_to_torch_save", began))
 
 
-def _stock(state: dict[str, Any], reader: str, began: float) -> Loaded:
+def _stock(state: dict[str, Any], reader: str, began: float) -> StepLoaded:
     progress = state["progress"]
-    return Loaded(
+    return StepLoaded(
         state=State(
             step=progress["step"],
             recorded_loss=progress["loss"],
