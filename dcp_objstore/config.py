@@ -1,4 +1,4 @@
-"""Settings: frozen, keyword-only data, checked when made."""
+"""Settings: frozen, keyword-only data that is checked when it is made."""
 
 from __future__ import annotations
 
@@ -18,60 +18,70 @@ TRANSPORTS = ("native", "boto3", "fsspec")
 
 @dataclass(frozen=True, kw_only=True)
 class TransferConfig:
-    """How bytes are moved. The defaults suit a cloud VM and a regional bucket.
+    """Options of uploads and downloads. The defaults suit a cloud VM and a regional bucket.
 
-    Extra memory of a save from CPU memory: 10 MiB, however large a part is (the bytes are sent from
-    the tensors' own memory). Tensors of up to 1 MiB are gathered: for them it is what is in flight,
-    at most `(upload_concurrency + 2) x part_size_bytes`. From a GPU it is as much, or 80 MiB where
-    that is more, of pinned memory. Here it is the size that parts have grown to which counts: at
-    most 32 MiB, so 320 MiB in all by default, unless `part_size_bytes` is larger, or an object
-    above 281 GiB needs larger ones (5 TiB: 583 MiB a part, so 5.7 GiB in all).
-    Extra memory of a load: at most `memory_budget_bytes` for what is copied straight into the
-    tensors. Where these are on a GPU that includes the pinned memory that it goes through; each
-    request then counts three times, so `4 x request_size_bytes x download_concurrency` keeps all
-    connections busy; on the GPU it takes some 4 MiB blocks, where values are converted or do not
-    lie in one run. torch keeps pinned memory for the next save or load. What only torch can take
-    apart comes on top: tensors of checkpoints that stock torch wrote (and quantized or subclass
-    tensors), of which some `download_concurrency` are in progress at once, each with up to twice
-    its size; and pickled values, of which those that have arrived and wait for the planner take up
-    to `memory_budget_bytes`, plus what one request per connection completes.
+    Extra memory of a save:
+
+    - From CPU memory: 10 MiB, however large a part is, because bytes are sent from the tensors' own
+      memory. Tensors of up to 1 MiB are copied together first. They take what is in flight: at most
+      `(upload_concurrency + 2) x part_size_bytes`.
+    - From a GPU: the same amount of pinned memory, but at least 80 MiB.
+
+    For both, the part size is the size that parts have grown to. It is at most 32 MiB, so 320 MiB
+    in all by default. It is larger only if `part_size_bytes` is, or for an object above 281 GiB
+    (5 TiB: 583 MiB a part, so 5.7 GiB in all).
+
+    Extra memory of a load:
+
+    - Tensors: at most `memory_budget_bytes`. If they are on a GPU, this includes the pinned memory
+      that the bytes pass through. Each request then counts three times, so
+      `4 x request_size_bytes x download_concurrency` keeps all connections busy. On the GPU itself
+      it takes some 4 MiB blocks where values are converted or are not contiguous.
+    - Plus the tensors that only torch can decode: those of checkpoints that stock torch wrote, and
+      quantized or subclass tensors. About `download_concurrency` of them are in progress at once,
+      and each takes up to twice its size.
+    - Plus pickled values: those that have arrived and wait for the planner take up to
+      `memory_budget_bytes`, plus what one request per connection completes.
+
+    torch keeps pinned memory for the next save or load.
 
     Attributes:
-        part_size_bytes: size of one part of a multipart upload; an object of up to this size goes
-            in a single PUT. Grows by itself to 32 MiB for large payloads, and beyond where an
-            object would need more than 10,000 parts. At least 5 MiB (the S3 minimum). Default
-            16 MiB.
-        upload_concurrency: parts in flight per rank. Default 8. The objects of one rank are
-            written one after the other, so this is the bound whatever their number.
-        max_object_size_bytes: a rank that has more than this to save writes several objects: the
-            next one is begun before a tensor that would exceed it. At most 5 TiB, which all stores
-            take, at least 5 MiB. Default 256 GiB, which keeps parts at 32 MiB. What a rank holds of
-            one tensor is never split: above this size it gets an object of its own, up to 5 TiB.
-        request_size_bytes: the largest ranged GET. Default 8 MiB. Over plain HTTP, where a body
-            comes into one block of memory, it grows by itself to 32 MiB for large loads of one
-            rank into host memory.
+        part_size_bytes: size of one part of a multipart upload; an object of up to this size is
+            sent in a single PUT. Parts grow to 32 MiB for large payloads, and further if an object
+            would need more than 10,000 parts. At least 5 MiB (the S3 minimum). Default 16 MiB.
+        upload_concurrency: parts in flight per rank, however many objects the rank writes: it
+            writes them one after the other. Default 8.
+        max_object_size_bytes: a rank that has more than this to save writes several objects; it
+            starts the next one before a tensor that would exceed this size. The share of one tensor
+            that a rank holds is never split: above this size it gets an object of its own, up to
+            5 TiB. At least 5 MiB, at most 5 TiB (which all stores accept). Default 256 GiB, which
+            keeps parts at 32 MiB.
+        request_size_bytes: the largest ranged GET. Over plain HTTP, where a body arrives in one
+            block of memory, it grows to 32 MiB for large loads of one rank into host memory.
+            Default 8 MiB.
         download_concurrency: ranged GETs in flight per rank. Default 8.
-        memory_budget_bytes: bytes of requests in flight held at once per rank (each counts twice,
-            as the transport gathers its pieces before it joins them); at least one request is made
-            whatever its size. Default 128 MiB.
+        memory_budget_bytes: memory for the requests in flight, per rank. Each request counts twice,
+            because the transport collects its pieces before it joins them. One request is always
+            made, whatever its size. Default 128 MiB.
         hash_threads: threads that compute block digests during a save. Default 2.
         connect_timeout_seconds: time to establish a connection. Default 10.
-        request_timeout_seconds: deadline for one request with its body; for an upload this must
+        request_timeout_seconds: deadline for one request with its body. For an upload it must
             allow one part at the slowest rate that you accept. Default 150 (32 MiB at 220 KiB/s,
             in each of the `upload_concurrency` connections).
         stall_timeout_seconds: a transfer in which no part completes for this long fails with
             `TransferStalledError`. Default 180.
-        max_retries: retries of one request, with jittered exponential backoff. Default 10.
-        retry_timeout_seconds: no retry starts later than this after the first try. Default 180.
-            With the default of 10 retries a store may be away for about half a minute (7 to 64 s).
-            A server that this process has never reached is given up after 5 to 10 s.
-        peer_timeout_seconds: how long a rank waits for the others in a process group that we make
-            (`async_save`; `save` and `load` where the default group is NCCL alone), which bounds
-            the wait for a rank that hangs. It must allow the slowest rank's whole upload to end
-            after the fastest one's. Elsewhere the group's own time-out holds. Default 1800.
-        transport: which library carries the requests: `native` (obstore; our own adapter for
-            file://), `boto3` (s3:// only) or `fsspec` (any scheme). The same may be said by
-            `storage_options={"transport": ...}`. Default `native`.
+        max_retries: retries of one request, with jittered exponential backoff. With the default, a
+            store may be down for about half a minute (7 to 64 s). Default 10.
+        retry_timeout_seconds: no retry starts later than this after the first try. A server that
+            this process has never reached is given up after 5 to 10 s. Default 180.
+        peer_timeout_seconds: how long a rank waits for the others in a process group that this
+            package makes (for `async_save`, and for `save` and `load` if the default group is NCCL
+            alone). It bounds the wait for a rank that hangs. It must allow the slowest rank to
+            finish its upload after the fastest one has. Other groups keep their own time-out.
+            Default 1800.
+        transport: the library that sends the requests: `native` (obstore; for file:// this
+            package's own adapter), `boto3` (s3:// only) or `fsspec` (any scheme).
+            `storage_options={"transport": ...}` sets the same. Default `native`.
 
     Raises:
         ConfigError: a value is out of its bounds.
@@ -93,7 +103,7 @@ class TransferConfig:
     transport: Literal["native", "boto3", "fsspec"] = "native"
 
     def __post_init__(self) -> None:
-        """Check every bound once, here."""
+        """Check every bound."""
         least: dict[str, float] = {
             "part_size_bytes": 5 * MIB,
             "upload_concurrency": 1,

@@ -15,12 +15,12 @@
     │   └── UntrustedPickleError      reading this value could run code: `add_safe_globals`
     ├── CorruptDataError      the bytes are not what was saved: use another checkpoint
     │   └── CheckpointCorruptError
-    ├── LostRaceError         somebody else was first; what they wrote is whole
+    ├── LostRaceError         another writer was first; what it wrote is whole
     │   ├── PreconditionFailedError   the object is not in the state the write was conditioned on
     │   ├── CommitLostError           another writer committed this checkpoint
-    │   ├── SupersededError           a newer job took this job's run over: stop this job
+    │   ├── SupersededError           a newer job claimed the run: stop this job
     │   └── CheckpointGoneError       the checkpoint was deleted or replaced while it was read
-    └── RankFailedError       a rank failed with an error that is not ours; its text is kept
+    └── RankFailedError       a rank failed with an error of another library; its text is kept
 
 Errors travel between ranks by pickle. An exception that does not unpickle leaves the ranks at
 different collectives and hangs the job, so every class here is rebuilt from plain values.
@@ -30,14 +30,14 @@ from __future__ import annotations
 
 
 class DcpObjstoreError(Exception):
-    """The root of the tree.
+    """The base class of every error that this package raises.
 
     Attributes:
-        message: what was wrong and what to do about it.
+        message: what went wrong and what to do about it.
         rank: the rank on which it happened, or None outside a process group.
         key: the state-dict key (DCP's fqn) concerned, or None.
         object_key: the key of the object on the store, or None.
-        url: the store or checkpoint URL, without credentials, or None.
+        url: the URL of the store or checkpoint, without credentials, or None.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DcpObjstoreError(Exception):
         self.url = url
 
     def __str__(self) -> str:
-        """The message, followed by the places it names."""
+        """Return the message, followed by the rank, key, object and URL that are known."""
         where = [
             f"{label} {value}"
             for label, value in (
@@ -80,7 +80,7 @@ class DcpObjstoreError(Exception):
         object_key: str | None = None,
         url: str | None = None,
     ) -> DcpObjstoreError:
-        """Fill in where it happened, keeping what is already known, and return self."""
+        """Fill in where it happened, keep what is already known, and return self."""
         self.rank = rank if self.rank is None else self.rank
         self.key = key if self.key is None else self.key
         self.object_key = object_key if self.object_key is None else self.object_key
@@ -89,7 +89,7 @@ class DcpObjstoreError(Exception):
 
 
 class RetryableError(DcpObjstoreError):
-    """Trying again may succeed; nothing was lost."""
+    """The operation may succeed if it is tried again; nothing was lost."""
 
 
 class StoreUnavailableError(RetryableError):
@@ -101,10 +101,9 @@ class TransferStalledError(RetryableError):
 
 
 class CommitUnknownError(RetryableError):
-    """No answer to the change of the marker (a commit, a deletion) within its deadline: it may
-    still take effect.
+    """The store did not say in time whether a commit or a deletion took effect; it still may.
 
-    Look at the checkpoint (`dcp-objstore ls`) before saving it again.
+    Look at the checkpoint (`dcp-objstore ls`) before you save it again.
     """
 
 
@@ -117,7 +116,7 @@ class InputError(DcpObjstoreError):
 
 
 class InvalidUrlError(InputError):
-    """The URL has no known scheme, no bucket, or a form that we cannot use."""
+    """The URL has no known scheme, no bucket, or a form that this package cannot use."""
 
 
 class ConfigError(InputError):
@@ -129,7 +128,7 @@ class UnsupportedError(InputError):
 
 
 class ForkedProcessError(InputError):
-    """A client made before a fork was used after it; open the store in the child."""
+    """A client that was made before a fork was used after it; open the store in the child."""
 
 
 class CredentialsError(InputError):
@@ -157,7 +156,7 @@ class CheckpointNotFoundError(InputError):
 
 
 class CheckpointPinnedError(InputError):
-    """The checkpoint is protected by pins and is not deleted; `unpin` removes one."""
+    """The checkpoint is protected by pins and was not deleted; `unpin` removes a pin."""
 
 
 class StateMismatchError(InputError):
@@ -165,13 +164,13 @@ class StateMismatchError(InputError):
 
 
 class AbsentKeyError(StateMismatchError, KeyError):
-    """An opened checkpoint was asked for a key that it does not have; a KeyError, too."""
+    """An opened checkpoint does not have the requested key. Also a `KeyError`."""
 
 
 class UntrustedPickleError(InputError):
-    """A value can only be read by unpickling what could run code.
+    """A value is pickled in a way that could run code when it is read.
 
-    Declare its class by `torch.serialization.add_safe_globals`, or pass `trust_pickle=True`.
+    Declare its class with `torch.serialization.add_safe_globals`, or pass `trust_pickle=True`.
     """
 
 
@@ -180,7 +179,7 @@ class CorruptDataError(DcpObjstoreError):
 
 
 class CheckpointCorruptError(CorruptDataError):
-    """A committed checkpoint misses an object, or an object differs from what was saved."""
+    """A committed checkpoint lacks an object, or an object differs from what was saved."""
 
 
 class LostRaceError(DcpObjstoreError):
@@ -196,7 +195,7 @@ class CommitLostError(LostRaceError):
 
 
 class SupersededError(LostRaceError):
-    """A newer job took this job's run over: what this job saves does not count. Stop this job."""
+    """A newer job claimed the run: what this job saves does not count. Stop this job."""
 
 
 class CheckpointGoneError(LostRaceError):
@@ -204,4 +203,4 @@ class CheckpointGoneError(LostRaceError):
 
 
 class RankFailedError(DcpObjstoreError):
-    """A rank failed with an error from outside this project; its text is kept."""
+    """A rank failed with an error of another library; the message keeps its text."""

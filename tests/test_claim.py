@@ -19,7 +19,7 @@ import pytest
 from dcp_objstore.checkpoint import claim as rule
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint.claim import ClaimRecord, RunClaim, decode_claim, encode_claim
-from dcp_objstore.checkpoint.commit import Committed
+from dcp_objstore.checkpoint.commit import CommitResult
 from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import new_id
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY
@@ -126,13 +126,13 @@ class Job:
     def take(self) -> int:
         return rule.claim_run(self.process.at(""), self.process.at, clock=TickingClock())
 
-    def begin(self, name: str, *, overwrite: bool = False) -> Callable[[], Committed]:
+    def begin(self, name: str, *, overwrite: bool = False) -> Callable[[], CommitResult]:
         """All of a save but its end, which is returned."""
         store = self.process.at(name)
         token = commits.begin(store, overwrite=overwrite, claim=self.number)
         uploaded = upload(store)
 
-        def end() -> Committed:
+        def end() -> CommitResult:
             done = finish_upload(store, token, uploaded, clock=TickingClock())
             if self.number:
                 rule.confirm(self.process.at(""), self.number, clock=TickingClock())

@@ -243,7 +243,7 @@ def test_a_save_that_would_not_count_is_refused_before_anything_is_sent(
     url = f"{run}/step-1"
     for claim in (None, old):
         recorded.clear()
-        with pytest.raises(SupersededError, match="claim" if claim is None else "Stop this job"):
+        with pytest.raises(SupersededError, match="no claim" if claim is None else "Stop this job"):
             saver(claim, options)(1, **({} if claim else {"run": run}))
         assert asked(recorded) == ["get _CLAIM"]
         with pytest.raises(SupersededError):

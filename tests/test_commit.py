@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dcp_objstore.checkpoint import commit as commits
-from dcp_objstore.checkpoint.commit import BeginToken, Committed
+from dcp_objstore.checkpoint.commit import BeginToken, CommitResult
 from dcp_objstore.checkpoint.marker import Counts, Marker, decode_marker, encode_marker, new_id
 from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
@@ -72,7 +72,7 @@ def finish(
     index: bytes = b"an index",
     fenced: bool = True,
     clock: TickingClock | None = None,
-) -> Committed:
+) -> CommitResult:
     nonce, objects = uploaded or upload(store)
     done = commits.commit(
         store,
@@ -90,7 +90,9 @@ def finish(
     return done
 
 
-def save(store: MemoryStore, *, overwrite: bool = False, index: bytes = b"an index") -> Committed:
+def save(
+    store: MemoryStore, *, overwrite: bool = False, index: bytes = b"an index"
+) -> CommitResult:
     return finish(store, commits.begin(store, overwrite=overwrite), index=index)
 
 
@@ -145,7 +147,7 @@ def test_commit_is_one_conditional_put_after_objects_and_index(store: MemoryStor
     assert put.precondition == IfAbsent()
     assert put.retry is False
     marker = decode_marker(store.body(MARKER_KEY))
-    assert done == Committed(marker.commit_id, False, marker)
+    assert done == CommitResult(marker.commit_id, False, marker)
     assert marker.generation == 1
     assert marker.user_metadata == {"loss": 0.5}
     assert marker.index is not None
@@ -229,7 +231,7 @@ def test_what_is_committed_while_a_save_finishes_a_deletion_is_not_replaced_unas
 ) -> None:
     save(store)
     rewrite(store, state="deleting")
-    others: list[Committed] = []
+    others: list[CommitResult] = []
 
     def overtake(key: str) -> None:
         store.on_delete = None
@@ -326,7 +328,7 @@ def test_of_two_writers_with_one_begin_state_exactly_one_wins(store: MemoryStore
 
 def test_of_two_writers_whose_marker_puts_cross_exactly_one_wins(store: MemoryStore) -> None:
     one, two = (commits.begin(store, overwrite=False) for _ in range(2))
-    others: list[Committed] = []
+    others: list[CommitResult] = []
 
     def overtake(_: Put) -> None:
         others.append(finish(store, two))
@@ -400,7 +402,7 @@ def test_conflict_without_an_effect_is_sent_again(store: MemoryStore) -> None:
 
 
 def test_lost_answer_then_superseded_is_still_a_success(store: MemoryStore) -> None:
-    others: list[Committed] = []
+    others: list[CommitResult] = []
 
     def land_and_be_replaced(put: Put) -> BaseException:
         store.apply(put)

@@ -177,11 +177,11 @@ def test_a_place_that_cannot_be_used_is_one_line_before_any_rank_starts(
 def test_a_proof_that_fails_ends_the_demo_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def tell(story: Story) -> None:
+    def run(story: Story) -> None:
         story.place.open().put("left-over", b"x")
         raise ProofFailedError("the state differs")
 
-    monkeypatch.setattr(Story, "tell", tell)
+    monkeypatch.setattr(Story, "run", run)
     monkeypatch.setattr(stage, "warm_up", lambda: None)
     with pytest.raises(SystemExit) as caught:
         stage.run_demo(Settings(ranks=2, resume_ranks=1), f"file://{tmp_path}", keep=False)

@@ -179,11 +179,11 @@ def uneven_ends(rank: int, world_size: int, url: str) -> tuple[int, bool]:
     run = dos.CheckpointManager(url, preemption_signals=(), preemption_check=lambda: rank == 1)
     with run:
         if rank == 0:
-            run._boundaries.close()  # type: ignore[union-attr]
+            run._consensus.close()  # type: ignore[union-attr]
         dist.barrier()
         for step in range(1, 400):
-            run._boundaries.reached()  # type: ignore[union-attr]
-            if run._boundaries._over:  # type: ignore[union-attr]
+            run._consensus.reached()  # type: ignore[union-attr]
+            if run._consensus._over:  # type: ignore[union-attr]
                 return step, run.preempted()
             torch.rand(100_000).sort()
     return 400, run.preempted()

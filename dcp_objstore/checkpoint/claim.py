@@ -1,28 +1,31 @@
-"""The claim of a run: keeps a job that was superseded from adding steps.
+"""The claim of a run: it keeps a superseded job from adding steps.
 
-The rules, with the numbers that they have in the model that was searched for a way around them
-(two jobs that take over, one that was superseded, a lister; crashes anywhere). A step is one
-checkpoint directly below the run; `_CLAIM`, at the run, is changed by conditional PUTs alone.
+A model of these rules was searched for a way around them: two jobs that claim the run, one that was
+superseded, one that lists; crashes anywhere. The rules have the same numbers in the model. A step
+is one checkpoint directly below the run. `_CLAIM`, at the run, is changed by conditional PUTs
+alone; it holds the number of the latest claim, and the base, the oldest claim that counts.
 
-C1. Every marker carries the claim of the job that wrote it.
-C2. A job takes over: conditional PUT of `_CLAIM` with the next number and the base as it is; list
-    the steps that count; **adopt** each, which rewrites its marker with the new claim (refused:
-    list again); conditional PUT of `_CLAIM` with base = number, and only then it begins to train.
-    Refused there: somebody else takes over; give up. So of two that take over at once, the one
-    whose first PUT was the last to succeed trains, and no other.
+C1. Every marker carries the number of the claim of the job that wrote it.
+C2. To claim a run, a job puts `_CLAIM` conditionally, with the next number and an unchanged base.
+    It lists the steps that count and **adopts** each: it rewrites the step's marker with the new
+    number (if that is refused, it lists again). Then it puts `_CLAIM` conditionally with base =
+    number, and only then begins to train. If a PUT of `_CLAIM` is refused, another job is claiming
+    the run, and this one gives up. So of two jobs that claim a run at once, the one whose first PUT
+    was the last to succeed trains, and no other.
     A job that has gone back to an earlier step does the same before its next save, but only if
-    `_CLAIM` still has its own number, and it does not adopt the steps later than that one.
-C3. A step counts if it is committed and the claim of its marker is at least the base. Who lists
-    reads `_CLAIM` before and after, and lists again if it has changed.
-C4. After its commit a job reads `_CLAIM`. Its own number still: success. Otherwise superseded.
-    It reads it before it uploads as well, so as not to upload in vain. A save without a claim is
-    refused there where `_CLAIM` exists, because its step would not count.
-C5. Nobody replaces or deletes a marker of a later claim than its own. One of an earlier claim does
-    not count once a job trains, so it is replaced unasked, also when it beat a commit. (In
-    `commit`: only where it was put on the very marker that the save began with; if a sweep came in
-    between, the save has lost.) Pinned ones are left.
+    `_CLAIM` still has its own number, and it does not adopt the steps after that one.
+C3. A step counts if it is committed and the claim of its marker is at least the base. To list the
+    steps, a job reads `_CLAIM` before and after, and lists again if it has changed.
+C4. After its commit a job reads `_CLAIM`. If the number is still its own, the save succeeded;
+    otherwise the job is superseded. It also reads `_CLAIM` before it uploads, so as not to upload
+    in vain. There a save without a claim is refused if `_CLAIM` exists, because its step would not
+    count.
+C5. No job replaces or deletes a marker of a later claim than its own. A marker of an earlier claim
+    does not count once a job trains, so it is replaced without `overwrite`, even if it beat a
+    commit. (`commit` does so only if it replaced the very marker that the save began with; if a
+    sweep came in between, the save has lost.) Pinned markers are left alone.
 
-The base only ever rises, and only what counts is adopted: what once does not count never will.
+The base only rises, and only steps that count are adopted: a step that does not count never will.
 """
 
 from __future__ import annotations
@@ -38,10 +41,16 @@ from msgspec import Meta
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
 from dcp_objstore.checkpoint.commit import rewrite_marker
 from dcp_objstore.checkpoint.compare_and_swap import compare_and_swap
-from dcp_objstore.checkpoint.marker import MAX_CLAIM, Marker, new_id
+from dcp_objstore.checkpoint.marker import (
+    MAX_CLAIM,
+    Marker,
+    check_checksum,
+    damaged,
+    new_id,
+    with_checksum,
+)
 from dcp_objstore.checkpoint.names import CLAIM_KEY, natural_order, step_of
 from dcp_objstore.checkpoint.read import Found, read_marker
-from dcp_objstore.checkpoint.sealed import check_checksum, damaged, with_checksum
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CommitUnknownError,
@@ -65,18 +74,18 @@ OpenStep: TypeAlias = Callable[[str], ObjectStore]
 
 @dataclass(frozen=True)
 class RunClaim:
-    """The right to save steps of a run, until another job takes the run over. Picklable.
+    """The right to save steps of a run, until another job claims the run. Picklable.
 
     Attributes:
-        run_url: the run; its steps lie directly below.
-        number: of the claim, from 1.
+        run_url: URL of the run; its steps are directly below it.
+        number: the number of the claim, from 1.
     """
 
     run_url: str
     number: int
 
     def __post_init__(self) -> None:
-        """Refuse what `claim_run` never gives."""
+        """Refuse values that `claim_run` never returns."""
         whole = isinstance(self.number, int) and not isinstance(self.number, bool)
         if not isinstance(self.run_url, str) or not whole or not 0 < self.number <= MAX_CLAIM:
             raise ConfigError("a RunClaim comes from dcp_objstore.claim_run")
@@ -86,10 +95,10 @@ class ClaimRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `_CLAIM`.
 
     Attributes:
-        format: rises when an older version would misread it.
-        number: of the job that took over last.
+        format: number of the format; it rises when an older version would misread the record.
+        number: number of the latest claim.
         base: the oldest claim whose steps count.
-        write_id: fresh for every content.
+        write_id: new for every content.
     """
 
     format: Annotated[int, Meta(ge=1)] = FORMAT
@@ -107,9 +116,9 @@ class Step:
     """A step whose marker was read.
 
     Attributes:
-        name: below the run.
+        name: the name of the step, below the run.
         store: rooted at the step.
-        found: its marker, in whatever state.
+        found: its marker, in any state, with the version.
     """
 
     name: str
@@ -118,21 +127,21 @@ class Step:
 
     @property
     def marker(self) -> Marker:
-        """The marker alone."""
+        """The marker without its version."""
         return self.found[0]
 
 
 def encode_claim(record: ClaimRecord) -> bytes:
-    """`_CLAIM` as it lies on the store."""
+    """Encode `_CLAIM` as it is stored."""
     return with_checksum(_encoder.encode(record))
 
 
 def decode_claim(body: bytes) -> ClaimRecord:
-    """`_CLAIM` from the bytes on the store, checked.
+    """Decode and check a stored `_CLAIM`.
 
     Raises:
-        CheckpointCorruptError: too large, not JSON, digest or a field wrong.
-        UnsupportedError: written by a newer version in a format that this one does not know.
+        CheckpointCorruptError: it is too large or not JSON, or its digest or a field is wrong.
+        UnsupportedError: a newer version wrote it in a format that this one does not know.
     """
     check_checksum(body, what=_WHAT, newest_format=FORMAT, max_size_bytes=MAX_SIZE_BYTES)
     try:
@@ -145,11 +154,13 @@ def decode_claim(body: bytes) -> ClaimRecord:
 
 
 def read_claim(run: ObjectStore) -> tuple[ClaimRecord, Version] | None:
-    """`_CLAIM` with the version of the same response; None: nobody ever took this run over. One
-    GET.
+    """Read `_CLAIM` and its version from one response; return None if no job ever claimed the run.
+
+    Sends one GET.
 
     Raises:
-        CheckpointCorruptError, UnsupportedError: see `decode_claim`.
+        CheckpointCorruptError: `_CLAIM` is damaged.
+        UnsupportedError: a newer version wrote it in a format that this one does not know.
     """
     try:
         body, meta = run.get(CLAIM_KEY, max_size_bytes=MAX_SIZE_BYTES)
@@ -165,7 +176,7 @@ def read_claim(run: ObjectStore) -> tuple[ClaimRecord, Version] | None:
 
 
 def counts(marker: Marker, base: int) -> bool:
-    """Rule C3, of one marker."""
+    """Return whether the step with this marker counts (rule C3)."""
     return marker.is_committed and marker.claim >= base
 
 
@@ -179,20 +190,24 @@ def claim_run(
     deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> int:
-    """Take the run over (rule C2); after a crash, the next one goes on. One at a time trains.
+    """Claim the run (rule C2): from now on no other job's steps count.
+
+    After a crash in the middle, the next call goes on. Only one job at a time may train.
 
     Args:
-        run: rooted at the run; with conditional updates (see `probe.require_rewrites`).
-        open_step: the store of a step, by its name; called from several threads.
-        deadline_seconds: for each PUT, how long it may be begun again; and for listing again.
+        run: rooted at the run; needs conditional updates (`probe.require_rewrites`).
+        open_step: returns the store of a step by its name; called from several threads.
+        deadline_seconds: no PUT is retried later than this after its first try, and the steps are
+            not listed again later than this.
         clock: for tests.
 
     Returns:
         The number of the new claim.
 
     Raises:
-        SupersededError: another job took the run over at the same time.
-        CommitUnknownError, RetryableError: not until the deadline; take over again, it is safe.
+        SupersededError: another job claimed the run at the same time.
+        CommitUnknownError, RetryableError: no success before the deadline; it is safe to call this
+            again.
         CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read, or a step is in a newer
             format. (A step whose marker is damaged is left out, with a warning.)
     """
@@ -210,22 +225,29 @@ def go_back(
     deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> int:
-    """Make the other steps than `keeps` not count any more, durably (rule C2).
+    """Go back to earlier steps: all steps but those that `keeps` names stop counting (rule C2).
 
-    A crash on the way leaves all of them counting, or none. What does not count stays on the
-    store; this job may replace it, unless it is pinned.
+    After a crash in the middle, either all of them count or none. A step that does not count stays
+    on the store; this job may replace it, unless it is pinned.
 
     Args:
-        run, open_step, deadline_seconds, clock: see `claim_run`.
-        number: the claim of this job.
-        keeps: whether a step, by its name, goes on counting.
+        run: rooted at the run; needs conditional updates (`probe.require_rewrites`).
+        open_step: returns the store of a step by its name; called from several threads.
+        number: the number of this job's claim.
+        keeps: returns whether a step, by its name, still counts.
+        deadline_seconds: no PUT is retried later than this after its first try, and the steps are
+            not listed again later than this.
+        clock: for tests.
 
     Returns:
-        The number of the new claim, which this job has from now on.
+        The number of the new claim, which is this job's from now on.
 
     Raises:
-        SupersededError: another job has taken the run over; nothing was changed.
-        As `claim_run` for the rest. After such an error this job has lost its claim.
+        SupersededError: another job has claimed the run; nothing was changed.
+        CommitUnknownError, RetryableError: no success before the deadline; this job has lost its
+            claim.
+        CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read, or a step is in a newer
+            format; this job has lost its claim.
     """
     known = read_claim(run)
     _refuse_not_owned(run, known, number)
@@ -249,7 +271,7 @@ def _take(
     retries = Retries(deadline_seconds, clock)
 
     def put(version: Version | None, new_base: int) -> Version:
-        """Change `_CLAIM`, and return its new version."""
+        """Put `_CLAIM` with this base, and return its new version."""
         record = ClaimRecord(number=number, base=new_base, write_id=new_id())
         outcome = compare_and_swap(
             run,
@@ -257,7 +279,7 @@ def _take(
             encode_claim(record),
             version,
             Retries(deadline_seconds, clock),
-            f"taking the run over as claim {number}",
+            f"claim {number} of the run",
             read=read_claim,
             landed=lambda seen: seen.write_id == record.write_id,
         )
@@ -271,7 +293,8 @@ def _take(
         found = _read_steps(run, open_step)
         later = _last_claim(found)
         if later > number:
-            # Ours still, so no job of this run has it: a step that was copied here from another.
+            # `_CLAIM` still has our number, so no job of this run has a later one: the step was
+            # copied here from another run.
             number = later + 1
             claimed = put(claimed, base)
             continue
@@ -283,13 +306,13 @@ def _take(
             return number
         if not retries.pause():
             raise RetryableError(
-                "others kept changing the steps of this run until the deadline; take it over again",
+                "others kept changing the steps of this run until the deadline; claim it again",
                 url=run.url,
             )
 
 
 def _adopt(steps: Sequence[Step], number: int, deadline_seconds: float, clock: Clock) -> bool:
-    """Rewrite the markers of these steps; False: somebody changed one meanwhile."""
+    """Rewrite the markers of these steps; return False if another job changed one meanwhile."""
 
     def adopt(step: Step) -> bool:
         retries = Retries(deadline_seconds, clock)
@@ -304,7 +327,7 @@ def _log_dropped(run: ObjectStore, dropped: Sequence[Step]) -> None:
         return
     names = [step.name for step in reversed(dropped)]
     _log.warning(
-        "%s: this job went back, so these %d steps do not count any more: %s%s",
+        "%s: this job went back to an earlier step, so these %d steps no longer count: %s%s",
         run.url,
         len(names),
         ", ".join(names[:8]),
@@ -313,7 +336,7 @@ def _log_dropped(run: ObjectStore, dropped: Sequence[Step]) -> None:
     for step in dropped:
         if step.marker.pins:
             _log.warning(
-                "%s is pinned (%s): it stays, and cannot be saved again before the pin is removed",
+                "%s is pinned (%s), so it stays; remove the pin before you save this step again",
                 step.store.url,
                 ", ".join(step.marker.pins),
             )
@@ -325,8 +348,8 @@ def _last_claim(found: Sequence[Step]) -> int:
 
 def _beaten(run: ObjectStore, number: int) -> SupersededError:
     return SupersededError(
-        f"another job took this run over while this one did (as claim {number}), and goes on with"
-        " it. Stop this job",
+        f"another job claimed this run at the same time as this one (claim {number}), and goes on"
+        " with it. Stop this job",
         url=run.url,
     )
 
@@ -342,21 +365,22 @@ def list_steps(
     deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> list[Step]:
-    """The steps that count, in natural order of their names, the last one newest (rule C3).
+    """List the steps that count, in natural order of their names, the newest last (rule C3).
 
-    Two GETs of `_CLAIM`, one listing, and a GET for each marker, with `newest` from the last on.
-    None for a marker that is alone: of a deleted step only that is left in the end, for ever, and a
-    committed one has its index, which was put before. So what was deleted costs no requests.
+    Sends two GETs of `_CLAIM`, one listing, and one GET for each marker; with `newest`, it reads
+    markers from the last one on until it has enough. It does not read a marker that is the only
+    object of its step. A deleted step keeps just its marker, for ever, while a committed step also
+    has its index, which was put before the marker. So deleted steps cost no requests.
 
     Args:
         run: rooted at the run.
-        open_step: the store of a step, by its name; called from several threads.
-        newest: only so many, the newest. Default: all.
-        deadline_seconds: listing again ends then.
+        open_step: returns the store of a step by its name; called from several threads.
+        newest: the number of steps to return, the newest ones. Default: all.
+        deadline_seconds: the steps are not listed again later than this.
         clock: for tests.
 
     Raises:
-        RetryableError: jobs kept taking the run over until the deadline.
+        RetryableError: other jobs kept claiming the run until the deadline.
         CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read, or a step is in a newer
             format. (A step whose marker is damaged is left out, with a warning.)
     """
@@ -375,16 +399,20 @@ def list_steps(
             return found[::-1]
         if not retries.pause():
             raise RetryableError(
-                "other jobs kept taking this run over until the deadline; try again", url=run.url
+                "other jobs kept claiming this run until the deadline; try again", url=run.url
             )
 
 
 def _steps_backwards(
     run: ObjectStore, open_step: OpenStep, newest: int | None = None, *, but_bare: bool = False
 ) -> Iterator[Step]:
-    """All steps with a marker, the last name first; with `newest`, read a few at a time.
+    """Yield the steps that have a marker, the last name first.
 
-    With `but_bare` those are left out that have nothing but a marker.
+    Args:
+        run: rooted at the run.
+        open_step: returns the store of a step by its name; called from several threads.
+        newest: read markers in batches of at most this size.
+        but_bare: leave out steps that have nothing but a marker.
     """
 
     def read(name: str) -> Step | None:
@@ -392,7 +420,7 @@ def _steps_backwards(
         try:
             found = read_marker(store)
         except CheckpointCorruptError as error:
-            _log.warning("a step is left out, because its marker cannot be read: %s", error)
+            _log.warning("a step is left out because its marker cannot be read: %s", error)
             return None
         return None if found is None else Step(name, store, found)
 
@@ -419,14 +447,14 @@ def _read_steps(run: ObjectStore, open_step: OpenStep) -> list[Step]:
 
 
 def refuse_uncounted(run: ObjectStore, number: int) -> None:
-    """Before a save: raise if its step could not count in the run (rule C4). One GET.
+    """Refuse a save whose step would not count in the run (rule C4). One GET, before the save.
 
     Args:
         run: rooted at the run.
-        number: the claim of the job that saves; 0: it has none.
+        number: the number of the claim of the job that saves; 0 for none.
 
     Raises:
-        SupersededError: the run was taken over, and not by this job.
+        SupersededError: another job has claimed the run.
         CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read.
     """
     found = read_claim(run)
@@ -434,11 +462,11 @@ def refuse_uncounted(run: ObjectStore, number: int) -> None:
         _refuse_not_owned(run, found, number)
     elif found is not None:
         raise SupersededError(
-            f"a job took this run over (claim {found[0].number}), and this save has no claim, so"
+            f"a job has claimed this run (claim {found[0].number}), and this save has no claim, so"
             " its step would not count: no job would resume from it. Pass the claim that"
-            " dcp_objstore.claim_run returned (CheckpointManager does, with claim_run=True, and"
-            " has it as its attribute `claim`), or save under a URL that is not directly below"
-            " this run",
+            " dcp_objstore.claim_run returned (CheckpointManager with claim_run=True does this and"
+            " has the claim as its attribute `claim`), or save under a URL that is not directly"
+            " below this run",
             url=run.url,
         )
 
@@ -450,12 +478,12 @@ def confirm(
     deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> None:
-    """After a commit: return if the run is still this claim's, so that the step counts (rule C4).
+    """Check after a commit that the run still has this claim, so that the step counts (rule C4).
 
     Raises:
-        SupersededError: a newer job took the run over.
-        CommitUnknownError: `_CLAIM` could not be read until the deadline.
-        CheckpointCorruptError: somebody removed or damaged it.
+        SupersededError: a newer job claimed the run.
+        CommitUnknownError: `_CLAIM` could not be read before the deadline.
+        CheckpointCorruptError: `_CLAIM` was removed or damaged.
     """
     retries = Retries(deadline_seconds, clock)
     while True:
@@ -467,8 +495,8 @@ def confirm(
         except DcpObjstoreError as error:
             if not isinstance(error, RetryableError) or not retries.pause():
                 raise CommitUnknownError(
-                    "the step is committed, but whether it counts is not known, because the run's"
-                    f" _CLAIM could not be read ({error}). Look at the run before you go on",
+                    "the step is committed, but it is not known whether it counts, because the"
+                    f" run's _CLAIM could not be read ({error}). Look at the run before you go on",
                     url=run.url,
                 ) from error
     _refuse_not_owned(run, found, number)
@@ -477,17 +505,17 @@ def confirm(
 def _refuse_not_owned(
     run: ObjectStore, found: tuple[ClaimRecord, Version] | None, number: int
 ) -> None:
-    """Raise unless the run is of the claim `number`, by the `_CLAIM` that was read."""
+    """Raise unless the `_CLAIM` that was read has this number."""
     if found is None or found[0].number < number:
         raise CheckpointCorruptError(
-            f"somebody removed the run's _CLAIM, or put an older one in its place (this job has"
-            f" claim {number})",
+            "the run's _CLAIM was removed, or replaced by an older one (this job has claim"
+            f" {number})",
             object_key=CLAIM_KEY,
             url=run.url,
         )
     if found[0].number > number:
         raise SupersededError(
-            f"a newer job took this run over (claim {found[0].number}; this job has claim"
+            f"a newer job claimed this run (claim {found[0].number}; this job has claim"
             f" {number}), so what this job saves does not count. Stop this job",
             url=run.url,
         )

@@ -1,4 +1,4 @@
-"""Time for the commit rules: a clock that tests can replace, and retries until a deadline."""
+"""Time for the commit rules: a clock that tests can replace, and pauses until a deadline."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _LONGEST_PAUSE_SECONDS = 5.0
 
 
 def deadline_seconds_for(stall_timeout_seconds: float) -> float:
-    """The deadline for small requests of a job that is to fail soon when the store stalls.
+    """Return the deadline for small requests of a job that must fail soon if the store stalls.
 
-    A third: the stores give one small request another third, and the last one begins before the
-    deadline and is followed by a read that finds out what became of it.
+    It is a third of the stall time-out. The stores give one small request another third: the last
+    request begins before the deadline, and a read follows it to find out what became of it.
     """
     return min(DEADLINE_SECONDS, stall_timeout_seconds / 3)
 
 
 class Clock:
-    """Monotonic time and sleep; tests pass a subclass that needs no real time."""
+    """The time, and sleep. Tests pass a subclass that needs no real time."""
 
     def monotonic(self) -> float:
-        """Seconds since some fixed moment."""
+        """Return the seconds since some fixed moment."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Sleep for this many seconds."""
         time.sleep(seconds)
 
     def utc_now(self) -> datetime:
-        """This host's idea of the time. It may be wrong: see rule 9 in `sweep`."""
+        """Return the time by this host's clock, which may be wrong (rule 9 in `sweep`)."""
         return datetime.now(UTC)
 
 
@@ -45,13 +45,13 @@ class Retries:
     """Pauses between tries: exponential, jittered, and none that begins after the deadline.
 
     Args:
-        deadline_seconds: from now. It bounds when a try may start, not how long a request takes.
-        clock: see `Clock`.
-        on_retry: called before a pause that was given an error, with the number of the try that
-            follows it, from 2, and the error.
+        deadline_seconds: counted from now; bounds when a try may start, not how long it takes.
+        clock: the time to go by.
+        on_retry: called before each pause that follows an error, with the number of the next try
+            (from 2) and the error.
 
     Attributes:
-        tries: begun so far: one, and one after each pause.
+        tries: the number of tries so far: 1, plus one for each pause.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Retries:
         self._longest = _FIRST_PAUSE_SECONDS
 
     def pause(self, error: Exception | None = None) -> bool:
-        """Sleep and return True, or return False at once when the deadline has come.
+        """Sleep and return True, or return False at once if the deadline has passed.
 
         Args:
-            error: of the try before.
+            error: what the last try raised, if anything.
         """
         left = self._deadline - self._clock.monotonic()
         if left <= 0:
@@ -78,7 +78,7 @@ class Retries:
         self.tries += 1
         if error is not None and self._on_retry is not None:
             self._on_retry(self.tries, error)
-        # Full jitter, so that writers that collided do not collide again. No secret hangs on it.
+        # Full jitter, so that writers that collided do not collide again. Nothing here is secret.
         self._clock.sleep(min(left, random.uniform(0, self._longest)))
         self._longest = min(2 * self._longest, _LONGEST_PAUSE_SECONDS)
         return True

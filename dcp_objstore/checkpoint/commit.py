@@ -1,35 +1,35 @@
-"""Commit: the only code that puts a marker. (`opening` is the only code that trusts one.)
+"""Commit: the only code that puts a marker. (`read` is the only code that trusts one.)
 
-The rules, which a model check of two writers, a deleter, a sweeper and a reader (with lost, delayed
-and duplicated answers, crashes and pauses) has passed; weakening any of them was caught. They keep
-the numbers of the design; 3 is `names`, 6 stands in `publishing`, 7 in `opening`, 8 in `deleting`,
-9 in `sweep`, and 10 is about the writer object.
+These rules have passed a model check of two writers, a deleter, a sweeper and a reader, with lost,
+delayed and duplicated answers, and with crashes and pauses. The check caught every attempt to
+weaken one of them. The rules keep the numbers of the design. Rule 3 is in `names`, 6 in `publish`,
+7 in `read`, 8 in `delete` and 9 in `sweep`; 10 is about the writer object.
 
  1. A checkpoint exists exactly while `_COMMIT` says `committed`. The marker is never removed: a
-    deleted checkpoint keeps one that says `deleted` (a tombstone), which counts as absent and is
-    what the next commit is conditioned on. A commit_id stays through all rewrites of the same
-    commit; every new content has a new write_id, so that no two ETags are ever equal.
- 2. A save begins with a **beacon**, a small object that says that a save is under way, so that a
-    sweep sees it also where a listing shows no upload before its end. Then comes one GET of
-    `_COMMIT`, before any rank uploads. Body and version come from that one response; together they
-    are the begin token. Where it says `deleting`, the save finishes that (rule 8) and reads again.
-    What is committed is replaced only with `overwrite=True`. After the commit the beacon is
-    removed; one that a crash left is removed by a sweep.
+    deleted checkpoint keeps one that says `deleted` (a tombstone). It counts as absent, and the
+    next commit is conditioned on it. A commit_id stays through all rewrites of the same commit.
+    Every new content has a new write_id, so that no two ETags are ever equal.
+ 2. A save begins with a **beacon**, a small object that shows a sweep that a save is under way,
+    even if a listing shows no upload before its end. Then comes one GET of `_COMMIT`, before any
+    rank uploads. Body and version come from that one response; together they are the begin token.
+    If the marker says `deleting`, the save finishes the deletion (rule 8) and reads again. A
+    committed checkpoint is replaced only with `overwrite=True`. After the commit the save removes
+    the beacon; a sweep removes one that a crash left.
  4. A commit is one conditional PUT of `_COMMIT` against the begin token, after a listing has shown
-    every object with its size and after the index is there. The transport does not retry it; we
-    send again, always the same bytes.
- 5. Whatever is not a clean success is decided by reading `_COMMIT`. Our commit_id is current or in
-    the log: we committed, even if somebody has replaced us since. The begin token still stands:
-    send again, and at the deadline say that the outcome is unknown (an answer lost on the way may
-    hide a PUT that lands later); but a PUT that was refused for good, and none before it without an
-    answer, is not sent again: the save ends with that refusal. Anything else: somebody else was
-    first. No refusal is believed before that read, not even the first: something between us and
-    the store may have answered, for a PUT that took effect. So the outcome is unknown as long as
-    the marker cannot be read. Nothing is deleted here, because an object that looks useless may
-    belong to a commit that is about to land. Rewrites of a marker (`rewrite_marker`: deleting,
-    fencing, pinning) are decided alike, by their write_id.
-11. All this needs a store with conditional writes: see `probe`. `fenced=False` sends the same PUTs
-    without conditions, for users who have promised that there is only one writer.
+    every object with its size, and after the index has been put. The transport does not retry the
+    PUT; this code sends it again, always with the same bytes.
+ 5. Anything but a clean success is decided by reading `_COMMIT`. If our commit_id is current or in
+    the log, we committed, even if another writer has replaced us since. If the begin token still
+    stands, the PUT is sent again; at the deadline the outcome is unknown, because an unanswered PUT
+    may land later. But if the PUT was refused for good, and no PUT before it went unanswered, it is
+    not sent again: the save ends with that refusal. In all other cases another writer was first.
+    No refusal is believed before that read, not even the first: something between us and the store
+    may have answered, for a PUT that took effect. So the outcome is unknown as long as the marker
+    cannot be read. Nothing is deleted here, because an object that looks useless may belong to a
+    commit that is about to land. Rewrites of a marker (`rewrite_marker`, to delete, fence or pin)
+    are decided in the same way, by their write_id.
+11. All this needs a store with conditional writes, which `probe` tests. `fenced=False` sends the
+    same PUTs without conditions, for users who have promised that there is only one writer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from typing import Any
 import msgspec
 
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
-from dcp_objstore.checkpoint.compare_and_swap import Outcome, compare_and_swap
+from dcp_objstore.checkpoint.compare_and_swap import SwapOutcome, compare_and_swap
 from dcp_objstore.checkpoint.listing import check_objects
 from dcp_objstore.checkpoint.marker import (
     ON_NOTHING,
@@ -95,14 +95,14 @@ _log = logging.getLogger("dcp_objstore")
 
 @dataclass(frozen=True)
 class BeginToken:
-    """What `_COMMIT` was when the save began. Picklable.
+    """The state of `_COMMIT` when the save began. Picklable.
 
     Attributes:
-        url: the checkpoint.
-        marker: the content; a tombstone or, with overwrite, a committed marker; None: there is
-            none or, with overwrite, one that cannot be read.
-        version: the store's token of that state; None: there is no marker.
-        claim: of the job that saves; 0: none.
+        url: URL of the checkpoint.
+        marker: the marker: a tombstone or, with overwrite, a committed one. None if there is no
+            marker or, with overwrite, if it cannot be read.
+        version: the store's version of the marker; None if there is no marker.
+        claim: number of the claim of the job that saves; 0 for none.
         beacon: key of the object that shows sweeps that this save is under way.
     """
 
@@ -114,19 +114,19 @@ class BeginToken:
 
     @property
     def precondition(self) -> Precondition:
-        """What the commit is conditioned on."""
+        """The condition of the commit's PUT."""
         return IfAbsent() if self.version is None else IfVersion(self.version)
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommitResult:
     """A commit that took effect.
 
     Attributes:
-        commit_id: of this commit.
-        superseded: somebody has replaced or deleted it since, before we saw our answer.
-        marker: as this commit wrote it.
-        attempts: PUTs of the marker that were sent.
+        commit_id: the id of this commit.
+        superseded: another job replaced or deleted it before this save knew its outcome.
+        marker: the marker as this commit wrote it.
+        attempts: the number of PUTs of the marker that were sent.
     """
 
     commit_id: str
@@ -146,24 +146,24 @@ def begin(
 ) -> BeginToken:
     """Put the beacon of a save and take its begin token (rule 2).
 
-    One PUT and one GET; a HEAD where there is no marker, for what another library may have saved;
-    and what finishing a deletion takes, where one was begun and not finished (rule 8). A save that
-    is refused leaves no beacon.
+    Sends one PUT and one GET. If there is no marker, also a HEAD, to find what another library may
+    have saved. If a deletion was begun and not finished, also the requests that finish it (rule 8).
+    A save that is refused leaves no beacon.
 
     Args:
         store: rooted at the checkpoint.
-        overwrite: replace what is committed, or damaged. What an earlier claim than ours has
-            committed does not count any more and is replaced in any case (rule C5 of `claim`).
-        claim: of the job that saves; 0: none.
-        nonce: of the save; names the beacon. Default: a new one.
+        overwrite: replace a committed or damaged checkpoint. One that was committed under an
+            earlier claim no longer counts and is replaced in any case (rule C5 of `claim`).
+        claim: number of the claim of the job that saves; 0 for none.
+        nonce: the nonce of the save, which names the beacon. Default: a new one.
         deadline_seconds: no change of the marker begins later than this. Default 60.
         clock: for tests.
 
     Raises:
-        SupersededError: the marker is of a later claim than ours (rule C5).
-        CheckpointExistsError: it is committed and `overwrite` is False, or it is pinned; or,
-            without `overwrite`, there is a `.metadata` without a marker.
-        CommitUnknownError, RetryableError: a deletion could not be finished until the deadline.
+        SupersededError: the marker has a later claim than this job (rule C5 of `claim`).
+        CheckpointExistsError: a checkpoint is committed and `overwrite` is False, or it is pinned;
+            or, without `overwrite`, there is a `.metadata` without a marker.
+        CommitUnknownError, RetryableError: a deletion could not be finished before the deadline.
         CheckpointCorruptError: the marker is damaged, and `overwrite` is False.
         UnsupportedError: a newer version wrote the marker.
     """
@@ -174,7 +174,7 @@ def begin(
             store, Retries(deadline_seconds, clock), overwrite=overwrite, claim=claim
         )
     except (InputError, LostRaceError, CorruptDataError):
-        # Not where the store does not answer: the save would fail later, and gain nothing.
+        # Not if the store does not answer: then the save would only fail later.
         remove_beacon(store, beacon)
         raise
     return replace(token, beacon=beacon)
@@ -185,18 +185,18 @@ def _light(store: ObjectStore, key: str) -> None:
     try:
         store.put(key, body, retry=False)
     except StoreUnavailableError:
-        # Where a web server answers instead of a store, a GET says so at once; a PUT is retried.
+        # If a web server answers instead of a store, a GET reveals it at once; a PUT is retried.
         with suppress(CorruptDataError, UnsupportedError):
             read_marker(store)
         store.put(key, body)
 
 
 def remove_beacon(store: ObjectStore, key: str) -> None:
-    """Remove the beacon of a save that has ended. What fails is left to a sweep, and logged."""
+    """Remove the beacon of a save that has ended. If that fails, log it; a sweep removes it."""
     try:
         store.delete(key)
     except DcpObjstoreError as error:
-        _log.debug("the beacon %s/%s stays until a sweep: %s", store.url, key, error)
+        _log.debug("the beacon %s/%s stays until the next sweep: %s", store.url, key, error)
 
 
 def _take_token(store: ObjectStore, retries: Retries, *, overwrite: bool, claim: int) -> BeginToken:
@@ -213,7 +213,7 @@ def _take_token(store: ObjectStore, retries: Retries, *, overwrite: bool, claim:
     marker, version = found
     refuse_later(store, marker, claim)
     if marker.state == "deleting":
-        # Before the uploads, because whoever finishes it later would defeat this save.
+        # Before the uploads: if another job finished the deletion later, it would defeat this save.
         finish_deleting(store, marker.commit_id, retries)
         return _take_token(store, retries, overwrite=overwrite, claim=claim)
     if marker.is_committed and not overwrite and marker.claim == claim:
@@ -232,18 +232,18 @@ def _take_token(store: ObjectStore, retries: Retries, *, overwrite: bool, claim:
 
 
 def _begin_on_damage(store: ObjectStore, error: CheckpointCorruptError, claim: int) -> BeginToken:
-    """The token of a marker that nobody can read any more: a run must not end for ever at it.
+    """Return the token of a damaged marker, so that a run need not end at it for ever.
 
-    What it named stays where it is, until a sweep finds that no commit names it.
+    The objects that it named stay until a sweep finds that no commit names them.
     """
     try:
         version = store.head(MARKER_KEY).version
-        # Read again after the version was: if it is whole now, somebody else is at work here.
+        # Read after the version was taken: if it is whole now, another writer is at work here.
         read_marker(store)
     except CheckpointCorruptError:
         if version == Version():
-            raise  # no PUT can be conditioned on that: it is hardly the store that answers
-        _log.warning("the checkpoint at %s is to be replaced: %s", store.url, error)
+            raise  # no PUT can be conditioned on this; probably it is not the store that answered
+        _log.warning("the damaged checkpoint at %s will be replaced: %s", store.url, error)
         return BeginToken(store.url, None, version, claim)
     raise RetryableError(
         "the marker changed while it was being read; another writer is at work", url=store.url
@@ -251,23 +251,28 @@ def _begin_on_damage(store: ObjectStore, error: CheckpointCorruptError, claim: i
 
 
 def refuse_later(store: ObjectStore, marker: Marker, claim: int) -> None:
-    """Rule C5 of `claim`: nobody replaces or deletes a marker of a later claim than its own.
+    """Refuse to replace or delete a marker of a later claim (rule C5 of `claim`).
+
+    Args:
+        store: rooted at the checkpoint.
+        marker: the marker that was read.
+        claim: number of the claim of this job; 0 for none.
 
     Raises:
-        SupersededError: it is one.
+        SupersededError: the marker has a later claim than this job.
     """
     if marker.claim > claim:
         own = f"this job has claim {claim}" if claim else "this job has none"
         raise SupersededError(
-            f"this step belongs to claim {marker.claim} of its run, and {own}: a newer job took the"
-            " run over. Nothing was changed. Stop this job; if it is the newer one, let it call"
-            " dcp_objstore.claim_run and pass the claim",
+            f"this step belongs to claim {marker.claim} of its run, and {own}: a newer job took"
+            " over the run. Nothing was changed. Stop this job; if it is the newer one, call"
+            " dcp_objstore.claim_run in it and pass the claim",
             url=store.url,
         )
 
 
 def _refuse_foreign(store: ObjectStore) -> None:
-    """Our commit would replace the `.metadata` by which stock readers find another's data."""
+    """Refuse to replace the `.metadata` by which stock readers find another library's data."""
     try:
         store.head(DOT_METADATA_KEY)
     except ObjectNotFoundError:
@@ -293,7 +298,7 @@ def commit(
     fenced: bool = True,
     clock: Clock = SYSTEM_CLOCK,
     on_retry: Callable[[int, Exception], None] | None = None,
-) -> Committed:
+) -> CommitResult:
     """Make the checkpoint exist (rules 4 and 5). Call once, after all ranks have reported.
 
     Args:
@@ -301,27 +306,27 @@ def commit(
         begin: from `begin`, taken before the uploads.
         index: the encoded index.
         objects: key and size in bytes of every data object.
-        counts: for listings.
-        world_size: ranks that saved.
-        user_metadata: see `marker.check_user_metadata`.
-        nonce: of this save; names the index.
-        deadline_seconds: no PUT of the marker starts later than this after the first; a request
-            that is under way may take the transport's time-out longer.
+        counts: a summary, for listings.
+        world_size: number of ranks that saved.
+        user_metadata: the user's own JSON values, or None.
+        nonce: the nonce of this save, which names the index.
+        deadline_seconds: no PUT of the marker starts later than this after the first. A request
+            that is under way then may take up to the transport's time-out longer.
         fenced: False on a store without conditional writes (rule 11).
         clock: for tests.
-        on_retry: see `Retries`.
+        on_retry: called before each retry with its number (from 2) and the last error.
 
     Raises:
-        CheckpointCorruptError: an object is missing or of another size; nothing was committed.
+        CheckpointCorruptError: an object is missing or has another size; nothing was committed.
         CommitLostError: another writer, or a sweep, changed the marker since `begin`; nothing was
-            committed. But what only jobs of earlier claims have committed since is replaced.
-        SupersededError: a job of a later claim changed it; nothing was committed.
-        CommitUnknownError: no clear answer until the deadline; it may still take effect.
-        InputError: the store refused the PUT for good (rights, credentials), the begin token is
-            of another checkpoint, or `user_metadata` is not JSON; nothing was committed.
+            committed. (A commit of an earlier claim is replaced instead.)
+        SupersededError: a job of a later claim changed the marker; nothing was committed.
+        CommitUnknownError: no clear answer before the deadline; the commit may still take effect.
+        InputError: the store refused the PUT for good (rights, credentials), the begin token
+            belongs to another checkpoint, or `user_metadata` is not JSON; nothing was committed.
     """
     if begin.url != store.url:
-        raise InputError(f"the begin token is of {begin.url}", url=store.url)
+        raise InputError(f"the begin token belongs to {begin.url}", url=store.url)
     make = partial(
         next_marker,
         commit_id=new_id(),
@@ -336,18 +341,18 @@ def commit(
     )
     marker = make(begin.marker)
     ours = marker.commit_id
-    encode_marker(marker)  # refused, if it is, before any request
+    encode_marker(marker)  # raises before any request if the marker cannot be encoded
     try:
         check_objects(store, objects)
     except CheckpointCorruptError:
-        # Whoever removes what a save has uploaded, as a sweep does, has changed the marker before.
+        # A sweep changes the marker before it removes what a save has uploaded.
         found = read_marker(store)
         if (found[1] if found is not None else None) != begin.version:
             raise _lost(store, found[0] if found is not None else None, begin.claim) from None
         raise
     store.put(index_key(nonce), index)
     if begin.marker is None and begin.version is not None:
-        marker = msgspec.structs.replace(marker, put_on="")  # it is not known on what
+        marker = msgspec.structs.replace(marker, put_on="")  # the damaged marker's is not known
     token, retries = (begin.marker, begin.version), Retries(deadline_seconds, clock, on_retry)
     beaten = 0
     while True:
@@ -363,7 +368,7 @@ def commit(
         seen = outcome.seen
         if outcome.landed:
             superseded = seen is not None and (seen.commit_id != ours or not seen.is_committed)
-            return Committed(ours, superseded, marker, retries.tries + beaten)
+            return CommitResult(ours, superseded, marker, retries.tries + beaten)
         if outcome.found is None or not _yields(outcome.found[0], token[0], begin.claim):
             raise _lost(store, seen, begin.claim)
         token, beaten = outcome.found, beaten + 1
@@ -371,10 +376,11 @@ def commit(
 
 
 def _yields(seen: Marker, token: Marker | None, claim: int) -> bool:
-    """Whether what beat our commit does not count (rule C5 of `claim`), and nothing else came.
+    """Return whether the commit that beat ours does not count, so that ours may replace it.
 
-    Put directly on the marker that we had seen, and not rewritten since: so it has no pins, and
-    there was no sweep in between, which removes what it found without a commit, ours too.
+    It must have an earlier claim (rule C5 of `claim`), must replace the very marker that this save
+    began with, and must not have been rewritten since. Then it has no pins, and no sweep came in
+    between, which would have removed the objects without a commit, ours included.
     """
     on = ON_NOTHING if token is None else token.write_id
     return seen.is_committed and seen.claim < claim and seen.put_on == on
@@ -383,14 +389,14 @@ def _yields(seen: Marker, token: Marker | None, claim: int) -> bool:
 def _lost(store: ObjectStore, seen: Marker | None, claim: int) -> LostRaceError:
     if seen is not None and seen.claim > claim:
         return SupersededError(
-            f"a newer job took this run over while this save was under way (claim {seen.claim},"
+            f"a newer job took over this run while this save was under way (claim {seen.claim},"
             f" this job has {claim or 'none'}); this save was not committed. Stop this job",
             url=store.url,
         )
     winner = f"commit {seen.commit_id}" if seen is not None else "the marker was removed"
     return CommitLostError(
-        f"another writer, or a sweep, changed this checkpoint since the save began ({winner}); this"
-        " save was not committed, and what the other one wrote is whole",
+        f"another writer, or a sweep, changed this checkpoint after the save began ({winner}); this"
+        " save was not committed, and what the other writer wrote is whole",
         url=store.url,
     )
 
@@ -398,22 +404,22 @@ def _lost(store: ObjectStore, seen: Marker | None, claim: int) -> LostRaceError:
 def rewrite_marker(
     store: ObjectStore, found: Found, what: str, retries: Retries, **changes: Any
 ) -> Marker | None:
-    """Put the marker that was found with other fields and a new write_id (rule 5).
+    """Rewrite a marker with other fields and a new write_id (rule 5).
 
     Args:
         store: rooted at the checkpoint.
-        found: as read; the PUT is conditioned on its version.
+        found: the marker as it was read; the PUT is conditioned on its version.
         what: the change in words, for errors.
-        retries: bounds when a PUT may start, and is shared with what the caller does around it.
-        changes: fields of `Marker`; none: only the write_id changes (a fence).
+        retries: bounds when a PUT may start; the caller may use it for its own requests, too.
+        changes: fields of `Marker`. If there are none, only the write_id changes (a fence).
 
     Returns:
-        The new marker; None: somebody else has changed the marker, before ours or after it (only
-        where its answer was lost). Read it again.
+        The new marker, or None if another job has changed the marker: before this PUT or, if the
+        answer to it was lost, possibly after it. Read the marker again then.
 
     Raises:
-        CommitUnknownError: no clear answer until the deadline; it may still take effect.
-        InputError: the store refused for good; nothing was changed.
+        CommitUnknownError: no clear answer before the deadline; the PUT may still take effect.
+        InputError: the store refused the PUT for good; nothing was changed.
     """
     claim = changes.get("claim", found[0].claim)
     marker = msgspec.structs.replace(
@@ -424,14 +430,14 @@ def rewrite_marker(
 
 
 def finish_deleting(store: ObjectStore, commit_id: str, retries: Retries) -> bool:
-    """Bring a `deleting` of this commit to its end, whoever began it (rule 8, in `deleting`).
+    """Finish the deletion of this commit, whichever job began it (rule 8 in `delete`).
 
     Returns:
-        Whether another save has committed here since, so that `.metadata` may need mending: our
-        removal of the old one may have met the new one.
+        Whether another save has committed here since. Then `.metadata` may need a repair, because
+        this call may have removed the new one instead of the old one.
 
     Raises:
-        CommitUnknownError, RetryableError: not until the deadline.
+        CommitUnknownError, RetryableError: no success before the deadline.
     """
     while True:
         found = read_marker(store)
@@ -449,7 +455,7 @@ def pause_or_raise(store: ObjectStore, retries: Retries) -> None:
     """Pause before the next try.
 
     Raises:
-        RetryableError: the deadline has come.
+        RetryableError: the deadline has passed.
     """
     if not retries.pause():
         raise RetryableError(
@@ -458,13 +464,14 @@ def pause_or_raise(store: ObjectStore, retries: Retries) -> None:
 
 
 def put_tombstone(store: ObjectStore, retries: Retries) -> Marker | None:
-    """Put a tombstone where there is no marker: what was begun before cannot commit any more.
+    """Put a tombstone where there is no marker, so that no save that began before can commit.
 
     Returns:
-        The tombstone, or None if somebody else put a marker first.
+        The tombstone, or None if another job put a marker first.
 
     Raises:
-        As `rewrite_marker`.
+        CommitUnknownError: no clear answer before the deadline; the PUT may still take effect.
+        InputError: the store refused the PUT for good; nothing was changed.
     """
     marker = Marker(
         state="deleted",
@@ -487,13 +494,18 @@ def put_marker(
     *,
     landed: Callable[[Marker], bool] | None = None,
     fenced: bool = True,
-) -> Outcome[Marker]:
-    """Rules 4 and 5, of the marker: see `compare_and_swap`.
+) -> SwapOutcome[Marker]:
+    """Put a marker until the outcome is known (rules 4 and 5), by `compare_and_swap`.
 
     Args:
-        marker: what to put.
-        version: of the marker that it replaces; None: there must be none.
-        landed: tells by a marker read later that ours took effect. Default: by its write_id.
+        store: rooted at the checkpoint.
+        marker: the marker to put.
+        version: of the marker to replace; None if there must be none.
+        retries: bounds when a PUT may start.
+        what: the change in words, for errors.
+        landed: decides from a marker that was read later whether this PUT took effect. Default: by
+            its write_id.
+        fenced: whether to send the PUT with its condition (rule 11).
     """
     return compare_and_swap(
         store,
@@ -510,7 +522,7 @@ def put_marker(
 
 __all__ = [
     "BeginToken",
-    "Committed",
+    "CommitResult",
     "Found",
     "begin",
     "commit",

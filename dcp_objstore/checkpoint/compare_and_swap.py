@@ -1,7 +1,7 @@
-"""Settling a conditional PUT: sent until its outcome is known, or the deadline has come.
+"""Compare and swap: send a conditional PUT until its outcome is known or the deadline has passed.
 
-What rules 4 and 5 of `commit` say of the marker holds for every small object that is changed by
-conditional PUTs alone: a marker, and a run's `_CLAIM`.
+Rules 4 and 5 of `commit` hold for every small object that only conditional PUTs change: a marker,
+and a run's `_CLAIM`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Outcome(Generic[T]):
+class SwapOutcome(Generic[T]):
     """What became of a PUT.
 
     Attributes:
-        landed: it took effect.
-        found: what was read to find out, with its version; None after a clean answer, or if there
-            is nothing.
+        landed: the PUT took effect.
+        found: the object that was read to find out, with its version. None if the store's answer
+            was clear, or if there is no object.
     """
 
     landed: bool
@@ -40,7 +40,7 @@ class Outcome(Generic[T]):
 
     @property
     def seen(self) -> T | None:
-        """As `found`, without the version."""
+        """The object in `found`, without its version."""
         return None if self.found is None else self.found[0]
 
 
@@ -55,33 +55,32 @@ def compare_and_swap(
     read: Callable[[ObjectStore], tuple[T, Version] | None],
     landed: Callable[[T], bool],
     fenced: bool = True,
-) -> Outcome[T]:
-    """Rules 4 and 5 of `commit`: send one body until the outcome is known.
+) -> SwapOutcome[T]:
+    """Send one body until the outcome is known (rules 4 and 5 of `commit`).
 
     Args:
         store: where the object is.
-        key: the object.
-        body: what to put; no two ever are equal, because each has a `write_id` of its own.
-        version: of the object that it replaces; None: there must be none.
+        key: of the object.
+        body: what to put. No two bodies are ever equal, because each has its own `write_id`.
+        version: of the object to replace; None if there must be none.
         retries: bounds when a PUT may start.
-        what: is put, in words, for the error.
-        read: gives the object as it is now, or None.
-        landed: tells by an object read later that ours took effect.
-        fenced: False puts without a condition (rule 11).
+        what: the thing that is put, in words, for the error.
+        read: returns the object as it is now, or None.
+        landed: decides from an object that was read later whether this PUT took effect.
+        fenced: whether to send the PUT with its condition (rule 11).
 
     Raises:
-        CommitUnknownError: no clear answer until the deadline; it may still take effect.
-        InputError: the store refused the PUT for good, and the object is as it was; nothing was
-            changed.
+        CommitUnknownError: no clear answer before the deadline; the PUT may still take effect.
+        InputError: the store refused the PUT for good; nothing was changed.
     """
     condition: Precondition = IfAbsent() if version is None else IfVersion(version)
     may_still_land = False
     while True:
         try:
             store.put(key, body, precondition=condition if fenced else None, retry=False)
-            return Outcome(True)
+            return SwapOutcome(True)
         except DcpObjstoreError as error:
-            # A refusal of this PUT says nothing of an earlier one that was never answered.
+            # A refusal of this PUT says nothing about an earlier one that was never answered.
             may_still_land = may_still_land or not isinstance(error, (LostRaceError, InputError))
             answer: DcpObjstoreError = error
         last = answer
@@ -90,14 +89,14 @@ def compare_and_swap(
         except (CheckpointCorruptError, UnsupportedError) as error:
             raise _unknown(store, what, error) from error
         except DcpObjstoreError as error:
-            # Not the refusal of the PUT: without a look at the object it may be a middlebox's, for
-            # a PUT that took effect.
+            # Do not report the refusal of the PUT: until the object has been read, the refusal may
+            # come from a middlebox, for a PUT that took effect.
             last = error
         else:
             if found is not None and landed(found[0]):
-                return Outcome(True, found)
+                return SwapOutcome(True, found)
             if (found[1] if found is not None else None) != version:
-                return Outcome(False, found)
+                return SwapOutcome(False, found)
             if _is_refusal(answer) and not may_still_land:
                 answer.at(object_key=key, url=store.url)
                 raise answer
@@ -106,16 +105,16 @@ def compare_and_swap(
 
 
 def _is_refusal(error: DcpObjstoreError) -> bool:
-    """Whether sending the same again would not help, if it is the store that answered.
+    """Return whether it would be useless to send the PUT again, if the store itself answered.
 
-    404 is left out: it is AWS's answer to `If-Match` where there is no object any more.
+    A 404 does not count: it is AWS's answer to `If-Match` if the object is gone.
     """
     return isinstance(error, InputError) and not isinstance(error, ObjectNotFoundError)
 
 
 def _unknown(store: ObjectStore, what: str, last: DcpObjstoreError) -> CommitUnknownError:
     return CommitUnknownError(
-        f"the store never said whether {what} took effect, and it still may (last: {last});"
+        f"the store did not say whether {what} took effect, and it still may (last answer: {last});"
         " nothing was deleted. Look at what is there before you go on",
         url=store.url,
     )

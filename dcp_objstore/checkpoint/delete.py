@@ -1,15 +1,16 @@
-"""Deleting a checkpoint, so that nobody ever sees a half of it and anybody can finish.
+"""Delete a checkpoint, so that no reader ever sees half of it and any job can finish.
 
-The rule of `commit` that this module carries out:
+The rule of `commit` that this module implements:
 
- 8. Delete: the marker is changed to `deleting`, by a conditional PUT against what was read (so a
-    pin or a commit that came first wins). From here on readers find no checkpoint.
-    The marker is read again; while it is `deleting` and of the same commit, `.metadata` is removed,
-    and the marker is changed to `deleted`. It keeps naming the index, and stays for ever. The
-    objects are removed after the grace period by a sweep; or at once (`now`): exactly the keys
-    that the index named, data first and the index last, so that a crash can be resumed. Never a
-    prefix. Anyone may finish a `deleting` (`commit.finish_deleting`); a save that begins does. What
-    is pinned is refused here; the newest committed step of a run, by whoever calls this.
+ 8. Delete: change the marker to `deleting`, with a conditional PUT against what was read, so that a
+    pin or a commit that came first wins. From here on readers find no checkpoint. Read the marker
+    again; while it is `deleting` and belongs to the same commit, remove `.metadata` and change the
+    marker to `deleted`. The marker still names the index and stays for ever. A sweep removes the
+    objects after the grace period; with `now` they are removed at once: exactly the keys that the
+    index named, never a prefix, data first and the index last, so that a crash can be resumed.
+    Any job may finish a `deleting` (`commit.finish_deleting`); a save that begins here does so.
+    This module refuses to delete a pinned checkpoint; its callers protect the newest committed step
+    of a run.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ from dcp_objstore.stores.protocol import ObjectStore
 
 @dataclass(frozen=True, kw_only=True)
 class DeleteReport:
-    """A deletion; with `dry_run` what it would do.
+    """What a deletion did, or with `dry_run` what it would do.
 
     Attributes:
-        url: the checkpoint.
-        commit_id: of the commit that was deleted.
-        objects: data objects that it had, by the marker.
-        total_bytes: their bytes, by the marker.
-        removed_objects: objects removed at once, data and index; 0 without `now`.
-        finished: somebody had begun this deletion before, and it was taken up.
+        url: URL of the checkpoint.
+        commit_id: id of the commit that was deleted.
+        objects: number of its data objects, according to the marker.
+        total_bytes: their size, according to the marker.
+        removed_objects: objects that were removed at once, data and index; 0 without `now`.
+        finished: this call finished a deletion that had been begun before.
         superseded: another save has committed here since; what it wrote is untouched.
-        index_damaged: `now` was asked for, but the index cannot be read, so a sweep has to remove
-            the objects when they are older than its grace period.
+        index_damaged: the index cannot be read, so `now` had no effect; a sweep removes the objects
+            when they are older than its grace period.
         dry_run: nothing was changed.
     """
 
@@ -74,23 +75,24 @@ def delete(
     deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> DeleteReport:
-    """Delete the checkpoint at the store's root (rule 8). Called again after a crash, it goes on.
+    """Delete the checkpoint at the store's root (rule 8). After a crash, call it again to go on.
 
     Args:
-        store: rooted at the checkpoint; with conditional updates (see `probe.require_rewrites`).
-        now: remove the objects at once, not after the grace period. Who is reading the checkpoint
-            gets a CheckpointGoneError. On a tombstone it removes what the commit left.
-        dry_run: only look; refuse what would be refused.
-        claim: of the job that deletes (rule C5 of `claim`); None: somebody who belongs to none.
+        store: rooted at the checkpoint; needs conditional updates (`probe.require_rewrites`).
+        now: remove the objects at once, not after the grace period. A job that is reading the
+            checkpoint gets a CheckpointGoneError. On a tombstone, remove what the commit left.
+        dry_run: change nothing, but refuse what would be refused.
+        claim: number of the claim of the job that deletes, 0 if it has none (rule C5 of `claim`);
+            None if the caller is no such job, so that claims do not matter.
         deadline_seconds: no change of the marker begins later than this.
         clock: for tests.
 
     Raises:
         CheckpointNotFoundError: nothing is committed here (any more).
-        CheckpointPinnedError: it is pinned; names the pins.
-        SupersededError: it belongs to a later claim than that of the job.
-        LostRaceError: another save replaced it meanwhile; nothing was deleted.
-        CommitUnknownError: no clear answer until the deadline; the same call goes on from there.
+        CheckpointPinnedError: the checkpoint is pinned; the error names the pins.
+        SupersededError: the checkpoint has a later claim than the job.
+        LostRaceError: another save replaced the checkpoint meanwhile; nothing was deleted.
+        CommitUnknownError: no clear answer before the deadline; the same call goes on from there.
         CheckpointCorruptError, UnsupportedError: the marker cannot be read.
     """
     retries = Retries(deadline_seconds, clock)
@@ -100,7 +102,7 @@ def delete(
     marker = found[0]
     if claim is not None:
         refuse_later(store, marker, claim)
-    # Before the marker changes: afterwards a sweep may remove the index, in its own time.
+    # Before the marker changes: afterwards a sweep may remove the index at any time.
     keys = _referenced(store, marker) if now else ()
     if marker.state == "deleted" and not keys:
         raise not_committed(store, found)
@@ -136,9 +138,9 @@ def _refuse_pinned(store: ObjectStore, marker: Marker) -> None:
 
 
 def _referenced(store: ObjectStore, marker: Marker) -> tuple[str, ...] | None:
-    """Exactly the keys of a commit, the index last; None: its index cannot be read.
+    """Return exactly the keys of a commit, the index last, or None if its index cannot be read.
 
-    A key that is not of our own form is left out: we never wrote it.
+    A key that does not have our form is left out, because this package never wrote it.
     """
     try:
         index = ix.decode(read_index(store, marker))
@@ -150,7 +152,7 @@ def _referenced(store: ObjectStore, marker: Marker) -> tuple[str, ...] | None:
 
 
 def _begin(store: ObjectStore, found: Found, claim: int | None, retries: Retries) -> None:
-    """Change the marker to `deleting`, whoever else rewrites it meanwhile."""
+    """Change the marker to `deleting`, even if others rewrite it meanwhile."""
     marker = found[0]
     while not rewrite_marker(store, found, "the deletion", retries, state="deleting"):
         again = read_marker(store)

@@ -1,10 +1,11 @@
 """The index: what is in a checkpoint and where, as one msgpack object.
 
-Typed, validated and bounded, and never pickle: `decode` returns only an index in which every
-offset lies inside its object and every size agrees with its shape, so that readers may allocate
-and read by it without further checks. It knows dtypes by name and sizes, not torch.
+It is typed, validated and bounded, and never pickled. `decode` returns only an index in which every
+offset is inside its object and every size agrees with its shape, so that readers may allocate
+and read by it without further checks. This module knows the names and sizes of dtypes; it does not
+import torch.
 
-Structs are encoded as arrays, new fields are appended with a default and the format number rises
+Structs are encoded as arrays. New fields are appended with a default, and the format number rises
 when an old reader would misread a new index.
 """
 
@@ -21,8 +22,8 @@ from dcp_objstore.transfer.digests import DIGEST_SIZE_BYTES, digest_count
 
 FORMAT: Final = 1
 
-# Bytes per element of every dtype that is saved, by the name that torch gives it. The others
-# (bits8, int4, quint4x2) are not: torch cannot pickle or copy them, or DCP cannot tell their size.
+# Bytes per element of every dtype that can be saved, by torch's name. The others (bits8, int4,
+# quint4x2) cannot: torch cannot pickle or copy them, or DCP does not know their size.
 ITEM_SIZE_BYTES: Final[dict[str, int]] = {
     "bool": 1,
     **dict.fromkeys(("uint8", "int8", "quint8", "qint8"), 1),
@@ -35,7 +36,7 @@ ITEM_SIZE_BYTES: Final[dict[str, int]] = {
 }
 _MAX_SIZE = 2**63 - 1
 _MAX_DIMENSIONS = 64
-# msgspec lets the decoder's error for a map key that is no UTF-8 through as it is.
+# msgspec does not wrap the decoder's error for a map key that is not UTF-8.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -45,8 +46,8 @@ class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         key: relative to the checkpoint.
         size_bytes: its size.
-        e_tag: as the store reported it after the upload, or None.
-        framing_digest: XXH3-128 over everything in it that is not payload, in order.
+        e_tag: the ETag that the store reported after the upload, or None.
+        framing_digest: XXH3-128 over all its bytes that are not payload, in order.
     """
 
     key: str
@@ -56,13 +57,13 @@ class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
-    """Where an item lies and what its payload must hash to.
+    """Where an item is stored, and the digests of its payload.
 
     Attributes:
-        object_number: index into `Index.objects`.
-        offset, length: the item within its object; this is what stock torch readers read.
+        object_number: position in `Index.objects`.
+        offset, length: the item within its object, in bytes; stock torch readers read this range.
         payload_offset: where the payload begins in the object.
-        payload_length: its bytes.
+        payload_length: size of the payload in bytes.
         digests: 16 bytes per 4 MiB block of payload, counted from the payload's start.
     """
 
@@ -79,9 +80,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         offsets, sizes: the box within the tensor, in elements, one number per dimension.
-        item: where it lies. The payload is the raw row-major elements, or, where `pickled`, the
-            whole item as `torch.save` wrote it (sparse, quantized and subclass tensors).
-        pickled: see `item`.
+        item: where it is stored. The payload is the raw row-major elements or, if `pickled`, the
+            whole item as `torch.save` wrote it.
+        pickled: whether only torch can decode the payload (sparse, quantized and subclass tensors).
     """
 
     offsets: tuple[int, ...]
@@ -93,8 +94,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of the state dict, as DCP's TensorProperties describe it, and its chunks.
 
-    `dtype` is that of the stored elements. One that is not in `ITEM_SIZE_BYTES` is of a newer
-    version: that tensor cannot be read, and its payload was not compared with its shape.
+    `dtype` is that of the stored elements. If it is not in `ITEM_SIZE_BYTES`, a newer version wrote
+    it: the tensor cannot be read, and its payload was not compared with its shape.
     """
 
     shape: tuple[int, ...]
@@ -120,9 +121,9 @@ class Index(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         format: number of this format; a newer one is refused.
         objects: the data objects.
-        tensors: by state-dict key (DCP's fqn).
-        blobs: pickled values by state-dict key: exactly what DCP's planner gave (BYTE_IO).
-        flatten_mapping: for each flattened key its place in the nested state dict, or None.
+        tensors: the tensors, by state-dict key (DCP's fqn).
+        blobs: pickled values by state-dict key, exactly as DCP's planner gave them (BYTE_IO).
+        flatten_mapping: the place of each flattened key in the nested state dict, or None.
         storage: DCP's storage_meta.
     """
 
@@ -135,7 +136,7 @@ class Index(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of all tensors and pickled values, without framing."""
+        """Size of all tensors and pickled values in bytes, without framing."""
         return sum(item.payload_length for item in self._items())
 
     def _items(self) -> list[Item]:
@@ -149,12 +150,12 @@ _decoder = msgspec.msgpack.Decoder(Index)
 
 
 def encode(index: Index) -> bytes:
-    """The index as it is stored."""
+    """Encode an index as it is stored."""
     return _encoder.encode(index)
 
 
 def decode(body: bytes) -> Index:
-    """Parse and validate a stored index.
+    """Decode and check a stored index.
 
     Raises:
         UnsupportedError: a newer version of this package wrote it.
@@ -233,7 +234,7 @@ def _check_item(key: str, item: Item, object_sizes: list[int]) -> None:
 def _check_tensor(key: str, tensor: Tensor, object_sizes: list[int]) -> None:
     item_size = ITEM_SIZE_BYTES.get(tensor.dtype)
     _check_extents(key, tensor.shape)
-    # A chunk that is missing would leave a part of the destination as it was, unnoticed.
+    # If a chunk were missing, a part of the destination would silently keep its old values.
     given = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
     if given != math.prod(tensor.shape) or len({c.offsets for c in tensor.chunks}) != len(
         tensor.chunks

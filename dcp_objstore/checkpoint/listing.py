@@ -1,4 +1,4 @@
-"""What a listing is good for: checking uploads before a commit, and explaining an absence.
+"""Listings: to check uploads before a commit, and to explain why there is no checkpoint.
 
 No reader and no commit ever takes a listing as proof that a checkpoint exists (rules 4 and 7 of
 `commit`).
@@ -27,14 +27,14 @@ _LOOK_AROUND_LIMIT = 1000  # keys listed to explain an absence: one page on S3
 
 
 def check_objects(store: ObjectStore, objects: Sequence[tuple[str, int]]) -> None:
-    """Check by listing that every object is there with its size. Other keys may be there too.
+    """Check with a listing that every object is there with its size. Other keys may be there too.
 
     Args:
         store: rooted at the checkpoint.
-        objects: key and size in bytes.
+        objects: key and size in bytes of each object.
 
     Raises:
-        CheckpointCorruptError: one is missing or has another size; names it.
+        CheckpointCorruptError: an object is missing or has another size; the error names it.
     """
     missing = dict(objects)
     if not missing:
@@ -43,7 +43,7 @@ def check_objects(store: ObjectStore, objects: Sequence[tuple[str, int]]) -> Non
         size = missing.pop(meta.key, None)
         if size is not None and size != meta.size_bytes:
             raise CheckpointCorruptError(
-                f"the object has {meta.size_bytes} bytes on the store, {size} were uploaded;"
+                f"the object has {meta.size_bytes} bytes on the store, but {size} were uploaded;"
                 " nothing was committed",
                 object_key=meta.key,
                 url=store.url,
@@ -59,7 +59,7 @@ def check_objects(store: ObjectStore, objects: Sequence[tuple[str, int]]) -> Non
 
 
 def explain_absence(store: ObjectStore) -> str:
-    """Say why there is no checkpoint where there is no marker, from one bounded listing."""
+    """Say why there is no checkpoint here if there is no marker. One bounded listing."""
     try:
         keys = [meta.key for meta in islice(store.list(""), _LOOK_AROUND_LIMIT)]
     except DcpObjstoreError as error:
@@ -69,7 +69,7 @@ def explain_absence(store: ObjectStore) -> str:
         reason = "there is nothing here: no object at all under this URL"
     elif any(is_ours(key) or is_beacon_key(key) for key in keys):
         reason = (
-            "a save began here but was never committed: it died before its end or is still"
+            "a save began here but was never committed: it failed before its end or is still"
             " running; load another checkpoint"
         )
     elif below:
@@ -83,7 +83,7 @@ def explain_absence(store: ObjectStore) -> str:
 
 
 def explain_object(spec: StoreSpec) -> str | None:
-    """Say that the URL of a checkpoint is the key of an object, if there is one. One HEAD."""
+    """Say that the URL is the key of a single object, or return None if it is not. One HEAD."""
     above, _, name = spec.url.rpartition("/")
     if not name or not spec.parsed.prefix.strip("/") or above in ("file:/", "file://"):
         return None
@@ -92,7 +92,7 @@ def explain_object(spec: StoreSpec) -> str | None:
     except DcpObjstoreError:
         return None
     return (
-        f"there is no checkpoint here, but one object of {found.size_bytes} bytes with this very"
-        " key; a checkpoint is a prefix with objects below it. If torch.save wrote this one,"
+        f"there is no checkpoint here, but one object of {found.size_bytes} bytes with exactly this"
+        " key; a checkpoint is a prefix with objects below it. If torch.save wrote this object,"
         " torch.load reads it"
     )

@@ -1,17 +1,22 @@
-"""The marker: what `_COMMIT` holds, as typed data, JSON with a digest of itself, and its evolution.
+"""The marker: the content of `_COMMIT` as typed data, and its encoding.
 
-On the store a marker is one flat JSON object that ends with its digest: see `sealed`.
+On the store a marker is one flat JSON object that ends with a digest of itself. A run's `_CLAIM`
+is stored in the same way. The last field is `digest`: the SHA-256, in hexadecimal, of the bytes of
+the same object without that field. So the digest covers the bytes as they are stored, unknown
+fields included, and two encoders need not agree.
 
 `format` rises when an older version would misread a marker, or would lose something that matters
-by rewriting it (a sweep rewrites). Fields that may be lost are added without raising it, and
-unknown ones are ignored. Each marker has the lowest format that says all that it holds: 1, or 2
-where it has a claim, without which its step would no longer count. This module makes no request;
-`commit` is the only one that puts markers.
+when it rewrites the marker, as a sweep does. A field that may be lost is added without a new
+format, and unknown fields are ignored. Each marker has the lowest format that can express it: 1,
+or 2 if it has a claim, because its step would no longer count without that. This module makes no
+requests; only `commit` puts markers.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from datetime import datetime
@@ -21,8 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from dcp_objstore.checkpoint.names import check_object_key
-from dcp_objstore.checkpoint.sealed import check_checksum, damaged, with_checksum
-from dcp_objstore.errors import ConfigError
+from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
 
 FORMAT: Final = 2
 MAX_MARKER_SIZE_BYTES: Final = 64 * 1024
@@ -30,7 +34,7 @@ MAX_USER_METADATA_SIZE_BYTES: Final = 32 * 1024
 LOG_LENGTH: Final = 16
 MAX_PINS: Final = 64
 MAX_PIN_LENGTH: Final = 200
-# Larger numbers of a claim would be damage; a run is taken over some thousand times at most.
+# A claim with a larger number is damage; a run is claimed some thousand times at most.
 MAX_CLAIM: Final = 2**53
 ON_NOTHING: Final = "nothing"
 
@@ -42,6 +46,8 @@ _Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _Pin = Annotated[str, Meta(min_length=1, max_length=MAX_PIN_LENGTH)]
 _MAX_DEPTH = 32
 _WHAT = "the marker"
+_DIGEST = re.compile(rb',"digest":"([0-9a-f]{64})"\}\Z')
+_DIGEST_SIZE_BYTES = len(',"digest":""}') + 64
 
 
 class IndexRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,13 +65,13 @@ class IndexRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds, for listings; the index has the details.
+    """A summary of a checkpoint, for listings; the index has the details.
 
     Attributes:
         tensors: tensors of the state dict.
         blobs: pickled values.
         objects: data objects.
-        total_bytes: the sum of the data objects' sizes.
+        total_bytes: the size of all data objects.
     """
 
     tensors: _Count = 0
@@ -78,22 +84,24 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `_COMMIT`.
 
     Attributes:
-        format: of the marker; see the module.
-        state: `committed`: the checkpoint exists; `deleting`: somebody is removing it and anyone
-            may finish that; `deleted`: a tombstone, counts as absent.
-        commit_id: random, kept through every rewrite of the same commit.
-        write_id: fresh for every new content, so that no two markers have equal ETags.
+        format: number of the marker's format; a version that does not know it refuses the marker.
+        state: `committed`: the checkpoint exists. `deleting`: a deletion has begun, and any job may
+            finish it. `deleted`: a tombstone, which counts as absent.
+        commit_id: random; kept through every rewrite of the same commit.
+        write_id: new for every new content, so that no two markers have equal ETags.
         generation: 1 for the first marker under this key, one more for each new commit.
         log: the commit_ids that this commit replaced, oldest first, at most 16.
-        index: None only in a tombstone that fences a checkpoint that never existed.
-        counts: for listings.
-        world_size: ranks that saved; 0 in a tombstone that never was a commit.
-        created_at: the committing host's clock, timezone-aware. To inform; no rule relies on it.
+        index: the index of the checkpoint. None only in a tombstone that fences a checkpoint that
+            never existed.
+        counts: a summary, for listings.
+        world_size: number of ranks that saved; 0 in a tombstone that never was a commit.
+        created_at: time of the commit by the committing host's clock, timezone-aware. For
+            information only; no rule relies on it.
         user_metadata: the user's own JSON values.
-        pins: names under which the commit is protected from deletion and overwriting.
-        claim: of the job that wrote it, or that adopted it; 0: no claim. See `claim`.
-        put_on: the write_id of the marker that the commit was put against, or `nothing`; empty
-            after any rewrite, so that who finds it knows that nothing came in between.
+        pins: names that protect the commit from deletion and from being overwritten.
+        claim: number of the claim of the job that wrote or adopted this marker; 0 for none.
+        put_on: the write_id of the marker that the commit replaced, or `nothing`. Empty after any
+            rewrite, so a value here proves that nothing came in between.
     """
 
     format: Annotated[int, Meta(ge=1)] = 1
@@ -117,30 +125,35 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
         return self.state == "committed"
 
     def knows(self, commit_id: str) -> bool:
-        """Whether that commit took effect: it is the current one or in the log."""
+        """Return whether that commit took effect: it is the current one, or it is in the log."""
         return commit_id == self.commit_id or commit_id in self.log
+
+
+class _Format(msgspec.Struct):
+    format: int
 
 
 _encoder = msgspec.json.Encoder(order="deterministic")
 _decoder = msgspec.json.Decoder(Marker)
+_format_decoder = msgspec.json.Decoder(_Format)
 
 
 def new_id() -> str:
-    """128 random bits as 32 hexadecimal digits, for commit_id and write_id."""
+    """Return 128 random bits as 32 hexadecimal digits, for commit_id and write_id."""
     return secrets.token_hex(16)
 
 
 def format_of(claim: int) -> int:
-    """The lowest format of a marker of this claim; see the module."""
+    """Return the lowest format that can hold this claim."""
     return 2 if claim else 1
 
 
 def encode_marker(marker: Marker) -> bytes:
-    """The marker as it lies on the store.
+    """Encode a marker as it is stored.
 
     Raises:
-        ConfigError: `user_metadata` or `pins` make it larger than 64 KiB, or hold what JSON
-            cannot.
+        ConfigError: `user_metadata` or `pins` make it larger than 64 KiB, or JSON cannot express
+            them.
     """
     try:
         body = _encoder.encode(marker)
@@ -156,11 +169,11 @@ def encode_marker(marker: Marker) -> bytes:
 
 
 def decode_marker(body: bytes) -> Marker:
-    """A marker from the bytes on the store, checked.
+    """Decode and check a stored marker.
 
     Raises:
-        CheckpointCorruptError: too large, not JSON, digest or a field wrong.
-        UnsupportedError: written by a newer version in a format that this one does not know.
+        CheckpointCorruptError: it is too large or not JSON, or its digest or a field is wrong.
+        UnsupportedError: a newer version wrote it in a format that this one does not know.
     """
     check_checksum(body, what=_WHAT, newest_format=FORMAT, max_size_bytes=MAX_MARKER_SIZE_BYTES)
     try:
@@ -175,14 +188,14 @@ def decode_marker(body: bytes) -> Marker:
 
 
 def check_user_metadata(values: Mapping[str, object] | None) -> dict[str, Any]:
-    """The user's metadata as plain JSON values that come back equal.
+    """Return the user's metadata as plain JSON values that compare equal when they are read back.
 
     Args:
-        values: `str` keys; None, bool, 64-bit int, finite float, str, list and dict with `str`
-            keys as values; at most 32 KiB of JSON, nested at most 32 deep.
+        values: keys are `str`; values are None, bool, 64-bit int, finite float, str, list, or dict
+            with `str` keys; at most 32 KiB of JSON, nested at most 32 deep.
 
     Raises:
-        ConfigError: anything else; the message names what.
+        ConfigError: a value is of another kind or too large; the message names it.
     """
     if values is None:
         return {}
@@ -211,10 +224,21 @@ def next_marker(
     created_at: datetime,
     claim: int = 0,
 ) -> Marker:
-    """The marker of a new commit on top of what the begin token saw (None: no marker).
+    """Make the marker of a new commit.
 
-    Its generation is one higher, and the replaced commit_id, a tombstone's too, joins the log.
-    Pins belong to the commit that they protect and are not carried over. The write_id is fresh.
+    Its generation is one higher than that of the marker it replaces, whose commit_id joins the log,
+    even if it is a tombstone. Its write_id is new. Pins belong to the commit that they protect and
+    are not carried over.
+
+    Args:
+        old: the marker of the begin token, or None if there was none.
+        commit_id: of the new commit.
+        index: its index.
+        counts: its summary, for listings.
+        world_size: number of ranks that saved.
+        user_metadata: as `check_user_metadata` returned it.
+        created_at: time of the commit, timezone-aware.
+        claim: number of the claim of the job that saves; 0 for none.
     """
     return Marker(
         format=format_of(claim),
@@ -233,6 +257,48 @@ def next_marker(
     )
 
 
+def with_checksum(body: bytes) -> bytes:
+    """Return a JSON object, which must not be empty, with its digest as the last field."""
+    return body[:-1] + b',"digest":"%s"}' % hashlib.sha256(body).hexdigest().encode()
+
+
+def check_checksum(body: bytes, *, what: str, newest_format: int, max_size_bytes: int) -> None:
+    """Check size, format and digest, before anything else is decoded.
+
+    Args:
+        body: the bytes as they are stored.
+        what: the name of the thing, for errors.
+        newest_format: the largest `format` that this version knows.
+        max_size_bytes: the largest size that is accepted.
+
+    Raises:
+        CheckpointCorruptError: it is too large or not JSON, or its digest is wrong.
+        UnsupportedError: a newer version wrote it in a format that this one does not know.
+    """
+    if len(body) > max_size_bytes:
+        raise damaged(what, f"it has {len(body)} bytes, at most {max_size_bytes} are allowed")
+    try:
+        found = _format_decoder.decode(body).format
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise damaged(what, f"{error}") from error
+    # Before the digest, because a newer format may have another rule for it.
+    if found > newest_format:
+        raise UnsupportedError(
+            f"{what} has format {found}, this version of dcp_objstore knows up to {newest_format};"
+            " upgrade dcp_objstore"
+        )
+    tail = _DIGEST.search(body, max(0, len(body) - _DIGEST_SIZE_BYTES))
+    if tail is None:
+        raise damaged(what, "it does not end with its digest")
+    if hashlib.sha256(body[: tail.start()] + b"}").hexdigest().encode() != tail[1]:
+        raise damaged(what, "it differs from its own digest")
+
+
+def damaged(what: str, reason: str) -> CheckpointCorruptError:
+    """Make the error for a marker or `_CLAIM` that cannot be what was written."""
+    return CheckpointCorruptError(f"{what} is damaged: {reason}")
+
+
 def _plain(value: object, where: str, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise ConfigError(f"{where[:200]} is nested more than {_MAX_DEPTH} deep")
@@ -245,7 +311,7 @@ def _plain(value: object, where: str, depth: int) -> Any:
             raise ConfigError(f"{where} does not fit in 64 bits; pass it as a str")
         return int(value)
     if isinstance(value, float):
-        if value - value != 0:  # an infinity or not a number
+        if value - value != 0:  # an infinity or NaN
             raise ConfigError(f"{where} is {value}, which JSON cannot hold; pass it as a str")
         return float(value)
     if isinstance(value, (list, tuple)):

@@ -1,12 +1,12 @@
-"""Names of the objects of a checkpoint, and the check of a key that came from a store.
+"""The names of a checkpoint's objects, and the check of a key that was read from a store.
 
     <checkpoint>/__{rank}_{n}.{nonce}.distcp   data of one rank
     <checkpoint>/index.{nonce}.msgpack         the index
     <checkpoint>/_COMMIT                       the marker
     <checkpoint>/.metadata                     for stock torch readers
     <checkpoint>/.save-{nonce}                 only while a save is under way: its beacon
-    <checkpoint>/.probe-{nonce}                only while `probe` tries the store out; or -race
-    <run>/_CLAIM                               where jobs take the run over: see `claim`
+    <checkpoint>/.probe-{nonce}[-race]         only while `probe` tests the store
+    <run>/_CLAIM                               the claim of the job that owns the run (`claim`)
 
 A nonce is random and new for every rank and save, so no two writers ever share a key.
 """
@@ -43,8 +43,8 @@ class DataName:
 
     Attributes:
         rank: the rank that wrote it.
-        n: its number among the objects of that rank and save, from 0.
-        nonce: of that rank and save.
+        n: its number among the objects of that rank in that save, from 0.
+        nonce: the random part that this rank uses in this save.
     """
 
     rank: int
@@ -53,15 +53,15 @@ class DataName:
 
 
 def new_nonce() -> str:
-    """96 random bits as 24 hexadecimal digits."""
+    """Return 96 random bits as 24 hexadecimal digits."""
     return secrets.token_hex(_NONCE_BYTES)
 
 
 def data_key(rank: int, n: int, nonce: str) -> str:
-    """The key of a data object.
+    """Return the key of a data object.
 
     Raises:
-        InputError: a negative number, or a nonce that is not one of ours.
+        InputError: a number is negative, or the nonce is not one that `new_nonce` gives.
     """
     key = f"__{rank}_{n}.{nonce}.distcp"
     if parse_data_key(key) is None:
@@ -70,10 +70,10 @@ def data_key(rank: int, n: int, nonce: str) -> str:
 
 
 def index_key(nonce: str) -> str:
-    """The key of an index.
+    """Return the key of an index.
 
     Raises:
-        InputError: a nonce that is not one of ours.
+        InputError: the nonce is not one that `new_nonce` gives.
     """
     if not _NONCE.match(nonce):
         raise InputError(f"not a nonce: {nonce!r}")
@@ -81,10 +81,10 @@ def index_key(nonce: str) -> str:
 
 
 def beacon_key(nonce: str) -> str:
-    """The key of the beacon of a save (rule 2 of `commit`).
+    """Return the key of the beacon of a save (rule 2 of `commit`).
 
     Raises:
-        InputError: a nonce that is not one of ours.
+        InputError: the nonce is not one that `new_nonce` gives.
     """
     key = f".save-{nonce}"
     if not is_beacon_key(key):
@@ -93,40 +93,44 @@ def beacon_key(nonce: str) -> str:
 
 
 def parse_data_key(key: str) -> DataName | None:
-    """The parts of a data object's key, or None for any other key."""
+    """Split a data object's key into its parts; return None for any other key."""
     found = _DATA.match(key)
     return DataName(int(found[1]), int(found[2]), found[3]) if found else None
 
 
 def parse_index_key(key: str) -> str | None:
-    """The nonce in an index's key, or None for any other key."""
+    """Return the nonce in an index's key, or None for any other key."""
     found = _INDEX.match(key)
     return found[1] if found else None
 
 
 def is_ours(key: str) -> bool:
-    """Whether a key is that of a data object or an index, of a form that only we use."""
+    """Return whether a key is that of a data object or an index, a form that only we use."""
     return _DATA.match(key) is not None or _INDEX.match(key) is not None
 
 
 def is_beacon_key(key: str) -> bool:
-    """Whether a key is that of a beacon, which shows that a save is under way."""
+    """Return whether a key is that of a beacon, which shows that a save is under way."""
     return _BEACON.match(key) is not None
 
 
 def is_probe_key(key: str) -> bool:
-    """Whether a key is one that `probe` uses for a moment."""
+    """Return whether a key is that of a short-lived object of `probe`."""
     return _PROBE.match(key) is not None
 
 
 def step_of(key: str) -> str | None:
-    """The name of the step whose marker has this key, relative to the run; None for other keys."""
+    """Return the name of the step whose marker has this key, or None for any other key.
+
+    Args:
+        key: relative to the run.
+    """
     name, _, last = key.partition("/")
     return name if name and last == MARKER_KEY else None
 
 
 def natural_order(text: str) -> list[tuple[int, int, str]]:
-    """A sort key under which step-9 comes before step-10."""
+    """Return a sort key under which step-9 comes before step-10."""
     return [
         (0, int(part), "") if part.isdecimal() and part.isascii() else (1, 0, part)
         for part in re.split(r"([0-9]+)", text)
@@ -135,13 +139,13 @@ def natural_order(text: str) -> list[tuple[int, int, str]]:
 
 
 def check_object_key(key: str) -> str:
-    """Return a key read from a marker or an index, or refuse it.
+    """Check a key that was read from a marker or an index, and return it.
 
     A good key is relative to the checkpoint and stays inside it: `/`-separated segments, none of
     them empty, `.` or `..`; no control characters, no backslash, no scheme; at most 1024 bytes.
 
     Raises:
-        CheckpointCorruptError: the key is not of that form.
+        CheckpointCorruptError: the key does not have that form.
     """
     wrong = _what_is_wrong(key)
     if wrong is not None:

@@ -1,8 +1,8 @@
-"""Pins: names under which a commit is protected from deletion and from being overwritten.
+"""Pins: names that protect a commit from deletion and from being overwritten.
 
-They stand in the marker, so a pin and a deletion are decided by the same conditional PUT: either
-the pin is there first and the deletion is refused, or the pin finds nothing to protect any more.
-A pin belongs to the commit; it is not carried over to one that replaces it.
+Pins are part of the marker, so a pin and a deletion are decided by the same conditional PUT: either
+the pin is there first and the deletion is refused, or the pin finds nothing left to protect.
+A pin belongs to one commit; a commit that replaces it does not inherit the pin.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def pin(
     deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> tuple[str, ...]:
-    """Protect the commit at the store's root under a name. One that it has already stays.
+    """Protect the commit at the store's root. If it already has this pin, nothing changes.
 
     Args:
-        store: rooted at the checkpoint; with conditional updates (see `probe.require_rewrites`).
-        name: 1 to 200 characters, none of them a control character.
+        store: rooted at the checkpoint; needs conditional updates (`probe.require_rewrites`).
+        name: of the pin: 1 to 200 characters, none of them a control character.
         deadline_seconds: no PUT begins later than this.
         clock: for tests.
 
@@ -39,9 +39,9 @@ def pin(
         All pins of the commit.
 
     Raises:
-        ConfigError: the name is of another form, or there are 64 pins already.
+        ConfigError: the name has another form, or the commit has 64 pins already.
         CheckpointNotFoundError: nothing is committed here.
-        CommitUnknownError, RetryableError: not until the deadline; pinning again is safe.
+        CommitUnknownError, RetryableError: no success before the deadline; it is safe to pin again.
     """
     _check_name(name)
 
@@ -62,7 +62,7 @@ def unpin(
     deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> tuple[str, ...]:
-    """Remove a pin; one that is not there is no error. Otherwise as `pin`."""
+    """Remove a pin, if it is there. Arguments, result and errors are those of `pin`."""
     _check_name(name)
     return _change(
         store,

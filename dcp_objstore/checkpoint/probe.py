@@ -1,8 +1,8 @@
-"""Probe: does this store keep the promise on which a commit rests? Tried out, never assumed.
+"""Probe: test whether a store has the conditional writes that a commit depends on.
 
 Some servers accept the header of a conditional PUT and ignore it (`rclone serve s3` does), so two
-writers could both believe that they committed. Names, versions and documentation tell nothing
-about the server at the other end; about a dozen small requests do, once per process and bucket.
+writers could both believe that they committed. Names, versions and documentation prove nothing
+about the server at the other end. About a dozen small requests do, once per process and bucket.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEADLINE_SECONDS = 30.0
 _LOCAL_SCHEMES = ("file", "memory")
 
 _Bucket = tuple[str, str, str]
-# Two adapters may claim different things of one bucket.
+# By bucket and by what the adapter claims: two adapters may claim different things of one bucket.
 _known: dict[tuple[_Bucket, Capabilities], Capabilities] = {}
 
 
@@ -47,32 +47,32 @@ def probe(
     deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Capabilities:
-    """Try conditional writes with objects `.probe-…` under the store's root, and remove them.
+    """Test conditional writes with objects `.probe-…` under the store's root, and remove them.
 
-    11 requests in the good case: two creates in a row, a GET for the token, an update with it, a
-    second update with the same, now stale, token, a race of 4 creates, 2 deletes. What the adapter
-    itself disclaims is not tried. A race that nobody wins is no proof against a store; one with
-    two winners is.
+    Sends 11 requests if all goes well: two creates in a row, a GET for the token, an update with
+    it, a second update with the same, now stale, token, a race of 4 creates, and 2 deletes.
+    Capabilities that the adapter does not claim are not tested. A race that no create wins proves
+    nothing against the store; a race with two winners does.
 
     Args:
-        store: any; needs the right to PUT and GET. Without the right to delete, the probe's
+        store: any store; needs the right to PUT and GET. Without the right to delete, the probe's
             objects stay (a few bytes each, which nothing reads).
-        deadline_seconds: it is not tried again later than this. Default 30.
+        deadline_seconds: no retry begins later than this. Default 30.
         clock: for tests.
 
     Returns:
-        What was seen, never more than the adapter claims.
+        The capabilities that the store has shown, never more than the adapter claims.
 
     Raises:
-        StoreUnavailableError: no clear answers until the deadline.
-        InputError: no rights, credentials or bucket.
+        StoreUnavailableError: no clear answers before the deadline.
+        InputError: there are no rights or credentials, or there is no bucket.
     """
     retries = Retries(deadline_seconds, clock)
     while True:
         try:
             return _probe_once(store, retries)
         except StoreUnavailableError:
-            # Tried again under another name: an unanswered create may yet land under this one.
+            # Use another name for the retry: an unanswered create may still land under this one.
             if not retries.pause():
                 raise
 
@@ -90,18 +90,17 @@ def require_fencing(
 
     Args:
         store: rooted at the checkpoint.
-        overwrite: what the save asked for.
-        allow_unfenced: the user's promise that there is only one writer. Lets a store pass that
-            has no conditional create; the caller then passes `fenced=False` to `commit` and
-            `publish_dot_metadata`, that is `fenced=result.conditional_create`.
-        begin: where it is known, only what is really there needs a conditional update: with
-            nothing at the URL yet, overwriting is creating.
-        deadline_seconds: see `probe`.
+        overwrite: whether the save may overwrite a checkpoint.
+        allow_unfenced: the user's promise that there is only one writer; accept a store without
+            conditional creates. The caller then passes `fenced=result.conditional_create`, which is
+            False, to `commit` and `publish_dot_metadata`.
+        begin: the begin token, if it is known. Then a conditional update is needed only if there
+            is something to replace: with nothing at the URL, overwriting is creating.
+        deadline_seconds: no retry of the probe begins later than this.
         clock: for tests.
 
     Returns:
-        What the store can do, from `probe`; once found it is kept for this process and bucket
-        (see `bucket_of`).
+        What the store can do, from `probe`. The result is kept for this process and bucket.
 
     Raises:
         UnsupportedError: the store has no conditional create and `allow_unfenced` is False; or it
@@ -133,11 +132,11 @@ def require_fencing(
 
 
 def require_rewrites(store: ObjectStore, what: str, *, clock: Clock = SYSTEM_CLOCK) -> None:
-    """Refuse what rewrites a marker (deleting, sweeping, pinning) where nothing fences it.
+    """Refuse to rewrite markers (to delete, sweep or pin) on a store that cannot fence it.
 
     Args:
         store: rooted where markers are.
-        what: cannot be done, as the beginning of a sentence.
+        what: the beginning of the error message, such as "nothing can be deleted".
         clock: for tests.
 
     Raises:
@@ -155,7 +154,7 @@ def require_rewrites(store: ObjectStore, what: str, *, clock: Clock = SYSTEM_CLO
 
 
 def can_rewrite(store: ObjectStore, *, clock: Clock = SYSTEM_CLOCK) -> bool:
-    """Whether an object can be replaced conditionally; see `require_rewrites`."""
+    """Return whether the store can create and replace objects conditionally."""
     found = _capabilities(store, clock)
     return found.conditional_create and found.conditional_update
 
@@ -163,21 +162,21 @@ def can_rewrite(store: ObjectStore, *, clock: Clock = SYSTEM_CLOCK) -> bool:
 def _capabilities(
     store: ObjectStore, clock: Clock, deadline_seconds: float = DEADLINE_SECONDS
 ) -> Capabilities:
-    """As `probe` found them, now or before in this process."""
+    """Return what `probe` found, now or earlier in this process."""
     bucket = bucket_of(store)
     claims = store.capabilities
     found = _known.get((bucket, claims))
     if found is None:
-        # No lock: two threads that probe at once find the same.
+        # No lock is needed: two threads that probe at once find the same.
         found = probe(store, deadline_seconds=deadline_seconds, clock=clock)
         _known[bucket, claims] = found
     return found
 
 
 def bucket_of(store: ObjectStore) -> tuple[str, str, str]:
-    """Scheme, endpoint and bucket: what stores share that are the same server and bucket.
+    """Return scheme, endpoint and bucket, which are equal for stores on the same server and bucket.
 
-    A bucket's name says nothing without its server. For `file://` the whole URL stands in for the
+    A bucket's name means nothing without its server. For `file://` the whole URL stands for the
     bucket.
     """
     scheme, _, rest = store.url.partition("://")
@@ -187,7 +186,7 @@ def bucket_of(store: ObjectStore) -> tuple[str, str, str]:
 
 
 def forget() -> None:
-    """Forget what `require_fencing` has learnt, as in a new process."""
+    """Forget what `require_fencing` has found, as in a new process."""
     _known.clear()
 
 
@@ -229,7 +228,7 @@ def _updates_once(store: ObjectStore, key: str, retries: Retries) -> bool:
 def _holds_at_last(
     store: ObjectStore, key: str, data: bytes, precondition: Precondition, retries: Retries
 ) -> bool:
-    """As `_holds`, with patience: GCS takes one write of an object in a second (429)."""
+    """Do what `_holds` does, with retries: GCS accepts one write per object and second (429)."""
     clear = True
     while True:
         try:
@@ -239,7 +238,7 @@ def _holds_at_last(
             if not retries.pause():
                 raise
         else:
-            # What had no answer may have been written all the same.
+            # A PUT without an answer may have taken effect all the same.
             return held or (not clear and store.get(key, max_size_bytes=16)[0] == data)
 
 
@@ -251,17 +250,17 @@ def _race_has_one_winner(store: ObjectStore, key: str) -> bool:
         try:
             return _holds(store, key, b"%d" % number, IfAbsent())
         except StoreUnavailableError:
-            return False  # no win that anybody would act on
+            return False  # a writer would not count this as a win
 
-    # Not an executor of concurrent.futures: those refuse work once the interpreter is ending, and
-    # it waits for the last background save then.
+    # Not an executor of concurrent.futures: those refuse work while the interpreter shuts down,
+    # which is when it waits for the last background save.
     with DaemonPool(_RACERS, "probe") as pool:
         racers = [pool.submit(race, number) for number in range(_RACERS)]
         return sum(racer.result() for racer in racers) <= 1
 
 
 def _holds(store: ObjectStore, key: str, data: bytes, precondition: Precondition) -> bool:
-    """Put, and return whether the store says that it did."""
+    """Put an object, and return whether the store accepted it."""
     try:
         store.put(key, data, precondition=precondition, retry=False)
     except (PreconditionFailedError, UnsupportedError):
@@ -269,7 +268,7 @@ def _holds(store: ObjectStore, key: str, data: bytes, precondition: Precondition
     except ObjectNotFoundError:
         if isinstance(precondition, IfVersion):
             return False
-        raise  # nothing to be found in a create: the bucket is not there
+        raise  # a create looks for no object, so it is the bucket that does not exist
     return True
 
 

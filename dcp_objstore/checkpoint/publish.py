@@ -1,15 +1,15 @@
-"""`.metadata`: the derived object by which stock torch readers find a checkpoint.
+"""Publish: write and remove `.metadata`, the object by which stock torch readers find a checkpoint.
 
-What it must hold is knowledge of the torch floor (`DotMetadata`); when it may be put or removed is
-decided here. The rule of `commit` that this module carries out:
+The code that imports torch knows its content (`DotMetadata`); this module decides when it may be
+put or removed. The rule of `commit` that this module implements:
 
- 6. `.metadata` follows the marker: read its version, check that the marker is still ours, put it
-    against that version, and again when that failed. Whoever committed last also writes last.
-    After it the marker is read again: where a deletion came in between, `.metadata` is removed.
-    A crash in between is mended by anybody (`align_dot_metadata`): written where a commit stands,
-    removed where a tombstone does, unless it is another library's, which has saved here since. The
-    marker is read again after that, since stores remove without conditions and a new commit may
-    have come in between.
+ 6. `.metadata` follows the marker: read its version, check that the marker is still ours, put
+    `.metadata` against that version, and start again if that failed. So the writer that commits
+    last also writes `.metadata` last. Then the marker is read again: if a deletion came in between,
+    `.metadata` is removed. Any job may repair what a crash in between left (`align_dot_metadata`):
+    `.metadata` is written where a commit stands, and removed where a tombstone stands, unless it
+    belongs to another library, which has saved here since. The marker is read again after that,
+    because stores delete without conditions and a new commit may have come in between.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Precondition
 
-# A `.metadata` of another commit may have any size; what is larger than this is not ours.
+# A `.metadata` of another commit may have any size; one that is larger than this is not ours.
 _MAX_SIZE_BYTES = 4 * 1024**3
 
 Change: TypeAlias = Literal["written", "removed"]
 
 
 class DotMetadata(Protocol):
-    """What the torch floor knows of `.metadata`."""
+    """The content of `.metadata`, which only the code that imports torch knows."""
 
     def derive(self, index: bytes) -> bytes:
-        """The body that belongs to an index as it lies on the store.
+        """Make the `.metadata` of a stored index.
 
         Raises:
             CheckpointCorruptError, UnsupportedError: the index cannot be read.
@@ -50,11 +50,11 @@ class DotMetadata(Protocol):
         ...
 
     def describes(self, body: bytes, index: bytes) -> bool:
-        """Whether a body names exactly what the index names, however it is pickled."""
+        """Return whether a `.metadata` names exactly what the index names, in any pickle format."""
         ...
 
     def is_ours(self, body: bytes) -> bool:
-        """Whether a body names only objects with names of ours."""
+        """Return whether a `.metadata` refers only to objects whose names this package writes."""
         ...
 
 
@@ -69,21 +69,23 @@ def publish_dot_metadata(
 ) -> bool:
     """Write `.metadata` for stock torch readers, while `commit_id` is the current commit (rule 6).
 
-    The checkpoint is committed whether or not this succeeds, so a caller that saves logs what is
-    raised here as a warning and goes on.
+    The checkpoint is committed whether or not this succeeds, so a save logs what is raised here as
+    a warning and goes on.
 
     Args:
         store: rooted at the checkpoint.
         commit_id: the commit that `body` describes.
         body: the pickled `Metadata`.
-        deadline_seconds, fenced, clock: as for `commit`.
+        deadline_seconds: no PUT starts later than this after the first.
+        fenced: False on a store without conditional writes (rule 11 of `commit`).
+        clock: for tests.
 
     Returns:
-        True if ours was written; False if the marker is no longer of this commit, in which case
-        whoever changed it takes care of `.metadata`.
+        True if it was written. False if the marker no longer belongs to this commit; the job that
+        changed the marker takes care of `.metadata`.
 
     Raises:
-        RetryableError: no success until the deadline.
+        RetryableError: no success before the deadline.
         DcpObjstoreError: the store refused for good.
     """
     retries = Retries(deadline_seconds, clock)
@@ -93,7 +95,7 @@ def publish_dot_metadata(
 def publish_until(
     store: ObjectStore, commit_id: str, body: bytes, *, retries: Retries, fenced: bool = True
 ) -> bool:
-    """As `publish_dot_metadata`, within a deadline that is shared with what the caller does."""
+    """Do what `publish_dot_metadata` does, within a deadline that the caller shares."""
     may_be_there = False
     while True:
         try:
@@ -114,8 +116,8 @@ def publish_until(
             may_be_there = True
             if not retries.pause():
                 raise RetryableError(
-                    f"'.metadata' could not be written until the deadline (last: {error}); the"
-                    " checkpoint is committed, but stock torch readers do not see it",
+                    f"'.metadata' could not be written before the deadline (last answer: {error});"
+                    " the checkpoint is committed, but stock torch readers do not see it",
                     url=store.url,
                 ) from error
         else:
@@ -123,7 +125,10 @@ def publish_until(
 
 
 def _take_back(store: ObjectStore, found: Found | None) -> bool:
-    """A deletion that crossed us may have removed `.metadata` before ours came: then it goes."""
+    """Remove our `.metadata` if the checkpoint was deleted; return whether it was.
+
+    That deletion may have removed the old `.metadata` before ours was put.
+    """
     if found is None or found[0].is_committed:
         return False
     store.delete(DOT_METADATA_KEY)
@@ -131,7 +136,7 @@ def _take_back(store: ObjectStore, found: Found | None) -> bool:
 
 
 def needed_change(store: ObjectStore, marker: Marker, dot_metadata: DotMetadata) -> Change | None:
-    """What `.metadata` lacks to be in line with a marker; None: nothing. Changes nothing.
+    """Return the change that brings `.metadata` into line with a marker, or None. Changes nothing.
 
     Raises:
         CheckpointCorruptError, CheckpointGoneError, UnsupportedError: the index cannot be read.
@@ -141,7 +146,7 @@ def needed_change(store: ObjectStore, marker: Marker, dot_metadata: DotMetadata)
 
 @dataclass(frozen=True)
 class _Judgement:
-    """The change that is needed, the body to write, and when what is there was written."""
+    """The change that is needed, the body to write, and when the present body was written."""
 
     change: Change | None
     body: bytes = b""
@@ -153,7 +158,7 @@ def _judge(store: ObjectStore, marker: Marker, dot_metadata: DotMetadata) -> _Ju
     try:
         body, meta = store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_SIZE_BYTES)
     except (ObjectNotFoundError, CorruptDataError):
-        body = None  # missing, or larger than any of ours
+        body = None  # missing, or larger than this package writes
     if index is None:
         removed = body is not None and dot_metadata.is_ours(body)
         return _Judgement("removed" if removed else None)
@@ -164,14 +169,14 @@ def _judge(store: ObjectStore, marker: Marker, dot_metadata: DotMetadata) -> _Ju
 
 @dataclass(frozen=True)
 class Aligned:
-    """`.metadata` in line with a marker.
+    """The result of `align_dot_metadata`.
 
     Attributes:
-        found: that marker, which may be a later one.
-        change: the last change that was made; None: none. After one, the caller rewrites the
-            marker: stock readers may still use what the old `.metadata` named, so a sweep has to
-            see that the marker is young.
-        written_at: when the `.metadata` was written, where it was there and in line.
+        found: the marker that `.metadata` agrees with. It may be later than the one passed in.
+        change: the last change that was made, or None. After a change the caller rewrites the
+            marker: stock readers may still use what the old `.metadata` named, so a sweep must see
+            a young marker.
+        written_at: when `.metadata` was written, if it was in line already.
     """
 
     found: Found
@@ -191,12 +196,12 @@ def align_dot_metadata(
     Args:
         store: rooted at the checkpoint.
         found: the marker as it was just read.
-        dot_metadata: derives and judges.
+        dot_metadata: makes and compares the content of `.metadata`.
         retries: bounds when a try may start.
 
     Raises:
         CheckpointCorruptError, CheckpointGoneError, UnsupportedError: the index cannot be read.
-        RetryableError: no success until the deadline, or the checkpoint is being deleted.
+        RetryableError: no success before the deadline, or the checkpoint is being deleted.
     """
     change: Change | None = None
     while found[0].state != "deleting":
@@ -211,7 +216,7 @@ def align_dot_metadata(
         again = read_marker(store)
         if again is None:
             raise CheckpointCorruptError(
-                "somebody removed the marker without dcp_objstore", url=store.url
+                "the marker was removed by something other than dcp_objstore", url=store.url
             )
         if again[0].commit_id == found[0].commit_id and again[0].state == found[0].state:
             return Aligned(again, change)

@@ -1,10 +1,10 @@
-"""Opening a checkpoint: from the marker to the index, and what it means that something is missing.
+"""Reading a checkpoint: from the marker to the index, and what it means if an object is missing.
 
-The rule of `commit` that this module carries out:
+The rule of `commit` that this module implements:
 
- 7. Readers go from `_COMMIT` to the index to the objects and never trust a listing. If something
+ 7. Readers go from `_COMMIT` to the index to the objects, and never trust a listing. If something
     is missing, the marker is read again: the same commit_id means damage, another one means that
-    the checkpoint was replaced or deleted meanwhile. Only commit_ids are compared, since a sweep
+    the checkpoint was replaced or deleted meanwhile. Only commit_ids are compared, because a sweep
     may rewrite the marker of the same commit.
 """
 
@@ -26,24 +26,25 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, Version
 
-# A marker and the version of the same response.
+# A marker and its version, from one response.
 Found: TypeAlias = tuple[Marker, Version]
 
 
 def read_marker(store: ObjectStore) -> Found | None:
-    """The marker with the version of the same response, or None if there is none. One GET.
+    """Read the marker and its version from one response; return None if there is none. One GET.
 
-    A tombstone is returned like any marker; only one with `is_committed` is a checkpoint.
+    A tombstone is returned like any marker; only a marker with `is_committed` is a checkpoint.
 
     Raises:
-        CheckpointCorruptError, UnsupportedError: see `marker.decode_marker`.
+        CheckpointCorruptError: the marker is damaged.
+        UnsupportedError: a newer version wrote it in a format that this one does not know.
     """
     found = find_marker(store)
     return None if found is None else (found[0], found[1].version)
 
 
 def find_marker(store: ObjectStore) -> tuple[Marker, ObjectMeta] | None:
-    """As `read_marker`, with all that the store says of the object, its time for one."""
+    """Read the marker like `read_marker`, with all metadata of the object, such as its time."""
     try:
         body, meta = store.get(MARKER_KEY, max_size_bytes=MAX_MARKER_SIZE_BYTES)
     except ObjectNotFoundError:
@@ -60,26 +61,26 @@ def find_marker(store: ObjectStore) -> tuple[Marker, ObjectMeta] | None:
 
 
 def open_committed(store: ObjectStore) -> tuple[Marker, bytes]:
-    """The marker of a committed checkpoint and its index, size and SHA-256 verified (rule 7).
+    """Read the marker of a committed checkpoint and its index; check size and SHA-256 (rule 7).
 
     Raises:
         CheckpointNotFoundError: nothing is committed here; the message says what is here instead.
         CheckpointCorruptError: the marker or the index is damaged, or the index is missing.
         CheckpointGoneError: the checkpoint was replaced or deleted between the two requests.
-        UnsupportedError: written in a newer format.
+        UnsupportedError: a newer version wrote the marker in a format that this one does not know.
     """
     return open_found(store, read_marker(store))
 
 
 def open_found(store: ObjectStore, found: Found | None) -> tuple[Marker, bytes]:
-    """As `open_committed`, of what `read_marker` has just given."""
+    """Do what `open_committed` does, with a marker that `read_marker` has just returned."""
     if found is None or not found[0].is_committed:
         raise not_committed(store, found)
     return found[0], read_index(store, found[0])
 
 
 def not_committed(store: ObjectStore, found: Found | None) -> CheckpointNotFoundError:
-    """The error for a URL at which nothing is committed. At most one listing."""
+    """Make the error for a URL at which nothing is committed. At most one listing."""
     if found is None:
         reason = explain_absence(store)
     elif found[0].state == "deleted":
@@ -90,11 +91,11 @@ def not_committed(store: ObjectStore, found: Found | None) -> CheckpointNotFound
 
 
 def read_index(store: ObjectStore, marker: Marker) -> bytes:
-    """The index that a marker names, in whatever state, its size and SHA-256 verified. One GET.
+    """Read the index that a marker names, in any state; check size and SHA-256. One GET.
 
     Raises:
-        CheckpointCorruptError: it is damaged; or it is missing, or none is named, and the marker
-            says committed.
+        CheckpointCorruptError: the index is damaged, or the marker names none; or the index is
+            missing although the marker still says that this is committed.
         CheckpointGoneError: it is missing, and the marker no longer says that this is committed.
     """
     ref = marker.index
@@ -119,11 +120,11 @@ def read_index(store: ObjectStore, marker: Marker) -> bytes:
 
 
 def explain_missing(store: ObjectStore, commit_id: str, object_key: str) -> DcpObjstoreError:
-    """The error for an object of the commit that was not found while reading (rule 7). One GET.
+    """Make the error for an object of the commit that a reader did not find (rule 7). One GET.
 
     Returns:
         `CheckpointCorruptError` if the commit still stands, `CheckpointGoneError` if it does not,
-        or the error that kept us from finding out.
+        or the error that prevented the check.
     """
     try:
         found = read_marker(store)
@@ -131,8 +132,8 @@ def explain_missing(store: ObjectStore, commit_id: str, object_key: str) -> DcpO
         return error
     if found is not None and found[0].commit_id == commit_id and found[0].is_committed:
         return CheckpointCorruptError(
-            "the checkpoint is committed but this object of it is missing: somebody removed it"
-            " without dcp_objstore; load another checkpoint",
+            "the checkpoint is committed, but this object of it is missing: it was removed by"
+            " something other than dcp_objstore; load another checkpoint",
             object_key=object_key,
             url=store.url,
         )

@@ -1,4 +1,4 @@
-"""Repair: what a crash after the commit or in the middle of a deletion left to be done."""
+"""Repair a checkpoint: finish what a crash after the commit or during a deletion left undone."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dcp_objstore.stores.protocol import ObjectStore
 
 @dataclass(frozen=True, kw_only=True)
 class RepairReport:
-    """What a repair did; with `dry_run` what it would do.
+    """What a repair did, or with `dry_run` what it would do.
 
     Attributes:
-        url: the checkpoint.
-        state: of the marker afterwards: `committed` or `deleted`.
-        commit_id: of the marker.
-        finished_delete: a deletion that somebody had begun was finished.
-        dot_metadata: what was done to `.metadata`, by which stock torch finds the checkpoint;
-            None: it was in line with the marker.
+        url: URL of the checkpoint.
+        state: state of the marker afterwards: `committed` or `deleted`.
+        commit_id: the commit that the marker names.
+        finished_delete: this call finished a deletion that had been begun before.
+        dot_metadata: what was done to `.metadata`, by which stock torch finds the checkpoint. None
+            if it was in line with the marker.
         dry_run: nothing was changed.
     """
 
@@ -45,21 +45,21 @@ def repair(
 ) -> RepairReport:
     """Finish a deletion that was begun, and bring `.metadata` into line with the marker (rule 6).
 
-    No data object is touched. Safe at any time, also beside a save.
+    No data object is touched. Safe at any time, even while a save is under way.
 
     Args:
         store: rooted at the checkpoint.
-        dot_metadata: what the torch floor knows of `.metadata`.
-        dry_run: only look.
+        dot_metadata: makes and compares the content of `.metadata`.
+        dry_run: change nothing.
         deadline_seconds: no change begins later than this.
         clock: for tests.
 
     Raises:
-        CheckpointNotFoundError: there is no marker: no checkpoint of ours, or none that was ever
-            committed.
-        CheckpointCorruptError, UnsupportedError: marker or index cannot be read.
+        CheckpointNotFoundError: there is no marker: another library wrote the checkpoint, or none
+            was ever committed.
+        CheckpointCorruptError, UnsupportedError: the marker or the index cannot be read.
         CheckpointGoneError: it was replaced or deleted meanwhile; repair it again.
-        CommitUnknownError, RetryableError: not until the deadline; repair it again.
+        CommitUnknownError, RetryableError: no success before the deadline; repair it again.
     """
     retries = Retries(deadline_seconds, clock)
     finished = False
@@ -86,8 +86,8 @@ def repair(
     else:
         aligned = align_dot_metadata(store, found, dot_metadata, retries=retries)
         found, change = aligned.found, aligned.change
-        # So that a sweep lets readers of the old `.metadata` end. Where there are no conditional
-        # writes there are no sweeps, and a save might be lost by this.
+        # So that a sweep waits for readers of the old `.metadata`. A store without conditional
+        # writes has no sweeps, and there this PUT might undo a save.
         if change is not None and can_rewrite(store, clock=clock):
             rewrite_marker(store, found, "the fence", retries)
     return RepairReport(

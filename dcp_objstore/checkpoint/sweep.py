@@ -1,32 +1,37 @@
-"""Sweeping a checkpoint: removing what no commit names and nobody is using any more.
+"""Sweep a checkpoint: remove what no commit names and no reader can still be using.
 
-The rule of `commit` that this module carries out:
+The rule of `commit` that this module implements:
 
- 9. Sweep, in this order: read the marker. Finish a `deleting`, then stop. Delete (rule 8) a
-    committed step that never counts again, then stop: its claim is below the base of its run, which
-    only ever rises (rule C3 of `claim`); it is older than the grace period and has no pin. Anyone
-    may, also a job of an earlier claim than the step's: rule C5 is about what counts. List
-    the uploads in progress, then the objects; candidates are objects with names of our own that the
-    committed index does not name (a tombstone names nothing) and that are older than the grace
-    period. None: stop. Also stop where an unnamed object, an upload or a beacon is younger (a save
-    may be under way, and a fence would defeat it; its beacon shows it also where uploads cannot be
-    listed), and where the marker is (readers may still be using what it named before). **Fence**:
-    change the marker's write_id, or put a tombstone where there is no marker, so that no save that
-    began before can commit any more; read it back and go on only if it is ours. Bring `.metadata`
-    into line; if that was needed, fence again and stop, because stock readers may be using what it
-    named (whoever else changes `.metadata` rewrites the marker too). Stop if the marker is not that
-    of the fence any more, and if `.metadata` is younger than the grace period, for the same reason.
-    Delete exactly the candidates that were listed before the fence and that are older than the
-    grace period by the store's own time, that of the fence.
+ 9. A sweep takes these steps, in this order:
 
-    Listing before fencing is what makes this safe without trusting any clock: what is listed
-    belongs to a save that began before the fence and so cannot commit any more. This host's clock
-    only decides whether there may be something to do. Parts of uploads that were begun longer ago
-    than the grace period, and never completed, are removed too; such an upload can only fail then.
+    - Read the marker. If it says `deleting`, finish the deletion, then stop.
+    - If it is a committed step that will never count again, delete it (rule 8), then stop. Its
+      claim is below the base of its run, which only rises (rule C3 of `claim`); it is older than
+      the grace period and has no pin. Any job may do this, even one of an earlier claim than the
+      step's: rule C5 is about steps that count.
+    - List the uploads in progress, then the objects. Candidates are objects with names of our form
+      that the committed index does not name (a tombstone names nothing) and that are older than the
+      grace period. If there are none, stop.
+    - Stop if an unnamed object, an upload or a beacon is younger than the grace period: a save may
+      be under way, and a fence would defeat it. (The beacon shows the save even if uploads cannot
+      be listed.) Stop if the marker is younger: readers may still be using what it named before.
+    - **Fence**: change the marker's write_id, or put a tombstone if there is no marker, so that no
+      save that began before can commit. Read the marker back, and go on only if it is ours.
+    - Bring `.metadata` into line. If that changed it, fence again and stop, because stock readers
+      may be using what it named. (Every other job that changes `.metadata` rewrites the marker,
+      too.) For the same reason, stop if the marker is no longer that of the fence, or if
+      `.metadata` is younger than the grace period.
+    - Delete exactly the candidates that were listed before the fence and that are older than the
+      grace period by the store's own time, that of the fence.
+
+    This is safe without trusting any clock because the listing comes before the fence: what is
+    listed belongs to a save that began before the fence and so cannot commit any more. This host's
+    clock only decides whether there may be something to do. Parts of uploads that began longer ago
+    than the grace period and never completed are removed, too; such an upload can only fail then.
     So are old beacons and old objects of `probe`, which no commit ever names. A save that begins
-    between the listing and the fence, which follow one another at once, is defeated.
+    between the listing and the fence, which follow each other at once, is defeated.
 
-Two things are left alone on purpose: keys of other forms than ours, which are reported; and a
+A sweep leaves two things alone on purpose: keys that do not have our form, which it reports; and a
 prefix with a `.metadata` and no marker, where another library saved (a tombstone would hide that).
 """
 
@@ -46,7 +51,7 @@ from dcp_objstore.checkpoint.read import Found, find_marker, read_index
 from dcp_objstore.checkpoint.sweep_plan import (
     GRACE_SECONDS,
     LEAST_GRACE_SECONDS,
-    Outcome,
+    SweepOutcome,
     SweepPlan,
     check_grace,
     plan_sweep,
@@ -57,33 +62,33 @@ from dcp_objstore.stores.uploads.unfinished import Uploads
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSweep:
-    """What a sweep did at one checkpoint; with `dry_run` what it would do.
+    """What a sweep did at one checkpoint, or with `dry_run` what it would do.
 
     Attributes:
-        url: the checkpoint.
-        outcome: `clean`: nothing to remove. `swept`: objects were removed. `waiting`: there is
-            something to remove, and not yet; `reason` says why. `mended`: an unfinished deletion
-            was finished, a superseded step deleted, or `.metadata` brought into line; sweep again
-            after the grace period.
-            `lost`: somebody else changed the marker meanwhile, and nothing was removed. `foreign`:
-            another library's checkpoint, left alone. `damaged`: it cannot be read, and was left.
-        reason: in words, or None.
-        deleted: objects that were removed.
-        deleted_bytes: their sizes.
-        kept_young: unnamed objects that are younger than the grace period.
-        unknown: keys that are not of our form; left alone.
-        uploads_aborted: orphaned uploads that were removed.
-        uploads_bytes: the sizes of their parts.
-        uploads_young: uploads in progress.
-        dot_metadata: what was done to `.metadata`.
-        finished_delete: a deletion that somebody had begun was finished.
-        superseded: a step that a superseded job had committed, and that never counts, was deleted.
-        fenced: the marker was rewritten: a save that was under way here cannot commit any more.
+        url: URL of the checkpoint.
+        outcome: `clean`: there is nothing to remove. `swept`: objects were removed. `waiting`:
+            there is something to remove, but not yet; `reason` says why. `mended`: an unfinished
+            deletion was finished, a superseded step was deleted, or `.metadata` was brought into
+            line; sweep again after the grace period. `lost`: another job changed the marker
+            meanwhile, and nothing was removed. `foreign`: another library's checkpoint, left alone.
+            `damaged`: the checkpoint cannot be read and was left alone.
+        reason: why the sweep stopped, in words, or None.
+        deleted: number of objects that were removed.
+        deleted_bytes: their size.
+        kept_young: number of unnamed objects that are younger than the grace period.
+        unknown: keys that do not have our form; they are left alone.
+        uploads_aborted: number of orphaned uploads that were removed.
+        uploads_bytes: the size of their parts.
+        uploads_young: number of uploads in progress.
+        dot_metadata: what was done to `.metadata`, or None.
+        finished_delete: the sweep finished a deletion that had been begun before.
+        superseded: the sweep deleted a step of a superseded job that will never count again.
+        fenced: the marker was rewritten, so a save that was under way here can no longer commit.
         dry_run: nothing was changed.
     """
 
     url: str
-    outcome: Outcome
+    outcome: SweepOutcome
     reason: str | None = None
     deleted: int = 0
     deleted_bytes: int = 0
@@ -113,23 +118,23 @@ def sweep(
     """Sweep the checkpoint at the store's root (rule 9). After a crash, the next sweep goes on.
 
     Args:
-        store: rooted at the checkpoint; with conditional updates (see `probe.require_rewrites`).
-        dot_metadata: what the torch floor knows of `.metadata`.
-        uploads: those below the same root; None: they are not looked at.
-        grace_seconds: at least an hour. Default 24 h. It must be longer than the longest save and
-            the longest load.
-        base: of the run that this is a step of; committed steps of earlier claims are deleted.
-            Default 0: it is in no run that was taken over.
-        dry_run: only look.
+        store: rooted at the checkpoint; needs conditional updates (`probe.require_rewrites`).
+        dot_metadata: makes and compares the content of `.metadata`.
+        uploads: the uploads below the same root, or None to leave them alone.
+        grace_seconds: objects that are younger than this are kept. It must be longer than the
+            longest save and the longest load, and at least an hour. Default 24 h.
+        base: the oldest claim that counts in the run of this step; committed steps of earlier
+            claims are deleted. Default 0: the run has no claims.
+        dry_run: change nothing.
         deadline_seconds: no change of the marker begins later than this.
         clock: for tests.
 
     Raises:
         ConfigError: the grace period is too short.
-        CheckpointCorruptError, UnsupportedError: marker or index cannot be read; nothing was
-            removed, as nobody knows what the commit names.
-        CheckpointGoneError: somebody replaced or deleted it meanwhile; nothing was removed.
-        CommitUnknownError, RetryableError: not until the deadline; nothing was removed.
+        CheckpointCorruptError, UnsupportedError: the marker or the index cannot be read. Nothing
+            was removed, because it is not known what the commit names.
+        CheckpointGoneError: it was replaced or deleted meanwhile; nothing was removed.
+        CommitUnknownError, RetryableError: no success before the deadline; nothing was removed.
     """
     check_grace(grace_seconds)
     return _Sweep(
@@ -161,7 +166,7 @@ class _Sweep:
             return self._delete_superseded(found)
         marker = None if found is None else found[0]
         named = self._named(marker)
-        # Uploads first: one that completes in between is then seen twice, not never.
+        # Uploads first: one that completes in between is seen twice, rather than not at all.
         uploads = self.uploads.list() if self.uploads is not None else ()
         listing = list(self.store.list())
         plan = plan_sweep(
@@ -180,29 +185,29 @@ class _Sweep:
         done = self._report(plan)
         if plan.outcome == "swept":
             return self._remove(done, plan, found)
-        # No objects are removed, so this needs no fence: a commit whose writer died before it wrote
-        # `.metadata`, or a `.metadata` left beside a tombstone.
+        # A commit whose writer died before it wrote `.metadata`, or a `.metadata` that was left
+        # next to a tombstone. No objects are removed, so this needs no fence.
         published = next((meta for meta in listing if meta.key == DOT_METADATA_KEY), None)
         if found is not None and _is_suspect(found, published):
             return self._mend(done, found[0])
         return done
 
     def _never_counts(self, found: tuple[Marker, ObjectMeta], now: datetime) -> bool:
-        """Whether it is a superseded job's step that is older than the grace period."""
+        """Return whether this is a superseded job's step, unpinned and past the grace period."""
         marker, meta = found
         age = now - meta.last_modified
         superseded = marker.is_committed and marker.claim < self.base
         return superseded and not marker.pins and age > timedelta(seconds=self.grace_seconds)
 
     def _delete_superseded(self, found: tuple[Marker, ObjectMeta]) -> CheckpointSweep:
-        """Its objects go when the tombstone is older than the grace period."""
+        """Delete the step. A later sweep removes its objects, after the grace period."""
         if not self.dry_run:
             token = _token(found)
             if not rewrite_marker(
                 self.store, token, "the deletion", self.retries, state="deleting"
             ):
                 return CheckpointSweep(
-                    url=self.store.url, outcome="lost", reason="somebody else changed the marker"
+                    url=self.store.url, outcome="lost", reason="another job changed the marker"
                 )
             finish_deleting(self.store, token[0].commit_id, self.retries)
         return CheckpointSweep(
@@ -220,7 +225,7 @@ class _Sweep:
             self.store.delete(meta.key)
 
     def _report(self, plan: SweepPlan) -> CheckpointSweep:
-        """All but what happens from the fence on."""
+        """Report everything except what happens from the fence on."""
         cleared = plan.outcome == "clean" and plan.passing
         return CheckpointSweep(
             url=self.store.url,
@@ -242,7 +247,7 @@ class _Sweep:
         else:
             found = find_marker(self.store)
             if found is None or found[0].write_id != marker.write_id:
-                return replace(done, outcome="lost", reason="somebody else changed the marker")
+                return replace(done, outcome="lost", reason="another job changed the marker")
             aligned = align_dot_metadata(
                 self.store, _token(found), self.dot_metadata, retries=self.retries
             )
@@ -251,7 +256,7 @@ class _Sweep:
                 rewrite_marker(self.store, aligned.found, "the fence", self.retries)
         if change is None:
             return done
-        outcome: Outcome = "mended" if done.outcome == "clean" else done.outcome
+        outcome: SweepOutcome = "mended" if done.outcome == "clean" else done.outcome
         return replace(done, outcome=outcome, dot_metadata=change)
 
     def _remove(
@@ -271,9 +276,9 @@ class _Sweep:
             return _with_deleted(done, plan.candidates)
         fence = self._fence(found)
         if fence is None:
-            return replace(done, outcome="lost", reason="somebody else changed the marker")
+            return replace(done, outcome="lost", reason="another job changed the marker")
         done = replace(done, fenced=True)
-        # From here on by the store's own time alone.
+        # From here on, only the store's own time counts.
         oldest_kept = fence[1].last_modified - timedelta(seconds=self.grace_seconds)
         candidates = [meta for meta in plan.candidates if meta.last_modified < oldest_kept]
         marker_is_old = found is None or found[1].last_modified < oldest_kept
@@ -289,7 +294,10 @@ class _Sweep:
         candidates: Sequence[ObjectMeta],
         oldest_kept: datetime,
     ) -> CheckpointSweep:
-        """With the fence up: `.metadata` into line, or, where it has long been, the candidates."""
+        """Bring `.metadata` into line; if it was already, delete the candidates.
+
+        Called behind the fence.
+        """
         aligned = align_dot_metadata(
             self.store, _token(fence), self.dot_metadata, retries=self.retries
         )
@@ -297,7 +305,7 @@ class _Sweep:
             rewrite_marker(self.store, aligned.found, "the fence", self.retries)
             return replace(done, outcome="mended", dot_metadata=aligned.change)
         if aligned.found[0].write_id != fence[0].write_id:
-            return replace(done, outcome="lost", reason="somebody else changed the marker")
+            return replace(done, outcome="lost", reason="another job changed the marker")
         if aligned.written_at is not None and aligned.written_at >= oldest_kept:
             reason = "'.metadata' is younger than the grace period: stock readers may use the old"
             return replace(done, outcome="waiting", reason=reason)
@@ -305,7 +313,7 @@ class _Sweep:
         return _with_deleted(done, candidates)
 
     def _fence(self, found: tuple[Marker, ObjectMeta] | None) -> tuple[Marker, ObjectMeta] | None:
-        """Rewrite the marker, and read it back: ours, or None."""
+        """Rewrite the marker and read it back; return it, or None if it is not ours."""
         if found is None:
             written = put_tombstone(self.store, self.retries)
         else:
@@ -318,7 +326,7 @@ class _Sweep:
 
 
 def _is_suspect(found: tuple[Marker, ObjectMeta], published: ObjectMeta | None) -> bool:
-    """Whether `.metadata` may be out of line with the marker, by the listing alone."""
+    """Return whether `.metadata` may be out of line with the marker, judged by the listing."""
     marker, meta = found
     if not marker.is_committed:
         return published is not None

@@ -1,6 +1,6 @@
-"""What a sweep of one checkpoint may remove, decided from one look and without any request.
+"""Plan a sweep: decide what it may remove from one checkpoint, without any request.
 
-The rule is the 9th; it stands in `sweep`.
+The rule for it is number 9, in `sweep`.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from dcp_objstore.stores.uploads.unfinished import UnfinishedUpload
 GRACE_SECONDS: Final = 24 * 3600.0
 LEAST_GRACE_SECONDS: Final = 3600.0
 
-Outcome: TypeAlias = Literal["clean", "swept", "waiting", "mended", "lost", "foreign", "damaged"]
+SweepOutcome: TypeAlias = Literal[
+    "clean", "swept", "waiting", "mended", "lost", "foreign", "damaged"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """What a sweep would do, by one look.
+    """What a sweep would do at one checkpoint.
 
     Attributes:
-        outcome: `swept` where there is something to remove now.
-        reason: see `CheckpointSweep`.
+        outcome: `swept` if there is something to remove now; otherwise why there is not.
+        reason: the same in words, or None.
         candidates: objects to remove, data before indexes.
         young: unnamed objects that are younger than the grace period.
-        unknown: keys that are not ours.
-        passing: old beacons, and objects left by `probe`, to remove whatever the outcome.
-        uploads: orphaned uploads to abort, whatever the outcome.
+        unknown: keys that do not have our form.
+        passing: old beacons, and objects that `probe` left; removed whatever the outcome.
+        uploads: orphaned uploads; aborted whatever the outcome.
         uploads_young: uploads in progress.
     """
 
-    outcome: Outcome
+    outcome: SweepOutcome
     reason: str | None
     candidates: tuple[ObjectMeta, ...]
     young: tuple[ObjectMeta, ...]
@@ -66,30 +68,31 @@ def plan_sweep(
     """Decide, without any request, what a sweep of one checkpoint may remove.
 
     Args:
-        listing: everything below the checkpoint, itself included; what lies deeper (keys with a
-            slash) belongs to other checkpoints.
-        marker_written_at: when the store says that the marker was written; None: there is none.
-        named: keys that the committed index names, and its own; empty for a tombstone.
-        uploads: in progress or orphaned, relative to the checkpoint.
+        listing: all objects below the checkpoint. Keys with a slash belong to other checkpoints.
+        marker_written_at: when the marker was written, by the store's time; None if there is none.
+        named: the keys that the committed index names, and its own; empty for a tombstone.
+        uploads: uploads in progress or orphaned, with keys relative to the checkpoint.
         now: the time to measure ages by.
-        grace_seconds: older than this is old.
+        grace_seconds: the age from which an object is old.
     """
     oldest_kept = now - timedelta(seconds=grace_seconds)
     here = [meta for meta in listing if "/" not in meta.key]
     loose = [meta for meta in here if is_ours(meta.key) and meta.key not in named]
     candidates = [meta for meta in loose if meta.last_modified < oldest_kept]
     passing = [meta for meta in here if is_beacon_key(meta.key) or is_probe_key(meta.key)]
-    # A young beacon: a save is under way, though it may have no object to show yet. A young probe:
-    # somebody is about to save, or to sweep.
+    # A young beacon shows a save that may have no objects yet. A young probe shows a job that is
+    # about to save or to sweep.
     young = tuple(meta for meta in (*loose, *passing) if meta.last_modified >= oldest_kept)
-    # Of data; on `file://`, where any object may have been left half written, of all that is ours.
+    # Uploads of data; on `file://` also the marker and `.metadata`, which a crash may leave half
+    # written there, like any object.
     ours = [one for one in uploads if is_ours(one.key) or one.key in (MARKER_KEY, DOT_METADATA_KEY)]
     uploads_young = tuple(upload for upload in ours if upload.initiated >= oldest_kept)
     kept = {MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY, *named}
-    outcome: Outcome = "waiting"
+    outcome: SweepOutcome = "waiting"
     reason = None
     if marker_written_at is None and any(meta.key == DOT_METADATA_KEY for meta in here):
-        outcome, reason = "foreign", "there is a '.metadata' without a marker: another library's"
+        outcome = "foreign"
+        reason = "there is a '.metadata' without a marker: another library's checkpoint"
     elif young:
         objects = "an object is" if len(young) == 1 else f"{len(young)} objects are"
         reason = f"{objects} younger than the grace period: a save may be under way"
@@ -104,7 +107,7 @@ def plan_sweep(
     return SweepPlan(
         outcome=outcome,
         reason=reason,
-        # The index last, as long as it is there it says what else was.
+        # The index last: as long as it exists, it names the other objects.
         candidates=tuple(
             sorted(candidates, key=lambda meta: parse_index_key(meta.key) is not None)
         ),
@@ -121,10 +124,10 @@ def plan_sweep(
 
 
 def check_grace(grace_seconds: float) -> float:
-    """Return it, or refuse what would not let a slow save or a reader end.
+    """Check and return a grace period, which must let a slow save and a slow reader finish.
 
     Raises:
-        ConfigError: no number, or less than an hour.
+        ConfigError: it is not a number, or less than an hour.
     """
     number = isinstance(grace_seconds, (int, float)) and not isinstance(grace_seconds, bool)
     if not number or not LEAST_GRACE_SECONDS <= grace_seconds < float("inf"):

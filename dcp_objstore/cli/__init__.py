@@ -1,4 +1,4 @@
-"""The command `dcp-objstore`. Importing this costs nothing; `main` loads what it needs."""
+"""The command `dcp-objstore`. Importing this module is cheap; `main` imports what it needs."""
 
 from __future__ import annotations
 

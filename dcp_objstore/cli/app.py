@@ -1,4 +1,4 @@
-"""The commands of `dcp-objstore`: options and their help; the work is done elsewhere."""
+"""The commands of `dcp-objstore`: their options and help. Other modules do the work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from dcp_objstore.cli.access import choose
 from dcp_objstore.cli.exits import EXPLAINED, exits
 
-# Plain help: rich would take longer to import than everything else together.
+# Plain help: importing rich would take longer than everything else together.
 app = typer.Typer(
     name="dcp-objstore",
     help="Checkpoints of torch.distributed.checkpoint on object stores.",
@@ -38,12 +38,12 @@ def _options(
     transport: Annotated[
         str | None,
         typer.Option(
-            help="What carries the requests: native, boto3 (s3:// only) or fsspec. Before the"
-            " command: dcp-objstore --transport boto3 ls URL."
+            help="The library that sends the requests: native, boto3 (s3:// only) or fsspec. Write"
+            " it before the command: dcp-objstore --transport boto3 ls URL."
         ),
     ] = None,
 ) -> None:
-    del version  # its callback has printed it
+    del version  # the callback has printed it
     choose({} if transport is None else {"transport": transport})
 
 
@@ -54,24 +54,24 @@ def demo(
     url: Annotated[
         str | None,
         typer.Option(
-            help="Save below this URL (s3://bucket/prefix), with credentials from the environment;"
-            " what the demo wrote is removed at its end. Default: a SeaweedFS server on loopback."
+            help="Save below this URL (s3://bucket/prefix), with credentials from the environment."
+            " At the end the demo removes what it wrote. Default: a SeaweedFS server on loopback."
         ),
     ] = None,
     keep: Annotated[
         bool,
         typer.Option(
             "--keep",
-            help="Leave the checkpoints below --url; without --url, leave the server running until"
+            help="Keep the checkpoints below --url; without --url, keep the server running until"
             " Ctrl-C, to look around.",
         ),
     ] = False,
 ) -> None:
     """Train, kill a rank in mid-save, resume: proves that nothing is lost.
 
-    A language model is trained with FSDP2 on 8 ranks and saved on the way; one rank is killed in
-    the middle of a save. The torn checkpoint is invisible; training resumes on 4 ranks from the
-    last committed one, bit for bit; and stock torch reads what was written. Takes about a
+    A language model is trained with FSDP2 on 8 ranks and saved on the way. One rank is killed in
+    the middle of a save. The torn checkpoint is invisible, training resumes on 4 ranks from the
+    last committed checkpoint, bit for bit, and stock torch reads what was written. Takes about a
     minute on 2 cores.
     """
     with exits():
@@ -83,12 +83,12 @@ def demo(
 
 @app.command("ls")
 def list_checkpoints(
-    url: Annotated[str, typer.Argument(help="A checkpoint, or what its steps lie below.")],
+    url: Annotated[str, typer.Argument(help="URL of a checkpoint or a run.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
-    """List the checkpoint at a URL, or those below it.
+    """List the checkpoint at a URL, and those below it.
 
-    Data objects of a save that was never committed are listed too, as what they are.
+    A save that was never committed is listed, too, with the state "not committed".
     """
     with exits():
         from dcp_objstore.cli.ls import print_checkpoints
@@ -96,7 +96,7 @@ def list_checkpoints(
         print_checkpoints(url, as_json=as_json)
 
 
-_Checkpoint = Annotated[str, typer.Argument(help="A checkpoint.")]
+_Checkpoint = Annotated[str, typer.Argument(help="URL of a checkpoint.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -108,18 +108,18 @@ def remove_checkpoint(
         typer.Option("--now", help="Remove the objects at once, not by a gc 24 hours later."),
     ] = False,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do it. Without: only print what would be deleted.")
+        bool, typer.Option("--yes", help="Do it. Without --yes, print what would be deleted.")
     ] = False,
     even_newest: Annotated[
         bool,
-        typer.Option("--even-newest", help="Even if nothing newer is committed beside it."),
+        typer.Option("--even-newest", help="Delete it even if it is the newest of its run."),
     ] = False,
     as_json: _Json = False,
 ) -> None:
     """Delete a checkpoint; a dry run without --yes.
 
-    It is gone for readers at once. Its objects stay for those who are reading it, until gc removes
-    them. A pinned checkpoint is refused. After a crash, the same command goes on.
+    New readers no longer find it. Its objects stay for jobs that are reading it, until gc removes
+    them. A pinned checkpoint is refused. After a crash, run the same command again to go on.
     """
     with exits():
         from dcp_objstore.cli.upkeep import remove
@@ -129,22 +129,24 @@ def remove_checkpoint(
 
 @app.command("gc")
 def collect_garbage(
-    url: Annotated[str, typer.Argument(help="A checkpoint, or what its steps lie below.")],
+    url: Annotated[str, typer.Argument(help="URL of a checkpoint or a run.")],
     grace: Annotated[
         str,
         typer.Option(
-            help="What is younger stays: 90m, 24h, 7d; at least 1h. Longer than any save or load."
+            help="Keep objects that are younger than this: 90m, 24h, 7d. It must be at least 1h,"
+            " and longer than any save or load."
         ),
     ] = "24h",
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do it. Without: only print what would be removed.")
+        bool, typer.Option("--yes", help="Do it. Without --yes, print what would be removed.")
     ] = False,
     as_json: _Json = False,
 ) -> None:
     """Remove what no checkpoint needs; a dry run without --yes.
 
-    That is what torn saves, overwritten and deleted checkpoints and unfinished uploads have left.
-    Objects whose names are not ours are never touched. Also finishes what a crash left half done.
+    This removes what torn saves, overwritten and deleted checkpoints and unfinished uploads have
+    left. It never touches objects with names that dcp-objstore does not write. It also finishes
+    what a crash left half done.
     """
     with exits():
         from dcp_objstore.cli.upkeep import collect
@@ -156,14 +158,14 @@ def collect_garbage(
 def repair_checkpoint(
     url: _Checkpoint,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print what would be done.")
+        bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")
     ] = False,
     as_json: _Json = False,
 ) -> None:
     """Finish a commit or deletion that a crash cut short.
 
-    A job that died right after its commit leaves a checkpoint that stock torch does not see yet:
-    its .metadata is written. A deletion that was begun is finished.
+    If a job died right after its commit, stock torch does not see the checkpoint yet: this writes
+    its .metadata. If a deletion was begun, this finishes it.
     """
     with exits():
         from dcp_objstore.cli.upkeep import mend
@@ -171,15 +173,14 @@ def repair_checkpoint(
         mend(url, dry_run=dry_run, as_json=as_json)
 
 
-_PinName = Annotated[str, typer.Argument(help="What for: paper, release-1.", metavar="NAME")]
+_PinName = Annotated[
+    str, typer.Argument(help="Name of the pin, such as paper or release-1.", metavar="NAME")
+]
 
 
 @app.command("pin")
 def pin_checkpoint(url: _Checkpoint, name: _PinName, as_json: _Json = False) -> None:
-    """Protect a checkpoint, under a name.
-
-    A pinned checkpoint is neither deleted nor overwritten.
-    """
+    """Protect a checkpoint from deletion and from being overwritten."""
     with exits():
         from dcp_objstore.cli.upkeep import protect
 
@@ -188,7 +189,7 @@ def pin_checkpoint(url: _Checkpoint, name: _PinName, as_json: _Json = False) -> 
 
 @app.command("unpin")
 def unpin_checkpoint(url: _Checkpoint, name: _PinName, as_json: _Json = False) -> None:
-    """Remove a pin."""
+    """Remove a pin of a checkpoint."""
     with exits():
         from dcp_objstore.cli.upkeep import protect
 
@@ -197,14 +198,14 @@ def unpin_checkpoint(url: _Checkpoint, name: _PinName, as_json: _Json = False) -
 
 @app.command("doctor")
 def diagnose_store(
-    url: Annotated[str, typer.Argument(help="What checkpoints are to lie below.")],
+    url: Annotated[str, typer.Argument(help="The URL below which you want to save checkpoints.")],
     as_json: _Json = False,
 ) -> None:
     """Check a store: credentials, rights, conditional writes.
 
-    Says for each check what was found and what to do about it. A few small objects are written
-    under a random name below the URL and removed again, also after Ctrl-C; nothing else is
-    touched. Exits with 1 if a check failed; warnings are no failures.
+    Prints for each check what was found and what to do about it. Writes a few small objects under
+    a random name below the URL and removes them again, even after Ctrl-C; it touches nothing else.
+    Exits with status 1 if a check failed; a warning is not a failure.
     """
     with exits():
         from dcp_objstore.cli.doctor import diagnose

@@ -1,4 +1,4 @@
-"""`dcp-objstore doctor`: the findings of a check-up, as a table for people or as JSON."""
+"""`dcp-objstore doctor`: print the findings of a check-up, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _ABOUT_RIGHTS = (
 
 
 def diagnose(url: str, *, as_json: bool) -> None:
-    """Check a store and print what was found; exit 1 if a check failed.
+    """Check a store and print what was found; exit with status 1 if a check failed.
 
     Raises:
-        DcpObjstoreError: see `check_up`.
+        DcpObjstoreError: the URL or the settings cannot be used.
     """
     shown = StoreSpec(url, chosen()).url
     if not as_json:
@@ -65,8 +65,8 @@ def diagnose(url: str, *, as_json: bool) -> None:
 
 def _print(finding: Finding, so_far: list[Finding]) -> None:
     before = so_far[-2] if len(so_far) > 1 else None
-    if before is not None and _told(finding) == _told(before) and finding.status == "not made":
-        return  # the summary counts those that could not be made for one reason
+    if before is not None and _text(finding) == _text(before) and finding.status == "not made":
+        return  # the summary names all checks that could not be made for the same reason
     word, colour = _SHOWN[finding.status]
     indent = " " * (_NAME_WIDTH + _STATUS_WIDTH)
     columns = shutil.get_terminal_size().columns
@@ -85,19 +85,19 @@ def _print(finding: Finding, so_far: list[Finding]) -> None:
 
 
 def _wrapped(advice: str, width: int) -> list[str]:
-    """Lines; none is broken where what stands there would no longer be a command."""
+    """Wrap text into lines, but do not break a command in the middle of an argument."""
     kept = re.sub("`([^`]*)`", _with_whole_arguments, advice)
     lines = textwrap.wrap(kept, width, break_on_hyphens=False, break_long_words=False)
     return [line.replace("\0", " ") for line in lines]
 
 
 def _with_whole_arguments(command: re.Match[str]) -> str:
-    """A command in which \0, which no argument holds, stands for the spaces in its arguments."""
+    """Replace the spaces in a command's arguments by \0, which no argument contains."""
     arguments = (shlex.quote(one).replace(" ", "\0") for one in shlex.split(command[1]))
     return f"`{' '.join(arguments)}`"
 
 
-def _told(finding: Finding) -> tuple[str, str]:
+def _text(finding: Finding) -> tuple[str, str]:
     return finding.text, finding.advice
 
 

@@ -1,4 +1,4 @@
-"""Exit statuses of `dcp-objstore`, and errors as one line (and notes) on standard error."""
+"""Exit statuses of `dcp-objstore`, and the lines for errors on standard error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Exit status:
        no such checkpoint
   3    try again: the store did not answer
   4    damaged data
-  5    somebody else was first
+  5    another writer was first
   130  ended by Ctrl-C
 """
 
@@ -39,21 +39,21 @@ _STATUSES: tuple[tuple[type[DcpObjstoreError], int], ...] = (
 
 
 def status_of(error: DcpObjstoreError) -> int:
-    """The exit status for an error of ours, by what the user does next."""
+    """Return the exit status for an error: it depends on what the user has to do next."""
     return next((code for kind, code in _STATUSES if isinstance(error, kind)), _UNEXPECTED)
 
 
 def fail(text: str, status: int = _UNEXPECTED, notes: Sequence[str] = ()) -> NoReturn:
-    """One line on standard error, and notes (a server's log, say) as they are; then exit."""
+    """Print one line on standard error, and notes (such as a server's log) as they are; exit."""
     print(f"dcp-objstore: {' '.join(text.split())}", *notes, sep="\n", file=sys.stderr)
     sys.exit(status)
 
 
 @contextmanager
 def exits() -> Iterator[None]:
-    """Around a command: errors of ours become one line and a status, Ctrl-C becomes 130.
+    """Run a command: turn a `DcpObjstoreError` into one line and a status, Ctrl-C into 130.
 
-    SIGTERM and SIGHUP end the command as Ctrl-C does, so that it cleans up behind itself.
+    SIGTERM and SIGHUP end the command as Ctrl-C does, so that it cleans up.
     """
     before = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -66,12 +66,12 @@ def exits() -> Iterator[None]:
         print("dcp-objstore: ended by Ctrl-C", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:
-        # Whoever read our output has gone; nothing more can be written, at exit neither.
+        # The reader of the output has gone; nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     finally:
         for number, handler in before.items():
-            if handler is not None:  # one that Python did not set cannot be set again
+            if handler is not None:  # None: Python did not install it, so it cannot do it again
                 signal.signal(number, handler)
 
 

@@ -1,4 +1,4 @@
-"""`dcp-objstore ls`: what is at a URL or below it, and whether it is a checkpoint."""
+"""`dcp-objstore ls`: list the checkpoints at and below a URL, and their states."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.transfer.workers import in_waves
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-# How often jobs may take the runs over while we list them.
+# The listing starts again if a job claims one of the runs meanwhile, at most this often in all.
 _TRIES = 5
-# With less room than this in a terminal's line, user metadata is left out.
+# If the terminal leaves fewer columns than this for user metadata, it is left out.
 _LEAST_METADATA_COLUMNS = 16
 
 
 def print_checkpoints(url: str, *, as_json: bool) -> None:
     """Print one line for each checkpoint and each save that was never committed.
 
-    A checkpoint at the URL itself does not hide those below it. The table names them relative to
-    the URL; on a terminal, user metadata is cut to what fits a line, or left out. One below that
-    cannot be read has a line, too, and the exit status says so in the end. In a run that was taken
-    over, a committed step that does not count any more is `superseded`.
+    A checkpoint at the URL itself does not hide those below it. The table names checkpoints
+    relative to the URL. On a terminal, user metadata is cut to the length of a line, or left out. A
+    checkpoint below the URL that cannot be read gets a line, too, and the exit status reports it at
+    the end. In a run that has a claim, a committed step that no longer counts is `superseded`.
 
     Args:
-        url: of a checkpoint, or a prefix above some.
-        as_json: one JSON object per line instead of a table.
+        url: URL of a checkpoint, or a prefix above some.
+        as_json: print one JSON object per line instead of a table.
 
     Raises:
-        CheckpointNotFoundError: there is neither.
-        DcpObjstoreError: as the store or a damaged marker at the URL itself says.
-        SystemExit: something below cannot be read.
+        CheckpointNotFoundError: there is no checkpoint and no save at or below the URL.
+        DcpObjstoreError: the store refused or failed, or the marker at the URL itself is damaged.
+        SystemExit: a checkpoint below the URL cannot be read.
     """
     spec = StoreSpec(url, chosen())
     store = spec.open()
@@ -68,7 +68,7 @@ def print_checkpoints(url: str, *, as_json: bool) -> None:
     except PermissionDeniedError as error:
         if entry is None:
             raise
-        print(f"dcp-objstore: what lies below is not shown: {error}", file=sys.stderr)
+        print(f"dcp-objstore: checkpoints below are not listed: {error}", file=sys.stderr)
     if not entries:
         raise CheckpointNotFoundError(explain_object(spec) or explain_absence(store), url=store.url)
     if as_json:
@@ -81,7 +81,7 @@ def print_checkpoints(url: str, *, as_json: bool) -> None:
 
 
 def _base_above(spec: StoreSpec) -> int:
-    """The base of the run that a checkpoint lies in; 0 where none is to be seen."""
+    """Return the base of the run that contains a checkpoint; 0 if there is none, or unreadable."""
     run_url, _, name = spec.url.rpartition("/")
     if not name or not spec.parsed.prefix.strip("/") or run_url in ("file:/", "file://"):
         return 0
@@ -95,27 +95,28 @@ def _base_above(spec: StoreSpec) -> int:
 def _below(
     spec: StoreSpec, store: ObjectStore, *, but_itself: bool
 ) -> tuple[list[dict[str, Any]], list[DcpObjstoreError]]:
-    """As `_below_once`, at a time when no job took any of the runs over (rule C3 of `claim`)."""
+    """Do what `_below_once` does, again if a job claims a run meanwhile (rule C3 of `claim`)."""
     for _ in range(_TRIES):
         entries, unread, claims = _below_once(spec, store, but_itself=but_itself)
         again = {run: _claim_of(spec, run, []) for run in claims}
         if again == claims:
             return entries, unread
-    raise RetryableError("jobs kept taking over the runs here; try again", url=spec.url)
+    raise RetryableError("jobs kept claiming the runs here; try again", url=spec.url)
 
 
 def _below_once(
     spec: StoreSpec, store: ObjectStore, *, but_itself: bool
 ) -> tuple[list[dict[str, Any]], list[DcpObjstoreError], dict[str, ClaimRecord | None]]:
-    """All checkpoints below, and prefixes with a save but no marker, in natural order.
+    """Describe all checkpoints below, and prefixes with a save but no marker, in natural order.
 
     Args:
-        spec: of the URL.
-        store: at the URL.
-        but_itself: leave out what is at the URL itself.
+        spec: the URL and its options.
+        store: rooted at the URL.
+        but_itself: leave out the checkpoint at the URL itself.
 
     Returns:
-        Them, the errors of what could not be read, and the `_CLAIM` of each run that has one.
+        The descriptions, the errors of what could not be read, and the `_CLAIM` of each run that
+        has one.
     """
     sizes: dict[str, int] = {}
     marked: set[str] = set()
@@ -136,7 +137,7 @@ def _below_once(
         at: tuple[str, StoreSpec, ObjectStore],
     ) -> tuple[dict[str, Any], DcpObjstoreError | None]:
         prefix, one, opened = at
-        # The last segment is the step's name, and what is before it the run.
+        # The last segment is the step's name; the segments before it name the run.
         claim = claims.get(prefix.rpartition("/")[0]) if prefix else None
         size_bytes = sizes.get(prefix, 0)
         entry = None
@@ -158,7 +159,7 @@ def _below_once(
 
 
 def _claim_of(spec: StoreSpec, run: str, unread: list[DcpObjstoreError]) -> ClaimRecord | None:
-    """The run's `_CLAIM`, or None and one error more."""
+    """Return the run's `_CLAIM`, or None; if it cannot be read, add the error to `unread`."""
     try:
         found = read_claim(spec.at(f"{spec.url}/{run}" if run else spec.url).open())
     except (CheckpointCorruptError, UnsupportedError) as error:
@@ -194,7 +195,7 @@ def _state(marker: Marker, base: int) -> str:
 
 
 def _unreadable(url: str, size_bytes: int, error: DcpObjstoreError) -> dict[str, Any]:
-    """One that is damaged, or of a newer version of us."""
+    """Describe a checkpoint that is damaged, or that a newer version wrote."""
     state = "damaged" if isinstance(error, CheckpointCorruptError) else "unsupported"
     return {"url": url, "state": state, "bytes": size_bytes, "error": error.message}
 
@@ -204,7 +205,7 @@ def _uncommitted(url: str, size_bytes: int) -> dict[str, Any]:
 
 
 def _print_table(root: str, entries: Sequence[dict[str, Any]]) -> None:
-    """The URL on a line of its own, then a table that names what is there relative to it."""
+    """Print the URL on a separate line, then a table with names relative to it."""
     lines = [("state", "size", "ranks", "created (UTC)", "name", "user metadata")]
     for entry in entries:
         created = entry.get("created")
@@ -215,7 +216,7 @@ def _print_table(root: str, entries: Sequence[dict[str, Any]]) -> None:
                 str(entry.get("world_size", "-")),
                 datetime.fromisoformat(created).strftime("%Y-%m-%d %H:%M") if created else "-",
                 entry["url"].removeprefix(root).lstrip("/") or ".",
-                _told(entry),
+                _notes(entry),
             )
         )
     widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
@@ -231,8 +232,8 @@ def _print_table(root: str, entries: Sequence[dict[str, Any]]) -> None:
         print("  ".join(cells).rstrip())
 
 
-def _told(entry: dict[str, Any]) -> str:
-    """The last column."""
+def _notes(entry: dict[str, Any]) -> str:
+    """Return the text of the last column: pins and user metadata."""
     if entry.get("pins"):
         pinned = f"pinned: {', '.join(entry['pins'])}"
         return (

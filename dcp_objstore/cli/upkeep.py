@@ -1,4 +1,4 @@
-"""`dcp-objstore rm`, `gc`, `repair`, `pin` and `unpin`: what they print, and their dry runs."""
+"""`dcp-objstore rm`, `gc`, `repair`, `pin` and `unpin`: call them and print their reports."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 _UNITS_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])\Z")
-_DAMAGED_STATUS = 4  # as for damaged data; see `exits`
+_DAMAGED_STATUS = 4  # the status for damaged data in `exits`
 
 
 def remove(url: str, *, now: bool, yes: bool, even_newest: bool, as_json: bool) -> None:
-    """Delete one checkpoint, or say what would be deleted and how to do it.
+    """Delete one checkpoint, or print what would be deleted and how to do it.
 
     Raises:
-        DcpObjstoreError: see `dcp_objstore.delete`.
+        DcpObjstoreError: `dcp_objstore.delete` refused or failed.
     """
     from dcp_objstore.run.upkeep import delete
 
@@ -40,15 +40,15 @@ def remove(url: str, *, now: bool, yes: bool, even_newest: bool, as_json: bool) 
     size = f"{_count(report.objects, 'data object')}, {size_text(report.total_bytes)}"
     print(f"{'deleted' if yes else 'would delete'} {report.url} ({size})")
     if report.finished:
-        print("  its deletion had been begun before, and is taken up")
+        print("  its deletion had begun before; this finishes it")
     if report.index_damaged:
-        print("  its index is damaged: only gc can remove its objects, in time")
+        print("  its index is damaged: only gc can remove its objects, after the grace period")
     elif now and yes:
         print(f"  removed {_count(report.removed_objects, 'object')}, the index among them")
     elif now:
-        print("  and remove its objects at once; who is reading it gets an error")
+        print("  and remove its objects at once; a job that is reading it gets an error")
     else:
-        print("  its objects stay for who is reading it, until gc removes them after 24 h")
+        print("  its objects stay for jobs that are reading it, until gc removes them after 24 h")
     if report.superseded:
         print("  a new save has been committed here since; it is untouched")
     if not yes:
@@ -57,10 +57,10 @@ def remove(url: str, *, now: bool, yes: bool, even_newest: bool, as_json: bool) 
 
 
 def collect(url: str, *, grace: str, yes: bool, as_json: bool) -> None:
-    """Sweep below a URL, or say what a sweep would remove; exit 4 where something is damaged.
+    """Sweep below a URL, or print what a sweep would remove; exit with status 4 on damage.
 
     Raises:
-        DcpObjstoreError: see `dcp_objstore.sweep`.
+        DcpObjstoreError: `dcp_objstore.sweep` refused or failed.
     """
     from dcp_objstore.run.gc import sweep
 
@@ -72,14 +72,14 @@ def collect(url: str, *, grace: str, yes: bool, as_json: bool) -> None:
         _print_sweep(report, grace)
     if report.damaged:
         count = _count(len(report.damaged), "checkpoint")
-        fail(f"{count} cannot be read, left as found: {report.damaged[0].url}", _DAMAGED_STATUS)
+        fail(f"{count} cannot be read, left alone: {report.damaged[0].url}", _DAMAGED_STATUS)
 
 
 def mend(url: str, *, dry_run: bool, as_json: bool) -> None:
-    """Repair one checkpoint and say what was done.
+    """Repair one checkpoint and print what was done.
 
     Raises:
-        DcpObjstoreError: see `dcp_objstore.repair`.
+        DcpObjstoreError: `dcp_objstore.repair` refused or failed.
     """
     from dcp_objstore.run.upkeep import repair
 
@@ -97,10 +97,10 @@ def mend(url: str, *, dry_run: bool, as_json: bool) -> None:
 
 
 def protect(url: str, name: str, *, wanted: bool, as_json: bool) -> None:
-    """Set or remove a pin, and print those that there are.
+    """Set or remove a pin, and print all pins of the checkpoint.
 
     Raises:
-        DcpObjstoreError: see `dcp_objstore.pin`.
+        DcpObjstoreError: `dcp_objstore.pin` refused or failed.
     """
     from dcp_objstore.run.upkeep import pin, unpin
 
@@ -115,14 +115,14 @@ def protect(url: str, name: str, *, wanted: bool, as_json: bool) -> None:
 def _print_sweep(report: SweepReport, grace: str) -> None:
     print(report.url)
     busy = [one for one in report.checkpoints if one.outcome != "clean" or one.uploads_aborted]
-    lines = [(_name(report, one), _told(one)) for one in busy]
+    lines = [(_name(report, one), _summary(one)) for one in busy]
     width = max((len(name) for name, _ in lines), default=0)
-    for name, told in lines:
-        print(f"  {name.ljust(width)}  {told}")
+    for name, summary in lines:
+        print(f"  {name.ljust(width)}  {summary}")
     removed = "would be removed" if report.dry_run else "were removed"
     clean = len(report.checkpoints) - len(busy)
     if not report.checkpoints:
-        print("there is no checkpoint here, nor anything that one has left")
+        print("there is no checkpoint here, and nothing that one has left")
         return
     print(f"{_count(len(report.checkpoints), 'checkpoint')} looked at, nothing to do at {clean}")
     older = f", older than {grace}" if report.deleted else ""
@@ -130,7 +130,7 @@ def _print_sweep(report: SweepReport, grace: str) -> None:
         f"{_count(report.deleted, 'object')} ({size_text(report.deleted_bytes)}) {removed}{older}"
     )
     if report.url.startswith("memory:"):
-        pass  # it has none
+        pass  # a memory store has no unfinished uploads
     elif report.uploads_unseen is None:
         uploads = _count(report.uploads_aborted, "unfinished upload")
         young = sum(one.uploads_young for one in report.checkpoints)
@@ -141,14 +141,14 @@ def _print_sweep(report: SweepReport, grace: str) -> None:
     unknown = [f"{_name(report, one)}/{key}" for one in report.checkpoints for key in one.unknown]
     if unknown:
         count = _count(len(unknown), "object")
-        print(f"{count} of unknown names left alone, for example {unknown[0].removeprefix('./')}")
+        print(f"{count} with unknown names left alone, for example {unknown[0].removeprefix('./')}")
     _print_lifecycle(report)
     has_work = any(one.outcome in ("swept", "mended") or one.uploads_aborted for one in busy)
     if report.dry_run and has_work:
         _print_how(["gc", report.url, *(["--grace", grace] if grace != "24h" else [])])
 
 
-def _told(one: CheckpointSweep) -> str:
+def _summary(one: CheckpointSweep) -> str:
     would = "would be " if one.dry_run else ""
     parts = []
     if one.deleted:
@@ -193,12 +193,12 @@ def _print_lifecycle(report: SweepReport) -> None:
         if report.lifecycle_unread is not None:
             print(
                 f"the bucket's lifecycle rules are not known ({report.lifecycle_unread}); one of"
-                " them should remove unfinished uploads. This replaces all that it has:"
+                " them should remove unfinished uploads. This replaces all its rules:"
             )
         else:
             print(
                 "the bucket has no lifecycle rule that removes unfinished uploads; it should have"
-                " one (its other rules are kept in this):"
+                " one (this keeps its other rules):"
             )
         print(f"  echo {shlex.quote(report.lifecycle_json)} > rules.json")
         print(f"  {command}")
@@ -224,5 +224,5 @@ def _count(number: int, what: str) -> str:
 def _seconds(text: str) -> float:
     found = _DURATION.match(text.strip())
     if found is None:
-        raise ConfigError(f"{text!r} is no duration; write 90m, 24h or 7d")
+        raise ConfigError(f"{text!r} is not a duration; write 90m, 24h or 7d")
     return float(found[1]) * _UNITS_SECONDS[found[2]]

@@ -1,1 +1,1 @@
-"""Events of saves and loads, and what listens to them: log line, progress bar, trace."""
+"""Events of saves and loads, and their listeners: the log line, the progress bar, the trace."""

@@ -1,8 +1,9 @@
-"""`Channel`: takes the events of one save or load from any thread and hands them to listeners.
+"""`Channel`: takes the events of one save or load from any thread and delivers them to listeners.
 
-Telling only queues the event: it never waits and may happen anywhere, also in the midst of another
-telling (buffers report by weak references). A thread of the channel's own hands events on, in their
-order, one at a time. So a slow listener delays no request, and none can break what it listens to.
+`emit` only queues the event. It never waits and may be called anywhere, even during another `emit`
+(buffers report by weak references). The channel has its own thread, which delivers the events in
+order, one at a time. So a slow listener delays no request, and a listener that raises cannot break
+the save or load.
 """
 
 from __future__ import annotations
@@ -21,40 +22,42 @@ from dcp_objstore.observe.events import AnyEvent, Event, Failed, OnEvent, Operat
 
 logger = logging.getLogger("dcp_objstore")
 
-# How long the end of a save or load waits for a listener that does not return.
+# The time that the end of a save or load waits for a listener that does not return.
 _PATIENCE_SECONDS = 10.0
 
 
 class Listener(Protocol):
-    """Made for one save or load. What it raises is logged, and nothing else.
+    """A receiver of the events of one save or load. What it raises is logged and then ignored.
 
     Attributes:
-        name: for the log.
+        name: its name in the log.
     """
 
     name: str
 
     def take(self, event: AnyEvent) -> None:
-        """Called with each event, one at a time."""
+        """Receive an event. The channel makes one call at a time."""
         ...
 
     def settle(self) -> None:
-        """Called when there is nothing more to take for now, at least once after the last event."""
+        """Called when no more events are queued, at least once after the last event."""
         ...
 
 
 class Channel:
-    """Where the events of one save or load on one rank are told.
+    """The queue and the listeners for the events of one save or load on one rank.
 
     Args:
-        operation: which it is.
-        url: the checkpoint.
-        rank: of this process.
+        operation: the kind of operation.
+        url: URL of the checkpoint.
+        rank: rank of this process.
 
     Attributes:
-        detailed: somebody wants what is told of each part and range; if not, do not tell it.
-        began_at: `time.monotonic()` when this was made.
-        retries: how often a request for the checkpoint was sent again, as far as it was told.
+        operation: the kind of operation.
+        detailed: a listener wants the events of each part and range; otherwise do not emit them.
+        began_at: `time.monotonic()` when the channel was made.
+        retries: the number of requests for the checkpoint that were sent again, as far as the
+            transport reports it.
     """
 
     def __init__(self, operation: Operation, url: str, rank: int = 0) -> None:
@@ -63,7 +66,7 @@ class Channel:
         self.began_at = time.monotonic()
         self._url = url
         self._rank = rank
-        # From the clock that durations are measured by to the one that all hosts share.
+        # The difference between the clock for durations and the clock that all hosts share.
         self._unix_ns = time.time_ns() - time.monotonic_ns()
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._listeners: list[Listener] = []
@@ -74,7 +77,12 @@ class Channel:
         self.retries = 0
 
     def add(self, listener: Listener, *, detailed: bool) -> None:
-        """Have a listener hear what is told from now on."""
+        """Add a listener, which receives the events from now on.
+
+        Args:
+            listener: the listener.
+            detailed: whether it wants the events of each part and range.
+        """
         self._listeners.append(listener)
         self.detailed = self.detailed or detailed
 
@@ -86,7 +94,14 @@ class Channel:
         seconds: float | None = None,
         **fields: object,
     ) -> None:
-        """Tell of something that began at `began_at` (`time.monotonic()`) and has just ended."""
+        """Emit an event about something that has just ended.
+
+        Args:
+            kind: the type of the event.
+            began_at: `time.monotonic()` when it began.
+            seconds: how long it took. Default: the time since `began_at`.
+            fields: the other fields of the event.
+        """
         if self._listeners:
             self.pass_on(
                 kind(
@@ -99,7 +114,7 @@ class Channel:
             )
 
     def pass_on(self, event: Event) -> None:
-        """Tell an event that was made elsewhere."""
+        """Emit an event that was made elsewhere."""
         self._queue.put(event)
 
     def retried(
@@ -110,10 +125,13 @@ class Channel:
         error: str,
         began_at: float,
     ) -> None:
-        """Count and tell that a request is sent again; from any thread.
+        """Count a retry and emit `Retried`. May be called from any thread.
 
         Args:
-            what, object_key, attempt, error: see `Retried`.
+            what: the kind of request.
+            object_key: key of the object, relative to the checkpoint.
+            attempt: the number of the try that follows, from 2.
+            error: the reason, in words, without a secret.
             began_at: `time.monotonic()` at the first try.
         """
         with self._retries_lock:
@@ -121,13 +139,17 @@ class Channel:
         self.emit(Retried, began_at, what=what, attempt=attempt, error=error, object_key=object_key)
 
     def key_of(self, bucket_key: str) -> str | None:
-        """The key below this checkpoint of an object of its bucket; None if it lies elsewhere."""
+        """Return an object's key relative to this checkpoint, or None if it is not below it.
+
+        Args:
+            bucket_key: the object's key in the bucket.
+        """
         prefix = self._url.partition("://")[2].partition("/")[2].rstrip("/")
         root = f"{prefix}/" if prefix else ""
         return bucket_key[len(root) :] if bucket_key.startswith(root) else None
 
     def fail(self, error: BaseException) -> None:
-        """Tell of the failure of the whole; only the first one is told."""
+        """Emit `Failed` for the whole operation; only the first call does."""
         if self._failed:
             return
         self._failed = True
@@ -145,9 +167,9 @@ class Channel:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Tell this channel of the retries of all requests that are made in the block.
+        """Report the retries of all requests in the block to this channel.
 
-        Threads that `transfer.workers.spawn` starts there belong to it.
+        This includes requests of threads that `transfer.workers.spawn` starts in the block.
         """
         token = _current.set(self)
         try:
@@ -157,7 +179,7 @@ class Channel:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around what is told of: hands events on meanwhile, and tells of an error that leaves."""
+        """Deliver events while the block runs; emit `Failed` if it raises."""
         self._open()
         try:
             with self.current():
@@ -170,24 +192,24 @@ class Channel:
 
     def _open(self) -> None:
         if self.detailed and self._thread is None:
-            # Not a daemon pool of ours: that floor is above this one.
+            # `transfer.workers` has such threads, but `transfer` depends on this folder.
             self._thread = threading.Thread(
-                # All that is raised there is a listener's: Ctrl-C comes to the main thread.
-                target=lambda: self._hand_on(BaseException),
+                # Only listeners can raise there: Ctrl-C comes to the main thread.
+                target=lambda: self._deliver(BaseException),
                 name="dcp_objstore-events",
                 daemon=True,
             )
             self._thread.start()
 
     def settle(self) -> None:
-        """Return when what was told so far was handed on; bounded, whatever a listener does."""
+        """Wait until all events so far were delivered; not for ever, if a listener hangs."""
         if not self._queue.empty():
             self._open()
         thread, self._thread = self._thread, None
         listeners = self._listeners
         self._queue.put(None)
         if thread is None:
-            self._hand_on(Exception)
+            self._deliver(Exception)
         else:
             thread.join(_PATIENCE_SECONDS)
             if thread.is_alive():
@@ -202,7 +224,7 @@ class Channel:
             with self._guarded(listener, Exception):
                 listener.settle()
 
-    def _hand_on(self, harmless: type[BaseException]) -> None:
+    def _deliver(self, harmless: type[BaseException]) -> None:
         for event in iter(self._queue.get, None):
             for listener in self._listeners:
                 with self._guarded(listener, harmless):
@@ -210,14 +232,15 @@ class Channel:
 
     @contextmanager
     def _guarded(self, listener: Listener, harmless: type[BaseException]) -> Iterator[None]:
-        """Log the first such error of a listener, with where it came from."""
+        """Log the first harmless error of a listener, with its traceback, and go on."""
         try:
             yield
         except harmless:
             if listener.name not in self._warned:
                 self._warned.add(listener.name)
                 logger.warning(
-                    "%s: %s failed; the %s goes on, and further errors of it are not shown",
+                    "%s: %s failed; the %s goes on, and further errors of this listener are not"
+                    " shown",
                     self._url,
                     listener.name,
                     self.operation,
@@ -225,22 +248,22 @@ class Channel:
                 )
 
 
-# Requests are made below the floors that know of saves and loads, in threads of their own.
+# Requests are made by code that knows nothing of saves and loads, in its own threads.
 _current: ContextVar[Channel | None] = ContextVar("dcp_objstore_channel", default=None)
 
 
 def current_channel() -> Channel | None:
-    """The channel of the save or load that this thread works for."""
+    """Return the channel of the save or load that this thread works for, or None."""
     return _current.get()
 
 
 def emit_retry(bucket_key: str, attempt: int, error: str, began_at: float) -> None:
-    """For transports: tell the save or load that a request is made for of its retry.
+    """Report a retry to the save or load that the request belongs to. For transports.
 
     Args:
         bucket_key: the object's key in the bucket.
-        attempt: see `Retried`.
-        error: why, in words, without a secret.
+        attempt: the number of the try that follows, from 2.
+        error: the reason, in words, without a secret.
         began_at: `time.monotonic()` at the first try.
     """
     channel = current_channel()
@@ -249,7 +272,7 @@ def emit_retry(bucket_key: str, attempt: int, error: str, began_at: float) -> No
 
 
 class Callback:
-    """A listener that is the user's function."""
+    """A listener that calls the user's function."""
 
     name = "on_event"
 
@@ -257,8 +280,8 @@ class Callback:
         self._function = function
 
     def take(self, event: AnyEvent) -> None:
-        """See `Listener`."""
+        """Call the function with the event."""
         self._function(event)
 
     def settle(self) -> None:
-        """See `Listener`."""
+        """Do nothing: the function keeps no events."""

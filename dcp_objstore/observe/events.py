@@ -1,4 +1,4 @@
-"""What `on_event` is called with: one type for each thing that happens in a save or load.
+"""The events that `on_event` is called with: one type for each thing that a save or load does.
 
     def on_event(event):
         match event:
@@ -7,8 +7,9 @@
             case events.Failed():
                 alert(event.url, event.error, event.message)
 
-Every event says which rank of which checkpoint it is about, when it began and how long it took;
-none holds a credential. They are plain frozen data: they can be kept, compared and pickled.
+Every event has the rank, the URL of the checkpoint, the time at which it began and how long it
+took. No event holds a credential. Events are plain frozen data: they can be kept, compared and
+pickled.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ Operation: TypeAlias = Literal["save", "load", "open", "read", "verify"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What all events have.
+    """The base class of all events.
 
     Attributes:
         rank: global rank of the process; 0 without a process group.
-        url: the checkpoint.
-        start_ns: when it began: Unix time in nanoseconds, as OpenTelemetry and `torch.profiler`
-            count it. By a clock that does not jump within one save or load.
+        url: URL of the checkpoint.
+        start_ns: when it began: Unix time in nanoseconds, as in OpenTelemetry and
+            `torch.profiler`, by a clock that does not jump within one save or load.
         seconds: how long it took.
     """
 
@@ -39,16 +40,16 @@ class Event:
 
     @property
     def end_ns(self) -> int:
-        """When it had ended, as `start_ns`."""
+        """When it ended: Unix time in nanoseconds."""
         return self.start_ns + int(self.seconds * 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged(Event):
-    """The state was copied for a save in the background; told as that save begins.
+    """The state was copied for a save in the background. Emitted when that save begins.
 
     Attributes:
-        size_bytes: of the tensors' memory that was copied.
+        size_bytes: size of the tensors that were copied.
     """
 
     size_bytes: int
@@ -59,7 +60,7 @@ class Opened(Event):
     """Marker and index of a checkpoint were read.
 
     Attributes:
-        commit_id: of the checkpoint; None for one that another library wrote.
+        commit_id: id of the checkpoint's commit; None if another library wrote the checkpoint.
     """
 
     commit_id: str | None
@@ -67,15 +68,15 @@ class Opened(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned(Event):
-    """It is known what this rank will move; takes as long as whatever came before it.
+    """This rank knows what it will move. Lasts as long as everything before it.
 
     Attributes:
-        operation: "save", "load"; of what `dcp_objstore.open` gives "read" and "verify".
-        items: tensor chunks and values.
-        size_bytes: to be moved. Of a save without framing and pickled values, of which the size is
-            not known yet.
-        objects: data objects that are written, or read from.
-        requests: parts or ranged GETs; of a save at least so many.
+        operation: "save" or "load"; for a checkpoint from `dcp_objstore.open`, "read" or "verify".
+        items: number of tensor chunks and values.
+        size_bytes: bytes to move. For a save, without framing and pickled values, whose size is not
+            known yet.
+        objects: number of data objects to write, or to read from.
+        requests: number of parts or ranged GETs; for a save, the least number.
     """
 
     operation: Operation
@@ -87,10 +88,10 @@ class Planned(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hashed(Event):
-    """A slice of up to 16 MiB was hashed for a save, beside the uploads.
+    """A slice of up to 16 MiB was hashed for a save, while uploads went on.
 
     Attributes:
-        size_bytes: of the slice.
+        size_bytes: size of the slice.
         worker: number of the thread.
     """
 
@@ -102,15 +103,15 @@ class Hashed(Event):
 class PartUploaded(Event):
     """A part of an object was uploaded; an object that is put in one request is one part.
 
-    It lasts from when the transport was handed the first byte of the part until it let go of the
-    last: gathering the part and waiting for a free connection count.
+    It lasts from when the transport got the first byte of the part until it dropped the last. This
+    includes the time to collect the part and to wait for a free connection.
 
     Attributes:
-        object_key: the object, relative to the checkpoint.
+        object_key: key of the object, relative to the checkpoint.
         part: its number within the object, from 0.
-        size_bytes: of the part.
-        worker: the lowest number that no part under way had. (The transport has no workers of its
-            own that could be told apart.)
+        size_bytes: size of the part.
+        worker: the lowest number that no other part under way had. (The transport has no workers
+            that could be numbered.)
     """
 
     object_key: str
@@ -121,12 +122,12 @@ class PartUploaded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectUploaded(Event):
-    """A data object is whole on the store.
+    """A data object was uploaded completely.
 
     Attributes:
-        object_key: the object, relative to the checkpoint.
-        size_bytes: of the object.
-        parts: requests that carried it.
+        object_key: key of the object, relative to the checkpoint.
+        size_bytes: size of the object.
+        parts: number of requests that carried its bytes.
     """
 
     object_key: str
@@ -136,12 +137,12 @@ class ObjectUploaded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRead(Event):
-    """A range of an object was fetched, verified, and put where it belongs.
+    """A range of an object was fetched, verified, and copied to its destination.
 
     Attributes:
-        object_key: the object, relative to the checkpoint.
-        offset: of its first byte.
-        size_bytes: of the range.
+        object_key: key of the object, relative to the checkpoint.
+        offset: position of its first byte in the object.
+        size_bytes: size of the range.
         worker: number of the request among those that are under way at the same time.
     """
 
@@ -153,15 +154,16 @@ class RangeRead(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retried(Event):
-    """A request is made again. Retries of parts and listings within obstore, and all within
-    fsspec, are not seen.
+    """A request is sent again.
+
+    Retries of parts and listings inside obstore, and all retries inside fsspec, are not reported.
 
     Attributes:
-        what: "commit" (the marker's PUT had no clear answer), "range" (damaged on its way), or
-            "request" (any other).
+        what: "commit" (the PUT of the marker had no clear answer), "range" (the bytes were damaged
+            on the way), or "request" (any other).
         attempt: the number of the try that follows, from 2.
-        error: type and text of what went wrong.
-        object_key: the object, relative to the checkpoint.
+        error: type and text of the error.
+        object_key: key of the object, relative to the checkpoint.
     """
 
     what: Literal["commit", "range", "request"]
@@ -172,11 +174,11 @@ class Retried(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed(Event):
-    """The checkpoint exists. On the coordinator (rank 0) alone.
+    """The checkpoint was committed. Emitted on the coordinator (rank 0) alone.
 
     Attributes:
-        commit_id: of the commit.
-        attempts: PUTs of the marker that were sent.
+        commit_id: id of the commit.
+        attempts: number of PUTs of the marker that were sent.
     """
 
     commit_id: str
@@ -185,13 +187,15 @@ class Committed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(Event):
-    """A save has ended well. On the coordinator (rank 0) alone, for all ranks, from its set-up on.
+    """A save has succeeded. Emitted on the coordinator (rank 0) alone, for all ranks.
+
+    It lasts from the set-up of the save.
 
     Attributes:
-        size_bytes: put into data objects, framing included.
-        objects: data objects.
-        parts: requests that carried their bytes.
-        commit_id: of the commit.
+        size_bytes: bytes in data objects, framing included.
+        objects: number of data objects.
+        parts: number of requests that carried their bytes.
+        commit_id: id of the commit.
     """
 
     size_bytes: int
@@ -202,15 +206,15 @@ class Saved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded(Event):
-    """All that this rank asked for is in place: the end of a load, or of a read.
+    """A load or read has ended: everything that this rank asked for is in place.
 
     Attributes:
-        size_bytes: that this rank fetched.
-        needed_bytes: that this rank's state needed.
-        received_bytes: that other ranks fetched and handed to this one.
-        objects: data objects read from.
-        requests: ranged GETs.
-        commit_id: of the checkpoint; None for one that another library wrote.
+        size_bytes: bytes that this rank fetched.
+        needed_bytes: bytes that this rank's state needed.
+        received_bytes: bytes that other ranks fetched and sent to this one.
+        objects: number of data objects that were read from.
+        requests: number of ranged GETs.
+        commit_id: id of the checkpoint's commit; None if another library wrote the checkpoint.
     """
 
     size_bytes: int
@@ -226,8 +230,8 @@ class Verified(Event):
     """A checkpoint was compared with its digests.
 
     Attributes:
-        size_bytes: that were compared.
-        damaged: how many damages were found.
+        size_bytes: bytes that were compared.
+        damaged: number of damages that were found.
     """
 
     size_bytes: int
@@ -236,18 +240,19 @@ class Verified(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Event):
-    """A save or load failed; lasts from its begin.
+    """A save or load failed. Lasts from the beginning of that save or load.
 
-    At most one for each on a rank. `dcp_objstore.save`, `async_save` and `load` tell it on every
-    rank; a writer or reader under DCP's own calls only where it failed itself.
+    Each save or load emits at most one on a rank. `dcp_objstore.save`, `async_save` and `load` emit
+    it on every rank. Under DCP's own calls, a writer or reader emits it only on a rank on which it
+    failed itself.
 
     Attributes:
-        operation: see `Planned`; or "open".
-        error: name of the type, as "StoreUnavailableError".
-        message: its text, without what follows.
-        failed_rank: where it failed, as far as the error knows.
-        key: of the state.
-        object_key: the object, relative to the checkpoint.
+        operation: "save", "load", "open", "read" or "verify".
+        error: name of the error's type, such as "StoreUnavailableError".
+        message: text of the error, without the rank, keys and URL.
+        failed_rank: the rank that failed, if the error names it.
+        key: the state-dict key, if the error names it.
+        object_key: key of the object, relative to the checkpoint, if the error names it.
     """
 
     operation: Operation

@@ -1,4 +1,4 @@
-"""`Hooks`: who is told of a save or load, as a user has asked for it."""
+"""`Hooks`: which listeners a user has asked for."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class Hooks:
     """The settings `on_event` and `trace`; picklable if `on_event` is.
 
     Args:
-        on_event, trace: see `ObjectStoreWriter`.
+        on_event: a function that is called with each event, or None.
+        trace: the local file to write a trace to, or None; may hold `{rank}` and `{name}`.
 
     Raises:
-        ConfigError: not callable; not the name of a local file.
+        ConfigError: `on_event` is not callable, or `trace` is not the name of a local file.
     """
 
     def __init__(self, on_event: OnEvent | None, trace: str | os.PathLike[str] | None) -> None:
@@ -62,7 +63,13 @@ class Hooks:
 
 
 def show(channel: Channel, *, bar: bool, summary: bool) -> None:
-    """Have it shown on this process's terminal and in its log."""
+    """Add the progress bar and the log line of this process to a channel.
+
+    Args:
+        channel: the channel to add them to.
+        bar: whether to add the bar, if standard error is a terminal.
+        summary: whether to add the log line.
+    """
     if bar and Bar.is_seen():
         channel.add(Bar(channel.operation), detailed=True)
     if summary:
@@ -70,7 +77,7 @@ def show(channel: Channel, *, bar: bool, summary: bool) -> None:
 
 
 def staged(url: str, rank: int, size_bytes: int, began_at: float) -> Staged:
-    """The event of a copy that began at `began_at` (`time.monotonic()`) and has just ended."""
+    """Make the event of a copy that began at `began_at` (`time.monotonic()`) and has just ended."""
     seconds = time.monotonic() - began_at
     start_ns = time.time_ns() - int(seconds * 1e9)
     return Staged(rank=rank, url=url, start_ns=start_ns, seconds=seconds, size_bytes=size_bytes)

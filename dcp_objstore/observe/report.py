@@ -1,4 +1,4 @@
-"""What a save or load did, as data; and the log line and the progress bar, made of its events."""
+"""Reports of a save or load: as data, as a line in the log, and as a progress bar."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ GIB = 1024**3
 class SaveReport:
     """A finished save.
 
-    On the coordinator (rank 0) it covers all ranks; elsewhere what that rank wrote.
+    On the coordinator (rank 0) it covers all ranks; on other ranks, what that rank wrote.
 
     Attributes:
-        url: the checkpoint.
-        total_bytes: bytes put into data objects, framing included.
-        seconds: from set-up to commit (elsewhere than on the coordinator: of the upload).
-        objects: data objects.
-        parts: requests that carried their bytes (single PUTs and multipart parts).
-        commit_id: of the commit; None on ranks that do not commit.
+        url: URL of the checkpoint.
+        total_bytes: bytes in data objects, framing included.
+        seconds: time from set-up to commit; on other ranks than the coordinator, of the upload.
+        objects: number of data objects.
+        parts: number of requests that carried their bytes (single PUTs and multipart parts).
+        commit_id: id of the commit; None on ranks that do not commit.
     """
 
     url: str
@@ -54,21 +54,21 @@ class LoadReport:
     """A finished load, as seen by this rank.
 
     Attributes:
-        url: the checkpoint.
-        total_bytes: bytes fetched from data objects by this rank.
+        url: URL of the checkpoint.
+        total_bytes: bytes that this rank fetched from data objects.
         needed_bytes: bytes that this rank's state needed.
-        received_bytes: what other ranks fetched and handed on to this one.
-        missing: keys of this rank's state that the checkpoint does not have, as far as `dos.load`
-            let that pass (`strict=False`, or optimizer state of parameters that had none).
-        unexpected: keys of the checkpoint that this rank's state did not ask for. Both are filled
-            in by `dos.load` alone.
-        seconds: from reading the marker to the last byte in place.
-        objects: data objects read from.
-        requests: ranged GETs.
-        retries: how often a request for the checkpoint was sent again, because it failed or its
-            bytes came damaged; None where the adapter does not count them (`file://`, boto3,
-            fsspec).
-        commit_id: of the checkpoint; None for one that another library wrote.
+        received_bytes: bytes that other ranks fetched and sent to this one.
+        missing: keys of this rank's state that the checkpoint does not have and that `dos.load` did
+            not refuse (`strict=False`, or optimizer state of parameters that had none). Only
+            `dos.load` fills this in.
+        unexpected: keys of the checkpoint that this rank's state did not ask for. Only `dos.load`
+            fills this in.
+        seconds: time from reading the marker until the last byte was in place.
+        objects: number of data objects that were read from.
+        requests: number of ranged GETs.
+        retries: number of requests that were sent again because they failed or their bytes were
+            damaged; None if the adapter does not count them (`file://`, boto3, fsspec).
+        commit_id: id of the checkpoint's commit; None if another library wrote the checkpoint.
     """
 
     url: str
@@ -89,22 +89,22 @@ class LoadReport:
         return self.total_bytes / GIB / max(self.seconds, 1e-9)
 
     def __getitem__(self, key: object) -> NoReturn:
-        """Not the state: that is what was passed to `dos.load`."""
+        """Raise a TypeError: the loaded state is the one that was passed to `dos.load`."""
         raise TypeError(
-            "a LoadReport is not the state that was loaded: dcp_objstore.load fills the state that"
-            f" it is given, so write state[{key!r}] after dcp_objstore.load(state, url)"
+            "a LoadReport is not the loaded state: dcp_objstore.load fills the state that was"
+            f" passed to it, so use state[{key!r}] after dcp_objstore.load(state, url)"
         )
 
 
 def log_failure(url: str | None, error: BaseException) -> None:
-    """Log the error of a save in the background, for whose result nobody may ask."""
-    # A filter of the program may raise, which must not take the place of the error.
+    """Log the error of a save in the background, in case the program never asks for its result."""
+    # A logging filter of the program may raise, which must not replace the error.
     with contextlib.suppress(Exception):
         logger.error("saving %s in the background failed: %s", url, error)
 
 
 def size_text(count_bytes: float) -> str:
-    """Bytes in the largest unit (B, KiB, MiB, GiB) of which there is at least one."""
+    """Format a number of bytes in the largest unit (B, KiB, MiB, GiB) that gives at least 1."""
     for unit, size in (("GiB", GIB), ("MiB", 1024**2), ("KiB", 1024)):
         if count_bytes >= size:
             return f"{count_bytes / size:.2f} {unit}"
@@ -117,7 +117,7 @@ class SummaryLine:
     name = "the log line"
 
     def take(self, event: AnyEvent) -> None:
-        """See `Listener`."""
+        """Log the line, if the event ends the save or load."""
         match event:
             case Saved():
                 self._log("saved", event, f"{event.parts} parts")
@@ -137,17 +137,17 @@ class SummaryLine:
         )
 
     def settle(self) -> None:
-        """See `Listener`."""
+        """Do nothing: the line is logged at once."""
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """tqdm without the thread that it starts to redraw bars."""
+    """tqdm without its thread that redraws bars."""
 
     monitor_interval = 0
 
 
-# tqdm's own lock is one of multiprocessing, which a killed rank would leave behind and a helper
-# process would complain about. Our bars are drawn by one process.
+# tqdm's own lock belongs to multiprocessing: a killed rank would leave it behind, and a helper
+# process would complain about it. One process draws these bars, so a thread lock is enough.
 _Bar.set_lock(threading.RLock())
 
 
@@ -155,7 +155,7 @@ class Bar:
     """A listener that draws a byte-counting bar on standard error.
 
     Args:
-        label: what it says before the figures.
+        label: the text before the figures.
     """
 
     name = "the progress bar"
@@ -166,11 +166,11 @@ class Bar:
 
     @staticmethod
     def is_seen() -> bool:
-        """Whether standard error is a terminal; there are no bars elsewhere."""
+        """Return whether standard error is a terminal; otherwise no bar is drawn."""
         return sys.stderr is not None and sys.stderr.isatty()
 
     def take(self, event: AnyEvent) -> None:
-        """See `Listener`."""
+        """Start the bar when the size is known, then advance it."""
         match event:
             case Planned():
                 self._bar = _Bar(
@@ -185,7 +185,7 @@ class Bar:
                 self._bar.update(event.size_bytes)
 
     def settle(self) -> None:
-        """See `Listener`."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

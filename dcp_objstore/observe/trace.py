@@ -1,12 +1,12 @@
-"""Traces for Perfetto and `chrome://tracing`: events of ours as a file, and files into one.
+"""Traces for Perfetto and `chrome://tracing`: write events to a file, and merge such files.
 
 The format is that of the "Trace Event Format" document of the Chromium project: complete events
 (`ph` X) with `ts` and `dur` in microseconds, and metadata events (`ph` M) that name the rows.
 
 The clock is that of `torch.profiler`. Kineto (`ChromeTraceBaseTime`) writes Unix time minus a base,
 which keeps `ts` exact in a double: the last multiple of 7,889,238 s (three months) before the
-process first profiled. It is in the file as `baseTimeNanoseconds`. So is ours, and two files may be
-merged by adding the difference of their bases.
+process first profiled. The base is in the file as `baseTimeNanoseconds`. These traces have a base
+in the same way, so two files are merged by adding the difference of their bases.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from dcp_objstore.observe.events import AnyEvent
 logger = logging.getLogger("dcp_objstore")
 
 _BASE_STEP_NS = 7_889_238 * 10**9
-# Above the highest process id of Linux (2^22), so that the rows of a rank are a group of their own
-# beside those of a torch.profiler trace, and in one file with those of other ranks and hosts.
+# Above the highest process id of Linux (2^22), so that the rows of each rank form a separate group
+# in a file with a torch.profiler trace, or with other ranks and hosts.
 _FIRST_PID = 10_000_000
-# The row of what is done once, and the first row of each kind of worker.
+# The row of everything that happens once, and the first row of each kind of worker.
 _MAIN_ROW = 0
 _WORKER_ROWS = {
     events.PartUploaded: (100, "upload"),
@@ -43,15 +43,15 @@ _COMMON_FIELDS = frozenset(field.name for field in dataclasses.fields(events.Eve
 
 
 def base_ns(unix_ns: int) -> int:
-    """What Kineto subtracts from times around this one."""
+    """Return the base that Kineto subtracts from times around this one."""
     return unix_ns // _BASE_STEP_NS * _BASE_STEP_NS
 
 
 def check_trace(trace: object) -> str | None:
-    """`trace` as given by a user, as text.
+    """Check the user's `trace` setting and return it as text, or None if there is none.
 
     Raises:
-        ConfigError: it is no name of a local file, or has unknown fields in braces.
+        ConfigError: it is not the name of a local file, or has unknown fields in braces.
     """
     if trace is None:
         return None
@@ -71,11 +71,14 @@ def check_trace(trace: object) -> str | None:
 
 
 def trace_path(pattern: str, url: str, rank: int, world_size: int) -> Path:
-    """The file of one rank.
+    """Return the path of one rank's trace.
 
     Args:
-        pattern: may hold `{rank}` and `{name}`, the last element of the URL. Where there are
-            several ranks and no `{rank}`, "save.json" becomes "save.rank3.json".
+        pattern: may hold `{rank}` and `{name}`, the last element of the URL. If there are several
+            ranks and no `{rank}`, "save.json" becomes "save.rank3.json".
+        url: URL of the checkpoint.
+        rank: the rank.
+        world_size: number of ranks.
     """
     path = Path(pattern.format(rank=rank, name=url.rstrip("/").rpartition("/")[2]))
     if world_size > 1 and "{rank}" not in pattern:
@@ -84,10 +87,10 @@ def trace_path(pattern: str, url: str, rank: int, world_size: int) -> Path:
 
 
 class TraceFile:
-    """A listener that writes what it hears to a file, anew whenever there is more.
+    """A listener that writes the events to a file, and rewrites the file when there are more.
 
     Args:
-        path: replaced as a whole; folders are made.
+        path: the file. It is replaced as a whole; missing folders are created.
     """
 
     name = "trace"
@@ -98,11 +101,11 @@ class TraceFile:
         self._written = 0
 
     def take(self, event: AnyEvent) -> None:
-        """See `Listener`."""
+        """Keep the event."""
         self._events.append(event)
 
     def settle(self) -> None:
-        """Write the file. A failure is logged: it must not become one of the save."""
+        """Write the file. Log a failure: it must not make the save fail."""
         taken = list(self._events)
         if len(taken) == self._written:
             return
@@ -114,10 +117,13 @@ class TraceFile:
 
 
 def trace_events(taken: Sequence[AnyEvent]) -> tuple[list[dict[str, Any]], int]:
-    """Events as trace events, one group for each rank, in it one row for each worker; their base.
+    """Convert events to trace events: one group of rows for each rank, one row for each worker.
 
     Args:
-        taken: at least one.
+        taken: the events; at least one.
+
+    Returns:
+        The trace events, and the base that was subtracted from their times.
     """
     found: list[dict[str, Any]] = []
     rows: dict[tuple[int, int], str] = {}
@@ -202,17 +208,17 @@ def _document(found: list[dict[str, Any]], base: int) -> dict[str, Any]:
 
 
 def merge_traces(into: str | os.PathLike[str], *traces: str | os.PathLike[str]) -> None:
-    """Make one trace of several: those of all ranks, and `torch.profiler`'s, on one time axis.
+    """Merge several traces, of all ranks and of `torch.profiler`, into one on one time axis.
 
-    Hosts agree as far as their clocks do.
+    Traces of several hosts agree as far as their clocks do.
 
     Args:
-        into: the file to write; with the ending `.gz` it is compressed.
-        traces: files that `trace=` or `torch.profiler`'s `export_chrome_trace` wrote, `.gz` too.
+        into: the file to write. If its name ends in `.gz`, it is compressed.
+        traces: files that `trace=` or `torch.profiler`'s `export_chrome_trace` wrote, also `.gz`.
 
     Raises:
-        ConfigError: one of them is no such file, or none was given.
-        OSError: one cannot be read, or written.
+        ConfigError: a file is not a trace, or no file was given.
+        OSError: a file cannot be read or written.
     """
     if not traces:
         raise ConfigError("no traces were given to merge")
@@ -231,14 +237,14 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(gzip.decompress(body) if path.suffix == ".gz" else body)
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
+        raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
-        raise ConfigError(f"{path} is no trace: it has no list 'traceEvents'")
+        raise ConfigError(f"{path} is not a trace: it has no list 'traceEvents'")
     return document
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:
-    """Write it beside, then into place: no reader sees half of it."""
+    """Write a temporary file and rename it, so that no reader sees half of it."""
     body = json.dumps(document, separators=(",", ":")).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

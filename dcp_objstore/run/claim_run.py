@@ -1,7 +1,6 @@
-"""`claim_run`: by all ranks of a job, which then is the only one whose saves count in a run; and
-`go_back`, by which such a job leaves later steps behind.
+"""`claim_run` makes a job the only one whose saves count in a run; `go_back` drops later steps.
 
-The rules are those of `checkpoint.claim`.
+All ranks of the job call `claim_run`. The rules are those of `checkpoint.claim`.
 """
 
 from __future__ import annotations
@@ -32,17 +31,19 @@ def claim_run(
     config: TransferConfig | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> RunClaim:
-    """Make this job the only one whose saves count in a run. Called by every rank, before training.
+    """Make this job the only one whose saves count in a run. Every rank calls it before training.
 
-    From here on a job that had the run before (preempted and still alive, paused, cut off) adds,
-    replaces and deletes no step that counts, whenever it wakes up: its saves raise SupersededError.
-    That is so for jobs that pass their claim to `save`. In a run that was taken over a save without
-    one is refused; what had begun before does not count. All steps that count stay: two requests
-    for each, so it takes longer in a run of thousands. After a crash, take over again.
+    An earlier job of the run may still be alive: preempted, paused or cut off from the network.
+    From now on it adds, replaces and deletes no step that counts, whenever it wakes up: its saves
+    raise SupersededError. This holds for jobs that pass their claim to `save`. In a run that has a
+    claim, a save without one is refused; a save that had already begun does not count.
+
+    All steps that count keep counting. That takes two requests for each, so in a run with thousands
+    of steps it takes longer. After a crash, call it again.
 
     Args:
-        run_url: the run; its steps are the checkpoints directly below.
-        storage_options: as for `save`.
+        run_url: URL of the run; its steps are the checkpoints directly below.
+        storage_options: credentials and endpoint, as for `save`.
         config: time-outs and retries.
         process_group: the ranks of the job. Default: all. The first of them makes the requests.
 
@@ -51,18 +52,18 @@ def claim_run(
         rank.
 
     Raises:
-        SupersededError: another job took the run over at the same time, and goes on with it.
-        CommitUnknownError, RetryableError: no clear answers; take over again, it is safe.
+        SupersededError: another job claimed the run at the same time, and goes on with it.
+        CommitUnknownError, RetryableError: no clear answers; it is safe to call this again.
         CheckpointCorruptError: the run's `_CLAIM` is damaged.
-        UnsupportedError: the store has no conditional writes; or a newer version wrote the run.
-        DcpObjstoreError: as the store says, on every rank.
+        UnsupportedError: the store has no conditional writes, or a newer version wrote the run.
+        DcpObjstoreError: the store refused or failed; raised on every rank.
     """
     group = sync_group(process_group, config)
 
     def make() -> RunClaim:
         spec = Target(run_url, storage_options, config).spec
         run = spec.open()
-        wait_for(require_rewrites, run, "no run can be taken over")
+        wait_for(require_rewrites, run, "no run can be claimed")
         return RunClaim(spec.url, wait_for(rule.claim_run, run, opener(spec)))
 
     first = group is None or dist.get_rank(group) == 0
@@ -73,7 +74,7 @@ def claim_run(
     if group is not None:
         with typed_failures(url, group):
             dist.broadcast_object_list(held, group=group, group_src=0)
-    assert held[0] is not None  # else `raise_on_all` has raised
+    assert held[0] is not None  # otherwise `raise_on_all` has raised
     return held[0]
 
 
@@ -84,21 +85,22 @@ def go_back(
     storage_options: Mapping[str, object] | None,
     config: TransferConfig | None,
 ) -> RunClaim:
-    """Make the steps of a run that are later than `step` not count any more. Called by one rank.
+    """Go back to a step: later steps of the run stop counting. One rank calls it.
 
-    Checkpoints with other names than `step-N` go on counting.
+    Checkpoints with other names than `step-N` still count.
 
     Args:
-        claim: of this job.
-        step: the last one that counts.
-        storage_options, config: as for `claim_run`.
+        claim: the claim of this job.
+        step: the last step that still counts.
+        storage_options: credentials and endpoint, as for `save`.
+        config: time-outs and retries.
 
     Returns:
         The claim of this job from now on.
 
     Raises:
-        SupersededError: another job has taken the run over; nothing was changed.
-        DcpObjstoreError: see `claim_run`.
+        SupersededError: another job has claimed the run; nothing was changed.
+        DcpObjstoreError: the store refused or failed; this job may have lost its claim.
     """
     spec = Target(claim.run_url, storage_options, config).spec
 

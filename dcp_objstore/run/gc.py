@@ -1,4 +1,4 @@
-"""`sweep`: every checkpoint below a URL, each on its own, and what the bucket should do itself."""
+"""`sweep`: sweep every checkpoint below a URL, and check the bucket's own lifecycle rules."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepReport:
-    """A sweep of everything below a URL; with `dry_run` what it would do.
+    """What a sweep did below a URL, or with `dry_run` what it would do.
 
     Attributes:
-        url: what was swept.
-        checkpoints: what was done at each, in the order of their URLs.
-        uploads_unseen: why orphaned multipart uploads were not looked at, or None: they were.
-        lifecycle_days: after how many days the bucket itself removes such uploads here; None: it
-            does not, or could not be asked.
-        lifecycle_json: the lifecycle configuration that the bucket should have, as JSON; None
-            where it has one, or where there are no multipart uploads. For S3 with the rules that
-            the bucket has, if those could be read.
-        lifecycle_unread: why the bucket's rules could not be read, or None: they were. Putting
-            `lifecycle_json` would then lose them.
+        url: the URL that was swept.
+        checkpoints: what was done at each checkpoint, in the order of their URLs.
+        uploads_unseen: why orphaned multipart uploads could not be listed; None if they were.
+        lifecycle_days: the number of days after which the bucket itself removes such uploads here;
+            None if it does not, or if its rules could not be read.
+        lifecycle_json: the lifecycle configuration that the bucket should have, as JSON; None if it
+            has one, or if there are no multipart uploads. For S3 it includes the rules that the
+            bucket has, if those could be read.
+        lifecycle_unread: why the bucket's rules could not be read; None if they were read.
+            Otherwise those rules are lost if you put `lifecycle_json`.
         dry_run: nothing was changed.
     """
 
@@ -69,27 +69,27 @@ class SweepReport:
 
     @property
     def deleted(self) -> int:
-        """Objects that were removed."""
+        """The number of objects that were removed."""
         return sum(one.deleted for one in self.checkpoints)
 
     @property
     def deleted_bytes(self) -> int:
-        """Their sizes."""
+        """The size of the objects that were removed."""
         return sum(one.deleted_bytes for one in self.checkpoints)
 
     @property
     def uploads_aborted(self) -> int:
-        """Orphaned multipart uploads that were removed."""
+        """The number of orphaned multipart uploads that were removed."""
         return sum(one.uploads_aborted for one in self.checkpoints)
 
     @property
     def uploads_bytes(self) -> int:
-        """The sizes of their parts."""
+        """The size of the parts of these uploads."""
         return sum(one.uploads_bytes for one in self.checkpoints)
 
     @property
     def damaged(self) -> tuple[CheckpointSweep, ...]:
-        """Checkpoints that cannot be read, and were left as they are."""
+        """The checkpoints that cannot be read and were left as they are."""
         return tuple(one for one in self.checkpoints if one.outcome == "damaged")
 
 
@@ -101,28 +101,30 @@ def sweep(
     storage_options: Mapping[str, object] | None = None,
     config: TransferConfig | None = None,
 ) -> SweepReport:
-    """Remove what no commit names below a URL, and what nobody is using any more.
+    """Remove the objects below a URL that no commit names and that no job can still be using.
 
-    That is: objects of saves that were never committed, of checkpoints that were overwritten or
-    deleted, and orphaned multipart uploads (S3, with boto3), all of them older than the grace
-    period. In a run that was taken over (see `claim_run`), steps that a superseded job committed
-    late and that never count are deleted, unless they are pinned; their objects go when another
-    grace period has passed. Never what another form of name has, and never anything beside which a
-    save may be under way. Each checkpoint is swept on its own; after a crash the next sweep goes
-    on.
+    These are objects of saves that were never committed, objects of checkpoints that were
+    overwritten or deleted, and orphaned multipart uploads (S3, with boto3), all older than the
+    grace period. In a run that has a claim (see `claim_run`), a sweep also deletes steps that a
+    superseded job committed late and that never count, unless they are pinned; it removes their
+    objects when another grace period has passed.
+
+    A sweep never removes objects whose names do not have our form, and nothing from a checkpoint to
+    which a save may be under way. Each checkpoint is swept on its own. After a crash, the next
+    sweep goes on.
 
     Args:
-        url: a checkpoint, or a run: everything below is looked at.
-        grace_seconds: what is younger stays. At least an hour; default 24 h. It must be longer
-            than the longest save and the longest load.
-        dry_run: only look. Default False.
-        storage_options: as for `save`.
+        url: URL of a checkpoint or a run; everything below it is swept.
+        grace_seconds: objects that are younger than this are kept. It must be longer than the
+            longest save and the longest load, and at least an hour. Default 24 h.
+        dry_run: change nothing. Default False.
+        storage_options: credentials and endpoint, as for `save`.
         config: time-outs and retries.
 
     Raises:
         ConfigError: the grace period is too short.
         UnsupportedError: the store has no conditional writes.
-        DcpObjstoreError: as the store says. A damaged checkpoint is reported, not raised.
+        DcpObjstoreError: the store refused or failed. A damaged checkpoint is reported, not raised.
     """
     check_grace(grace_seconds)
     spec = Target(url, storage_options, config).spec
@@ -189,13 +191,13 @@ def _sweep_one(
 
 
 def _base(run: StoreSpec | None) -> int:
-    """The oldest claim whose steps count in a run; 0, below which there is none, if not known."""
+    """Return the oldest claim whose steps count in a run; 0 (all count) if it is not known."""
     if run is None:
         return 0
     try:
         found = read_claim(InterruptibleStore(run.open()))
     except (CorruptDataError, UnsupportedError, PermissionDeniedError) as error:
-        logger.warning("steps of superseded jobs in %s are not looked for: %s", run.url, error)
+        logger.warning("steps of superseded jobs in %s are not swept: %s", run.url, error)
         return 0
     return found[0].base if found is not None else 0
 
@@ -209,8 +211,9 @@ def _above(key: str) -> str:
 
 
 def _is_known(name: str) -> bool:
-    """Whether a prefix with an object of this name is one to sweep: a save may have died at any
-    point there, also while it tried the store out.
+    """Return whether a prefix with an object of this name must be swept.
+
+    A save may have died there at any point, even while it was probing the store.
     """
     return name == MARKER_KEY or is_ours(name) or is_beacon_key(name) or is_probe_key(name)
 
@@ -218,7 +221,7 @@ def _is_known(name: str) -> bool:
 def _lifecycle(
     spec: StoreSpec, uploads: S3Uploads | LocalUploads | None
 ) -> tuple[int | None, str | None, str | None]:
-    """Days that the bucket waits, else the configuration that it lacks; why that is not known."""
+    """Return three fields of `SweepReport`: `lifecycle_days`, `_json` and `_unread`."""
     url = spec.parsed
     if url.scheme not in ("s3", "gs"):
         return None, None, None

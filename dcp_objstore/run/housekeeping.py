@@ -1,8 +1,8 @@
-"""Retention at work: after each commit, the steps of a run that no policy wants are deleted, and
-now and then what is left of deleted steps and of saves that died is swept up.
+"""Housekeeping in a run: delete steps that no policy keeps, and sweep what they leave.
 
-By one rank, in the background. The run belongs to this job, so its steps are listed once; from
-then on what this job commits and deletes is known, until it goes back to an earlier step.
+One rank does this in the background. It deletes after each commit, and now and then it sweeps the
+objects of deleted steps and of saves that died. The run belongs to this job, so its steps are
+listed only once: the job knows what it commits and deletes, until it goes back to an earlier step.
 """
 
 from __future__ import annotations
@@ -31,46 +31,47 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.run.steps import RunStep
 
-# One commit is not followed by hours of deletions; the next one goes on with them.
+# The most steps that are deleted after one commit, so that it is not followed by hours of
+# deletions. The next commit goes on with them.
 _AT_A_TIME = 64
-# A sweep costs a listing of the run and a request for each step; what it removes is a day old.
+# A sweep costs a listing of the run and a request for each step, and removes what is a day old.
 _SWEEP_EVERY_SECONDS = 3600.0
 _STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})\Z")
 
 
 def step_name(step: int) -> str:
-    """The name of a step below its run."""
+    """Return the name of a step below its run."""
     return f"step-{step}"
 
 
 def step_url(run_url: str, step: int) -> str:
-    """The checkpoint of a step."""
+    """Return the URL of a step's checkpoint."""
     return f"{run_url.rstrip('/')}/{step_name(step)}"
 
 
 def step_number(name: str) -> int | None:
-    """The number of a step, or None for another name."""
+    """Return the number in a step's name, or None for any other name."""
     found = _STEP_NAME.match(name)
     return int(found[1]) if found else None
 
 
 def step_numbers(run_url: str, newest: int | None, **access: Any) -> tuple[int, ...]:
-    """The numbers of the steps of a run that count, the newest last.
+    """List the numbers of the steps of a run that count, the newest last.
 
     Args:
-        run_url: the run.
-        newest: only so many, the newest; None: all.
+        run_url: URL of the run.
+        newest: how many to list, the newest ones; None for all.
         access: `storage_options` and `config`, as for `steps`.
     """
     found = steps(run_url, newest=newest, **access)
     numbers = sorted(number for one in found if (number := step_number(one.name)) is not None)
     if newest is not None and len(found) == newest and len(numbers) < newest:
-        return step_numbers(run_url, None, **access)[-newest:]  # other names came in between
+        return step_numbers(run_url, None, **access)[-newest:]  # there were other names among them
     return tuple(numbers)
 
 
 def facts_of(one: RunStep) -> StepFacts | None:
-    """What policies know of a step of a run; None: its name is not that of a numbered step."""
+    """Return what policies know about a step, or None if its name has no step number."""
     number = step_number(one.name)
     if number is None:
         return None
@@ -83,14 +84,19 @@ def facts_of(one: RunStep) -> StepFacts | None:
 
 
 class Retainer:
-    """Deletes what a policy does not keep.
+    """Deletes the steps that a policy does not keep, and sweeps the run.
 
     Args:
-        run_url: the run.
-        policy: what to keep; None: everything, and no request is made.
+        run_url: URL of the run.
+        policy: what to keep; None to keep everything, without any request.
         now: remove the objects of a deleted step at once, not after a sweep's grace period.
-        sweeps: sweep the run after the first commit, and once an hour from then on.
-        storage_options, config: as for `save`.
+        sweeps: sweep the run after the first commit, and then once an hour.
+        storage_options: credentials and endpoint, as for `save`.
+        config: time-outs and retries.
+
+    Attributes:
+        resumed: the step that this job resumed from, or None.
+        claim: the claim of this job, or None.
     """
 
     def __init__(
@@ -112,30 +118,32 @@ class Retainer:
         self._config = config
         self._lock = threading.Lock()
         self._known: dict[int, StepFacts] | None = None
-        # What is said of single steps before they are listed.
+        # Whether this job pinned or unpinned steps, kept until the steps are listed.
         self._pinned: dict[int, bool] = {}
         self.resumed: int | None = None
         self.claim: RunClaim | None = None
 
     def set_pinned(self, step: int, *, pinned: bool) -> None:
-        """This job has pinned a step, or removed its last pin."""
+        """Record that this job has pinned a step, or removed its last pin."""
         self._pinned[step] = pinned
 
     def resume(self, step: int | None) -> None:
-        """This job goes on from this step: never delete it, and list again which steps count."""
+        """Record that this job resumed from a step: never delete it, and list the steps again."""
         self.resumed = step
         self._known = None
 
     def committed(self, step: int, metrics: Mapping[str, object]) -> None:
-        """A newer step is durable: delete what is not kept any more. Raises nothing of ours."""
+        """Delete what is no longer kept, now that a newer step is committed.
+
+        A `DcpObjstoreError` is logged, not raised.
+        """
         with self._lock:
             try:
                 if self._policy is not None:
                     self._apply(StepFacts(step=step, metrics=metrics))
             except DcpObjstoreError as error:
                 logger.warning(
-                    "old steps of %s were not deleted, and will be tried again after the next"
-                    " save: %s",
+                    "old steps of %s were not deleted; this is tried again after the next save: %s",
                     self._run_url,
                     error,
                 )
@@ -172,7 +180,7 @@ class Retainer:
             return
         if swept.deleted or swept.uploads_aborted:
             logger.info(
-                "swept %s: %d objects (%d bytes) and %d uploads that nobody needs were removed",
+                "swept %s: %d objects (%d bytes) and %d uploads that are not needed were removed",
                 self._run_url,
                 swept.deleted,
                 swept.deleted_bytes,
@@ -183,7 +191,7 @@ class Retainer:
         assert self._known is not None
         url = step_url(self._run_url, step)
         try:
-            # Not the newest: that was planned with a list of the whole run.
+            # It is not the newest: the plan was made with a list of the whole run.
             delete_step(
                 Target(url, self._storage_options, self._config).spec,
                 self.claim.number if self.claim is not None else 0,
@@ -191,7 +199,7 @@ class Retainer:
                 even_newest=True,
             )
         except CheckpointNotFoundError:
-            pass  # somebody else has
+            pass  # it was deleted already
         except CheckpointPinnedError:
             self._pinned[step] = True
             return

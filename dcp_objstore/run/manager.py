@@ -1,8 +1,8 @@
 """`CheckpointManager`: a run of checkpoints that looks after itself.
 
-When to save, what to keep, where to resume and what to do when the machine is taken away; the saves
-and loads themselves are those of `dcp`. Rank 0 alone lists and deletes; what it finds, and what
-went wrong, is told to all ranks in a process group of our own.
+It decides when to save, what to keep, where to resume and what to do when the machine is taken
+away. The saves and loads themselves are those of `dcp`. Rank 0 alone lists and deletes; it sends
+results and errors to all ranks in a process group of this package.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.hooks import Hooks
 from dcp_objstore.observe.report import LoadReport, SaveReport, logger
 from dcp_objstore.read import api as load_api
-from dcp_objstore.run import claim_run as taking_over
+from dcp_objstore.run import claim_run as run_claim
 from dcp_objstore.run import upkeep
 from dcp_objstore.run.housekeeping import Retainer, step_numbers, step_url
 from dcp_objstore.run.preemption import Notice
@@ -51,7 +51,7 @@ _TIMER = "timer"
 
 @dataclass(frozen=True)
 class _Unsaved:
-    """What the last `step` was given, which was not saved then."""
+    """The arguments of the last call of `step`, if it did not save."""
 
     step: int
     state: Mapping[str, Any]
@@ -60,9 +60,9 @@ class _Unsaved:
 
 
 class _Trained:
-    """How far a manager has come, for the message if nobody closes it.
+    """The progress of a manager, for the message if the program does not close it.
 
-    Refers neither to the manager nor to the state, so that both can be collected.
+    It refers neither to the manager nor to the state, so that both can be collected.
     """
 
     def __init__(self, url: str) -> None:
@@ -72,15 +72,20 @@ class _Trained:
         self._saved = False
 
     def last(self, step: int, *, saved: bool) -> None:
-        """The last step that the manager was called with, and whether a save of it was begun."""
+        """Record the last step that the manager was called with.
+
+        Args:
+            step: number of the step.
+            saved: whether a save of it has begun.
+        """
         self._step, self._saved = step, saved
 
     def print_unclosed(self) -> None:
-        """Print what is lost, if anything was to be saved. When it is collected, or at exit."""
+        """Print what is lost, if a step was passed. Called at collection of the manager or exit."""
         if self._step is None or os.getpid() != self._pid:
             return
         lost = (
-            f"the last save that it began was of step {self._step}"
+            f"the last save that it began was that of step {self._step}"
             if self._saved
             else f"step {self._step}, its last one, was NOT saved"
         )
@@ -104,72 +109,75 @@ class CheckpointManager:
 
     Every rank makes one with the same arguments, and calls its methods in the same order with the
     same steps. Collectives, which all ranks must call: `load`, `save`, `async_save`, `latest`,
-    `steps`, `pin`, `unpin`, `close`, entering the block and leaving it without an error. `step` is
-    to be called by all ranks too, at each step boundary; between saves it communicates nothing.
-    `preempted` is local.
+    `steps`, `pin`, `unpin`, `close`, entering the block and leaving it without an error. All ranks
+    must also call `step`, at each step boundary; between saves it does not communicate. `preempted`
+    is local.
 
-    Leaving the block saves the last step, if `step` did not, waits for the save that is under way,
-    and raises its error. So leave the state as it was at that step until then, or pass
-    `save_last=False`. After an error in the body, Ctrl-C for one, only the save under way is waited
-    for, on this rank alone; what goes wrong with it then is noted on the body's error, which is
-    raised. A second Ctrl-C ends the waiting; the program still does not end before the save has. A
-    manager that was used to train, and that nobody closes before it is collected or the program
-    ends, says so on standard error.
+    Leaving the block saves the last step, if `step` did not, waits for the save under way, and
+    raises its error. So do not change the state after that step, or pass `save_last=False`. If the
+    body raises an error, such as Ctrl-C, leaving the block only waits for the save under way, on
+    this rank alone. The body's error is raised; if that save fails, too, the error gets a note. A
+    second Ctrl-C ends the wait, but the program still does not end before the save has. If a
+    manager was used to train and is not closed before it is collected or the program ends, it
+    prints a message on standard error.
 
     Args:
-        url: the run.
-        keep: which steps are kept: a policy, or several, of which any may keep a step. Others are
-            deleted, in the background and only after a newer one is durable; never the newest, a
-            pinned one, or the one that this job resumed from. Default: all are kept.
-        save_every: `step` saves where the number of the step is a multiple of this (or the first
-            one after it); or, as a `timedelta`, when so much time has passed since the last save.
-        save_every_seconds: the same as a number. May be given beside a number of steps.
+        url: URL of the run.
+        keep: which steps to keep: a policy, or several, any of which may keep a step. Other steps
+            are deleted in the background, only after a newer step is committed. The newest step,
+            pinned steps and the step that this job resumed from are never deleted. Default: keep
+            all.
+        save_every: `step` saves if the number of the step is a multiple of this, or is the first
+            after a multiple. Or a `timedelta`: the time between saves.
+        save_every_seconds: the time between saves in seconds. May be combined with a number of
+            steps in `save_every`.
         save_last: on leaving the block without an error, and in `close`, save the last step that
-            `step` was called with, if it was not saved then. Default True.
+            `step` was called with, if it was not saved. Default True.
         user_metadata: small JSON values for the marker of each checkpoint, which `ls` shows.
-        on_busy: what `step` and `async_save` do while a save is under way: "wait" for it (default),
-            "skip" this one, or "raise" SaveInProgressError. All ranks do the same.
-        save_on_preemption: `step` saves, and waits for the commit, where the ranks agree that the
-            job is to end. Default True.
-        preemption_signals: which ask for that. Caught from entering the block until leaving it,
-            or `close`, if this is the main thread. A handler of yours that was there before is
-            called as well; what it raises (`sys.exit`, say) is raised by `step`, after the state
-            was saved, or on leaving the block. Default: SIGTERM.
-        preemption_check: called in a thread of its own a few times a second, and returns whether
-            the job is to end; for machines that announce it otherwise.
-        claim_run: with the first `load` or save, make this job the only one that adds to the run;
-            see `dcp_objstore.claim_run`. Default True; pass False to look at a run that another
-            job is writing, or where the store has no conditional writes (`allow_unfenced`). With
-            False, saves to a run that was ever taken over raise SupersededError.
-        delete_now: remove the objects of steps that are not kept at once. Default False: they do
-            not count any more, and a sweep removes them a day later, so that readers are not
-            disturbed.
-        sweep: after the first commit of this job, and once an hour from then on, remove what no
-            commit names and what is older than a day: objects of deleted steps, of saves that
-            died, and orphaned uploads; see `dcp_objstore.sweep`. Default True.
+        on_busy: what `step` and `async_save` do while a save is under way: "wait" for it, "skip"
+            the new one, or "raise" SaveInProgressError. All ranks do the same. Default "wait".
+        save_on_preemption: when the ranks have agreed that the job must end, `step` saves and waits
+            for the commit. Default True.
+        preemption_signals: the signals that mean that the job must end. They are caught inside the
+            block, until it is left or `close` is called, if this is the main thread. A handler that
+            your program has installed before is called, too; what it raises (such as `SystemExit`)
+            is raised by `step` after the state was saved, or on leaving the block. Default:
+            SIGTERM.
+        preemption_check: a function that returns whether the job must end, for machines that
+            announce it in another way. Called a few times a second, in its own thread.
+        claim_run: with the first `load` or save, make this job the only one that adds to the run,
+            by `dcp_objstore.claim_run`. Pass False to look at a run that another job is writing, or
+            if the store has no conditional writes (`allow_unfenced`). With False, saves to a run
+            that ever had a claim raise SupersededError. Default True.
+        delete_now: remove the objects of a deleted step at once. With False, the step no longer
+            counts, and a sweep removes its objects a day later, so that readers are not disturbed.
+            Default False.
+        sweep: after the first commit of this job, and then once an hour, remove what no commit
+            names and what is older than a day, by `dcp_objstore.sweep`: objects of deleted steps
+            and of saves that died, and orphaned uploads. Default True.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
             `endpoint_url`, ...). Default: from the environment.
         config: sizes, concurrency and time-outs.
-        allow_unfenced: save even to a store without conditional writes, where two writers of one
-            checkpoint are not kept apart. Default False: refuse.
+        allow_unfenced: save even to a store without conditional writes, which cannot keep two
+            writers of one checkpoint apart. Default False: refuse.
         process_group: the ranks that save and load together. Default: all.
-        verify: "strict" (default): no unverified byte reaches a tensor. "off": only what is needed
-            is read, and not checked.
-        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses, which may run
+        verify: with "strict", no unverified byte reaches a tensor. With "off", only the needed
+            bytes are read, and they are not checked. Default "strict".
+        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that the checkpoint's author chose. Default False.
-        on_event: called with each event of each save and load, in a thread of its own; see
-            `ObjectStoreWriter`.
-        trace: name of a local file for traces; see `ObjectStoreWriter`. With `{name}` in it the
-            traces of all steps are kept, else that of the last save or load.
+        on_event: a function that is called with each event of each save and load, in a separate
+            thread.
+        trace: name of a local file for traces. With `{name}` in it, the traces of all steps are
+            kept; otherwise that of the last save or load.
 
     Attributes:
         url: the run, in the normal form of its URL.
-        claim: of this job, for checkpoints of other names that are saved below the run with
-            `dcp_objstore.save`; None before the first `load` or save, or without `claim_run`.
-        last_resume: a `ResumeReport` of the last `load`, or None.
+        claim: the claim of this job, for checkpoints with other names that `dcp_objstore.save`
+            saves below the run. None before the first `load` or save, or without `claim_run`.
+        last_resume: the `ResumeReport` of the last `load`, or None.
 
     Raises:
-        InvalidUrlError, ConfigError: wrong arguments.
+        InvalidUrlError, ConfigError: an argument is wrong.
     """
 
     def __init__(
@@ -204,14 +212,14 @@ class CheckpointManager:
         self._user_metadata = check_user_metadata(user_metadata)
         self._save_on_preemption = save_on_preemption
         self._notice = Notice(preemption_signals, preemption_check)
-        self._takes_over = claim_run
+        self._claims_run = claim_run
         self._group_given = process_group
         self._config = config
         self._access: dict[str, Any] = {"storage_options": storage_options, "config": config}
-        Hooks(on_event, trace)  # refused now, and not at the first save
-        told: dict[str, Any] = {**self._access, "on_event": on_event, "trace": trace}
-        self._saving = {**told, "allow_unfenced": allow_unfenced}
-        self._loading = {**told, "verify": verify, "trust_pickle": trust_pickle}
+        Hooks(on_event, trace)  # refuses wrong values now, rather than at the first save
+        shared: dict[str, Any] = {**self._access, "on_event": on_event, "trace": trace}
+        self._saving = {**shared, "allow_unfenced": allow_unfenced}
+        self._loading = {**shared, "verify": verify, "trust_pickle": trust_pickle}
         self._retainer = Retainer(
             self._url, as_policy(keep), now=delete_now, sweeps=sweep, **self._access
         )
@@ -219,7 +227,7 @@ class CheckpointManager:
             step_numbers, self._url, **self._access
         )
         self._saves: RunSaves | None = None
-        self._boundaries: StepConsensus | None = None
+        self._consensus: StepConsensus | None = None
         self._team: Team
         self._closed = False
         self._last_step: int | None = None
@@ -240,13 +248,13 @@ class CheckpointManager:
 
     @property
     def claim(self) -> RunClaim | None:
-        """Of this job; None before the first `load` or save, or without `claim_run`."""
+        """The claim of this job; None before the first `load` or save, or without `claim_run`."""
         return None if self._saves is None else self._saves.claim
 
     # --- the block
 
     def __enter__(self) -> CheckpointManager:
-        """Begin to watch for signals. A collective."""
+        """Start to catch signals. A collective."""
         self._begin()
         self._notice.install()
         return self
@@ -257,20 +265,20 @@ class CheckpointManager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """As `close`; after an error in the body not a collective, and that error is raised."""
+        """Close the run; after an error in the body, wait for the save under way on this rank."""
         if error is None:
             self.close()
         else:
             self._abandon(error)
 
     def close(self) -> None:
-        """Save the last step (see `save_last`), wait for the save under way and for deletions.
+        """Save the last step, if `save_last` is set; wait for the save under way and for deletions.
 
-        The run is not used after that. A collective. Calling it again does nothing.
+        A collective. The manager cannot be used after that. A second call does nothing.
 
         Raises:
-            DcpObjstoreError: as `dcp_objstore.save`, where that save or the one under way has
-                failed. After a failure of the one under way the last step is saved all the same.
+            DcpObjstoreError: the save of the last step, or the save under way, has failed. If only
+                the save under way fails, the last step is saved all the same.
         """
         if self._closed:
             return
@@ -283,7 +291,7 @@ class CheckpointManager:
         self._notice.raise_held()
 
     def _save_last(self) -> None:
-        """Save the last step unless it was saved, or is not to be."""
+        """Save the last step, unless it was saved or the settings forbid it."""
         last, self._unsaved = self._unsaved, None
         if last is None or not self._saves_last:
             return
@@ -294,50 +302,50 @@ class CheckpointManager:
         try:
             self._saves.settle()
         except DcpObjstoreError as error:
-            failed = error  # on all ranks; the state at hand is worth more
+            failed = error  # on all ranks; the current state is worth more, so go on
         if not self._saves.knows(last.step):
             self.save(last.step, last.state, metrics=last.metrics, user_metadata=last.user_metadata)
         if failed is not None:
             raise failed
 
     def _end(self) -> None:
-        """Not open any more. Local."""
+        """Release everything. Local."""
         self._closed = True
         self._unsaved = None
         self._unclosed.detach()
-        if self._boundaries is not None:
-            self._boundaries.close()
+        if self._consensus is not None:
+            self._consensus.close()
         self._notice.restore()
 
     def _abandon(self, error: BaseException) -> None:
-        """Wait for the save under way, without the other ranks, which may be anywhere."""
+        """Wait for the save under way on this rank alone: other ranks may be anywhere."""
         if self._closed:
             return
         self._closed = True
         try:
-            if self._boundaries is not None:
-                self._boundaries.close()  # now: other ranks may be waiting to agree with this one
+            if self._consensus is not None:
+                self._consensus.close()  # now: other ranks may be waiting to agree with this one
             if self._saves is not None:
                 self._saves.abandon(error)
         finally:
-            self._end()  # not before: the save is not to be cut short by a signal
+            self._end()  # last, so that a signal does not cut the save short
 
     def _begin(self) -> RunSaves:
-        """Once: the group, and what the ranks need to agree on a boundary. A collective."""
+        """On the first call, make the group and the means to agree on a step. A collective."""
         if self._closed:
             raise ConfigError("this CheckpointManager was closed; make another one", url=self._url)
         if self._saves is None:
             self._team = Team(self._url, self._group_given, self._config)
-            # The thread of the boundaries must not keep alive a manager that nobody closes.
+            # The thread of the consensus must not keep a manager alive that is never closed.
             ask = weakref.WeakMethod(self._ask)
-            self._boundaries = StepConsensus(
+            self._consensus = StepConsensus(
                 lambda: asked() if (asked := ask()) is not None else frozenset(),
                 store=self._team.shared_store(),
                 rank=self._team.rank,
                 world_size=self._team.world_size,
                 peer_timeout_seconds=(self._config or TransferConfig()).peer_timeout_seconds,
             )
-            self._boundaries.start()
+            self._consensus.start()
             self._saves = RunSaves(
                 self._url,
                 self._team,
@@ -358,35 +366,36 @@ class CheckpointManager:
         *,
         user_metadata: Mapping[str, object] | None = None,
     ) -> bool:
-        """A step has ended: save, if it is time to. Called by every rank at every step boundary.
+        """Report the end of a step, and save if it is time to.
 
-        Saves in the background; where the ranks have agreed that the job is to end, it waits for
-        the commit. A step that this job has saved, or resumed from, is not saved again. One that
-        is not saved here is saved on leaving the block, if it was the last (see `save_last`).
+        Every rank calls it at every step boundary. It saves in the background; if the ranks have
+        agreed that the job must end, it waits for the commit. A step that this job has saved, or
+        resumed from, is not saved again. The last step is saved on leaving the block if it was not
+        saved here, unless `save_last` is False.
 
         Args:
             step: number of the step, from 0; higher than in the call before.
-            state: as for `dcp_objstore.save`; only looked at when it is saved, and kept until the
-                next call.
-            metrics: numbers for the marker, by which `KeepBest` ranks; those of rank 0 count.
+            state: the state, as for `dcp_objstore.save`. It is read only if it is saved, and kept
+                until the next call.
+            metrics: numbers for the marker, by which `KeepBest` ranks steps; those of rank 0 count.
             user_metadata: more JSON values for the marker.
 
         Returns:
-            Whether a save was begun, or made; the same on every rank.
+            Whether a save was begun or made; the same on every rank.
 
         Raises:
-            DcpObjstoreError: what `async_save` and `save` raise; the error of a background save is
-                raised by the next one.
+            DcpObjstoreError: a save was refused or has failed. The error of a background save is
+                raised by the next save.
         """
         saves = self._begin()
-        assert self._boundaries is not None
+        assert self._consensus is not None
         due = self._is_due(step)
         self._unsaved = _Unsaved(step, state, metrics, user_metadata)
         self._trained.last(step, saved=saves.knows(step))
-        reasons = self._boundaries.reached()
+        reasons = self._consensus.reached()
         if _PREEMPTED in reasons:
             self._preempted = True
-            logger.warning("%s: this job is to end; step %d is the last one", self._url, step)
+            logger.warning("%s: this job must end; step %d is its last one", self._url, step)
             if self._save_on_preemption:
                 saves.settle_quietly()
                 known = saves.knows(step)
@@ -402,11 +411,11 @@ class CheckpointManager:
         )
 
     def preempted(self) -> bool:
-        """Whether the job is to end now. Local; the same on all ranks between two steps.
+        """Return whether the job must end now. Local; the same on all ranks between two steps.
 
-        True from the `step` on at which the ranks agreed on it, which has saved (with
-        `save_on_preemption`). A signal alone does not make it true: the ranks agree within about a
-        second, on one of their next steps.
+        It is True from the call of `step` at which the ranks agreed on it; with
+        `save_on_preemption`, that call has saved. A signal alone does not make it True: the ranks
+        agree within about a second, at one of their next steps.
         """
         return self._preempted
 
@@ -424,15 +433,15 @@ class CheckpointManager:
 
         Args:
             step: number of the step, from 0.
-            state: as for `dcp_objstore.save`.
-            metrics: numbers for the marker, by which `KeepBest` ranks; those of rank 0 count.
+            state: the state, as for `dcp_objstore.save`.
+            metrics: numbers for the marker, by which `KeepBest` ranks steps; those of rank 0 count.
             user_metadata: more JSON values for the marker.
 
         Raises:
-            CheckpointExistsError: this job has saved that step, or there is one already; or the
-                run has later steps, and this job has loaded none. (After `load`, steps later than
-                the one loaded are replaced: this job does them again.)
-            DcpObjstoreError: see `dcp_objstore.save`; or the save before has failed.
+            CheckpointExistsError: this job has saved that step, or it exists already; or the run
+                has later steps, and this job has loaded none. (After `load`, this job trains the
+                steps after the loaded one again, so saves replace them.)
+            DcpObjstoreError: this save, or the save before, has failed.
         """
         report = self._own_run().save(step, state, metrics, user_metadata)
         self._note_saved(step)
@@ -451,18 +460,20 @@ class CheckpointManager:
 
         Args:
             step: number of the step, from 0.
-            state: as for `dcp_objstore.save`.
-            metrics: numbers for the marker, by which `KeepBest` ranks; those of rank 0 count.
+            state: the state, as for `dcp_objstore.save`.
+            metrics: numbers for the marker, by which `KeepBest` ranks steps; those of rank 0 count.
             user_metadata: more JSON values for the marker.
-            on_busy: while a save is under way; default: that of the run.
+            on_busy: what to do while a save is under way: "wait", "skip" or "raise". Default: the
+                manager's `on_busy`.
 
         Returns:
-            The save; None: one was under way, and this one was skipped.
+            A handle of the save, or None if it was skipped because another one was under way.
 
         Raises:
-            DcpObjstoreError: as `save`; the error of this save is raised by the next call that
-                saves, or by `close`.
-            SaveInProgressError: one is under way on some rank, and `on_busy` is "raise".
+            SaveInProgressError: a save is under way on some rank, and `on_busy` is "raise".
+            CheckpointExistsError: `save` would raise it, for the same reasons.
+            DcpObjstoreError: the save before has failed. The error of this save is raised by the
+                next call that saves, or by `close`.
         """
         handle = self._own_run().async_save(
             step, state, metrics, user_metadata, on_busy or self._on_busy
@@ -476,16 +487,16 @@ class CheckpointManager:
         self._trained.last(step, saved=True)
 
     def _own_run(self) -> RunSaves:
-        """Once, before anything is loaded or saved: become the run's only job. A collective."""
+        """Claim the run, on the first call, before anything is loaded or saved. A collective."""
         saves = self._begin()
-        if self._takes_over and saves.claim is None:
+        if self._claims_run and saves.claim is None:
             saves.own(
-                taking_over.claim_run(self._url, process_group=self._group_given, **self._access)
+                run_claim.claim_run(self._url, process_group=self._group_given, **self._access)
             )
         return saves
 
     def _is_due(self, step: int) -> bool:
-        """Whether a multiple of `save_every` lies in what was done since the call before."""
+        """Return whether the steps since the call before include a multiple of `save_every`."""
         check_step(step)
         before, self._last_step = self._last_step, step
         if self._every is None:
@@ -495,7 +506,7 @@ class CheckpointManager:
         return step // self._every > max(before, 0) // self._every
 
     def _ask(self) -> frozenset[str]:
-        """What this rank wants to be agreed on. In the thread of the boundaries."""
+        """Return what this rank wants the ranks to agree on. Called in the consensus thread."""
         wanted = set()
         if not self._preempted and self._notice.came():
             wanted.add(_PREEMPTED)
@@ -509,31 +520,32 @@ class CheckpointManager:
     def load(self, state: MutableMapping[str, Any], step: int | None = None) -> int | None:
         """Load a step into a state, in place. A collective; call it before training.
 
-        Without `step` it loads the newest committed one. Where that is damaged, or goes away while
-        it is read, the next older one is loaded instead, with a warning; `last_resume` says which
-        were gone past.
+        Without `step` it loads the newest committed step. If that is damaged, or is deleted while
+        it is read, it loads the next older one and logs a warning; `last_resume` names the steps
+        that were skipped.
 
-        The steps later than the one loaded are this job's to save again. The first save after this
-        makes them not count any more, in one change that a crash does not undo: no job resumes
-        from them, no policy keeps them. Until then they count, so loading an old step to look at
-        it changes nothing. A pinned one stays on the store, and its number cannot be saved before
-        the pin is removed. Without `claim_run` that first save is refused, if later steps count.
+        This job may save the steps after the loaded one again. With its first save they stop
+        counting, in one change that a crash does not undo: no job resumes from them, and no policy
+        keeps them. Until then they count, so you can load an old step to look at it without any
+        effect. A pinned step stays on the store, and its number cannot be saved before the pin is
+        removed. Without `claim_run`, that first save is refused if later steps count.
 
         Args:
-            state: see `dcp_objstore.load`.
-            step: load this one, or raise. Default: the newest that can be loaded.
+            state: the state to fill, as for `dcp_objstore.load`.
+            step: number of the step to load. Default: the newest that can be loaded.
 
         Returns:
-            The number of the step; None: the run has no committed step, and the state is as it was.
+            The number of the step, or None if the run has no committed step; then the state is
+            unchanged.
 
         Raises:
-            CorruptDataError: there are steps, and all are damaged; the error of the newest.
-            CheckpointNotFoundError: `step` was given, and is not committed.
-            DcpObjstoreError: see `dcp_objstore.load`; what is not damage is raised at once.
+            CorruptDataError: there are steps, but all are damaged; this is the error of the newest.
+            CheckpointNotFoundError: `step` was passed and is not committed.
+            DcpObjstoreError: the load failed for another reason; raised at once.
         """
-        self._begin().end()  # and of deletions: none may take the step that is loaded
+        self._begin().end()  # waits for deletions, too: none may take the step that is loaded
         self._own_run()
-        self._unsaved = None  # its state is about to be replaced
+        self._unsaved = None  # this load replaces its state
         if step is not None:
             check_step(step)
             report = ResumeReport(step, self._load_one(state, step))
@@ -542,8 +554,8 @@ class CheckpointManager:
         report = load_newest(
             self._url, self._team, self._list, lambda number: self._load_one(state, number)
         )
-        # Without a claim what is damaged is replaced when the job comes to it.
-        self._resume(report, went_back=bool(report.skipped) and self._takes_over)
+        # Without a claim, a damaged step is replaced when the job saves it again.
+        self._resume(report, went_back=bool(report.skipped) and self._claims_run)
         return report.step
 
     def _load_one(self, state: MutableMapping[str, Any], step: int) -> LoadReport:
@@ -564,35 +576,48 @@ class CheckpointManager:
     # --- the run
 
     def latest(self) -> int | None:
-        """The newest committed step, or None. A collective; rank 0 makes the requests.
+        """Return the newest committed step, or None. A collective; rank 0 makes the requests.
 
-        Two requests, one for each 1,000 objects of the run, and one for the step. (Also one for
-        each newer step that was deleted, until a sweep has removed its objects.)
+        Sends two requests, one for each 1,000 objects of the run, and one for the step. (Also one
+        for each newer step that was deleted, until a sweep has removed its objects.)
         """
         self._begin()
         found = self._team.on_first(lambda: self._list(1))
         return found[-1] if found else None
 
     def steps(self) -> tuple[int, ...]:
-        """The committed steps, the newest last. A collective; rank 0 makes the requests.
+        """Return the committed steps, the newest last. A collective; rank 0 makes the requests.
 
-        Two requests, one for each 1,000 objects of the run, and one for each step. (Also one for
-        each that was deleted, until a sweep has removed its objects.)
+        Sends two requests, one for each 1,000 objects of the run, and one for each step. (Also one
+        for each step that was deleted, until a sweep has removed its objects.)
         """
         self._begin()
         return self._team.on_first(lambda: self._list(None))
 
     def pin(self, step: int, name: str = "pinned") -> None:
-        """Protect a step from deletion and overwriting, under a name. A collective.
+        """Protect a step from deletion and from being overwritten. A collective.
+
+        Args:
+            step: number of the step.
+            name: name of the pin. Default "pinned".
 
         Raises:
             CheckpointNotFoundError: that step is not committed.
-            DcpObjstoreError: see `dcp_objstore.pin`.
+            DcpObjstoreError: the pin was refused, or the store failed.
         """
         self._change_pins(step, lambda: upkeep.pin(step_url(self._url, step), name, **self._access))
 
     def unpin(self, step: int, name: str = "pinned") -> None:
-        """Remove a pin; one that is not there is no error. Otherwise as `pin`. A collective."""
+        """Remove a pin of a step, if it is there. A collective.
+
+        Args:
+            step: number of the step.
+            name: name of the pin. Default "pinned".
+
+        Raises:
+            CheckpointNotFoundError: that step is not committed.
+            DcpObjstoreError: the change was refused, or the store failed.
+        """
         self._change_pins(
             step, lambda: upkeep.unpin(step_url(self._url, step), name, **self._access)
         )

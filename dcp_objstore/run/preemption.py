@@ -1,4 +1,4 @@
-"""`Notice`: signals and checks that say that a job is to end soon."""
+"""`Notice`: the signals and checks that announce that a job must end soon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from dcp_objstore.forking import in_forked_child
 from dcp_objstore.observe.report import logger
 
-# A forked child inherits the handlers, and nobody there asks whether a signal came.
+# A forked child inherits the handlers, but nothing there checks whether a signal came.
 _installed: weakref.WeakSet[Notice] = weakref.WeakSet()
 
 
@@ -25,18 +25,19 @@ in_forked_child(_restore_in_child)
 
 
 class Notice:
-    """Remembers that one of some signals came, instead of ending the job, or asks a check.
+    """Records that a signal came, instead of ending the job, or calls a check.
 
-    A handler runs between two instructions of the main thread, also while that holds a lock; so it
-    sets one attribute, takes none, and calls a handler in Python that was there before. What that
-    one raises, `SystemExit` mostly, is held until the state is safe: see `raise_held`.
+    A handler runs between two instructions of the main thread, even while that holds a lock. So it
+    takes no lock: it sets one attribute and calls the Python handler that was installed before.
+    What that handler raises, mostly `SystemExit`, is held until the state is safe; `raise_held`
+    raises it.
 
-    Signals are the business of the process that installs the handlers: a forked child gets back
-    what was there before, so that `Process.terminate()` ends it.
+    Signals concern only the process that installs the handlers: a forked child gets the earlier
+    handlers back, so that `Process.terminate()` ends it.
 
     Args:
-        signals: which.
-        check: returns whether the job is to end; None: signals only.
+        signals: the signals to catch.
+        check: returns whether the job must end; None to use signals only.
     """
 
     def __init__(self, signals: Sequence[signal.Signals], check: Callable[[], bool] | None) -> None:
@@ -48,20 +49,25 @@ class Notice:
         self._held: BaseException | None = None
 
     def came(self) -> bool:
-        """Whether notice was given. May take as long as the check does, whose errors are logged."""
+        """Return whether the job must end. Errors of the check are logged.
+
+        May take as long as the check does.
+        """
         if self._signalled or self._check is None:
             return self._signalled
         try:
             return bool(self._check())
-        except Exception as error:  # noqa: BLE001 - the user's own; training goes on
+        except Exception as error:  # noqa: BLE001 - the user's function failed; training goes on
             if not self._warned:
                 logger.warning("the preemption_check failed: %r", error)
             self._warned = True
             return False
 
     def install(self) -> None:
-        """Set the handlers. Python lets only the main thread do so; elsewhere a warning is logged
-        if there is no check either.
+        """Install the handlers.
+
+        Python lets only the main thread do so. In another thread, log a warning if there is no
+        check either.
         """
         if threading.current_thread() is threading.main_thread():
             _installed.add(self)
@@ -70,15 +76,15 @@ class Notice:
         elif self._check is None and self._signals:
             logger.warning(
                 "signals are only caught in the main thread, and there is no preemption_check, so"
-                " this run does not see that its job is to end"
+                " this run does not notice that its job must end"
             )
 
     def restore(self) -> None:
-        """Set what was there before, unless somebody has changed it since."""
+        """Install the earlier handlers again, except where the program has changed them since."""
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
-                # None: a handler that was not set from Python, which cannot be set again. Ours
-                # would swallow the signal from now on.
+                # None stands for a handler that was not installed from Python; it cannot be
+                # installed again. Our own handler would swallow the signal from now on.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
         self._before.clear()
         _installed.discard(self)
@@ -93,7 +99,7 @@ class Notice:
                 self._held = error
 
     def raise_held(self) -> None:
-        """Raise what a handler that was there before has raised, once."""
+        """Raise, once, what an earlier handler has raised."""
         held, self._held = self._held, None
         if held is not None:
             raise held

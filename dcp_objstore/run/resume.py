@@ -1,4 +1,4 @@
-"""Where a job resumes: the newest step of its run that can be loaded."""
+"""Resume: load the newest step of a run that can be loaded."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.observe.report import LoadReport, logger
 
-# As many are listed at first, and all only if none of these can be loaded.
+# The number of steps that are listed first; all are listed only if none of these can be loaded.
 _LOOKED_AT_FIRST = 4
 
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """A step that could not be loaded and was gone past.
+    """A step that was skipped because it could not be loaded.
 
     Attributes:
-        step: its number.
-        error: why.
+        step: number of the step.
+        error: why it could not be loaded.
     """
 
     step: int
@@ -37,8 +37,8 @@ class ResumeReport:
     """What `CheckpointManager.load` did.
 
     Attributes:
-        step: that was loaded; None: the run has no committed step.
-        load: the report of loading it.
+        step: number of the step that was loaded; None if the run has no committed step.
+        load: the report of the load, or None.
         skipped: newer steps that could not be loaded, the newest first.
     """
 
@@ -56,16 +56,16 @@ def load_newest(
     """Load the newest step that is whole. A collective.
 
     Args:
-        url: the run, for the log.
+        url: URL of the run, for the log.
         team: the ranks.
-        numbers: lists so many of the newest committed steps, or all (None), the newest last.
-            Called on rank 0.
+        numbers: lists the numbers of that many of the newest committed steps, or of all (None), the
+            newest last. Called on rank 0.
         load: loads a step, on all ranks.
 
     Raises:
-        CorruptDataError: there are steps, and none can be loaded; the error of the newest. The
-            state may be partly filled, so this is no beginning.
-        DcpObjstoreError: any error that is not damage, at once.
+        CorruptDataError: there are steps, but none can be loaded; this is the error of the newest.
+            The state may be partly filled, so training must not start from it.
+        DcpObjstoreError: any error other than damage; raised at once.
     """
     skipped: list[SkippedStep] = []
     for newest in (_LOOKED_AT_FIRST, None):
@@ -78,7 +78,7 @@ def load_newest(
                 skipped.append(SkippedStep(step, error))
                 if team.is_first:
                     logger.warning(
-                        "%s: step %d cannot be loaded, trying the one before: %s", url, step, error
+                        "%s: step %d cannot be loaded, trying an older one: %s", url, step, error
                     )
         if len(listed) < _LOOKED_AT_FIRST:
             break

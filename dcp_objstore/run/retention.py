@@ -1,4 +1,4 @@
-"""Which steps of a run are kept: policies without side effects, and what no policy ever gives up.
+"""Retention: which steps of a run are kept. Policies are pure functions of the committed steps.
 
     keep = [KeepLatest(3), KeepEvery(5000), KeepBest("loss", 2)]     # what any of them keeps
     keep = KeepAll(KeepEvery(1000), KeepLatest(50))                  # what all of them keep
@@ -20,12 +20,13 @@ from dcp_objstore.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """What policies know of a committed step.
+    """What policies know about a committed step.
 
     Attributes:
-        step: its number.
-        metrics: as given when it was saved; what is not a finite number counts as not given.
-        pinned: somebody protects it.
+        step: number of the step.
+        metrics: the metrics that were passed when it was saved. A value that is not a finite number
+            counts as missing.
+        pinned: whether a pin protects the step.
     """
 
     step: int
@@ -33,7 +34,7 @@ class StepFacts:
     pinned: bool = False
 
     def metric(self, name: str) -> float | None:
-        """The value of a metric; None: the step has none that can be compared."""
+        """Return the value of a metric, or None if the step has no value that can be compared."""
         value = self.metrics.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
@@ -41,16 +42,16 @@ class StepFacts:
 
 
 class RetentionPolicy(ABC):
-    """Says which steps to keep. Pure: equal arguments give equal answers, in any order."""
+    """Decides which steps to keep. Pure: the answer depends on the set of steps alone."""
 
     @abstractmethod
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
-        """The numbers of those of `steps` that this policy wants kept."""
+        """Return the numbers of the steps to keep, out of `steps`."""
 
 
 @dataclass(frozen=True)
 class KeepLatest(RetentionPolicy):
-    """The `n` steps with the highest numbers.
+    """Keeps the `n` steps with the highest numbers.
 
     Raises:
         ConfigError: `n` is less than 1.
@@ -63,13 +64,13 @@ class KeepLatest(RetentionPolicy):
         _check_count("KeepLatest", self.n)
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
-        """See `RetentionPolicy`."""
+        """Return the `n` highest step numbers."""
         return frozenset(heapq.nlargest(self.n, {one.step for one in steps}))
 
 
 @dataclass(frozen=True)
 class KeepEvery(RetentionPolicy):
-    """Steps whose number is divisible by `n`.
+    """Keeps the steps whose number is divisible by `n`.
 
     Raises:
         ConfigError: `n` is less than 1.
@@ -82,24 +83,25 @@ class KeepEvery(RetentionPolicy):
         _check_count("KeepEvery", self.n)
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
-        """See `RetentionPolicy`."""
+        """Return the step numbers that `n` divides."""
         return frozenset(one.step for one in steps if one.step % self.n == 0)
 
 
 @dataclass(frozen=True)
 class KeepBest(RetentionPolicy):
-    """The `n` steps with the best value of a metric; of equal ones the later.
+    """Keeps the `n` steps with the best value of a metric; of equal values, the later step.
 
     Steps that were saved without that metric, or with a value that is not a finite number, are not
     among the best.
 
     Args:
-        metric: its name in `metrics` as saved.
-        n: how many. Default 1.
-        mode: "min" (default): the smallest values are the best, as of a loss; "max": the largest.
+        metric: name of the metric in the `metrics` of a save.
+        n: the number of steps to keep. Default 1.
+        mode: "min" if small values are the best, as for a loss; "max" if large ones are. Default
+            "min".
 
     Raises:
-        ConfigError: a wrong argument.
+        ConfigError: an argument is wrong.
     """
 
     metric: str
@@ -115,7 +117,7 @@ class KeepBest(RetentionPolicy):
             raise ConfigError(f"the mode of KeepBest must be 'min' or 'max', got {self.mode!r}")
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
-        """See `RetentionPolicy`."""
+        """Return the steps with the best values of the metric."""
         sign = 1.0 if self.mode == "max" else -1.0
         ranked = [
             (sign * value, one.step)
@@ -126,10 +128,10 @@ class KeepBest(RetentionPolicy):
 
 
 class KeepAny(RetentionPolicy):
-    """What at least one of the policies keeps.
+    """Keeps the steps that at least one of the policies keeps.
 
     Raises:
-        ConfigError: no policy was given, or something else.
+        ConfigError: there is no argument, or one is not a policy.
     """
 
     def __init__(self, *policies: RetentionPolicy) -> None:
@@ -139,15 +141,15 @@ class KeepAny(RetentionPolicy):
         return f"KeepAny{self.policies!r}"
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
-        """See `RetentionPolicy`."""
+        """Return the steps that any of the policies keeps."""
         return frozenset().union(*(policy.keeps(steps) for policy in self.policies))
 
 
 class KeepAll(RetentionPolicy):
-    """What every one of the policies keeps.
+    """Keeps the steps that every one of the policies keeps.
 
     Raises:
-        ConfigError: no policy was given, or something else.
+        ConfigError: there is no argument, or one is not a policy.
     """
 
     def __init__(self, *policies: RetentionPolicy) -> None:
@@ -157,16 +159,16 @@ class KeepAll(RetentionPolicy):
         return f"KeepAll{self.policies!r}"
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
-        """See `RetentionPolicy`."""
+        """Return the steps that all of the policies keep."""
         first, *others = (policy.keeps(steps) for policy in self.policies)
         return first.intersection(*others)
 
 
 def as_policy(keep: RetentionPolicy | Iterable[RetentionPolicy] | None) -> RetentionPolicy | None:
-    """One policy from what a user may write: one, several (any of them), or None: keep all.
+    """Return one policy for a policy, for several (what any of them keeps), or None (keep all).
 
     Raises:
-        ConfigError: something else, or an empty list.
+        ConfigError: `keep` is something else, or an empty list.
     """
     if keep is None or isinstance(keep, RetentionPolicy):
         return keep
@@ -181,15 +183,15 @@ def plan_deletions(
     *,
     in_use: Collection[int] = (),
 ) -> tuple[int, ...]:
-    """The steps that may be deleted, oldest first. Pure.
+    """Return the numbers of the steps that may be deleted, the oldest first. Pure.
 
-    Never the newest step, a pinned one, or one that is in use, whatever the policy says.
+    The newest step, pinned steps and steps in use are never deleted, whatever the policy says.
 
     Args:
         steps: all committed steps of the run.
-        policy: what to keep; None: everything.
-        in_use: numbers of steps that this job needs: the one that it resumed from, and the last
-            that it committed.
+        policy: what to keep; None to keep everything.
+        in_use: numbers of the steps that this job needs: the one that it resumed from, and the last
+            one that it committed.
     """
     known = tuple(steps)
     if policy is None or not known:

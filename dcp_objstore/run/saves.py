@@ -1,4 +1,4 @@
-"""`RunSaves`: the saves of a job in its run, one after the other, and the deletions after each."""
+"""`RunSaves`: the saves of a job in its run, one after the other, and the deletions that follow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dcp_objstore.errors import (
     SaveInProgressError,
 )
 from dcp_objstore.observe.report import SaveReport, logger
-from dcp_objstore.run import claim_run as taking_over
+from dcp_objstore.run import claim_run as run_claim
 from dcp_objstore.run.housekeeping import Retainer, step_url
 from dcp_objstore.run.values import check_step, described_by
 from dcp_objstore.transfer.workers import spawn
@@ -33,7 +33,7 @@ Busy: TypeAlias = Literal["wait", "skip", "raise"]
 
 
 def check_busy(on_busy: object) -> None:
-    """Raise ConfigError unless it is a word of `Busy`."""
+    """Raise ConfigError unless the value is one of `Busy`."""
     if on_busy not in ("wait", "skip", "raise"):
         raise ConfigError(f"on_busy must be 'wait', 'skip' or 'raise', got {on_busy!r}")
 
@@ -47,19 +47,20 @@ class _Pending:
 
 
 class RunSaves:
-    """What this job saves in a run. Methods are collectives unless they say otherwise.
+    """The saves of this job in a run. All ranks call its methods, except those marked "Local".
 
     Args:
-        url: the run.
+        url: URL of the run.
         team: the ranks.
         retainer: deletes old steps; used by rank 0.
-        user_metadata: checked values for each marker.
-        saving: arguments of `save` that are the same each time.
-        numbers: lists so many of the newest steps that count, the newest last. Called on rank 0.
+        user_metadata: the checked values for the marker of each step.
+        saving: the arguments of `save` that all saves share.
+        numbers: lists the numbers of that many of the newest steps that count, the newest last.
+            Called on rank 0.
 
     Attributes:
         begun_at: when the last save began, or the job itself, by the monotonic clock.
-        claim: of this job; None: it has not taken the run over.
+        claim: the claim of this job; None if it has not claimed the run.
     """
 
     def __init__(
@@ -80,25 +81,25 @@ class RunSaves:
         self._numbers = numbers
         self._pending: _Pending | None = None
         self._retention: threading.Thread | None = None
-        self._loaded = False  # so that later steps are this job's to replace
+        self._loaded = False  # after a load, this job may replace later steps
         self._resumed: int | None = None
-        self._may_be_behind = True  # later steps may count than the one that this job came from
+        self._may_be_behind = True  # steps later than the one that was loaded may still count
         self._saved: set[int] = set()
-        self._failed: set[int] = set()  # which may be committed all the same
+        self._failed: set[int] = set()  # these steps may be committed all the same
         self.begun_at = time.monotonic()
         self.claim: RunClaim | None = None
 
     def own(self, claim: RunClaim) -> None:
-        """Save and delete as of this claim from now on. Local."""
+        """Use this claim for saves and deletions from now on. Local."""
         self.claim = self._retainer.claim = claim
 
     def resume(self, step: int | None, *, went_back: bool) -> None:
-        """The job goes on from this step; what is later is its own to replace. Local.
+        """Record that the job resumed from a step, so that it may replace later steps. Local.
 
         Args:
-            step: None: the run has none.
-            went_back: later steps may count. They do until the next save: a job that only looks at
-                an old step leaves the run as it is.
+            step: number of the step; None if the run has none.
+            went_back: whether later steps may count. They count until the next save: a job that
+                only looks at an old step leaves the run as it is.
         """
         self._loaded = True
         self._resumed = step
@@ -108,7 +109,7 @@ class RunSaves:
         self.begun_at = time.monotonic()
 
     def knows(self, step: int) -> bool:
-        """Whether this job has saved the step, or came from it. Local."""
+        """Return whether this job has saved the step, or resumed from it. Local."""
         return step in self._saved or step == self._resumed
 
     def save(
@@ -118,7 +119,7 @@ class RunSaves:
         metrics: Mapping[str, object] | None,
         user_metadata: Mapping[str, object] | None,
     ) -> SaveReport:
-        """See `CheckpointManager.save`."""
+        """Save a step and wait for its commit, as `CheckpointManager.save` describes."""
         keywords = self._prepare(step, metrics, user_metadata, "wait")
         assert keywords is not None  # only "skip" skips
         self._failed.add(step)
@@ -135,7 +136,7 @@ class RunSaves:
         user_metadata: Mapping[str, object] | None,
         on_busy: Busy,
     ) -> async_api.AsyncSaveHandle | None:
-        """See `CheckpointManager.async_save`."""
+        """Save a step in the background, as `CheckpointManager.async_save` describes."""
         keywords = self._prepare(step, metrics, user_metadata, on_busy)
         if keywords is None:
             return None
@@ -152,7 +153,7 @@ class RunSaves:
         user_metadata: Mapping[str, object] | None,
         on_busy: Busy,
     ) -> dict[str, Any] | None:
-        """Wait for the turn, and give the arguments of the save; None: skip it."""
+        """Wait for the save under way; return the arguments of the next, or None to skip it."""
 
         def make() -> dict[str, Any]:
             check_step(step)
@@ -173,12 +174,12 @@ class RunSaves:
                 raise SaveInProgressError(
                     f"step {pending.step} is still being saved", url=pending.handle.url
                 )
-            logger.info("%s: step %d is not saved, a save is under way", self._url, step)
+            logger.info("%s: step %d was skipped: another save is under way", self._url, step)
             return None
         self.settle()
         self._leave_later_steps(step)
         self.begun_at = time.monotonic()
-        # What this job does again since it went back to an earlier step, it may replace.
+        # The job may replace steps that it trains again after it went back to an earlier step.
         again = self._loaded and (self._resumed is None or step > self._resumed)
         again = again or step in self._failed
         return {
@@ -190,10 +191,10 @@ class RunSaves:
         }
 
     def _leave_later_steps(self, step: int) -> None:
-        """Before the first save, and the first after going back: leave no later step that counts.
+        """Before the first save, and the first after going back: drop later steps that count.
 
-        Else retention would keep it in place of what this job saves from now on, and the next job
-        would resume from it.
+        Otherwise retention would keep them instead of what this job saves from now on, and the next
+        job would resume from them.
         """
         if not self._may_be_behind:
             return
@@ -205,20 +206,20 @@ class RunSaves:
             later = f"the run has later steps (up to {newest[-1]}), from which the next job resumes"
             if self._resumed is None:
                 raise CheckpointExistsError(
-                    f"step {step} is not saved: this job has loaded no step of the run, and"
+                    f"step {step} was not saved: this job has loaded no step of the run, and"
                     f" {later}. Call load() first (load(step=...) to go back to a step), or save to"
                     " another run",
                     url=self._url,
                 )
             if self.claim is None:
                 raise CheckpointExistsError(
-                    f"step {step} is not saved: this job went back to step {self._resumed}, and"
-                    f" {later}. With claim_run=True the next save makes them not count any more;"
-                    " or delete them, or save to another run",
+                    f"step {step} was not saved: this job went back to step {self._resumed}, and"
+                    f" {later}. Pass claim_run=True, so that the next save makes them stop"
+                    " counting; or delete them, or save to another run",
                     url=self._url,
                 )
             access = {name: self._saving[name] for name in ("storage_options", "config")}
-            return taking_over.go_back(self.claim, self._resumed, **access)
+            return run_claim.go_back(self.claim, self._resumed, **access)
 
         claim = self._team.on_first(leave)
         if claim is not None:
@@ -226,7 +227,7 @@ class RunSaves:
         self._may_be_behind = False
 
     def settle(self) -> None:
-        """Wait for the save before; raise its error on all ranks if it failed on any."""
+        """Wait for the save under way; raise its error on all ranks if it failed on any."""
         pending, failed = self._pending, None
         if pending is None:
             return
@@ -243,14 +244,17 @@ class RunSaves:
         self._team.raise_on_all(failed.at(url=pending.handle.url) if failed is not None else None)
 
     def settle_quietly(self) -> None:
-        """As `settle`, but log the error: the state at hand is worth more, and may be saved."""
+        """Wait for the save under way, and log its error.
+
+        The error is not raised, because the current state is worth more and may still be saved.
+        """
         try:
             self.settle()
         except DcpObjstoreError as error:
             logger.error("%s: an earlier save failed: %s", self._url, error)
 
     def end(self) -> None:
-        """As `settle`; and wait for deletions."""
+        """Wait for the save under way, as `settle` does, and for deletions."""
         try:
             self.settle()
         finally:
@@ -258,22 +262,22 @@ class RunSaves:
                 self._retention.join()
 
     def abandon(self, error: BaseException) -> None:
-        """Wait for the save under way, without the other ranks, which may be anywhere. Local.
+        """Wait for the save under way on this rank alone: other ranks may be anywhere. Local.
 
         Args:
-            error: what the job ends with; gets a note if that save fails.
+            error: the error that ends the job; gets a note if the save fails.
         """
         pending, self._pending = self._pending, None
         failed = pending.handle.exception() if pending is not None else None
         if pending is not None and failed is not None:
-            note = f"{pending.handle.url} was being saved then, and that failed too: {failed}"
+            note = f"{pending.handle.url} was being saved at that time, and failed, too: {failed}"
             logger.error("%s", note)
             error.add_note(note)
 
     def _retain(
         self, step: int, saved: Mapping[str, Any], handle: async_api.AsyncSaveHandle | None
     ) -> None:
-        """On rank 0, in a thread: once the step is committed, delete what is not kept."""
+        """Delete what is not kept once the step is committed; on rank 0, in a thread."""
         if not self._team.is_first:
             return
         metrics = saved["user_metadata"].get("metrics", {})
@@ -283,11 +287,11 @@ class RunSaves:
             if before is not None:
                 before.join()
             if handle is not None:
-                # `exception` would count as asking for it: no message at exit, no error later.
+                # `exception` would mark the error as seen, so that it is not reported at exit.
                 handle._ended.wait()
                 if handle._error is not None:
                     return
             self._retainer.committed(step, metrics)
 
-        # A daemon thread: a deletion that is not begun, or ended, does no harm.
+        # A daemon thread, because a deletion may be left out or cut short without harm.
         self._retention = spawn(follow, "retention")

@@ -1,6 +1,6 @@
-"""`steps`: the checkpoints of a run, and what ties a checkpoint to its run. Without torch.
+"""`steps`: list the checkpoints of a run that count. Does not import torch.
 
-The rules are those of `checkpoint.claim`; here they get URLs.
+The rules are those of `checkpoint.claim`; the functions here take URLs.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class RunStep:
     """A committed step of a run.
 
     Attributes:
-        url: the checkpoint.
-        name: below the run, as `step-1000`.
-        commit_id: of its commit.
-        created_at: by the clock of the host that committed; timezone-aware.
-        total_bytes: the sizes of its data objects.
-        world_size: ranks that saved it.
-        claim: of the job that saved it, or adopted it; 0: none.
-        pins: names under which it is protected.
-        user_metadata: as given to `save`.
+        url: URL of the checkpoint.
+        name: its name below the run, such as `step-1000`.
+        commit_id: id of its commit.
+        created_at: time of the commit by the committing host's clock; timezone-aware.
+        total_bytes: size of its data objects.
+        world_size: number of ranks that saved it.
+        claim: number of the claim of the job that saved or adopted it; 0 for none.
+        pins: names of the pins that protect it.
+        user_metadata: the values that were passed to `save`.
     """
 
     url: str
@@ -56,27 +56,28 @@ def steps(
     storage_options: Mapping[str, object] | None = None,
     config: TransferConfig | None = None,
 ) -> tuple[RunStep, ...]:
-    """The committed steps of a run that count, the newest last. Called by any process, alone.
+    """List the committed steps of a run that count, the newest last. One process calls it.
 
-    They are in the order of their names, with numbers in them taken as numbers: `step-9` comes
-    before `step-10`. In a run that was never taken over all committed steps count. A step with a
-    damaged marker is left out, and a warning logged.
+    Steps are sorted by name, and numbers in names are compared as numbers: `step-9` comes before
+    `step-10`. In a run without a claim all committed steps count. A step with a damaged marker is
+    left out, and a warning is logged.
 
-    Requests: two for the run's `_CLAIM`, one listing of the run (a page for each 1,000 objects),
-    and one for each step; again if a job takes the run over meanwhile.
+    Sends two requests for the run's `_CLAIM`, one listing of the run (a page for each 1,000
+    objects), and one request for each step. It starts again if a job claims the run meanwhile.
 
     Args:
-        run_url: the run; its steps are the checkpoints directly below.
-        newest: only so many, the last ones; markers are read from the last on, until they are
-            found. Default: all.
-        storage_options: as for `save`.
+        run_url: URL of the run; its steps are the checkpoints directly below.
+        newest: how many steps to list, the newest ones. Markers are read from the last step on
+            until there are enough. Default: all.
+        storage_options: credentials and endpoint, as for `save`.
         config: time-outs and retries.
 
     Raises:
+        ConfigError: `newest` is not a number of steps.
         CheckpointCorruptError: the run's `_CLAIM` is damaged.
         UnsupportedError: a newer version wrote the run.
-        RetryableError: other jobs kept taking the run over.
-        DcpObjstoreError: as the store says.
+        RetryableError: other jobs kept claiming the run.
+        DcpObjstoreError: the store refused or failed.
     """
     if newest is not None and (not isinstance(newest, int) or newest < 1):
         raise ConfigError(f"newest must be a number of steps, at least 1, got {newest!r}")
@@ -99,5 +100,5 @@ def steps(
 
 
 def opener(run: StoreSpec) -> Callable[[str], ObjectStore]:
-    """How the store of a step of a run is opened, by its name."""
+    """Return a function that opens the store of a step of the run, by the step's name."""
     return lambda name: run.at(f"{run.url}/{name}").open()

@@ -1,6 +1,7 @@
-"""`delete`, `repair`, `pin` and `unpin`: what is done to one checkpoint that is there.
+"""`delete`, `repair`, `pin` and `unpin`: change one existing checkpoint.
 
-The rules are those of `checkpoint`; here they get a URL, and a run's newest step its guard.
+The rules are those of `checkpoint`. The functions here take a URL, and `delete` guards the newest
+step of a run.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from dcp_objstore.checkpoint import delete as deleting
 from dcp_objstore.checkpoint import pins
-from dcp_objstore.checkpoint import repair as repairing
 from dcp_objstore.checkpoint.claim import counts, read_claim
+from dcp_objstore.checkpoint.delete import delete as delete_checkpoint
 from dcp_objstore.checkpoint.names import CLAIM_KEY, step_of
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.read import read_marker
+from dcp_objstore.checkpoint.repair import repair as repair_checkpoint
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.errors import InputError
 from dcp_objstore.stores.target import Target
@@ -42,33 +43,35 @@ def delete(
     storage_options: Options | None = None,
     config: TransferConfig | None = None,
 ) -> DeleteReport:
-    """Delete a checkpoint. Called by one process; called again after a crash, it goes on.
+    """Delete a checkpoint. One process calls it; after a crash, call it again to go on.
 
-    When it returns, the checkpoint does not exist any more; a tombstone stays, which the next save
-    at this URL builds on. Its objects stay, so that readers under way can end, until a `sweep`
-    removes them 24 h later, or later.
+    When it returns, the checkpoint no longer exists. A tombstone stays, which the next save at this
+    URL replaces. The objects stay for readers that are under way, until a `sweep` removes them
+    after 24 h or more.
 
     Args:
-        url: the checkpoint.
-        now: remove the objects at once: exactly those that the commit named. Who is reading it
-            gets a CheckpointGoneError; who reads with stock torch, whatever that says.
-        even_newest: delete it even if nothing newer is committed beside it (under the same parent
-            URL), where a job would resume from. Two deletions at once may each see the other's.
-            In a run that was taken over, only steps that count are looked at.
-        dry_run: only look; refuse what would be refused. Default False.
-        claim: of the job that deletes, from `claim_run`: what belongs to a later one is refused.
-        storage_options: as for `save`.
+        url: URL of the checkpoint.
+        now: remove the objects at once: exactly those that the commit named. A job that is reading
+            the checkpoint gets a CheckpointGoneError, or under stock torch that reader's own error.
+        even_newest: delete it even if no newer checkpoint is committed under the same parent URL,
+            so that a job would resume from this one. In a run that has a claim, only steps that
+            count are compared. Two deletions at the same time may each take the other's checkpoint
+            for a newer one.
+        dry_run: change nothing, but refuse what would be refused. Default False.
+        claim: the claim of the job that deletes, from `claim_run`; a checkpoint of a later claim is
+            refused.
+        storage_options: credentials and endpoint, as for `save`.
         config: time-outs and retries.
 
     Raises:
         CheckpointNotFoundError: nothing is committed here.
-        CheckpointPinnedError: it is pinned; names the pins.
+        CheckpointPinnedError: the checkpoint is pinned; the error names the pins.
         InputError: it is the newest of its run, or not a step of the claim's run.
-        SupersededError: a newer job has taken the run over, and the step belongs to that.
+        SupersededError: a newer job has claimed the run, and the step belongs to that job.
         LostRaceError: another save replaced it meanwhile; nothing was deleted.
-        CommitUnknownError: the store never answered; the same call goes on from there.
+        CommitUnknownError: the store did not answer; the same call goes on from there.
         UnsupportedError: the store has no conditional writes.
-        DcpObjstoreError: as the store says.
+        DcpObjstoreError: the store refused or failed.
     """
     spec = Target(url, storage_options, config).spec
     return delete_step(
@@ -79,13 +82,15 @@ def delete(
 def delete_step(
     spec: StoreSpec, number: int | None, *, now: bool, even_newest: bool, dry_run: bool = False
 ) -> DeleteReport:
-    """As `delete`, by the number of a claim.
+    """Delete a checkpoint as `delete` does, with the number of a claim.
 
     Args:
-        spec: the checkpoint.
-        number: of the claim of the job that deletes; 0: a job that has none, which deletes nothing
-            of a run that was taken over; None: somebody who belongs to no job.
-        now, even_newest, dry_run: see `delete`.
+        spec: where the checkpoint is.
+        number: number of the claim of the job that deletes. 0 if the job has none; it may not
+            delete steps of any claim. None if the caller is not a job; then claims do not matter.
+        now: remove the objects at once.
+        even_newest: delete it even if it is the newest committed checkpoint of its run.
+        dry_run: change nothing, but refuse what would be refused.
     """
     store = InterruptibleStore(spec.open())
     found = read_marker(store)
@@ -93,17 +98,18 @@ def delete_step(
         _refuse_newest(spec, found[0])
     if found is not None and not dry_run:
         require_rewrites(store, "no checkpoint can be deleted")
-    report = deleting.delete(store, now=now, dry_run=dry_run, claim=number)
+    report = delete_checkpoint(store, now=now, dry_run=dry_run, claim=number)
     if report.superseded:
-        # Our removal of the old `.metadata` may have met that of the save that came next.
-        repairing.repair(store, dot_metadata=StockDotMetadata())
+        # The deletion may have removed the `.metadata` of the save that came next.
+        repair_checkpoint(store, dot_metadata=StockDotMetadata())
     return report
 
 
 def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
-    """Raise if nothing newer is committed beside a checkpoint.
+    """Raise if a checkpoint is the newest committed one of its run.
 
-    By the clocks of the hosts that committed; a guard against mistakes, on which no rule relies.
+    This compares the clocks of the hosts that committed. It is a guard against mistakes; no rule
+    relies on it.
     """
     run, name = above(spec)
     if run is not None:
@@ -119,13 +125,13 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
             base = claim[0].base if claim is not None else 0
         if not counts(marker, base):
             return  # no job resumes from it
-        # The last written first: the first one that is read decides, mostly.
+        # The last written first: mostly, the first one that is read decides.
         for _, other in sorted(listed, key=lambda pair: pair[0].last_modified, reverse=True):
             if other and other != name and _is_newer(run.at(f"{run.url}/{other}"), marker, base):
                 return
     raise InputError(
         "this is the newest committed checkpoint of its run, from which a job would resume; pass"
-        " even_newest=True (--even-newest) to delete it all the same",
+        " even_newest=True (--even-newest) to delete it anyway",
         url=spec.url,
     )
 
@@ -142,25 +148,26 @@ def repair(
     storage_options: Options | None = None,
     config: TransferConfig | None = None,
 ) -> RepairReport:
-    """Do what a crash left undone: finish a deletion, and write or remove `.metadata`.
+    """Finish what a crash left undone: a deletion, or the change of `.metadata`.
 
-    A save that dies between its commit and `.metadata` leaves a checkpoint that we load and stock
-    torch does not see, or sees as it was before; this mends it. No data object is touched.
+    If a save dies after its commit and before it writes `.metadata`, dcp_objstore loads the
+    checkpoint, but stock torch does not see it, or sees the one before. A repair writes `.metadata`
+    then. No data object is touched.
 
     Args:
-        url: the checkpoint.
-        dry_run: only look. Default False.
-        storage_options: as for `save`.
+        url: URL of the checkpoint.
+        dry_run: change nothing. Default False.
+        storage_options: credentials and endpoint, as for `save`.
         config: time-outs and retries.
 
     Raises:
         CheckpointNotFoundError: nothing was ever committed here.
         CheckpointCorruptError, UnsupportedError: the marker or the index cannot be read.
-        RetryableError: no success until the deadline; repair it again.
-        DcpObjstoreError: as the store says.
+        RetryableError: no success before the deadline; repair it again.
+        DcpObjstoreError: the store refused or failed.
     """
     store = InterruptibleStore(Target(url, storage_options, config).spec.open())
-    return repairing.repair(store, dot_metadata=StockDotMetadata(), dry_run=dry_run)
+    return repair_checkpoint(store, dot_metadata=StockDotMetadata(), dry_run=dry_run)
 
 
 def pin(
@@ -170,22 +177,25 @@ def pin(
     storage_options: Options | None = None,
     config: TransferConfig | None = None,
 ) -> tuple[str, ...]:
-    """Protect a checkpoint from being deleted and overwritten, under a name. Pinning again is fine.
+    """Protect a checkpoint from deletion and from being overwritten.
+
+    If the checkpoint already has this pin, nothing changes.
 
     Args:
-        url: the checkpoint.
-        name: 1 to 200 characters that say what for ("paper", "release 1").
-        storage_options: as for `save`.
+        url: URL of the checkpoint.
+        name: name of the pin, 1 to 200 characters: what the checkpoint is kept for, such as "paper"
+            or "release 1".
+        storage_options: credentials and endpoint, as for `save`.
         config: time-outs and retries.
 
     Returns:
-        All pins that it now has.
+        All pins that the checkpoint now has.
 
     Raises:
         CheckpointNotFoundError: nothing is committed here.
-        ConfigError: the name is of another form, or there are 64 pins.
+        ConfigError: the name has another form, or the checkpoint has 64 pins already.
         UnsupportedError: the store has no conditional writes.
-        DcpObjstoreError: as the store says.
+        DcpObjstoreError: the store refused or failed.
     """
     return pins.pin(_pinnable(url, storage_options, config), name)
 
@@ -197,7 +207,23 @@ def unpin(
     storage_options: Options | None = None,
     config: TransferConfig | None = None,
 ) -> tuple[str, ...]:
-    """Remove a pin; one that is not there is no error. Otherwise as `pin`."""
+    """Remove a pin of a checkpoint, if it is there.
+
+    Args:
+        url: URL of the checkpoint.
+        name: name of the pin.
+        storage_options: credentials and endpoint, as for `save`.
+        config: time-outs and retries.
+
+    Returns:
+        All pins that the checkpoint still has.
+
+    Raises:
+        CheckpointNotFoundError: nothing is committed here.
+        ConfigError: the name has another form than that of a pin.
+        UnsupportedError: the store has no conditional writes.
+        DcpObjstoreError: the store refused or failed.
+    """
     return pins.unpin(_pinnable(url, storage_options, config), name)
 
 

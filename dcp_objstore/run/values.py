@@ -1,4 +1,4 @@
-"""What the user of a run passes, checked and in the form that it is stored in. Pure."""
+"""Check a run's arguments and convert them to the form in which they are stored. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dcp_objstore.errors import ConfigError
 def intervals(
     every: int | datetime.timedelta | None, every_seconds: float | None
 ) -> tuple[int | None, float | None]:
-    """Between saves: in steps, and in seconds.
+    """Return the interval between saves in steps and in seconds; None for one that is not given.
 
     Raises:
-        ConfigError: not positive, or two times.
+        ConfigError: an interval is not positive, or there are two times.
     """
     if isinstance(every, datetime.timedelta):
         if every_seconds is not None:
@@ -33,9 +33,9 @@ def intervals(
 
 
 def check_step(step: object) -> None:
-    """Raise ConfigError unless it is a whole number from 0 on."""
+    """Raise ConfigError unless the step is a whole number, 0 or more."""
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
-        raise ConfigError(f"a step is a whole number from 0 on, got {step!r}")
+        raise ConfigError(f"a step must be a whole number, 0 or more, got {step!r}")
 
 
 def described_by(
@@ -44,10 +44,16 @@ def described_by(
     of_step: Mapping[str, object] | None,
     metrics: Mapping[str, object] | None,
 ) -> dict[str, Any]:
-    """What the marker of a step holds of the user's: `ls` shows it.
+    """Return the user's values for the marker of a step, which `ls` shows.
+
+    Args:
+        step: number of the step.
+        of_run: the values that all steps of the run have.
+        of_step: the values of this step.
+        metrics: the metrics of this step.
 
     Raises:
-        ConfigError: it is not JSON; see `check_user_metadata`.
+        ConfigError: a value cannot be stored as JSON.
     """
     found = {"step": step, **of_run, **(of_step or {})}
     if metrics is not None:
@@ -58,8 +64,10 @@ def described_by(
 
 
 def _number(name: object, value: object) -> object:
-    """A metric as JSON has it: of tensors and NumPy's numbers the value; NaN, which JSON cannot
-    hold, as text. A loss that has blown up is no reason to lose a checkpoint.
+    """Convert a metric to a JSON value.
+
+    A tensor or NumPy number becomes its value. NaN and infinities, which JSON cannot hold, become
+    text: a loss that has diverged is no reason to lose a checkpoint.
     """
     item = getattr(value, "item", None)
     if callable(item):

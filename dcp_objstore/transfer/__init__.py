@@ -1,4 +1,4 @@
-"""Moving bytes: pure planning of parts and ranges, bounded upload and download, digests.
+"""Moving bytes: the planning of parts and ranges, bounded uploads and downloads, and digests.
 
-Knows stores and buffers; knows nothing of tensors or checkpoints.
+This folder knows stores and buffers, but not tensors or checkpoints.
 """

@@ -1,7 +1,7 @@
 """XXH3-128 digests of payload, one per 4 MiB block.
 
-They detect damage in transit and at rest; they are no signature. `xxhash` releases the GIL
-for each large block, so they are hashed beside the upload of the same memory.
+They detect damage in transit and at rest; they are not a signature. `xxhash` releases the GIL for
+each large block, so blocks are hashed while the same memory is uploaded.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ DIGEST_SIZE_BYTES = 16
 # `xxhash` releases the GIL for more than this (measured with 4.1).
 _HOLDING_BYTES = 64 * 1024
 
-# What makes the digest of one block out of pieces: `update(piece)`, `digest()`.
+# Makes the digest of one block from its pieces: `update(piece)`, then `digest()`.
 BlockDigest = xxhash.xxh3_128
 
 
 def digest_count(size_bytes: int) -> int:
-    """How many blocks a payload of `size_bytes` has; the last one may be short."""
+    """Return the number of blocks of a payload of `size_bytes`; the last one may be short."""
     return -(-size_bytes // BLOCK_SIZE_BYTES)
 
 
 def block_digest(block: Buffer) -> bytes:
-    """The digest of one block: 16 bytes, big-endian (XXH3's canonical form)."""
+    """Return the digest of one block: 16 bytes, big-endian (XXH3's canonical form)."""
     return xxhash.xxh3_128_digest(block)
 
 
 def small_digest(payload: Buffer) -> bytes:
-    """The digest of a payload of at most one block, without giving up the GIL; empty for none.
+    """Return the digest of a payload of at most one block, without releasing the GIL.
 
-    Which costs its other users less than handing it over twice, up to a MiB or so (100 us).
+    Up to a MiB or so (100 us), this costs other threads less than if the GIL changed hands twice.
+    An empty payload has an empty digest.
     """
     with memoryview(payload) as view:
         if view.nbytes <= _HOLDING_BYTES:
@@ -48,10 +49,10 @@ def small_digest(payload: Buffer) -> bytes:
 
 
 def block_digests(payload: Buffer) -> bytes:
-    """The digests of all blocks of a payload, one after the other.
+    """Return the digests of all blocks of a payload, joined.
 
     Args:
-        payload: 1-D contiguous uint8 buffer that starts at a block boundary.
+        payload: a 1-D contiguous uint8 buffer that starts at a block boundary.
     """
     view = memoryview(payload)
     if view.nbytes <= BLOCK_SIZE_BYTES:

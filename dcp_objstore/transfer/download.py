@@ -1,10 +1,10 @@
-"""Parallel ranged GETs within a memory budget, consumed where they arrive.
+"""Parallel ranged GETs within a memory budget; each body is consumed in the thread that fetched it.
 
-Worker threads take requests in order, fetch, and hand each body to `consume`, which verifies it
-and copies it out; the body is dropped before the next one is fetched. Where the store can, a body
-is taken in piece by piece, so that each is consumed while it is in the processor's cache, and the
-next one is asked for ahead. So the memory in use is bounded by the number of workers, whatever the
-size of the whole. The calling thread receives the finished requests as an iterator and can be
+Worker threads take requests in order, fetch each body and pass it to `consume`, which verifies it
+and copies it out; the body is dropped before the next one is fetched. If the store can do it, a
+body arrives piece by piece, so that each piece is consumed while it is in the processor's cache,
+and the next request is sent ahead. So the number of workers bounds the memory in use, whatever the
+size of the load. The calling thread receives the finished requests as an iterator and can be
 interrupted at any time.
 """
 
@@ -55,14 +55,17 @@ def worker_count(
     *,
     piecewise: bool = False,
 ) -> int:
-    """How many requests may be in flight so that their bodies fit the memory budget.
+    """Return how many requests may be in flight so that their bodies fit into the memory budget.
 
-    A body counts twice: the transport gathers its pieces before it joins them.
+    A body counts twice: the transport collects its pieces before it joins them.
 
     Args:
-        piecewise: bodies come straight into our memory, a piece at a time: then one digest block in
-            two requests is in use. The rest of the budget is for the moment in which the transport
-            is asked for what broke off, in ranges of `REST_SIZE_BYTES`.
+        requests: all requests of the transfer.
+        concurrency: the largest number of requests in flight.
+        budget_bytes: the memory budget.
+        piecewise: whether bodies arrive straight in this process's memory, a piece at a time. Then
+            two requests use one digest block. The rest of the budget is for bodies that broke off:
+            the transport fetches what is missing in ranges of `REST_SIZE_BYTES`.
     """
     held = max((_held_bytes(r, piecewise=piecewise) for r in requests), default=1)
     fitting = max(1, budget_bytes // (2 * held))
@@ -91,26 +94,32 @@ def fetch_ranges(
 ) -> Generator[RangeRequest[T] | None, None, None]:
     """Fetch every request and yield it once `consume(request, body)` has returned for it.
 
-    Args:
-        budget_bytes: for bodies; default `config.memory_budget_bytes`.
-        admit: called in a worker before a request is fetched; may wait, and may give the memory
-            that the body is to come into.
-        explain: given the error of a GET, what is to be raised for it; called in a worker.
-
-    `consume` runs in worker threads, for different requests at the same time, and once for each
-    piece of a request. Where it returns True, the calling thread is needed before the request is
-    done, and None is yielded. When it raises `CorruptDataError` the range is fetched once more
-    before the error counts: a damaged transfer is not a damaged checkpoint.
-
-    Close the iterator when you stop before its end (`contextlib.closing`). Once it has raised or is
+    Close the iterator if you stop before its end (`contextlib.closing`). Once it has raised or is
     closed, `consume` is not running and will not be called again, though requests may still be
-    under way: what was loaded into belongs to the caller again.
+    under way: the destination memory belongs to the caller again.
+
+    The first error that the store or `consume` raises ends the transfer and is raised here.
+
+    Args:
+        store: where the objects are.
+        object_keys: their keys, by object number.
+        requests: what to fetch, in this order.
+        consume: called in worker threads with a request and its body, for different requests at the
+            same time, and once for each piece of a request. If it returns True, the calling thread
+            is needed before the request is done, and None is yielded. If it raises
+            `CorruptDataError`, the range is fetched once more before the error counts, because a
+            damaged transfer is not a damaged checkpoint.
+        config: limits and time-outs.
+        progress: receives the bytes that were fetched; may stop the transfer.
+        budget_bytes: memory for bodies. Default: `config.memory_budget_bytes`.
+        admit: called in a worker before a request is fetched. It may wait, and it may return the
+            memory that the body must be read into.
+        explain: called in a worker with the error of a GET; returns the error to raise instead.
 
     Raises:
-        TransferStalledError: no request was finished for the stall timeout.
-        ObjectNotFoundError: with `object_key` set.
-        CorruptDataError: an object ends before the range, or what `consume` raised.
-        Whatever else the store or `consume` raises; the first error counts and ends the rest.
+        TransferStalledError: no request was finished for the stall time-out.
+        ObjectNotFoundError: an object does not exist; the error has its `object_key`.
+        CorruptDataError: an object ends before the range, or `consume` found damage twice.
     """
     tasks: queue.SimpleQueue[RangeRequest[T]] = queue.SimpleQueue()
     done: queue.SimpleQueue[RangeRequest[T] | BaseException | None] = queue.SimpleQueue()
@@ -125,7 +134,7 @@ def fetch_ranges(
         if caller_is_needed:
             done.put(None)
 
-    # With `admit` a body waits for memory, which whoever has read the one before may have to free.
+    # With `admit` a body waits for memory, which may only be free once the body before it was read.
     asks: AskableStore | None = None
     if admit is None and isinstance(store, AskableStore) and store.asks_ahead:
         asks = store
@@ -164,7 +173,7 @@ def fetch_ranges(
 
 
 class _Gate:
-    """Lets workers in to consume, until the transfer is stopped."""
+    """Lets workers call `consume` until the transfer is stopped."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -182,7 +191,7 @@ class _Gate:
             self._changed.notify_all()
 
     def wait_empty(self) -> None:
-        """Wait until no worker is inside. After `progress.stop` none gets in any more."""
+        """Wait until no worker is inside. After `progress.stop` no worker enters."""
         with self._changed:
             self._changed.wait_for(lambda: self._inside == 0)
 
@@ -200,11 +209,11 @@ class _Begun(Generic[T]):
 
 @dataclass(frozen=True)
 class _Shared(Generic[T]):
-    """What the workers of one call of `fetch_ranges` have in common; see there.
+    """What the workers of one call of `fetch_ranges` share.
 
     Attributes:
-        pieces, asks: the store, where it can do that. (Asked once: it takes longer than the rest of
-            a request's Python.)
+        pieces, asks: the store, if it has these verbs; otherwise None. (Checked once, because the
+            check takes longer than the rest of a request's Python.)
     """
 
     store: ObjectStore
@@ -220,17 +229,17 @@ class _Shared(Generic[T]):
 
     @property
     def depth(self) -> int:
-        """Requests that a worker has under way.
+        """The number of requests that a worker has under way.
 
-        Where bodies can be asked for ahead, half of the threads keep as many connections busy with
-        half of the memory: 0.7 instead of 0.8 CPU-seconds per GiB (2 cores, loopback).
+        If requests can be sent ahead, half as many threads keep as many connections busy with half
+        of the memory: 0.7 instead of 0.8 CPU-seconds per GiB (2 cores, loopback).
         """
         return 1 if self.asks is None else 2
 
 
 @dataclass
 class _Worker(Generic[T]):
-    """What one thread does."""
+    """The work of one thread."""
 
     shared: _Shared[T]
     number: int
@@ -244,7 +253,7 @@ class _Worker(Generic[T]):
         tasks: queue.SimpleQueue[RangeRequest[T]],
         done: queue.SimpleQueue[RangeRequest[T] | BaseException | None],
     ) -> None:
-        """Take requests until there are none; an error ends it, and is put where they go."""
+        """Fetch requests until there are none left. On an error, put it into `done` and stop."""
         ahead: deque[_Begun[T]] = deque()
         try:
             while True:
@@ -273,7 +282,7 @@ class _Worker(Generic[T]):
         if shared.asks is not None:
             key = shared.object_keys[request.object_number]
             asked = shared.asks.ask(key, request.start, request.end)
-        # A row of its own for each of those that one thread has under way.
+        # In a trace, each request that one thread has under way gets its own row.
         self._begun += 1
         worker = shared.depth * self.number + self._begun % shared.depth
         return _Begun(request, into, time.monotonic(), asked, worker)
@@ -299,7 +308,7 @@ class _Worker(Generic[T]):
     def _fetch(
         self, request: RangeRequest[T], into: memoryview | None, asked: AskedRange | None
     ) -> None:
-        """Fetch a request and have it consumed: at once where it has memory, else in pieces."""
+        """Fetch a request and consume it: as a whole if it has memory, otherwise in pieces."""
         pieces = [request]
         if into is None:
             if self.shared.pieces is not None:
@@ -337,7 +346,7 @@ class _Worker(Generic[T]):
         into: memoryview | None,
         asked: AskedRange | None = None,
     ) -> Generator[Buffer, None, None]:
-        """The bodies of the pieces of one request, in their order."""
+        """Yield the bodies of the pieces of one request, in their order."""
         key = self.shared.object_keys[pieces[0].object_number]
         given = 0
         try:
@@ -362,9 +371,9 @@ class _Worker(Generic[T]):
             raise self.shared.explain(pieces[given], error) from error
 
     def _memory(self, size_bytes: int) -> memoryview:
-        """Memory for a body or the largest piece of it.
+        """Return memory for a body or its largest piece.
 
-        It is kept for the next request, as memory that is new to the process costs as much as
+        It is kept for the next request, because memory that is new to the process costs as much as
         copying into it.
         """
         if len(self._scratch) < size_bytes:

@@ -1,7 +1,8 @@
-"""`InterruptibleStore`: a store whose requests can be left by Ctrl-C, one at a time.
+"""`InterruptibleStore`: a store in which Ctrl-C ends the wait for the current request.
 
-No obstore call can be interrupted. A whole operation in another thread would go on after Ctrl-C
-and delete behind the user's back; so each request has a thread, and what follows it has not begun.
+No obstore call can be interrupted. If a whole operation ran in another thread, it would go on after
+Ctrl-C and delete objects behind the user's back. So each request has its own thread, and after
+Ctrl-C no further request begins.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ class InterruptibleStore(WrappedStore):
         precondition: Precondition | None = None,
         retry: bool = True,
     ) -> Version:
-        """See `ObjectStore.put`."""
+        """Put an object, in a daemon thread."""
         return wait_for(self.inner.put, key, data, precondition=precondition, retry=retry)
 
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        """See `ObjectStore.get`."""
+        """Read a small object, in a daemon thread."""
         return wait_for(self.inner.get, key, max_size_bytes=max_size_bytes)
 
     def head(self, key: str) -> ObjectMeta:
-        """See `ObjectStore.head`."""
+        """Read the metadata of an object, in a daemon thread."""
         return wait_for(self.inner.head, key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """See `ObjectStore.list`."""
+        """List objects; fetch each page in a daemon thread."""
         listing = self.inner.list(prefix)
         while page := wait_for(lambda: tuple(islice(listing, _LISTED_AT_ONCE))):
             yield from page
 
     def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`."""
+        """Delete an object, in a daemon thread."""
         wait_for(self.inner.delete, key)

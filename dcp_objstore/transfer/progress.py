@@ -1,7 +1,7 @@
-"""`Progress`: how far a transfer is, whether it has stalled, and how it is told to stop.
+"""`Progress`: how far a transfer is, whether it has stalled, and whether it must stop.
 
 One `Progress` belongs to one save or load on one rank. Worker threads report bytes to it, the
-controlling thread watches it, and buffers generators ask it whether to go on.
+controlling thread watches it, and generators of buffers ask it whether to go on.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Progress:
     """Bytes moved so far, the time of the last movement, and a request to stop.
 
     Args:
-        stall_timeout_seconds: `check_stalled` raises when nothing moved for this long.
-        channel: where parts and ranges are told of, if anybody wants to hear.
-        clock: monotonic seconds.
+        stall_timeout_seconds: `check_stalled` raises if nothing moved for this long.
+        channel: emits the events of parts and ranges, if it has a listener for them.
+        clock: returns monotonic seconds.
 
     Attributes:
-        channel: that; None where nobody listens to such detail.
-        moved_bytes: so far.
+        channel: the channel, or None if it has no listener for parts and ranges.
+        moved_bytes: bytes that have reached their destination so far.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Progress:
         self.moved_bytes = 0
 
     def moved(self, count_bytes: int) -> None:
-        """Report that `count_bytes` more have reached their destination."""
+        """Report that `count_bytes` more bytes have reached their destination."""
         with self._lock:
             self.moved_bytes += count_bytes
             self._last_move_at = self._clock()
@@ -62,21 +62,24 @@ class Progress:
                 self._stop = error
 
     def check_stopped(self) -> None:
-        """Raise what `stop` was called with, if it was."""
+        """Raise the error that `stop` was called with, if it was called."""
         if self._stop is not None:
             raise self._stop
 
     def check_stalled(self, what: str) -> None:
-        """Raise when nothing has moved for the stall timeout.
+        """Raise if nothing has moved for the stall time-out.
+
+        Args:
+            what: the name of the transfer, for the error.
 
         Raises:
-            TransferStalledError: with `what` in its text.
+            TransferStalledError: nothing has moved for that long.
         """
         idle_seconds = self._clock() - self._last_move_at
         if idle_seconds > self._stall_timeout_seconds:
             raise TransferStalledError(
                 f"{what}: no part was completed for {idle_seconds:.0f} s"
                 f" (TransferConfig.stall_timeout_seconds={self._stall_timeout_seconds:g});"
-                f" {self.moved_bytes} bytes had been moved. Check the network and the store,"
+                f" {self.moved_bytes} bytes were moved before. Check the network and the store,"
                 " then try again"
             )

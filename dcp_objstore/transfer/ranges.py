@@ -1,8 +1,8 @@
-"""Planning of downloads, as a pure function: which ranged GETs fetch a set of spans.
+"""Plan downloads, as a pure function: which ranged GETs fetch a set of spans.
 
-A span is the smallest thing that is read and verified: one digest block of one item, or the part
-of a foreign item. Neighbouring spans share a request, over small gaps (framing between items), up
-to the request size; a request never splits a span.
+A span is the smallest range that is read and verified: one digest block of one item, or a part of a
+foreign item. Neighbouring spans share a request up to the request size, even across small gaps
+(framing between items). A request never splits a span.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dcp_objstore.config import MIB
 
 T = TypeVar("T")
 
-# Bytes that cost less to read than a request of their own: at 100 MiB/s per connection and 10 ms
-# to the first byte, a request costs as much as 1 MiB. We stay well below, since bytes are billed
-# and cached too.
+# The largest gap that is read rather than skipped with a second request. At 100 MiB/s per
+# connection and 10 ms to the first byte, a request costs as much as 1 MiB. The limit is well below
+# that, because bytes are billed and cached, too.
 DEFAULT_GAP_BYTES = 256 * 1024
-# See `grown_request_size`.
+# The largest size to which `grown_request_size` goes by itself, and from how many requests on.
 _GROWN_REQUEST_SIZE_BYTES = 32 * MIB
 _MANY_REQUESTS = 32
 
@@ -52,8 +52,13 @@ def plan_requests(
 ) -> Sequence[RangeRequest[T]]:
     """Cover all spans with requests, ordered by object and offset.
 
-    A request is larger than `request_size_bytes` only when a single span is. Every span lies in
-    exactly one request.
+    Every span is in exactly one request. A request is larger than `request_size_bytes` only if a
+    single span is.
+
+    Args:
+        spans: what to read, in any order.
+        request_size_bytes: the largest request.
+        gap_bytes: the largest gap between two spans of one request.
     """
     requests: list[RangeRequest[T]] = []
     current: RangeRequest[T] | None = None
@@ -73,20 +78,20 @@ def plan_requests(
 
 
 def grown_request_size(total_bytes: int, least_bytes: int) -> int:
-    """The request size for `total_bytes`, where a body does not have to fit the memory at once.
+    """Return the request size for `total_bytes`, if a body need not be in memory as a whole.
 
-    From 32 requests on it grows, in whole MiB, up to 32 MiB, as parts do: fewer requests, and
-    measured on loopback a tenth less processor time per byte at 32 than at 8 MiB.
+    From 32 requests on it grows, in whole MiB, up to 32 MiB, as parts do. That means fewer requests
+    and, measured on loopback, a tenth less processor time per byte at 32 than at 8 MiB.
     """
     grown = min(total_bytes // _MANY_REQUESTS // MIB * MIB, _GROWN_REQUEST_SIZE_BYTES)
     return max(least_bytes, grown)
 
 
 def cut(request: RangeRequest[T], piece_size_bytes: int) -> list[RangeRequest[T]]:
-    """The request in pieces that can be taken in one after the other; no span is split.
+    """Cut a request into pieces that can be consumed one after the other; split no span.
 
-    A piece is larger than `piece_size_bytes` only when spans that overlap are. The pieces follow
-    one another without gaps, so that one body can be cut into them.
+    A piece is larger than `piece_size_bytes` only if overlapping spans are. There are no gaps
+    between pieces, so that one body can be cut into them.
     """
     pieces: list[RangeRequest[T]] = [] if request.spans else [request]
     for span in request.spans:

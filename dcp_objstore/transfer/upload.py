@@ -2,15 +2,15 @@
 
 The transport runs in a daemon thread, because no call into it can be interrupted. The calling
 thread waits in short steps, so Ctrl-C and the stall watchdog act at once: they make the iterator
-raise, which makes the transport abort its multipart upload, and if even that takes too long the
-thread is left behind and the possible orphan is named in the error.
+raise, which makes the transport abort its multipart upload. If even that takes too long, the
+thread is left behind, and the error names the possible orphan.
 
-Each part waits for its turn where the store is throttling (`stores.admission`): the transport pulls
-what it sends next, so it can be held back there. Parts are told by their place in the stream: one
-is under way from when its last byte is handed over until a buffer that reaches into it is dropped.
+If the store is throttling, each part waits for its turn (`stores.admission`): the transport pulls
+what it sends next, so the iterator can hold it back. A part is known by its place in the stream.
+It is under way from when its last byte is handed over until a buffer with bytes of it is dropped.
 
-Progress is seen without any help from the transport: a buffer that is handed over is dropped when
-its part is uploaded, and a weak reference to it tells.
+Progress needs no help from the transport: it drops a buffer when its part is uploaded, and a weak
+reference to the buffer reports that.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ T = TypeVar("T")
 
 logger = logging.getLogger("dcp_objstore")
 
-# One uint8 array: what a tensor's memory, a frame or a pickled value is handed over as. Arrays and
-# not memoryviews, because only arrays can be weakly referenced.
+# The type of a buffer with a tensor's memory, a frame or a pickled value. Arrays rather than
+# memoryviews, because only arrays can be weakly referenced.
 ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
-# How long a stopped upload may take to send its abort before its thread is left behind.
+# The time for a stopped upload to send its abort, before its thread is left behind.
 _ABORT_GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """What became of one object."""
+    """One uploaded object."""
 
     size_bytes: int
     version: Version
@@ -65,7 +65,7 @@ class Uploaded:
 
 @dataclass(slots=True)
 class _Part:
-    """One part: its buffers that the transport holds, and whether it was handed all of them."""
+    """One part: the buffers that the transport holds, and whether all were handed over."""
 
     number: int
     worker: int
@@ -76,10 +76,10 @@ class _Part:
 
 
 class _Parts:
-    """Tells of each part of one object as the transport lets go of its last buffer.
+    """Emits `PartUploaded` for each part of one object when the transport drops its last buffer.
 
-    Buffers are let go of in any thread, and perhaps in the midst of another call here; so there are
-    no locks, and each step is one that the interpreter does at once.
+    A buffer may be dropped in any thread, even during another call here. So there are no locks, and
+    each step is atomic in the interpreter.
     """
 
     def __init__(self, channel: Channel, object_key: str, part_size_bytes: int) -> None:
@@ -92,7 +92,7 @@ class _Parts:
         self._workers = 0
 
     def hand(self, token: int, end: int, size_bytes: int) -> _Part:
-        """A buffer that ends at `end` in the object is handed over; returns its part."""
+        """Record a buffer that is handed over and ends at `end` in the object; return its part."""
         number = max(0, end - 1) // self._part_size_bytes
         part = self._filling
         if part is None or part.number != number:
@@ -110,19 +110,19 @@ class _Parts:
         return self._workers - 1
 
     def close(self) -> None:
-        """No more buffers come for the part that is being filled."""
+        """Mark the part that is being filled as whole: it gets no more buffers."""
         part, self._filling = self._filling, None
         if part is not None:
             part.whole = True
-            self._tell_if_done(part)
+            self._emit_if_done(part)
 
-    def let_go(self, part: _Part, token: int) -> None:
-        """The transport has let go of a buffer."""
+    def dropped(self, part: _Part, token: int) -> None:
+        """Record that the transport has dropped a buffer."""
         part.held.discard(token)
-        self._tell_if_done(part)
+        self._emit_if_done(part)
 
-    def _tell_if_done(self, part: _Part) -> None:
-        # Of several that see it done, one gets the part.
+    def _emit_if_done(self, part: _Part) -> None:
+        # If several threads see that the part is done, only one of them gets it.
         if part.whole and not part.held and self._under_way.pop(part.number, None) is not None:
             self._channel.emit(
                 PartUploaded,
@@ -136,7 +136,7 @@ class _Parts:
 
 
 class _Tracked:
-    """Passes buffers on, and reports to `progress` when the transport lets go of each."""
+    """Yields buffers, and reports to `progress` when the transport drops each of them."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class _Tracked:
         self._progress.alive()
         buffer = next(self._buffers) if self._parts is None else self._within_a_part(self._parts)
         if self.size_bytes + buffer.nbytes > self._part_size_bytes * MAX_PARTS:
-            # Pickled values have no size before they are written, so no plan allows for them.
+            # No plan allows for pickled values: their size is only known once they are written.
             raise UnsupportedError(
                 f"an object would need more than {MAX_PARTS} parts of {self._part_size_bytes}"
                 " bytes; raise TransferConfig.part_size_bytes"
@@ -172,13 +172,16 @@ class _Tracked:
         ended = self.size_bytes + buffer.nbytes
         for part in range(self.size_bytes // self._part_size_bytes, ended // self._part_size_bytes):
             self._slot.begin(part, self._progress.check_stopped)
-        # A view of our own: the caller may keep the array that it gave us.
+        # Pass on a new view, because the caller may keep a reference to its array.
         view = buffer[:]
         self.track(view)
         return view
 
     def _within_a_part(self, parts: _Parts) -> ByteArray:
-        """The next buffer, cut where a part ends: it would be held until both parts are done."""
+        """Return the next buffer, cut where a part ends.
+
+        Otherwise the transport would hold it until both parts are done.
+        """
         buffer, self._rest = self._rest, None
         if buffer is None:
             try:
@@ -207,7 +210,7 @@ class _Tracked:
                     slot.end(number)
             self._progress.moved(count_bytes)
             if parts is not None and part is not None:
-                parts.let_go(part, token)
+                parts.dropped(part, token)
 
         self._pending[token] = weakref.ref(view, done)
 
@@ -220,19 +223,25 @@ def upload_object(
     config: TransferConfig,
     progress: Progress,
 ) -> Uploaded:
-    """Write one object; in a single PUT when it fits one part, else in parallel parts.
+    """Write one object: in a single PUT if it fits into one part, otherwise in parallel parts.
 
-    The memory of a buffer must not change before this returns or raises.
+    Nothing is visible under `key` unless this returns. If it raises, the multipart upload was
+    aborted, or the error names it if that is not certain. An error that `buffers` raises is raised
+    unchanged, unless the abort failed, too; then a `DcpObjstoreError` says so.
+
+    Args:
+        store: where to write the object.
+        key: of the object.
+        buffers: the content. Their memory must not change before this returns or raises.
+        plan: how the object is cut into parts.
+        config: limits and time-outs.
+        progress: receives the bytes that were uploaded; may stop the upload.
 
     Raises:
-        TransferStalledError: no buffer was uploaded for the stall timeout.
-        StoreUnavailableError, PermissionDeniedError, CredentialsError, BucketNotFoundError: as
-            the store says, after retries.
+        TransferStalledError: no buffer was uploaded for the stall time-out.
+        StoreUnavailableError, PermissionDeniedError, CredentialsError, BucketNotFoundError: the
+            store answered so, after all retries.
         UnsupportedError: the buffers need more parts than an object may have.
-        Whatever `buffers` raises, unchanged (where the abort failed too, an error of ours says so).
-
-    Nothing is visible under `key` unless it returns; a multipart upload is aborted, or named in
-    the error where that is not certain.
     """
     slot = admission_slot(store, "put_stream")
     began_at = time.monotonic()
@@ -272,7 +281,7 @@ def upload_object(
 
 
 def _chain(head: list[ByteArray], rest: Iterator[ByteArray]) -> Iterator[ByteArray]:
-    """`head` and then `rest`, without holding on to what was passed on."""
+    """Yield the buffers of `head`, then those of `rest`; keep no reference to what was yielded."""
     head.reverse()
     while head:
         yield head.pop()
@@ -280,9 +289,9 @@ def _chain(head: list[ByteArray], rest: Iterator[ByteArray]) -> Iterator[ByteArr
 
 
 def run_watched(task: Any, what: str, progress: Progress) -> Any:
-    """Run `task()` in a daemon thread and wait for it here, so that waiting can be interrupted.
+    """Run `task()` in a daemon thread and wait for it, so that the wait can be interrupted.
 
-    On a stall or an interrupt `progress.stop` is called and the task has a few seconds to end.
+    On a stall or an interrupt, call `progress.stop` and give the task a few seconds to end.
     """
     future: Future[Any] = Future()
     spawn(lambda: run_into(future, task), what)

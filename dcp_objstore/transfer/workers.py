@@ -2,7 +2,8 @@
 
 No obstore call can be interrupted: a thread inside one ends when the server answers or the
 request times out. The threads of `concurrent.futures` are joined at interpreter exit, so one
-stalled request would keep a program that was told to stop alive for minutes. These are not.
+stalled request would keep a program alive for minutes after it was asked to stop. The threads
+here are not joined.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from dcp_objstore.waiting import in_main_thread, result_of
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Small requests: as many at once as a connection pool has room for.
+# Small requests in flight: as many as a connection pool has room for.
 AT_ONCE = 16
-# Ctrl-C ends the waiting between two waves; what a wave has begun goes on, and does no harm.
+# Ctrl-C takes effect between two waves. The requests of a wave that has begun go on, harmlessly.
 WAVE = 4 * AT_ONCE
 
 
 class DaemonPool:
-    """A fixed number of daemon threads that run what is submitted, in order of submission."""
+    """A fixed number of daemon threads that run submitted calls, in order of submission."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
@@ -43,7 +44,7 @@ class DaemonPool:
             del task  # buffers must not outlive their task while this thread waits for the next
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Run `function(*args)` on a worker; its result or error is in the future."""
+        """Run `function(*args)` in a worker; the future gets its result or error."""
         future: Future[T] = Future()
         self._tasks.put((future, lambda: function(*args)))
         return future
@@ -57,16 +58,18 @@ class DaemonPool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Let the threads end after what was submitted; do not wait for them."""
+        """Let the threads end after the submitted calls; do not wait for them."""
         for _ in range(self._threads):
             self._tasks.put(None)
 
 
 def in_waves(do: Callable[[T], R], items: Sequence[T], wave: int = WAVE) -> Iterator[R]:
-    """`do(item)` of each, `AT_ONCE` of them at a time, in their order.
+    """Yield `do(item)` for each item, in their order; `AT_ONCE` calls run at a time.
 
     Args:
-        wave: so many are begun before the first of them is given.
+        do: called in a daemon thread.
+        items: what to call it with.
+        wave: the number of calls that are submitted before the first result is yielded.
     """
     if not items:
         return
@@ -81,14 +84,15 @@ def run_into(future: Future[Any], function: Callable[[], Any]) -> None:
     """Run `function` and put its result or error into `future`."""
     try:
         future.set_result(function())
-    except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the future
+    except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for the future
         future.set_exception(error)
 
 
 def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
-    """Run `function` so that Ctrl-C can end the waiting: in the main thread, beside it.
+    """Call `function` so that Ctrl-C can end the wait for it.
 
-    The call itself cannot be ended; it goes on until the store answers or the request times out.
+    In the main thread the call runs in a daemon thread. It cannot be ended itself: it goes on until
+    the store answers or the request times out.
     """
     if not in_main_thread():
         return function(*args, **settings)
@@ -98,13 +102,13 @@ def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
 
 
 def worker_number() -> int:
-    """Of the thread that this is called in, in its `DaemonPool`; 0 elsewhere."""
+    """Return the number of the current thread in its `DaemonPool`; 0 for other threads."""
     number = threading.current_thread().name.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def spawn(function: Callable[[], object], name: str) -> threading.Thread:
-    """Start a daemon thread. Context variables have the values there that they have here."""
+    """Start a daemon thread, with the context variables of the calling thread."""
     thread = threading.Thread(
         target=copy_context().run, args=(function,), name=f"dcp_objstore-{name}", daemon=True
     )

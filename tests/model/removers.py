@@ -1,4 +1,4 @@
-"""Deleting: rule 8, `deleting.delete`."""
+"""Deleting: rule 8, in `checkpoint.delete`."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.checkpoint.commit import BeginToken, Committed
+from dcp_objstore.checkpoint.commit import BeginToken, CommitResult
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import data_key, is_ours, new_nonce
 from dcp_objstore.checkpoint.read import find_marker
@@ -81,7 +81,9 @@ def upload(store: ObjectStore, ranks: int = 2) -> ix.Index:
     return ix.Index(format=ix.FORMAT, objects=tuple(entries), tensors={}, blobs={})
 
 
-def commit(store: ObjectStore, token: BeginToken, index: ix.Index, **settings: object) -> Committed:
+def commit(
+    store: ObjectStore, token: BeginToken, index: ix.Index, **settings: object
+) -> CommitResult:
     """Commit what was uploaded."""
     total_bytes = sum(entry.size_bytes for entry in index.objects)
     return commits.commit(
@@ -97,14 +99,16 @@ def commit(store: ObjectStore, token: BeginToken, index: ix.Index, **settings: o
     )
 
 
-def finish(store: ObjectStore, token: BeginToken, index: ix.Index, **settings: object) -> Committed:
+def finish(
+    store: ObjectStore, token: BeginToken, index: ix.Index, **settings: object
+) -> CommitResult:
     """Commit what was uploaded, without `.metadata`, and remove the beacon."""
     done = commit(store, token, index, **settings)
     commits.remove_beacon(store, token.beacon)
     return done
 
 
-def save(store: ObjectStore, *, overwrite: bool = False, publish: bool = True) -> Committed:
+def save(store: ObjectStore, *, overwrite: bool = False, publish: bool = True) -> CommitResult:
     """A whole save."""
     token = commits.begin(store, overwrite=overwrite)
     index = upload(store)

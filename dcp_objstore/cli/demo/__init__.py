@@ -1,5 +1,5 @@
 """`dcp-objstore demo`: a job is killed in mid-save and resumes, proved step by step.
 
-`story` is what happens, told by the launching process, which never loads torch; `worker` is what a
-rank does; the rest serves these two.
+`story` is the course of the demo, in the launching process, which never imports torch; `worker` is
+the work of a rank; the other modules serve these two.
 """

@@ -1,4 +1,4 @@
-"""Digests of a whole training state, the same however it is sharded."""
+"""Digests of a whole training state, which do not depend on how it is sharded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 def digest_state(state: Mapping[str, Any]) -> dict[str, str]:
-    """SHA-256 of every tensor (type, shape and bytes) and every other value, by key.
+    """Return the SHA-256 of every tensor (type, shape and bytes) and every other value, by key.
 
     Sharded tensors are gathered, so all ranks of their group must call this together.
 

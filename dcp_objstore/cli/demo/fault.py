@@ -1,4 +1,4 @@
-"""An upload that takes long: what the demo needs so that a kill can land in its middle."""
+"""Slow uploads, so that the demo can kill a rank in the middle of one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dcp_objstore.cli.demo.messages import Uploading
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.wrappers import Request, WrappedStore
 
-# Far longer than the launcher needs to kill this process; after it the upload goes on.
+# Far longer than the launcher needs to kill this process; after that time the upload goes on.
 _HOLD_SECONDS = 120.0
 
 
 class _SlowStore(WrappedStore):
-    """Reports the upload of a data object when it begins, and then takes very long over it."""
+    """Reports the upload of a data object when it begins, and then waits very long."""
 
     def __init__(self, inner: ObjectStore, report: Callable[[Uploading], None]) -> None:
         super().__init__(inner)
@@ -31,11 +31,11 @@ class _SlowStore(WrappedStore):
 
 
 def hold_uploads(report: Callable[[Uploading], None]) -> None:
-    """From now on, in this process, uploads of data objects are reported and then held."""
+    """Report and then hold all uploads of data objects in this process, from now on."""
     open_fast = StoreSpec.open
 
     def open_slow(spec: StoreSpec) -> ObjectStore:
         return _SlowStore(open_fast(spec), report)
 
-    # This process is about to be killed: nobody else will see it.
+    # The launcher is about to kill this process, so no other code will use the changed method.
     StoreSpec.open = open_slow  # type: ignore[method-assign,assignment]

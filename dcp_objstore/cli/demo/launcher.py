@@ -1,7 +1,7 @@
-"""Rank processes of the demo: started, listened to, killed, and never left behind.
+"""The rank processes of the demo: start them, read their reports, kill them.
 
 Ranks are forked from a server process that has imported torch once. The launching process itself
-never imports it, and starts no threads. A rank ends with the launching process in every case.
+never imports torch and starts no threads. A rank ends with the launching process in every case.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from dcp_objstore.cli.demo.messages import Ended, Event, Job
+from dcp_objstore.cli.demo.messages import Ended, Job, RankEvent
 from dcp_objstore.errors import RetryableError
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext
 
 _WORKER_MODULE = "dcp_objstore.cli.demo.worker"
-# Imported once, before ranks are forked. The last three are imported at first use otherwise, by
-# every rank on its own; optimizers are what needs torch._dynamo. The only thread that these start
-# is NumPy's OpenBLAS's, which knows how to survive a fork.
+# Imported once, before ranks are forked. Otherwise every rank would import the last three at first
+# use; optimizers need torch._dynamo. The only thread that these imports start belongs to NumPy's
+# OpenBLAS, which handles forks.
 _PRELOAD = [_WORKER_MODULE, "torch._dynamo", "dcp_objstore.write.async_save", "obstore.store"]
 _LOG_TAIL_BYTES = 2000
 # Apple's frameworks do not survive a fork after torch was imported.
@@ -38,15 +38,16 @@ _METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
 
 
 class SilenceError(RetryableError):
-    """No rank has reported anything for the time allowed."""
+    """No rank reported anything in the allowed time."""
 
 
-# What the fork server and its resource tracker print; without a name, so it leaves with us.
+# The output of the fork server and its resource tracker, in a file without a name, which vanishes
+# with this process.
 _server_output: IO[bytes] | None = None
 
 
 def warm_up() -> None:
-    """Begin to import torch in the server process from which ranks are forked."""
+    """Start the server process from which ranks are forked; it imports torch."""
     global _server_output  # noqa: PLW0603  there is one fork server in a process
     if _METHOD != "forkserver" or _server_output is not None:
         return
@@ -54,8 +55,9 @@ def warm_up() -> None:
 
     _context()
     _server_output = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the server
-    # The server inherits that Ctrl-C is ignored (it is we who end the others), and where to print:
-    # when we end while it imports torch, it would complain on the user's terminal.
+    # The server inherits that Ctrl-C is ignored, because this process ends the others. It also
+    # inherits where to print: if this process ended while the server imports torch, the server
+    # would print errors on the user's terminal.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     ours = os.dup(2)
     try:
@@ -76,11 +78,11 @@ def _context() -> ForkServerContext | SpawnContext:
 
 
 class Crew:
-    """The processes of one phase, one job for all; a context manager that ends them all.
+    """The processes of one phase, which all do the same job; a context manager that ends them.
 
     Args:
-        job: what each of them does.
-        ranks: how many, in one gloo group; 0: one process without a process group.
+        job: the job of each process.
+        ranks: number of ranks in one gloo group; 0 for one process without a process group.
     """
 
     def __init__(self, job: Job, ranks: int) -> None:
@@ -107,11 +109,11 @@ class Crew:
         self._processes.append(process)
         theirs.close()
 
-    def events(self, silence_seconds: float) -> Iterator[tuple[int, Event]]:
-        """What the ranks report, as (rank, event), until all of them have ended.
+    def events(self, silence_seconds: float) -> Iterator[tuple[int, RankEvent]]:
+        """Yield the reports of the ranks, as (rank, event), until all of them have ended.
 
         Raises:
-            SilenceError: no report for `silence_seconds`; everything else goes on.
+            SilenceError: no report came for `silence_seconds`; the ranks go on.
         """
         while self._pipes:
             ready = mp_connection.wait(list(self._pipes), timeout=silence_seconds)
@@ -121,7 +123,7 @@ class Crew:
                 assert isinstance(pipe, Connection)
                 yield self._receive(pipe)
 
-    def _receive(self, pipe: Connection) -> tuple[int, Event]:
+    def _receive(self, pipe: Connection) -> tuple[int, RankEvent]:
         rank = self._pipes[pipe]
         try:
             return rank, pipe.recv()
@@ -132,14 +134,14 @@ class Crew:
             process.join()
             return rank, Ended(exit_code=process.exitcode)
 
-    def end_quietly(self, within_seconds: float) -> tuple[dict[int, list[Event]], list[int]]:
-        """Listen until all have ended, kill who has not by then.
+    def end_quietly(self, within_seconds: float) -> tuple[dict[int, list[RankEvent]], list[int]]:
+        """Read reports until all ranks have ended, and kill those that have not ended in time.
 
         Returns:
-            What each rank still reported, and the ranks that had to be killed.
+            The reports of each rank, and the ranks that had to be killed.
         """
         deadline = time.monotonic() + within_seconds
-        heard: dict[int, list[Event]] = {}
+        heard: dict[int, list[RankEvent]] = {}
         while self._pipes and (left := deadline - time.monotonic()) > 0:
             for pipe in mp_connection.wait(list(self._pipes), timeout=left):
                 assert isinstance(pipe, Connection)
@@ -150,11 +152,11 @@ class Crew:
         return heard, late
 
     def kill(self, rank: int) -> None:
-        """SIGKILL one rank."""
+        """Kill one rank by SIGKILL."""
         self._processes[rank].kill()
 
     def log_tail(self, rank: int) -> str:
-        """The end of what the rank printed, or else of what the fork server did."""
+        """Return the end of the rank's output, or of the fork server's if there is none."""
         log = Path(self._directory.name) / f"rank-{rank}.log"
         text = log.read_text(errors="replace") if log.exists() else ""
         if not text and _server_output is not None:
@@ -163,7 +165,7 @@ class Crew:
         return text[-_LOG_TAIL_BYTES:]
 
     def end(self) -> None:
-        """Kill all that still run, wait for their end, and forget their logs."""
+        """Kill all processes that still run, wait for their end, and remove their logs."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -195,7 +197,10 @@ def _end_with_launcher() -> None:
 def _rank_main(
     connection: Connection, job: Job, rank: int, ranks: int, rendezvous: str, log: str
 ) -> None:
-    """The whole life of a rank. Leaves by `os._exit`: a group with a dead rank cannot be closed."""
+    """Run a rank from start to end.
+
+    It ends by `os._exit`, because a group with a dead rank cannot be closed.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -1,4 +1,7 @@
-"""What the launching process tells a rank to do, and what ranks report back. All picklable."""
+"""The jobs that the launching process gives to ranks, and the events that ranks report back.
+
+All are picklable.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ class Train:
     """Train to the last step, as one rank of a group.
 
     Attributes:
-        run_url: steps are saved at `{run_url}/step-{n}`.
-        storage_options: of the store.
-        resume_url: load this checkpoint first; None: begin at step 0.
-        sequences_per_step: all ranks together; at least as many as ranks.
-        save_steps: where to save, ascending; training ends at the last one.
+        run_url: URL of the run; steps are saved at `{run_url}/step-{n}`.
+        storage_options: options of the store.
+        resume_url: the checkpoint to load first; None to begin at step 0.
+        sequences_per_step: number of sequences of all ranks together; at least one per rank.
+        save_steps: the steps to save, ascending; training ends at the last one.
         doomed_step: the step in whose save the last rank's upload is held until it is killed.
     """
 
@@ -51,7 +54,7 @@ Job = Train | LoadAlone | LoadWithStock
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A rank has its model; `parameters` counts the whole model's."""
+    """A rank has made its model. `parameters` is the number of parameters of the whole model."""
 
     parameters: int
     text_bytes: int
@@ -59,7 +62,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class Stepped:
-    """A training step is done; its mean loss over all ranks, in nats per byte."""
+    """A training step is done. `loss` is the mean over all ranks, in nats per byte."""
 
     step: int
     loss: float
@@ -67,12 +70,12 @@ class Stepped:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What a state was when it was saved, or after it was loaded.
+    """The content of a state when it was saved, or after it was loaded.
 
     Attributes:
-        step: training steps done.
-        recorded_loss: loss on the fixed batch as it stands in the state.
-        fixed_loss: the same loss, computed now from the weights; None where there is no model.
+        step: number of training steps done.
+        recorded_loss: loss on the fixed batch, as recorded in the state.
+        fixed_loss: the same loss, computed now from the weights; None if there is no model.
         digests: SHA-256 of every whole tensor and value, by key.
     """
 
@@ -83,8 +86,8 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A save is committed. `steps_meanwhile`: training steps done while it was under way."""
+class StepSaved:
+    """A save is committed. `steps_meanwhile` counts the training steps during the save."""
 
     state: State
     total_bytes: int
@@ -95,15 +98,15 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Uploading:
-    """The held rank is in the middle of uploading this object."""
+    """The held rank has begun to upload this object."""
 
     key: str
     size_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """A load is done; bytes and seconds of this rank."""
+class StepLoaded:
+    """A load is done. Bytes and seconds are those of this rank."""
 
     state: State
     total_bytes: int
@@ -112,11 +115,11 @@ class Loaded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed:
+class RankFailed:
     """The job of this rank ended with an error.
 
     Attributes:
-        error: it, where it is one of ours.
+        error: the error, if it is a `DcpObjstoreError`.
         text: its type and message.
     """
 
@@ -126,9 +129,12 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """The process is gone (reported by the launcher); negative: the signal that ended it."""
+    """The process has ended. The launcher reports this.
+
+    A negative `exit_code` is the signal that ended it.
+    """
 
     exit_code: int
 
 
-Event = Ready | Stepped | Saved | Uploading | Loaded | Failed | Ended
+RankEvent = Ready | Stepped | StepSaved | Uploading | StepLoaded | RankFailed | Ended

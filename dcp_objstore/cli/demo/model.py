@@ -1,4 +1,4 @@
-"""The small language model that the demo trains, a transformer over bytes, and its text."""
+"""The small language model that the demo trains (a transformer over bytes), and its text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIXED_SEQUENCES = 32
 
 
 class Block(nn.Module):
-    """Pre-norm attention and a four times wider perceptron, each added to its input."""
+    """Pre-norm attention and a perceptron four times as wide, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, time, width) to the same."""
+        """Map (batch, time, width) to the same shape."""
         batch, time, width = x.shape
         heads = self.query_key_value(self.attention_norm(x)).view(batch, time, 3, self.heads, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
@@ -51,7 +51,7 @@ class ByteTransformer(nn.Module):
         nn.init.normal_(self.positions.weight, std=0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (batch, time, 256) for tokens (batch, time)."""
+        """Return logits (batch, time, 256) for tokens (batch, time)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.bytes(tokens) + self.positions(places)
         for block in self.blocks:
@@ -60,13 +60,13 @@ class ByteTransformer(nn.Module):
 
 
 def next_byte_loss(model: nn.Module, sequences: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte over sequences (batch, CONTEXT + 1)."""
+    """Return the mean cross-entropy in nats per byte over sequences (batch, CONTEXT + 1)."""
     logits = model(sequences[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
 
 
 def read_text() -> Tensor:
-    """Python's own reference, as it ships with the interpreter, as one int64 tensor of bytes."""
+    """Return Python's language reference, part of every installation, as a tensor of bytes."""
     from pydoc_data.topics import topics
 
     text = "\n".join(topics[name] for name in sorted(topics))
@@ -74,12 +74,12 @@ def read_text() -> Tensor:
 
 
 def training_batch(text: Tensor, step: int, sequences: int) -> Tensor:
-    """The sequences of a step, the same for any number of ranks."""
+    """Return the sequences of a step, the same for any number of ranks."""
     return _sequences(text, step, sequences)
 
 
 def fixed_batch(text: Tensor) -> Tensor:
-    """The batch on which the loss is compared before and after a resume."""
+    """Return the batch on which the loss is compared before and after a resume."""
     return _sequences(text, -1, FIXED_SEQUENCES)
 
 

@@ -1,4 +1,4 @@
-"""Where the demo saves: a SeaweedFS of its own on loopback, or a prefix in the user's bucket."""
+"""The place where the demo saves: a SeaweedFS server on loopback, or the user's bucket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dcp_objstore.errors import InputError
 from dcp_objstore.stores import ObjectStore, StoreSpec
 
 _BUCKET = "demo"
-# Before any rank starts, a store that does not answer is a mistake to report, not to sit out.
+# Before any rank starts, a store that does not answer is an error to report at once.
 _IMPATIENT = TransferConfig(
     connect_timeout_seconds=5.0,
     request_timeout_seconds=15.0,
@@ -28,9 +28,9 @@ class Place(AbstractContextManager["Place"]):
     """A run's URL, and how to reach the store there.
 
     Attributes:
-        run_url: unique to this demo.
-        storage_options: for it.
-        server: the server that was started for it, or None.
+        run_url: URL of the run, unique to this demo.
+        storage_options: options for the store there.
+        server: the server that was started for the demo, or None.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class Place(AbstractContextManager["Place"]):
         """Start SeaweedFS and make a bucket there.
 
         Raises:
-            UnsupportedError, StoreUnavailableError: see `SeaweedServer`.
+            UnsupportedError: SeaweedFS is not installed.
+            StoreUnavailableError: the server did not start.
         """
         server = SeaweedServer()
         try:
@@ -63,38 +64,38 @@ class Place(AbstractContextManager["Place"]):
 
     @classmethod
     def in_bucket(cls, url: str, *, keep: bool) -> Place:
-        """A fresh prefix below a URL of the user's own, with credentials from the environment.
+        """Choose a new prefix below the user's URL, with credentials from the environment.
 
-        The bucket must let us list, put conditionally and delete: tried here.
+        The bucket must allow to list, put conditionally and delete; this checks it.
 
         Raises:
-            InputError: as the store says: no such bucket, no credentials, no permission, ….
-            StoreUnavailableError: it does not answer.
+            InputError: the store refused: no such bucket, no credentials, no permission, ….
+            StoreUnavailableError: the store does not answer.
         """
         spec = StoreSpec(url, None, _IMPATIENT)
         if spec.parsed.scheme == "memory":
-            raise InputError("memory:// is of one process alone; the demo has many", url=url)
+            raise InputError("memory:// exists in one process only; the demo has many", url=url)
         run_url = f"{spec.url}/dcp-objstore-demo-{secrets.token_hex(4)}"
         store = spec.at(run_url).open()
-        for _ in store.list():  # first: the probe is more patient with a store that is not there
+        for _ in store.list():  # first, because the probe waits longer for a store that is away
             break
         require_fencing(store, overwrite=True, allow_unfenced=False)
         return cls(run_url, None, None, keep=keep)
 
     @property
     def described(self) -> str:
-        """For the reader of the demo's output."""
+        """The place in words, for the output of the demo."""
         if self.server is None:
             return self.run_url
         return f"a SeaweedFS server at {self.server.endpoint_url}"
 
     def open(self, step: int | None = None) -> ObjectStore:
-        """The store, rooted at the run or at one step of it."""
+        """Open the store, rooted at the run or at one step of it."""
         url = self.run_url if step is None else self.step_url(step)
         return StoreSpec(url, self.storage_options).open()
 
     def step_url(self, step: int) -> str:
-        """The checkpoint of a step."""
+        """Return the URL of a step's checkpoint."""
         return f"{self.run_url}/step-{step}"
 
     def __exit__(
@@ -109,7 +110,7 @@ class Place(AbstractContextManager["Place"]):
             self._remove_all()
 
     def _remove_all(self) -> None:
-        """Remove what lies below the run's own prefix; say so where that does not succeed."""
+        """Remove everything below the run's own prefix; if that fails, print what is left."""
         store = self.open()
         try:
             for meta in list(store.list()):

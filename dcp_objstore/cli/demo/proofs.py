@@ -1,4 +1,4 @@
-"""The demo's proofs as pure comparisons: each returns what it has shown or raises."""
+"""The demo's proofs, as pure comparisons: each returns what it has shown, or raises."""
 
 from __future__ import annotations
 
@@ -8,34 +8,36 @@ from dcp_objstore.checkpoint.names import MARKER_KEY, parse_data_key
 from dcp_objstore.cli.demo.messages import State
 from dcp_objstore.cli.demo.report import counted
 
-# Ranks add up the same float32 numbers in another order; a wrong weight changes far more.
+# Ranks add the same float32 numbers in another order; a wrong weight would change far more.
 _LOSS_TOLERANCE = 1e-4
-# The same for the losses of several steps, in which such differences grow.
+# The same for the losses of several steps, over which such differences grow.
 _PATH_TOLERANCE = 1e-2
 
 
 class ProofFailedError(Exception):
-    """Something that the demo was to prove does not hold."""
+    """A statement that the demo had to prove does not hold."""
 
 
 def identical(saved: State, loaded: State) -> str:
-    """Every tensor and value of two states is the same, bit for bit."""
+    """Prove that every tensor and value of two states is the same, bit for bit."""
     if not saved.digests:
         raise ProofFailedError("nothing was saved")
     missing = sorted(set(saved.digests) ^ set(loaded.digests))
     if missing:
-        raise ProofFailedError(f"{len(missing)} keys are only in one state, as {missing[0]!r}")
+        raise ProofFailedError(
+            f"{len(missing)} keys are only in one state, for example {missing[0]!r}"
+        )
     differing = sorted(key for key in saved.digests if saved.digests[key] != loaded.digests[key])
     if differing:
         raise ProofFailedError(
-            f"{len(differing)} of {len(saved.digests)} values differ from what was saved, as"
-            f" {differing[0]!r}"
+            f"{len(differing)} of {len(saved.digests)} values differ from what was saved, for"
+            f" example {differing[0]!r}"
         )
     return f"state bit-identical: all {len(saved.digests)} SHA-256 digests agree"
 
 
 def same_loss(saved: State, loaded: State) -> str:
-    """The loss on the fixed batch, computed anew, is the one recorded when it was saved."""
+    """Prove that the loss on the fixed batch, computed again, is the one that was recorded."""
     now = loaded.fixed_loss
     if now is None or abs(saved.recorded_loss - now) > _LOSS_TOLERANCE:
         raise ProofFailedError(
@@ -49,7 +51,7 @@ def same_loss(saved: State, loaded: State) -> str:
 
 
 def falling(before: State, after: State) -> str:
-    """Training went on from where it was."""
+    """Prove that training went on from where it was."""
     if not after.recorded_loss < before.recorded_loss:
         raise ProofFailedError(
             f"the loss did not go on falling: {before.recorded_loss:.4f} at step {before.step},"
@@ -62,11 +64,12 @@ def falling(before: State, after: State) -> str:
 
 
 def same_path(killed: Mapping[int, float], resumed: Mapping[int, float]) -> str:
-    """The resumed run trained with the losses of the run that was killed, step by step.
+    """Prove that the resumed run had the losses of the killed run, step by step.
 
     Args:
-        killed: loss by step; of the whole batch, which is the same for any number of ranks.
-        resumed: the same of the resumed run.
+        killed: the killed run's loss by step, over the whole batch, which is the same for any
+            number of ranks.
+        resumed: the resumed run's loss by step.
     """
     steps = sorted(killed.keys() & resumed.keys())
     if not steps:
@@ -84,12 +87,12 @@ def same_path(killed: Mapping[int, float], resumed: Mapping[int, float]) -> str:
 
 
 def ranks_that_wrote(keys: Collection[str]) -> set[int]:
-    """The ranks whose data objects are among these."""
+    """Return the ranks whose data objects are among these keys."""
     return {name.rank for key in keys if (name := parse_data_key(key)) is not None}
 
 
 def torn(keys: Collection[str], ranks: int, held_key: str) -> str:
-    """Objects of all ranks but one are there, and no marker."""
+    """Prove that the objects of all ranks but one are there, and no marker."""
     if MARKER_KEY in keys:
         raise ProofFailedError("the save was committed although a rank had not finished it")
     if held_key in keys:
@@ -102,9 +105,9 @@ def torn(keys: Collection[str], ranks: int, held_key: str) -> str:
 
 
 def ended_cleanly(typed: Sequence[str], others: Sequence[str], killed_late: int) -> str:
-    """Every surviving rank raised a typed error of ours by itself."""
+    """Prove that every surviving rank raised a `DcpObjstoreError` by itself."""
     if others or killed_late:
-        what = f", as {others[0]}" if others else ""
+        what = f", for example {others[0]}" if others else ""
         raise ProofFailedError(
             f"{len(others)} surviving ranks ended without a typed error{what};"
             f" {killed_late} had to be ended"

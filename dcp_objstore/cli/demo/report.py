@@ -1,4 +1,4 @@
-"""What the demo prints: short lines, proofs, and a table that fits the terminal."""
+"""The output of the demo: short lines, proofs, and a table that fits the terminal."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ GIB = 1024**3
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Return a number with its noun: `1 rank`, `2 ranks`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table; what does not apply is None.
+    """One line of the table. A value that does not apply is None.
 
     Attributes:
         phase: what was done.
-        ranks: by how many ranks (1: one process without a process group).
-        step: of the training.
-        total_bytes: moved, all ranks together.
-        seconds: that it took.
-        proof: what was shown by it.
+        ranks: number of ranks that did it (1: one process without a process group).
+        step: training step.
+        total_bytes: bytes that all ranks together moved.
+        seconds: how long it took.
+        proof: what it has shown.
     """
 
     phase: str
@@ -41,7 +41,7 @@ class Row:
     proof: str
 
     def cells(self) -> tuple[str, ...]:
-        """As text, in the order of the head."""
+        """Return the cells as text, in the order of the head."""
         size, seconds = self.total_bytes, self.seconds
         rate = "-" if not size or not seconds else f"{size / GIB / seconds:.3f}"
         return (
@@ -57,11 +57,12 @@ class Row:
 
 @dataclass
 class Printer:
-    """Prints to a stream, with colour only where it is a terminal, and flushes every line.
+    """Prints to a stream, with colour only on a terminal, and flushes every line.
 
     Attributes:
-        rows: of the table, in the order in which they were added.
-        proofs: how many were printed.
+        stream: where it prints.
+        rows: the lines of the table, in the order in which they were added.
+        proofs: number of proofs that were printed.
     """
 
     stream: TextIO = field(default_factory=lambda: sys.stdout)
@@ -78,33 +79,33 @@ class Printer:
             self._tick, self._cross = "ok", "FAILED"
 
     def headline(self, text: str) -> None:
-        """A line at the margin."""
+        """Print a line at the margin."""
         self._print(text, "", _BOLD)
 
     def title(self, text: str) -> None:
-        """The headline of a phase, after an empty line."""
+        """Print the headline of a phase, after an empty line."""
         self.stream.write("\n")
         self.headline(text)
 
     def say(self, text: str) -> None:
-        """A plain line."""
+        """Print a plain line."""
         self._print(text, "  ")
 
     def verbatim(self, text: str) -> None:
-        """A line to be copied: not wrapped, not indented."""
+        """Print a line for the reader to copy: not wrapped, not indented."""
         self._write(text)
 
     def proof(self, text: str) -> None:
-        """Something that was checked and holds."""
+        """Print something that was checked and holds."""
         self.proofs += 1
         self._print(text, f"  {self._tick} ", _GREEN)
 
     def failure(self, text: str) -> None:
-        """Something that was checked and does not hold."""
+        """Print something that was checked and does not hold."""
         self._print(text, f"  {self._cross} ", _RED)
 
     def table(self) -> None:
-        """All rows; where the terminal is too narrow for columns, two lines for each."""
+        """Print all rows: as columns or, on a narrow terminal, as several lines for each row."""
         lines = [_HEAD, *(row.cells() for row in self.rows)]
         widths = [max(len(line[at]) for line in lines) for at in range(len(_HEAD))]
         self.stream.write("\n")
@@ -125,7 +126,7 @@ class Printer:
         return max(20, min(shutil.get_terminal_size().columns, _WIDEST))
 
     def _print(self, text: str, lead: str, colour: str = "") -> None:
-        """Write, wrapped under the text and not under what leads it."""
+        """Write text with a lead, and wrap it under the text rather than under the lead."""
         wrapped = textwrap.wrap(
             text,
             self._width(),
@@ -156,7 +157,7 @@ class Printer:
 
 
 def _aligned(cells: tuple[str, ...], widths: list[int]) -> list[str]:
-    """Text to the left, numbers to the right."""
+    """Align text to the left and numbers to the right."""
     last = len(cells) - 1
     return [
         cell.ljust(width) if at in {0, last} else cell.rjust(width)

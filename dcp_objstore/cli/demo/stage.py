@@ -1,4 +1,4 @@
-"""The demo from the command's point of view: a place, the story, the table, and a clean end."""
+"""Run the demo for the command: choose the place, run the story, print the table, clean up."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ def run_demo(settings: Settings, url: str | None, *, keep: bool) -> None:
     """Run the demo and print it; exit with status 1 if a proof does not hold.
 
     Args:
-        settings: ranks.
-        url: below which to save; None: start a server on loopback.
-        keep: leave the checkpoints, or the server, for the user to look at.
+        settings: the numbers of ranks.
+        url: the URL below which to save; None to start a server on loopback.
+        keep: keep the checkpoints, or the server, for the user to look at.
 
     Raises:
-        DcpObjstoreError: the place cannot be used, or a rank raised it.
+        DcpObjstoreError: the place cannot be used, or a rank raised the error.
     """
     began = time.monotonic()
     if importlib.util.find_spec("pydoc_data") is None:
-        raise UnsupportedError("this Python comes without pydoc_data, the text to train on")
+        raise UnsupportedError("this Python has no pydoc_data, the text that the demo trains on")
     printer = Printer()
     printer.headline("dcp-objstore demo: train, kill a rank in mid-save, resume, prove")
     with _prepare(url, keep=keep) as place:
         printer.say(f"saving to {place.described}")
         story = Story(place, settings, printer)
         try:
-            story.tell()
+            story.run()
         except (ProofFailedError, DemoFailedError) as error:
             printer.failure(str(error))
             if isinstance(error, DemoFailedError) and error.log:
-                print(f"the end of what that process printed:\n{error.log}", file=sys.stderr)
+                print(f"the end of that process's output:\n{error.log}", file=sys.stderr)
             fail(f"the demo failed: {error}")
         printer.table()
         seconds = time.monotonic() - began
@@ -55,7 +55,7 @@ def _prepare(url: str | None, *, keep: bool) -> Place:
         place = Place.in_bucket(url, keep=keep)
         warm_up()
         return place
-    find_weed()  # says how to install it, before anything is started
+    find_weed()  # if it is missing, says how to install it, before anything starts
     warm_up()
     return Place.on_loopback()
 

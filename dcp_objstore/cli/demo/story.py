@@ -15,15 +15,15 @@ from dcp_objstore.cli.demo import proofs
 from dcp_objstore.cli.demo.launcher import Crew, SilenceError
 from dcp_objstore.cli.demo.messages import (
     Ended,
-    Event,
-    Failed,
     LoadAlone,
-    Loaded,
     LoadWithStock,
+    RankEvent,
+    RankFailed,
     Ready,
-    Saved,
     State,
+    StepLoaded,
     Stepped,
+    StepSaved,
     Train,
     Uploading,
 )
@@ -38,13 +38,13 @@ _SEQUENCES_PER_STEP = 16
 _COMMITTED, _DOOMED = _STEPS[1], _STEPS[2]
 # Generous, for slow machines: nothing in the demo is silent for longer than a few seconds.
 _SILENCE_SECONDS = 120.0
-# Beyond the time-out of the survivors' process group.
+# Longer than the time-out of the survivors' process group.
 _SURVIVORS_SECONDS = 75.0
 _LISTING_PAUSE_SECONDS = 0.1
 
 
 class DemoFailedError(Exception):
-    """A process of the demo did not do its job; `log` is the end of what it printed."""
+    """A process of the demo did not do its job. `log` is the end of its output."""
 
     def __init__(self, text: str, log: str = "") -> None:
         super().__init__(text)
@@ -53,11 +53,11 @@ class DemoFailedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the user chose.
+    """The user's choices.
 
     Attributes:
-        ranks: that train first.
-        resume_ranks: that resume.
+        ranks: number of ranks that train first.
+        resume_ranks: number of ranks that resume.
     """
 
     ranks: int
@@ -72,13 +72,13 @@ class Story:
         self.saved: dict[int, State] = {}
         self.losses: dict[int, float] = {}
 
-    def tell(self) -> None:
-        """All of it.
+    def run(self) -> None:
+        """Run the whole demo.
 
         Raises:
-            ProofFailedError: something does not hold.
+            ProofFailedError: a statement does not hold.
             DemoFailedError: a process ended before its job was done.
-            DcpObjstoreError: as ranks raised it.
+            DcpObjstoreError: a rank raised it.
         """
         self._train_and_kill()
         self._show_that_the_torn_step_is_invisible()
@@ -105,13 +105,13 @@ class Story:
                 elif isinstance(event, Stepped):
                     self.losses[event.step] = event.loss
                 self._show_training(event, ranks)
-                # Ranks report on pipes of their own: this one's upload may be heard of first.
+                # Each rank has its own pipe, so the report of this upload may arrive first.
                 if held is not None and _COMMITTED in self.saved:
                     self._kill_in_mid_save(crew, held)
                     return
         raise DemoFailedError("the ranks ended before the last save began")
 
-    def _show_training(self, event: Event, ranks: int) -> None:
+    def _show_training(self, event: RankEvent, ranks: int) -> None:
         if isinstance(event, Ready):
             self.out.say(
                 f"a transformer of {event.parameters / 1e6:.1f} M parameters reads"
@@ -119,10 +119,10 @@ class Story:
             )
         elif isinstance(event, Stepped) and (event.step == 1 or event.step % 4 == 0):
             self.out.say(f"step {event.step:3}  loss {event.loss:.3f}")
-        elif isinstance(event, Saved):
+        elif isinstance(event, StepSaved):
             self._note_save(event, ranks)
 
-    def _note_save(self, event: Saved, ranks: int) -> None:
+    def _note_save(self, event: StepSaved, ranks: int) -> None:
         step = event.state.step
         self.saved[step] = event.state
         beside = (
@@ -132,7 +132,7 @@ class Story:
         )
         marker, _ = open_committed(self.place.open(step))
         if (marker.world_size, marker.user_metadata.get("step")) != (ranks, step):
-            raise ProofFailedError(f"the marker of step {step} does not say who saved what")
+            raise ProofFailedError(f"the marker of step {step} has a wrong world size or step")
         self.out.proof(
             f"step-{step} committed: {event.total_bytes / MIB:.1f} MiB in"
             f" {counted(event.objects, 'object')}, {event.seconds:.1f} s{beside}"
@@ -149,7 +149,7 @@ class Story:
         )
 
     def _kill_in_mid_save(self, crew: Crew, held: Uploading) -> None:
-        """One rank is in the middle of its upload: wait until the others are through, kill it."""
+        """Wait until all ranks but the held one have written, then kill that one."""
         victim = self.settings.ranks - 1
         self.out.title(f"2. SIGKILL rank {victim} in the middle of the save of step-{_DOOMED}")
         store = self.place.open(_DOOMED)
@@ -169,7 +169,7 @@ class Story:
             for rank, events in heard.items()
             if rank != victim
             for event in events
-            if isinstance(event, Failed)
+            if isinstance(event, RankFailed)
         ]
         typed = [type(one.error).__name__ for one in failures if one.error is not None]
         others = [one.text for one in failures if one.error is None]
@@ -190,7 +190,7 @@ class Story:
         )
 
     def _wait_for_the_others(self, store: ObjectStore, held: Uploading) -> None:
-        """Until the others have written, or until it is too late, which the proof then finds."""
+        """Wait until the others have written, or until it is too late, which the proof detects."""
         deadline = time.monotonic() + _SILENCE_SECONDS
         while time.monotonic() < deadline:
             keys = [meta.key for meta in store.list()]
@@ -206,16 +206,16 @@ class Story:
         )
         with _crew(job, 0) as crew:
             for _, event in _all_reports(crew):
-                if isinstance(event, Loaded):
+                if isinstance(event, StepLoaded):
                     raise ProofFailedError("the torn checkpoint was loaded")
-                if isinstance(event, Failed):
+                if isinstance(event, RankFailed):
                     if not isinstance(event.error, CheckpointNotFoundError):
                         raise ProofFailedError(f"loading the torn checkpoint raised {event.text}")
                     self.out.proof(
                         f"so it does not exist: dos.load raises {type(event.error).__name__}"
                     )
                     return
-        raise DemoFailedError("the process that was to load the torn checkpoint said nothing")
+        raise DemoFailedError("the process that had to load the torn checkpoint reported nothing")
 
     def _newest_committed(self) -> int:
         for step in reversed(_STEPS):
@@ -239,11 +239,11 @@ class Story:
             sequences_per_step=_SEQUENCES_PER_STEP,
             save_steps=(_DOOMED,),
         )
-        loads: dict[int, Loaded] = {}
+        loads: dict[int, StepLoaded] = {}
         losses: dict[int, float] = {}
         with _crew(job, ranks) as crew:
             for rank, event in _reports(crew):
-                if isinstance(event, Loaded):
+                if isinstance(event, StepLoaded):
                     loads[rank] = event
                     if len(loads) == ranks:
                         self._check_resume(step, list(loads.values()))
@@ -255,10 +255,10 @@ class Story:
             raise DemoFailedError("the resumed ranks ended before their job was done")
         self.out.proof(proofs.falling(self.saved[step], self.saved[_DOOMED]))
         if all(_SEQUENCES_PER_STEP % number == 0 for number in (ranks, self.settings.ranks)):
-            # Otherwise ranks have unequal shares, and a mean over ranks weighs them differently.
+            # Otherwise ranks have unequal shares, and the mean over ranks is not that of the batch.
             self.out.proof(proofs.same_path(self.losses, losses))
 
-    def _check_resume(self, step: int, loads: list[Loaded]) -> None:
+    def _check_resume(self, step: int, loads: list[StepLoaded]) -> None:
         saved = self.saved[step]
         first, *others = loads
         for other in others:
@@ -321,11 +321,11 @@ class Story:
                     )
                 )
 
-    def _loads(self, job: LoadAlone | LoadWithStock) -> list[Loaded]:
+    def _loads(self, job: LoadAlone | LoadWithStock) -> list[StepLoaded]:
         with _crew(job, 0) as crew:
-            loads = [event for _, event in _reports(crew) if isinstance(event, Loaded)]
+            loads = [event for _, event in _reports(crew) if isinstance(event, StepLoaded)]
         if not loads:
-            raise DemoFailedError("the process that was to load the checkpoint loaded nothing")
+            raise DemoFailedError("the process that had to load the checkpoint loaded nothing")
         return loads
 
 
@@ -338,14 +338,14 @@ def _crew(job: Train | LoadAlone | LoadWithStock, ranks: int) -> Iterator[Crew]:
             raise DemoFailedError(str(error)) from error
 
 
-def _all_reports(crew: Crew) -> Iterator[tuple[int, Event]]:
+def _all_reports(crew: Crew) -> Iterator[tuple[int, RankEvent]]:
     return crew.events(_SILENCE_SECONDS)
 
 
-def _reports(crew: Crew) -> Iterator[tuple[int, Event]]:
-    """What the ranks report; the first that fails ends it."""
+def _reports(crew: Crew) -> Iterator[tuple[int, RankEvent]]:
+    """Yield the reports of the ranks; raise when a rank fails."""
     for rank, event in _all_reports(crew):
-        if isinstance(event, Failed):
+        if isinstance(event, RankFailed):
             if event.error is not None:
                 raise event.error.at(rank=rank)
             raise DemoFailedError(f"rank {rank} failed: {event.text}", crew.log_tail(rank))
@@ -359,7 +359,11 @@ def _reports(crew: Crew) -> Iterator[tuple[int, Event]]:
 
 
 def _download(store: ObjectStore, directory: Path) -> tuple[int, int]:
-    """Every object under its own name, as `aws s3 sync` would do it: (objects, bytes)."""
+    """Download every object under its own name, as `aws s3 sync` would.
+
+    Returns:
+        The number of objects and of bytes.
+    """
     count = size = 0
     for meta in store.list():
         body, _ = store.get(meta.key, max_size_bytes=meta.size_bytes)

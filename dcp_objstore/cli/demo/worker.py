@@ -1,4 +1,4 @@
-"""What one process of the demo does: train as a rank, or load alone, or load with stock torch."""
+"""The work of one process of the demo: train as a rank, load alone, or load with stock torch."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ import dcp_objstore as dos
 from dcp_objstore.cli.demo.digests import digest_state
 from dcp_objstore.cli.demo.fault import hold_uploads
 from dcp_objstore.cli.demo.messages import (
-    Event,
-    Failed,
     Job,
-    Loaded,
     LoadWithStock,
+    RankEvent,
+    RankFailed,
     Ready,
-    Saved,
     State,
+    StepLoaded,
     Stepped,
+    StepSaved,
     Train,
 )
 from dcp_objstore.cli.demo.model import (
@@ -44,21 +44,21 @@ from dcp_objstore.cli.demo.model import (
 )
 from dcp_objstore.errors import DcpObjstoreError
 
-Report = Callable[[Event], None]
+Report = Callable[[RankEvent], None]
 _LEARNING_RATE = 1e-3
-# Collectives of a group with a dead rank end by then, if its connections do not end them at once.
+# Collectives of a group with a dead rank end after this, if its closed connections do not end them.
 _GROUP_TIMEOUT = datetime.timedelta(seconds=60)
 _SAVE_TIMEOUT_SECONDS = 90.0
 
 
 def run(job: Job, rank: int, ranks: int, rendezvous: str, report: Report) -> bool:
-    """Do the job and report; an error becomes a report too.
+    """Do the job and report events; report an error, too.
 
     Returns:
-        Whether it was done without an error.
+        Whether the job was done without an error.
     """
     torch.set_num_threads(1)
-    # tqdm's own lock holds a named semaphore, which a process that is killed leaves behind.
+    # tqdm's own lock holds a named semaphore, which a killed process leaves behind.
     tqdm.set_lock(threading.RLock())
     try:
         if ranks:
@@ -75,16 +75,16 @@ def run(job: Job, rank: int, ranks: int, rendezvous: str, report: Report) -> boo
             _load_with_stock(job, report)
         else:
             report(_Training(seed=3).load(job.url, job.storage_options))
-    except Exception as error:  # noqa: BLE001  whatever it is, the launcher is told
+    except Exception as error:  # noqa: BLE001  every error is reported to the launcher
         traceback.print_exc()
         ours = error if isinstance(error, DcpObjstoreError) else None
-        report(Failed(error=ours, text=f"{type(error).__name__}: {error}"))
+        report(RankFailed(error=ours, text=f"{type(error).__name__}: {error}"))
         return False
     return True
 
 
 class _Training:
-    """A model, its optimizer and how far they have come."""
+    """A model, its optimizer and their progress."""
 
     def __init__(self, seed: int, *, sharded: bool = False) -> None:
         torch.manual_seed(seed)
@@ -100,16 +100,16 @@ class _Training:
 
     @property
     def values(self) -> dict[str, Any]:
-        """What is saved and loaded."""
+        """The state that is saved and loaded."""
         return {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
 
     def tensors(self) -> dict[str, Any]:
-        """The same as nested dicts of tensors and plain values."""
+        """Return the state as nested dicts of tensors and plain values."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "progress": self.progress}
 
     def step(self, sequences: int, rank: int, ranks: int) -> float:
-        """One step of training; its loss, the mean over all ranks."""
+        """Do one step of training and return its loss, the mean over all ranks."""
         batch = training_batch(self.text, self.progress["step"], sequences)
         loss = next_byte_loss(self.model, batch[rank::ranks])
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
@@ -122,7 +122,7 @@ class _Training:
 
     @torch.no_grad()
     def fixed_loss(self) -> float:
-        """Loss on the batch that never changes; each rank computes its share of it."""
+        """Return the loss on the batch that never changes; each rank computes its share."""
         batch = fixed_batch(self.text)
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         share = batch[rank::ranks]
@@ -132,7 +132,7 @@ class _Training:
         return total.item() / len(batch)
 
     def snapshot(self) -> State:
-        """The state as it is now, to be compared elsewhere. A collective in a group."""
+        """Describe the state as it is now, for a comparison elsewhere. A collective in a group."""
         return State(
             step=self.progress["step"],
             recorded_loss=self.progress["loss"],
@@ -140,12 +140,14 @@ class _Training:
             digests=digest_state(self.tensors()),
         )
 
-    def load(self, url: str, storage_options: Any) -> Loaded:
-        """Load in place and describe what came."""
+    def load(self, url: str, storage_options: Any) -> StepLoaded:
+        """Load in place and describe the result."""
         values = self.values
         report = dos.load(values, url, storage_options=storage_options, progress=False)
         self.progress = values["progress"]
-        return Loaded(state=self.snapshot(), total_bytes=report.total_bytes, seconds=report.seconds)
+        return StepLoaded(
+            state=self.snapshot(), total_bytes=report.total_bytes, seconds=report.seconds
+        )
 
 
 class _Trainer:
@@ -154,11 +156,11 @@ class _Trainer:
     def __init__(self, job: Train, rank: int, ranks: int, report: Report) -> None:
         self.job, self.rank, self.ranks = job, rank, ranks
         self._report = report
-        # Not the seed of the run that is resumed: what it then has must come from the checkpoint.
+        # Another seed than that of the resumed run: its values must come from the checkpoint.
         self.training = _Training(1 if job.resume_url is None else 2, sharded=True)
 
     def run(self) -> None:
-        """Train from save to save; uploads run beside the steps that follow."""
+        """Train from save to save; each upload runs during the steps that follow."""
         self._tell(Ready(parameters=self.training.parameters, text_bytes=len(self.training.text)))
         if self.job.resume_url is not None:
             self._report(self.training.load(self.job.resume_url, self.job.storage_options))
@@ -172,7 +174,7 @@ class _Trainer:
                 under_way = self._begin_save(step)
         self._finish(under_way)
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: RankEvent) -> None:
         if self.rank == 0:
             self._report(event)
 
@@ -196,7 +198,7 @@ class _Trainer:
             return
         report = save.handle.result(timeout_seconds=_SAVE_TIMEOUT_SECONDS)
         self._tell(
-            Saved(
+            StepSaved(
                 state=save.state,
                 total_bytes=report.total_bytes,
                 seconds=report.seconds,
@@ -214,7 +216,7 @@ class _Save:
 
 
 def _load_with_stock(job: LoadWithStock, report: Report) -> None:
-    """Both ways that torch itself has to read a checkpoint without a process group."""
+    """Load the checkpoint in both ways that torch has to read one without a process group."""
     training = _Training(seed=4)
     state = training.tensors()
     began = time.monotonic()
@@ -228,9 +230,9 @@ def _load_with_stock(job: LoadWithStock, report: Report) -> None:
         report(_stock(state, "dcp_to_torch_save", began))
 
 
-def _stock(state: dict[str, Any], reader: str, began: float) -> Loaded:
+def _stock(state: dict[str, Any], reader: str, began: float) -> StepLoaded:
     progress = state["progress"]
-    return Loaded(
+    return StepLoaded(
         state=State(
             step=progress["step"],
             recorded_loss=progress["loss"],
