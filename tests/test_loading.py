@@ -31,7 +31,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.read import item_read as gather
 from dcp_objstore.read.item_read import CompletionQueue, ItemRead
-from dcp_objstore.read.stored_checkpoint import Stored
+from dcp_objstore.read.stored_checkpoint import ItemLocation
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import Request, WrappedStore
 from dcp_objstore.transfer.progress import Progress
@@ -243,7 +243,7 @@ def gathered(payload_bytes: int, arrived: Callable[[ItemRead], None]) -> ItemRea
     place = MetadataIndex("value")
     empty = torch.Size([0])
     item = ReadItem(LoadItemType.BYTE_IO, place, empty, place, empty, empty)
-    read = ItemRead(item, Stored(0, 0, payload_bytes, None, None, None))
+    read = ItemRead(item, ItemLocation(0, 0, payload_bytes, None, None, None))
     read.bind(None, arrived)
     return read
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport
-    from dcp_objstore.read.stored_checkpoint import Source
+    from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.state.geometry import Box
 
 
@@ -58,7 +58,13 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
     """
 
     def __init__(
-        self, target: Target, source: Source, *, verify: bool, trust_pickle: bool, hooks: Hooks
+        self,
+        target: Target,
+        source: StoredCheckpoint,
+        *,
+        verify: bool,
+        trust_pickle: bool,
+        hooks: Hooks,
     ) -> None:
         self.url = target.spec.url
         self.last_read: LoadReport | None = None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.report import LoadReport
-    from dcp_objstore.read.stored_checkpoint import Source
+    from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.stores.target import Target
 
 
@@ -74,7 +74,7 @@ def new_tensor(
 
 def fill(
     target: Target,
-    source: Source,
+    source: StoredCheckpoint,
     tensors: Mapping[str, tuple[Box, torch.Tensor]],
     values: Iterable[str],
     *,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dcp_objstore.checkpoint.index import ObjectEntry
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.dispatch import Channel
-    from dcp_objstore.read.stored_checkpoint import Source, Stored
+    from dcp_objstore.read.stored_checkpoint import ItemLocation, StoredCheckpoint
     from dcp_objstore.stores import ObjectStore
 
 _SHOWN = 3  # keys of a missing object that are named
@@ -129,7 +129,7 @@ class _Framing:
 class _Comparison:
     """Compares what arrives and collects what differs."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: StoredCheckpoint) -> None:
         self.damaged: set[Damage] = set()
         self.blocks = 0
         self.total_bytes = 0
@@ -205,7 +205,12 @@ class _Comparison:
 
 
 def verify_source(
-    store: ObjectStore, source: Source, config: TransferConfig, channel: Channel, *, deep: bool
+    store: ObjectStore,
+    source: StoredCheckpoint,
+    config: TransferConfig,
+    channel: Channel,
+    *,
+    deep: bool,
 ) -> VerifyReport:
     """See `Checkpoint.verify`."""
     if source.objects is None:
@@ -264,7 +269,7 @@ def verify_source(
 
 
 def _sizes(
-    store: ObjectStore, source: Source, comparison: _Comparison, config: TransferConfig
+    store: ObjectStore, source: StoredCheckpoint, comparison: _Comparison, config: TransferConfig
 ) -> dict[int, int]:
     """Sizes of the objects that are there, by number; notes those that are not as they were."""
     assert source.objects is not None
@@ -287,7 +292,7 @@ def _sizes(
 
 def _compare(
     store: ObjectStore,
-    source: Source,
+    source: StoredCheckpoint,
     requests: Sequence[RangeRequest[_Piece]],
     comparison: _Comparison,
     config: TransferConfig,
@@ -333,7 +338,7 @@ def _size(spans: Iterable[Span[_Piece]]) -> int:
     return sum(span.end - span.start for span in spans)
 
 
-def _miscounted(source: Source) -> Iterator[Damage]:
+def _miscounted(source: StoredCheckpoint) -> Iterator[Damage]:
     """Where the marker counts other things than the index names."""
     assert source.marker is not None and source.objects is not None
     described = source.metadata.state_dict_metadata.values()
@@ -352,7 +357,7 @@ def _miscounted(source: Source) -> Iterator[Damage]:
 class _GoneCheck:
     """Tells a missing object from a checkpoint that is gone; asks the store once."""
 
-    def __init__(self, store: ObjectStore, source: Source) -> None:
+    def __init__(self, store: ObjectStore, source: StoredCheckpoint) -> None:
         self._ask: Callable[[ObjectNotFoundError], Exception] | None = lambda error: source.explain(
             store, error
         )
@@ -366,13 +371,13 @@ class _GoneCheck:
             self._ask = None
 
 
-def _payload(source: Source) -> Iterator[Span[_Piece]]:
+def _payload(source: StoredCheckpoint) -> Iterator[Span[_Piece]]:
     """Every block of every item."""
     for (key, _), stored in source.items.items():
         yield from _blocks(key, stored)
 
 
-def _blocks(key: str, stored: Stored) -> Iterator[Span[_Piece]]:
+def _blocks(key: str, stored: ItemLocation) -> Iterator[Span[_Piece]]:
     assert stored.digests is not None
     for number in range(-(-stored.payload_length // BLOCK_SIZE_BYTES)):
         start = number * BLOCK_SIZE_BYTES
@@ -387,7 +392,7 @@ def _blocks(key: str, stored: Stored) -> Iterator[Span[_Piece]]:
 
 
 def _between(
-    source: Source, payload: Sequence[Span[_Piece]], object_numbers: Iterable[int]
+    source: StoredCheckpoint, payload: Sequence[Span[_Piece]], object_numbers: Iterable[int]
 ) -> list[Span[_Piece]]:
     """What lies between the payloads of these objects, in pieces of at most a block."""
     assert source.objects is not None

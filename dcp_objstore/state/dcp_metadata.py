@@ -186,8 +186,8 @@ def _flatten_mapping(planner_data: object) -> dict[str, tuple[str | int, ...]] |
 def describe(index: ix.Index, load_id: str | None = None) -> Metadata:
     """What DCP's planners need to know of a checkpoint; storage_data is left out.
 
-    The dtype of a tensor that this version or this torch does not know is None; `Source.item`
-    refuses to read it.
+    The dtype of a tensor is None if this version or this torch does not know it;
+    `StoredCheckpoint.item` refuses to read such a tensor.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for fqn, tensor in index.tensors.items():
