@@ -109,10 +109,10 @@ def share_out(offers: Sequence[Offer]) -> list[Share | None]:
     Raises:
         ConfigError: some ranks verify and others do not; those that do would get unverified bytes.
     """
-    nobody: list[Share | None] = [None] * len(offers)
+    alone: list[Share | None] = [None] * len(offers)
     ranks = tuple(offer.rank for offer in offers)
     if len(offers) < 2 or any(offer.group_ranks != ranks for offer in offers):
-        return nobody
+        return alone
     for offer in offers:
         if offer.verify != offers[0].verify:
             word = {True: "strict", False: "off"}
@@ -130,7 +130,7 @@ def share_out(offers: Sequence[Offer]) -> list[Share | None]:
         round_size_bytes=quarter,
     )
     if not _worthwhile(plans, needs):
-        return nobody
+        return alone
     meeting = str(uuid.uuid4())
     shares: list[Share | None] = []
     for number, plan in enumerate(plans):
