@@ -376,19 +376,19 @@ def test_a_value_larger_than_the_memory_budget_loads_beside_others() -> None:
 
 
 def test_a_worker_that_waits_for_room_ends_with_the_transfer() -> None:
-    backlog = CompletionQueue(limit_bytes=10)
-    read = gathered(11, backlog.add)
+    completed = CompletionQueue(limit_bytes=10)
+    read = gathered(11, completed.add)
     read.accept(0, bytes(11))
     progress = Progress(60)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(backlog.wait_for_room, progress)
+        waiting = pool.submit(completed.wait_for_room, progress)
         progress.stop(TransferStalledError("stopped"))
         with pytest.raises(TransferStalledError):
             waiting.result(timeout=10)
         finished: list[ItemRead] = []
-        backlog.drain(finished.append)
+        completed.drain(finished.append)
         assert finished == [read]
-        pool.submit(backlog.wait_for_room, Progress(60)).result(timeout=10)
+        pool.submit(completed.wait_for_room, Progress(60)).result(timeout=10)
 
 
 def test_a_stock_tensor_that_cannot_be_read_is_named_and_not_fetched_again(

@@ -32,7 +32,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.read import reader as reader_module
 from dcp_objstore.read.peers import exchange
-from dcp_objstore.read.peers.meeting import Offer, all_come, share_out
+from dcp_objstore.read.peers.meeting import Offer, all_arrived, share_out
 from dcp_objstore.read.peers.plan import NEED
 from tests.support.checkpoints import cause, causes
 from tests.support.ranks import run_ranks, try_ranks
@@ -582,7 +582,7 @@ def test_a_rank_waits_for_others_as_long_as_they_keep_coming(
     store = Store()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     config = TransferConfig(peer_timeout_seconds=0.01)
-    assert all_come("meeting", 3, config, "url") == (others == 2)
+    assert all_arrived("meeting", 3, config, "url") == (others == 2)
     assert store.looked == min(others + 1, 2)
 
 

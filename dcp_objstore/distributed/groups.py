@@ -65,7 +65,7 @@ def sync_group(
     """Return the group for the collectives of a blocking call: the given or the default group.
 
     If the default group has no CPU backend (NCCL alone), this returns a separate gloo group of the
-    same ranks, because pickled plans do not belong on a GPU. Its first call then makes this group,
+    same ranks, because pickled plans do not belong on a GPU. The first such call makes the group,
     which is a collective of all ranks.
 
     Returns:

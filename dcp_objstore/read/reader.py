@@ -31,7 +31,7 @@ from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import LoadReport, logger
 from dcp_objstore.read.peers.exchange import Exchange, PeerFailedError, Share
-from dcp_objstore.read.peers.meeting import Offer, all_come, make_offer, open_once, share_out
+from dcp_objstore.read.peers.meeting import Offer, all_arrived, make_offer, open_once, share_out
 from dcp_objstore.read.session import PlannedLoad, plan_load, run_load
 from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
 from dcp_objstore.stores.target import Target
@@ -257,7 +257,7 @@ class ObjectStoreReader(StorageReader):
             if load.error is not None:
                 raise load.error.at(rank=load.rank)
 
-    def _tell_failed(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         """Report that this thread's load has failed outside of the methods of this class."""
         load: _Load | None = getattr(self._of_thread, "load", None)
         if load is None:
@@ -345,7 +345,7 @@ class ObjectStoreReader(StorageReader):
         planned, load.planned = load.planned, None
         plan_changed = planned is None or planned.items != plan.items
         share = plan.storage_data
-        if isinstance(share, Share) and self._all_come(load, share):
+        if isinstance(share, Share) and self._all_arrived(load, share):
             with Exchange(share, self._group(), load.spec.url) as exchange:
                 if planned is None or plan_changed:
                     raise UnsupportedError(
@@ -358,7 +358,7 @@ class ObjectStoreReader(StorageReader):
             planned = plan_load(load.source, plan.items, verify=self._verify)
         return self._run(load, planned, planner, None)
 
-    def _all_come(self, load: _Load, share: Share) -> bool:
+    def _all_arrived(self, load: _Load, share: Share) -> bool:
         if load.met:
             raise UnsupportedError(
                 "the ranks have already read this plan, and a plan is read once, even if reading"
@@ -366,7 +366,7 @@ class ObjectStoreReader(StorageReader):
             )
         load.met = True
         ranks = len(self._group_ranks())
-        return all_come(share.meeting, ranks, self._target.config, load.spec.url)
+        return all_arrived(share.meeting, ranks, self._target.config, load.spec.url)
 
     def _run(
         self, load: _Load, planned: PlannedLoad, planner: LoadPlanner, exchange: Exchange | None

@@ -123,8 +123,8 @@ def run_load(
         DcpObjstoreError: any error of the store.
     """
     shared_bytes = 0 if exchange is None else exchange.memory_bytes
-    backlog = CompletionQueue(config.memory_budget_bytes)
-    destinations = _bind(planned, planner, backlog)
+    completed = CompletionQueue(config.memory_budget_bytes)
+    destinations = _bind(planned, planner, completed)
     alone = planned.spans if exchange is None else exchange.alone()
     requests = [
         *(() if exchange is None else exchange.requests),
@@ -149,12 +149,12 @@ def run_load(
             planner.load_bytes(read.item, body)
 
     def take_in(request: RangeRequest[Block], body: Buffer) -> bool:
-        backlog.wait_for_room(progress)
+        completed.wait_for_room(progress)
         with nullcontext(body) if inbound is None else inbound.taking(request, body) as here:
             consume(request, here)
         if exchange is not None:
             exchange.keep(request, body)
-        return backlog.is_full
+        return completed.is_full
 
     def admit(request: RangeRequest[Block], progress: Progress) -> memoryview | None:
         into = None if exchange is None else exchange.admit(request, progress)
@@ -165,7 +165,7 @@ def run_load(
     def go_on() -> None:
         if exchange is not None:
             exchange.advance()
-        backlog.drain(finish)
+        completed.drain(finish)
         progress.alive()  # workers may have waited for this call, which is no stall
 
     def explain(request: RangeRequest[Block], error: DcpObjstoreError) -> DcpObjstoreError:
@@ -244,7 +244,7 @@ def _request_size(
 
 
 def _bind(
-    planned: PlannedLoad, planner: LoadPlanner, backlog: CompletionQueue
+    planned: PlannedLoad, planner: LoadPlanner, completed: CompletionQueue
 ) -> dict[int, torch.Tensor]:
     """Give every read its destination; return the tensors by the identity of their item."""
     destinations: dict[int, torch.Tensor] = {}
@@ -255,7 +255,7 @@ def _bind(
             destination = check_destination(item, planner.resolve_tensor(item))
             destinations[id(item)] = destination
         if isinstance(read, ItemRead):
-            read.bind(destination, backlog.add)
+            read.bind(destination, completed.add)
         else:
             assert destination is not None and read.stored.dtype is not None
             warned = warned or warn_if_lossy(item, read.stored.dtype, destination)

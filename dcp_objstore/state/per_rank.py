@@ -1,4 +1,4 @@
-"""`PerRank`: a value that each rank has its own of, such as a random number generator's state."""
+"""`PerRank`: a separate value for each rank, such as the state of a random number generator."""
 
 from __future__ import annotations
 

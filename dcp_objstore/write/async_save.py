@@ -111,7 +111,7 @@ class AsyncSaveHandle:
         self._running = False
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        self._told = False
+        self._raised = False
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._error else "done"
@@ -173,7 +173,7 @@ class AsyncSaveHandle:
 
     @property
     def _error_seen(self) -> bool:
-        return self._told or cast(_Outcome[SaveReport], self.upload_completion).seen
+        return self._raised or cast(_Outcome[SaveReport], self.upload_completion).seen
 
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
         self._error = error
@@ -364,7 +364,7 @@ def _begin(
     """Wait for the earlier save, copy the state and start the thread that saves it."""
     handle = save.handle
     try:
-        _take_turn(handle, on_busy, calls)
+        _wait_for_earlier(handle, on_busy, calls)
         save.begin_staging(state)
         if wait_for_staging:
             save.finish_staging()
@@ -376,7 +376,7 @@ def _begin(
     return handle
 
 
-def _take_turn(
+def _wait_for_earlier(
     handle: AsyncSaveHandle, on_busy: Literal["wait", "raise"], group: dist.ProcessGroup | None
 ) -> None:
     """Make `handle` the latest save, or raise on every rank if any rank refuses.
@@ -395,7 +395,7 @@ def _take_turn(
             raise
         except DcpObjstoreError:
             if earlier is not None:
-                earlier._told = True
+                earlier._raised = True
             raise
         with _lock:
             if _latest is earlier:

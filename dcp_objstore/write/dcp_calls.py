@@ -22,7 +22,7 @@ class Plugin(Protocol):
     def checkpoint_id(self) -> str | None:
         """The URL of the checkpoint."""
 
-    def _tell_failed(self, error: BaseException) -> None: ...
+    def _report_failure(self, error: BaseException) -> None: ...
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def reporting_failures(plugin: Plugin | None) -> Iterator[None]:
         yield
     except BaseException as error:
         if plugin is not None:
-            plugin._tell_failed(error)
+            plugin._report_failure(error)
         raise
 
 

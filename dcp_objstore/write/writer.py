@@ -201,7 +201,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         """Return the StorageMeta to store. The first call that a save makes in its thread."""
-        self._take_turn()
+        self._wait_for_earlier()
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     # The parameter must be called `kwargs`: DCP looks for that name before it passes them.
@@ -286,7 +286,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         with save.channel.watching(), self._errors():
             yield save
 
-    def _tell_failed(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         """Report that this thread's save has failed outside of the methods of this class."""
         save = self._save
         if save is not None:

@@ -142,7 +142,7 @@ class Exchange:
         self._reads: Sequence[Read] = ()
         self._spans: dict[tuple[int, int, int], Span[Block]] = {}
         self.requests: list[RangeRequest[Block]] = []
-        self._ours: dict[int, SharedRequest] = {}
+        self._fetched: dict[int, SharedRequest] = {}
         self._due: list[int] = []
         self._slots: SharedMemory  # set by `prepare`
         self._slot_bytes = 0
@@ -186,9 +186,11 @@ class Exchange:
         """
         self._reads = planned.reads
         self._spans = {(s.object_number, s.start, s.end): s for s in planned.spans}
-        ours = list(self._share.plan.fetched_by(self._rank))
-        self.requests = [self._request(planned_request) for planned_request in ours]
-        self._ours = {id(request): one for request, one in zip(self.requests, ours, strict=True)}
+        fetched = list(self._share.plan.fetched_by(self._rank))
+        self.requests = [self._request(planned_request) for planned_request in fetched]
+        self._fetched = {
+            id(request): one for request, one in zip(self.requests, fetched, strict=True)
+        }
         # The number of this rank's requests up to the end of each round.
         self._due = list(
             itertools.accumulate(
@@ -272,7 +274,7 @@ class Exchange:
 
     def admit(self, request: RangeRequest[Block], progress: Progress) -> memoryview | None:
         """Block a worker until a shared request has a slot; requests are admitted in order."""
-        planned = self._ours.get(id(request))
+        planned = self._fetched.get(id(request))
         if planned is None:
             return None
         with self._changed:
@@ -292,7 +294,7 @@ class Exchange:
 
     def keep(self, request: RangeRequest[Block], body: Buffer) -> None:
         """Keep a verified body until its round. Called in a worker."""
-        planned = self._ours.get(id(request))
+        planned = self._fetched.get(id(request))
         if planned is None:
             return
         slot = self._slot_of(planned)

@@ -191,7 +191,7 @@ def open_once(
     return source
 
 
-def all_come(meeting: str, count: int, config: TransferConfig, url: str) -> bool:
+def all_arrived(meeting: str, count: int, config: TransferConfig, url: str) -> bool:
     """Whether all ranks have arrived to load together; the same answer on every rank that asks.
 
     A rank whose planner raised in `finish_plan` skips the read, goes to DCP's next collective, and

@@ -162,7 +162,7 @@ class KeptStager:
         if self._background is not None:
             self._background.runs_here(in_child=in_child)
 
-    def _take_turn(self) -> None:
+    def _wait_for_earlier(self) -> None:
         """Wait, at the first call of a save, until the save in the background has ended.
 
         This must come before any collective of the new save, which could otherwise mix with one of
