@@ -32,7 +32,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     TransferStalledError,
 )
-from dcp_objstore.read.stored_checkpoint import Stored
+from dcp_objstore.read.stored_checkpoint import ItemLocation
 from dcp_objstore.read.tensor_read import TensorRead
 from dcp_objstore.state import device
 from dcp_objstore.state.device import Inbound, Outbound, pinned_memory, plan_ring
@@ -546,7 +546,7 @@ def test_a_load_counts_as_a_write_for_autograd(lane, saved):
 def test_what_was_packed_by_another_rank_is_filled_as_on_the_host():
     shape, wanted = (40, 30), (40, 7)
     values = seeded("packed", shape)
-    stored = Stored(0, 0, values.nbytes, shape, "float32", None)
+    stored = ItemLocation(0, 0, values.nbytes, shape, "float32", None)
     item = _part((0, 5), wanted)
     selection = TensorRead(item, stored).selection
     block = values.numpy().view(np.uint8).reshape(-1)

@@ -31,7 +31,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.read import item_read as gather
 from dcp_objstore.read.item_read import CompletionQueue, ItemRead
-from dcp_objstore.read.stored_checkpoint import Stored
+from dcp_objstore.read.stored_checkpoint import ItemLocation
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import Request, WrappedStore
 from dcp_objstore.transfer.progress import Progress
@@ -243,7 +243,7 @@ def gathered(payload_bytes: int, arrived: Callable[[ItemRead], None]) -> ItemRea
     place = MetadataIndex("value")
     empty = torch.Size([0])
     item = ReadItem(LoadItemType.BYTE_IO, place, empty, place, empty, empty)
-    read = ItemRead(item, Stored(0, 0, payload_bytes, None, None, None))
+    read = ItemRead(item, ItemLocation(0, 0, payload_bytes, None, None, None))
     read.bind(None, arrived)
     return read
 
@@ -376,19 +376,19 @@ def test_a_value_larger_than_the_memory_budget_loads_beside_others() -> None:
 
 
 def test_a_worker_that_waits_for_room_ends_with_the_transfer() -> None:
-    backlog = CompletionQueue(limit_bytes=10)
-    read = gathered(11, backlog.add)
+    completed = CompletionQueue(limit_bytes=10)
+    read = gathered(11, completed.add)
     read.accept(0, bytes(11))
     progress = Progress(60)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(backlog.wait_for_room, progress)
+        waiting = pool.submit(completed.wait_for_room, progress)
         progress.stop(TransferStalledError("stopped"))
         with pytest.raises(TransferStalledError):
             waiting.result(timeout=10)
         finished: list[ItemRead] = []
-        backlog.drain(finished.append)
+        completed.drain(finished.append)
         assert finished == [read]
-        pool.submit(backlog.wait_for_room, Progress(60)).result(timeout=10)
+        pool.submit(completed.wait_for_room, Progress(60)).result(timeout=10)
 
 
 def test_a_stock_tensor_that_cannot_be_read_is_named_and_not_fetched_again(

@@ -32,7 +32,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.read import reader as reader_module
 from dcp_objstore.read.peers import exchange
-from dcp_objstore.read.peers.meeting import Offer, all_come, share_out
+from dcp_objstore.read.peers.meeting import Offer, all_arrived, share_out
 from dcp_objstore.read.peers.plan import NEED
 from tests.support.checkpoints import cause, causes
 from tests.support.ranks import run_ranks, try_ranks
@@ -192,15 +192,15 @@ def load_across_hosts(
     rank: int, world: int, url: str, options: Options, dim: int | None, folder: str, hosts: int
 ) -> dos.LoadReport:
     """As if the ranks were on so many hosts, in turn; neighbours then have no memory in common."""
-    from dcp_objstore.read.peers import shared_memory as slots
+    from dcp_objstore.read.peers import shared_memory
 
     boot_id = Path(folder) / f"host-{rank % hosts}"
     boot_id.write_text(f"host {rank % hosts}")
-    kept, slots._BOOT_ID = slots._BOOT_ID, boot_id
+    kept, shared_memory._BOOT_ID = shared_memory._BOOT_ID, boot_id
     try:
         return load(rank, world, url, options, dim, config=SMALL)
     finally:
-        slots._BOOT_ID = kept
+        shared_memory._BOOT_ID = kept
 
 
 @pytest.mark.parametrize("hosts", [2, 4])
@@ -331,7 +331,7 @@ def load_failing(rank: int, world: int, url: str, options: Options, how: str) ->
     )
     try:
         with pytest.MonkeyPatch.context() as patch:
-            if how in ("Slots", "attach"):
+            if how in ("SharedMemory", "attach"):
                 patch.setattr(exchange, how, out_of_memory)
             dcp.load(blank(None), planner=Failing(how), storage_reader=reader)
     except BaseException:
@@ -348,7 +348,7 @@ def load_failing(rank: int, world: int, url: str, options: Options, how: str) ->
         ("late", RankFailedError, "cannot take the value"),
         ("interrupt", KeyboardInterrupt, ""),
         ("fewer", UnsupportedError, "read_once=False"),
-        ("Slots", RankFailedError, "Cannot allocate memory"),
+        ("SharedMemory", RankFailedError, "Cannot allocate memory"),
         ("attach", RankFailedError, "Cannot allocate memory"),
     ],
 )
@@ -490,7 +490,7 @@ def test_the_smallest_memory_budget_and_request_size_of_the_ranks_hold_for_all()
         ]
         share = share_out(offers)[0]
         assert share is not None
-        rounds = [[r.end - r.start for r in requests] for requests in share.sharing.rounds]
+        rounds = [[r.end - r.start for r in requests] for requests in share.plan.rounds]
         return max(map(max, rounds)), max(map(sum, rounds))
 
     assert largest(TransferConfig(), TransferConfig()) == (8 * MIB, 32 * MIB)
@@ -582,7 +582,7 @@ def test_a_rank_waits_for_others_as_long_as_they_keep_coming(
     store = Store()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     config = TransferConfig(peer_timeout_seconds=0.01)
-    assert all_come("meeting", 3, config, "url") == (others == 2)
+    assert all_arrived("meeting", 3, config, "url") == (others == 2)
     assert store.looked == min(others + 1, 2)
 
 

@@ -24,8 +24,7 @@ import dcp_objstore as dos
 from dcp_objstore.transfer import digests
 from dcp_objstore.write import async_save as async_api
 from dcp_objstore.write import upload_items as uploading
-from dcp_objstore.write.staging import regions as staging_regions
-from dcp_objstore.write.staging import stager
+from dcp_objstore.write.staging import regions, stager
 from dcp_objstore.write.staging import state as staging
 from dcp_objstore.write.staging.memory import StagingMemory
 from dcp_objstore.write.staging.state import StagedState, Staging, stage
@@ -334,8 +333,8 @@ def resident_kib() -> int:
 def test_fifty_saves_take_the_memory_of_one(
     memory: StagingMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(staging_regions, "_LARGE_BYTES", 1 << 16)
-    monkeypatch.setattr(staging_regions, "_SLAB_BYTES", 1 << 18)
+    monkeypatch.setattr(regions, "_LARGE_BYTES", 1 << 16)
+    monkeypatch.setattr(regions, "_SLAB_BYTES", 1 << 18)
     state: dict[str, Any] = {f"t{n}": torch.ones(5000 * n + 1) for n in range(10)}
     resident, made = [], []
     for number in range(50):
@@ -417,7 +416,7 @@ def test_a_second_save_with_a_writer_is_refused_as_asked() -> None:
     urls = memory_url(), memory_url()
     first = begin_held(writer, urls[0], held)
     state = {"t": torch.zeros(1000)}
-    with pytest.raises(dos.SaveInProgressError, match="under way"):
+    with pytest.raises(dos.SaveInProgressError, match="running"):
         dcp.async_save(state, storage_writer=writer, checkpoint_id=urls[1], no_dist=True)
     held.go_on.set()
     first.result(30)

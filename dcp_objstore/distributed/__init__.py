@@ -1,1 +1,1 @@
-"""Process groups, and errors on which all ranks agree."""
+"""Process groups, and errors that all ranks agree on."""

@@ -1,4 +1,4 @@
-"""One error for a failure on any rank, the same on every rank."""
+"""Turn a failure on any rank into one error that is the same on every rank."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _OTHERS_SHOWN = 8
 
 
 def capture(make: Callable[[], T]) -> tuple[T | None, DcpObjstoreError | None]:
-    """What `make` returns; or the error, for `raise_on_all` to raise where all ranks hear of it.
+    """Call `make`; return its result, or its error for `raise_on_all` to raise on all ranks.
 
-    Raised at once on one rank alone, it would leave the others waiting for that rank.
+    If one rank raised the error at once, the other ranks would wait for it.
     """
     try:
         with plugin_errors(current_rank(), None):
@@ -34,9 +34,9 @@ def capture(make: Callable[[], T]) -> tuple[T | None, DcpObjstoreError | None]:
 
 
 def every_rank(call: str) -> str:
-    """What to do where the ranks did not meet at the start of a call, for `typed_failures`."""
+    """Return advice for `typed_failures` on ranks that do not meet at the start of a call."""
     return (
-        f"Every rank has to call {call}, also those that `if rank == 0:` leaves out; nothing was"
+        f"Every rank has to call {call}, including those that `if rank == 0:` excludes; nothing was"
         " read or written yet"
     )
 
@@ -47,20 +47,21 @@ def typed_failures(
     group: dist.ProcessGroup | None,
     advice: str = "Every rank has to make the same calls",
 ) -> Iterator[None]:
-    """Turn what a DCP call or a collective raises into one of our errors.
+    """Turn what a DCP call or a collective raises into a DcpObjstoreError.
 
     Args:
-        url: the checkpoint; None where it is not known yet.
-        group: the ranks that take part; None for all.
-        advice: a sentence on what to do where they did not meet.
+        url: URL of the checkpoint; None if it is not known yet.
+        group: group of the ranks that take part; None for all ranks.
+        advice: a sentence that says what to do if the ranks did not meet.
 
     Raises:
-        DcpObjstoreError: that of the lowest rank that failed, with its (global) rank; other
-            failures are listed in its text.
-        RankFailedError: the lowest rank failed with an error that is not ours, or the process
-            group broke because a rank died or did not answer within the group's time-out.
+        DcpObjstoreError: the error of the lowest rank that failed, with its (global) rank. Its text
+            lists other failures.
+        RankFailedError: the lowest rank failed with an error of another type, or the process group
+            broke because a rank died or did not answer within the group's time-out.
         InputError: the group was destroyed.
-        KeyboardInterrupt, SystemExit: on the rank where it came up.
+        KeyboardInterrupt: Ctrl-C was pressed; raised on the rank that received it.
+        SystemExit: the program called `sys.exit`; raised on the rank that did so.
     """
     try:
         yield
@@ -78,8 +79,8 @@ def typed_failures(
         # Every rank's own failure arrives as a CheckpointException; what is left is torch
         # reporting that a collective failed.
         raise RankFailedError(
-            "the ranks lost each other: one has died, did not come, or did not answer within the"
-            f" process group's time-out. {advice} ({error})",
+            "the ranks lost each other: one of them died, did not make this call, or did not answer"
+            f" within the process group's time-out. {advice} ({error})",
             rank=current_rank(),
             url=url,
         ) from error
@@ -94,18 +95,20 @@ def raise_on_all(
 ) -> None:
     """Raise on every rank if any rank has an error. A collective of the group's ranks.
 
-    A group that was destroyed on a rank is such an error; the ranks can still hear of it, as a
-    group works for those who hold it.
+    A group that was destroyed on a rank counts as such an error. The ranks can still exchange it,
+    because a group works as long as something holds it.
 
     Args:
-        own: this rank's error.
-        url, advice: see `typed_failures`.
-        group: the ranks; None: this process is alone.
+        own: this rank's error, or None.
+        url: URL of the checkpoint; None if it is not known yet.
+        group: group of the ranks; None if this process is alone.
+        advice: a sentence that says what to do if the ranks did not meet.
         same: arguments that must be the same on every rank, by name.
 
     Raises:
-        ConfigError: they are not.
-        As `typed_failures`.
+        ConfigError: an argument in `same` differs between ranks.
+        DcpObjstoreError: the error of the lowest rank that has one.
+        RankFailedError: the process group broke because a rank died or did not answer.
     """
     if group is None:
         if own is not None:
@@ -135,7 +138,7 @@ def raise_on_all(
 
 
 def _global(number: int, group: dist.ProcessGroup | None) -> int:
-    """The global rank of a rank numbered within the group."""
+    """Return the global rank of a rank that is numbered within the group."""
     if group is None or has_gone(group):
         return number
     return dist.get_global_rank(group, number)
@@ -144,7 +147,7 @@ def _global(number: int, group: dist.ProcessGroup | None) -> int:
 def _raise_lowest(failures: dict[int, BaseException], url: str | None) -> NoReturn:
     own = failures.get(current_rank() or 0)
     if own is not None and not isinstance(own, Exception):
-        raise own  # Ctrl-C here; the other ranks are told of it below
+        raise own  # such as Ctrl-C on this rank; the code below raises it on the other ranks
     first, cause = next(iter(failures.items()))
     others = [
         f"rank {number}: {type(failure).__name__}"
@@ -155,7 +158,7 @@ def _raise_lowest(failures: dict[int, BaseException], url: str | None) -> NoRetu
         others[_OTHERS_SHOWN:] = [f"{len(others) - _OTHERS_SHOWN} more"]
     suffix = f" (also failed: {', '.join(others)})" if others else ""
     if isinstance(cause, DcpObjstoreError):
-        # The rank may have been filled in with that within the group.
+        # The error may have the rank within the group; replace it by the global rank.
         _raise_copy(cause, suffix, rank=first, url=url)
     raise RankFailedError(f"{type(cause).__name__}: {cause}{suffix}", rank=first, url=url) from None
 
@@ -169,7 +172,7 @@ def _raise_copy(
 
 
 def extended(error: DcpObjstoreError, suffix: str, rank: int | None = None) -> DcpObjstoreError:
-    """A copy whose message goes on with `suffix`: who holds the error may raise it again."""
+    """Return a copy with `suffix` added to its message; the original may be raised again."""
     longer = copy.copy(error)
     longer.message += suffix
     longer.args = (longer.message,)
@@ -178,12 +181,12 @@ def extended(error: DcpObjstoreError, suffix: str, rank: int | None = None) -> D
 
 
 def without_frames(error: BaseException) -> None:
-    """Take the frames out of an error, and of what led to it: they hold a whole state.
+    """Remove the frames from an error and from its causes, because they hold a whole state.
 
-    Where the error may be a bug, what they would have shown becomes a note of it.
+    If the error may be a bug, its traceback is kept as a note.
     """
     if not isinstance(error, DcpObjstoreError) or isinstance(error, RankFailedError):
-        with contextlib.suppress(Exception):  # one that refuses attributes, as a frozen dataclass
+        with contextlib.suppress(Exception):  # a frozen dataclass refuses notes
             error.add_note("".join(traceback.format_exception(error)))
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -192,7 +195,7 @@ def without_frames(error: BaseException) -> None:
         if found is None or id(found) in seen:
             continue
         seen.add(id(found))
-        BaseException.with_traceback(found, None)  # not an assignment: it may refuse that
+        BaseException.with_traceback(found, None)  # not an assignment, which the error may refuse
         waiting += [found.__cause__, found.__context__]
         if isinstance(found, CheckpointException):
             waiting += [pair[0] for pair in found.failures.values()]

@@ -1,4 +1,4 @@
-"""The process groups that checkpoint collectives run in."""
+"""Process groups for the collectives of checkpoints."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from dcp_objstore import torch_private
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, InputError, UnsupportedError
 
-# The gloo groups made here, by purpose and the group whose ranks they have. They belong to the
-# world that they were made in, which is kept beside each: a destroyed world's are dropped.
-# Nothing else may drop one, because all its ranks would have to make it again together; and nothing
-# that may differ between ranks, such as a setting, may be part of the key.
+# The gloo groups that this module has made, by purpose and by the group whose ranks they have. Each
+# is stored with the world (default group) that it was made in; the groups of a destroyed world are
+# dropped. No other code may drop one, because all its ranks would have to make it again together.
+# The key must not contain anything that may differ between ranks, such as a setting.
 _own: dict[tuple[str, dist.ProcessGroup], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def current_rank() -> int | None:
-    """The global rank, or None without a process group."""
+    """Return the global rank, or None without a process group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """The global rank and the number of ranks; (0, 1) without a process group."""
+    """Return the global rank and the number of ranks; (0, 1) without a process group."""
     rank = current_rank()
     return (0, 1) if rank is None else (rank, dist.get_world_size())
 
 
 def world_group() -> dist.ProcessGroup | None:
-    """The default group by name, or None without one."""
+    """Return the name `dist.group.WORLD` of the default group, or None if there is none."""
     return None if current_rank() is None else dist.group.WORLD
 
 
 def count_ranks(group: dist.ProcessGroup | None) -> int:
-    """How many ranks a call has that was made in this group; one without a group.
+    """Return the number of ranks in the group; 1 without a group.
 
-    One rank has nobody to exchange plans with. DCP would pickle and unpickle the plan three times
-    for itself: 100 objects a tensor, enough for the cyclic collector to walk through the whole
+    With one rank, DCP should exchange no plans. It would pickle and unpickle the plan three times:
+    100 objects per tensor, enough for the cyclic garbage collector to walk through the whole
     program twice.
     """
     return 1 if group is None else dist.get_world_size(group)
 
 
 def has_gone(group: dist.ProcessGroup | None) -> bool:
-    """Whether the group was destroyed. A save in the background may outlive it."""
+    """Whether the group was destroyed. A save in the background may outlive its group."""
     return group is not None and not torch_private.is_registered(group)
 
 
 def gone_error(url: str | None) -> InputError:
-    """Why ranks cannot do together any more what they began together."""
+    """Return the error for a process group that was destroyed during a call of its ranks."""
     return InputError(
         "the process group of this call was destroyed, so its ranks cannot go on together: call"
         " result() of each save in the background before"
@@ -62,13 +62,14 @@ def gone_error(url: str | None) -> InputError:
 def sync_group(
     process_group: dist.ProcessGroup | None, config: TransferConfig | None = None
 ) -> dist.ProcessGroup | None:
-    """The group for the collectives of a call that waits: the given one, or the default one.
+    """Return the group for the collectives of a blocking call: the given or the default group.
 
-    Where the default group has no CPU backend (NCCL alone), a gloo group of our own with the same
-    ranks: pickled plans do not belong on a GPU. Making it is a collective of all ranks, once.
+    If the default group has no CPU backend (NCCL alone), this returns a separate gloo group of the
+    same ranks, because pickled plans do not belong on a GPU. The first such call makes the group,
+    which is a collective of all ranks.
 
     Returns:
-        The group; None without a process group: this process is alone.
+        The group; None without a process group, because then this process is alone.
 
     Raises:
         ConfigError: this rank is not in the given group.
@@ -88,13 +89,14 @@ def sync_group(
 def own_group(
     purpose: str, process_group: dist.ProcessGroup | None, config: TransferConfig | None = None
 ) -> dist.ProcessGroup | None:
-    """A gloo group of our own with the same ranks, beside the training's collectives.
+    """Return a separate gloo group of the same ranks, apart from the training's collectives.
 
-    Collectives of two threads in one group would be matched in whatever order they come, so each
-    thread has a group with a purpose of its own. Making one is a collective of its ranks, once,
-    which waits for a rank that does not come as long as `init_process_group` did, or less. Its
-    time-out is `config.peer_timeout_seconds` of the latest call. Where `config` is something
-    else, which other code refuses, it is the default's: this rank must come to the collective.
+    Collectives that two threads run in one group would be matched in arrival order, so each thread
+    has its own group, named by a purpose. The first call makes the group, which is a collective of
+    its ranks. It waits for a missing rank no longer than the time-out of `init_process_group`. The
+    time-out of the group is `config.peer_timeout_seconds` of the latest call. If `config` is not a
+    TransferConfig, which other code refuses, the default time-out is used, because this rank must
+    take part in the collective.
 
     Raises:
         ConfigError: this rank is not in the given group.
@@ -129,9 +131,9 @@ def own_group(
 
 
 def _refuse_outsider(process_group: object) -> None:
-    """Raise where torch would say "Invalid process group specified".
+    """Raise if torch would raise "Invalid process group specified".
 
-    Not a collective: the ranks of the group do not wait for one that is not in it.
+    This is not a collective: the ranks of the group do not wait for a rank outside of it.
     """
     if process_group is None or current_rank() is None:
         return
@@ -148,10 +150,10 @@ def _refuse_outsider(process_group: object) -> None:
 
 
 def _refuse_unlike_names(group: dist.ProcessGroup) -> None:
-    """Raise on all ranks of the group where torch would wait in vain.
+    """Raise on all ranks of the group if torch would hang while it makes a group of them.
 
-    Made by some ranks only, a group gets its name from the number of groups that its rank is in;
-    ranks with different names for it never meet.
+    If only some ranks make a group, torch names it after the number of groups that each rank is in.
+    Ranks with different names for the group never meet.
     """
     counts: list[int] = [0] * dist.get_world_size(group)
     dist.all_gather_object(counts, torch_private.count_groups(), group=group)

@@ -1,4 +1,4 @@
-"""What writer and reader share as DCP plug-ins: only errors of ours leave a method."""
+"""Errors of DCP plug-ins: let only DcpObjstoreErrors leave a method of writer or reader."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dcp_objstore.errors import DcpObjstoreError, RankFailedError
 
 @contextlib.contextmanager
 def plugin_errors(rank: int | None, url: str | None) -> Iterator[None]:
-    """Let only our own errors out of a plug-in method, with rank and URL filled in.
+    """Turn every error of the block into a DcpObjstoreError, and fill in rank and URL.
 
-    DCP pickles what a method raises and sends it to every rank. An exception that does not
-    unpickle there leaves the ranks at different collectives: the job hangs.
+    DCP pickles the error that a method raises and sends it to every rank. If an exception cannot be
+    unpickled there, the ranks are left in different collectives and the job hangs.
     """
     try:
         yield
@@ -25,7 +25,7 @@ def plugin_errors(rank: int | None, url: str | None) -> Iterator[None]:
 
 
 def typed(error: BaseException, rank: int | None, url: str | None) -> DcpObjstoreError:
-    """The error itself, with rank and URL filled in, or one of ours with its text."""
+    """Return the error, or a RankFailedError with its text, with rank and URL filled in."""
     if not isinstance(error, DcpObjstoreError):
         error = RankFailedError(f"{type(error).__name__}: {error}")
     return error.at(rank=rank, url=url)

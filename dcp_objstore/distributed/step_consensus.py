@@ -1,18 +1,20 @@
-"""Ranks agree on a step boundary at which all of them do the same, without a collective per step.
+"""Let ranks agree on a step boundary at which all do the same, without a collective per step.
 
-Any rank may ask for something at any moment: a signal came, or a timer ran out. All ranks have to
-act on it at the same boundary, or the collectives of the save meet those of the training. So:
+Any rank may request something at any moment, for example because of a signal or a timer. All ranks
+must act on it at the same boundary, or the collectives of the save would mix with those of the
+training. The protocol is:
 
-- Each rank counts the boundaries that it reaches. All reach the same ones, in the same order.
-- A thread on each rank looks at a key of the process group's store, a few times a second. Who asks
-  sets that key.
-- Whoever sees it promises not to pass a boundary of its own choice, some way ahead of where its
-  main thread is, before all is agreed, and announces that boundary in the store. The thread does
-  so, also while its main thread is in the middle of a step; so nobody waits for a rank that waits.
-- All have announced: the boundary agreed on is the largest one. Nobody can have passed it.
+- Each rank counts the boundaries that it reaches. All ranks reach the same boundaries in the same
+  order.
+- A thread on each rank polls a key of the process group's store a few times a second. A rank that
+  requests something sets this key.
+- A rank that sees the key chooses a boundary some way ahead of its main thread. It promises not to
+  pass that boundary before the ranks agree, and announces it in the store. The thread does this
+  even while its main thread is in the middle of a step, so no rank waits for a rank that waits.
+- When all ranks have announced, they agree on the largest boundary. No rank can have passed it.
 
-Between requests a step costs a lock that nobody else holds. When there is one, a rank waits only
-if it comes to its own boundary first; that is some two looks at the key ahead, so mostly never.
+Without a request a step costs one uncontended lock. With a request, a rank waits only if it reaches
+its own boundary before the agreement. That boundary is about two polls ahead, so this is rare.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _LEFT = "left"
 
 @dataclass(frozen=True)
 class _Agreed:
-    """What was agreed on: the boundary, by its count from 1, and what is to be done there."""
+    """An agreement: the boundary, counted from 1, and what to do there."""
 
     at: int
     reasons: frozenset[str]
@@ -47,14 +49,14 @@ class StepConsensus:
     """The step boundaries of one rank.
 
     Args:
-        ask: what this rank asks for now, as words without blanks; empty: nothing. Called by a
-            thread every `look_every_seconds`; may take its time. Asked again after a boundary was
-            agreed on that did not include it.
-        store: for this purpose and these ranks alone; None: there is one rank.
-        rank: number of this one, from 0.
-        world_size: of them all.
-        peer_timeout_seconds: how long a rank waits at its boundary for the others.
-        look_every_seconds: how often to look at the key. Default 0.25.
+        ask: callable that returns what this rank requests now, as words without blanks; empty if
+            nothing. A thread calls it every `look_every_seconds`; it may be slow. It is called
+            again after an agreement that did not include the request.
+        store: store for this purpose and these ranks only; None if there is only one rank.
+        rank: number of this rank, from 0.
+        world_size: number of ranks.
+        peer_timeout_seconds: how long a rank waits for the others at its boundary.
+        look_every_seconds: interval between two polls of the key. Default 0.25.
     """
 
     def __init__(
@@ -74,25 +76,25 @@ class StepConsensus:
         self._peer_timeout_seconds = peer_timeout_seconds
         self._look_every_seconds = look_every_seconds
         self._state = threading.Condition()
-        self._count = 0  # boundaries that the main thread has reached
-        self._seen = 0  # as of the last look
+        self._count = 0  # number of boundaries that the main thread has reached
+        self._seen = 0  # the count at the last poll
         self._round = 0
-        self._hold: int | None = None  # not to be passed before all is agreed
+        self._hold: int | None = None  # boundary not to pass before the ranks agree
         self._agreed: _Agreed | None = None
-        self._over = False  # a rank has left, or the store has: nothing is agreed on any more
+        self._over = False  # a rank or the store has gone: no more agreements
         self._announcing = threading.Lock()
-        self._announced = -1  # the last round
+        self._announced = -1  # the last round that this rank announced
         self._stop = threading.Event()
 
     def start(self) -> None:
-        """Begin to look, in a daemon thread."""
+        """Start polling in a daemon thread."""
         spawn(self._watch, "boundaries")
 
     def reached(self) -> frozenset[str]:
-        """Called by the main thread of every rank at each boundary.
+        """Count a boundary. The main thread of every rank calls this at each boundary.
 
         Returns:
-            What all ranks are to do at this boundary; the same on each.
+            What all ranks must do at this boundary; the same on each rank.
 
         Raises:
             RankFailedError: another rank did not announce its boundary in time.
@@ -112,13 +114,13 @@ class StepConsensus:
         settled = partial(self._state.wait_for, lambda: self._agreed is not None or self._over)
         if not wait_in_steps(settled, self._peer_timeout_seconds):
             raise RankFailedError(
-                "the ranks were to agree on a step at which to save, and one of them did not answer"
+                "the ranks had to agree on a step at which to save, and one of them did not answer"
                 f" within {self._peer_timeout_seconds:g} s: it has died or hangs",
                 rank=current_rank(),
             )
 
     def close(self) -> None:
-        """This rank reaches no boundary any more. Others that are about to agree go on without."""
+        """Leave: this rank reaches no more boundaries, so the ranks make no more agreements."""
         self._stop.set()
         with self._state:
             left_at, self._over = self._round, True
@@ -126,17 +128,17 @@ class StepConsensus:
         try:
             self._announce(left_at, _LEFT)
         except RuntimeError as error:
-            logger.debug("the store of the process group has gone: %s", error)
+            logger.debug("the store of the process group is gone: %s", error)
 
     def _watch(self) -> None:
         try:
             while not self._stop.wait(self._look_every_seconds) and not self._over:
                 self._look()
-        except RuntimeError as error:  # torch's errors of a store that has gone
+        except RuntimeError as error:  # torch's error for a store that is gone
             if not self._stop.is_set():
                 logger.warning(
-                    "the store of the process group does not answer any more, so the ranks cannot"
-                    " agree on a step to save at: %s",
+                    "the store of the process group no longer answers, so the ranks cannot agree on"
+                    " a step at which to save: %s",
                     error,
                 )
             self._end()
@@ -146,22 +148,22 @@ class StepConsensus:
             number, waiting = self._round, self._hold is None
             speed, self._seen = self._count - self._seen, self._count
         if not waiting:
-            return  # the main thread is still on the way to what was agreed on
+            return  # the main thread has not reached the agreed boundary yet
         reasons = frozenset(self._ask())
-        bell = f"{number}/bell"
+        key = f"{number}/request"
         if self._store is not None:
-            rung = self._store.check([bell])
-            if reasons and not rung:
-                self._store.set(bell, "1")
+            requested = self._store.check([key])
+            if reasons and not requested:
+                self._store.set(key, "1")
         else:
-            rung = False
-        if reasons or rung:
+            requested = False
+        if reasons or requested:
             self._settle(number, reasons, speed)
 
     def _settle(self, number: int, reasons: frozenset[str], speed: int) -> None:
-        """One round: announce, wait for the others, and tell the main thread."""
+        """Run one round: announce, wait for the other ranks, and notify the main thread."""
         with self._state:
-            # Two looks ahead, at the present speed; alone there is nobody to wait for.
+            # Two polls ahead at the present speed; a single rank does not have to wait.
             ahead = 1 if self._store is None else 1 + 2 * speed
             self._hold = mine = self._count + ahead
         if self._store is None:
@@ -177,7 +179,7 @@ class StepConsensus:
             self._state.notify_all()
 
     def _announce(self, number: int, text: str) -> None:
-        """Once in a round."""
+        """Announce this rank's boundary in the store, once in a round."""
         if self._store is None:
             return
         with self._announcing:
@@ -187,15 +189,15 @@ class StepConsensus:
             self._store.set(f"{number}/at/{self._rank}", text)
             self._store.add(f"{number}/count", 1)
             if number >= 2:
-                # Whoever announces has done what was agreed on in the round before; and for that,
-                # all had read what was announced in the one before that.
+                # A rank announces only after it has acted on the agreement of the previous round.
+                # For that agreement, all ranks had read the announcements of the round before it.
                 self._store.delete_key(f"{number - 2}/at/{self._rank}")
                 if self._rank == 0:
-                    self._store.delete_key(f"{number - 2}/bell")
+                    self._store.delete_key(f"{number - 2}/request")
                     self._store.delete_key(f"{number - 2}/count")
 
     def _collect(self, number: int) -> _Agreed | None:
-        """What all have announced; None: one has left, or this one has."""
+        """Collect what all ranks have announced; None if a rank, or this one, has left."""
         assert self._store is not None
         pause_seconds, deadline = 0.01, time.monotonic() + self._peer_timeout_seconds
         while self._store.add(f"{number}/count", 0) < self._world_size:
@@ -203,11 +205,11 @@ class StepConsensus:
                 return None
             pause_seconds = min(2 * pause_seconds, self._look_every_seconds)
         keys = [f"{number}/at/{rank}" for rank in range(self._world_size)]
-        said = [value.decode().split() for value in self._store.multi_get(keys)]
-        if any(words[0] == _LEFT for words in said):
+        announced = [value.decode().split() for value in self._store.multi_get(keys)]
+        if any(words[0] == _LEFT for words in announced):
             return None
-        reasons = frozenset(reason for words in said for reason in words[1:])
-        return _Agreed(max(int(words[0]) for words in said), reasons)
+        reasons = frozenset(reason for words in announced for reason in words[1:])
+        return _Agreed(max(int(words[0]) for words in announced), reasons)
 
     def _end(self) -> None:
         with self._state:

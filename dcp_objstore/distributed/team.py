@@ -1,4 +1,4 @@
-"""`Team`: the ranks that share a run, and how they tell each other what one of them found."""
+"""`Team`: the ranks that share a run, and how they share what one of them found."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ class Team:
     """The ranks of a process group, or this process alone. Every method is a collective.
 
     Args:
-        url: for errors.
-        process_group: the ranks. Default: all.
-        config: its `peer_timeout_seconds` bounds the waiting for each other.
+        url: URL of the run, for errors.
+        process_group: group of the ranks. Default: all ranks.
+        config: settings; `peer_timeout_seconds` bounds how long ranks wait for each other.
+
+    Attributes:
+        world_size: number of ranks.
+        rank: number of this rank within the group.
     """
 
     def __init__(
@@ -37,15 +41,15 @@ class Team:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank makes the requests. Local."""
+        """Whether this rank makes the requests. This property is not a collective."""
         return self.rank == 0
 
     def raise_on_all(self, failed: DcpObjstoreError | None) -> None:
-        """Raise on every rank if any has an error."""
+        """Raise on every rank if any rank has an error."""
         raise_on_all(failed, self._url, self._group)
 
     def any(self, holds: bool) -> bool:
-        """Whether it holds on any rank."""
+        """Whether `holds` is true on any rank."""
         if self._group is None:
             return holds
         found = [False] * self.world_size
@@ -54,7 +58,7 @@ class Team:
         return any(found)
 
     def on_first(self, make: Callable[[], T]) -> T:
-        """What the first rank makes, on every rank; its error too."""
+        """Call `make` on the first rank; return its result, or raise its error, on every rank."""
         made, failed = capture(make) if self.is_first else (None, None)
         self.raise_on_all(failed)
         held: list[Any] = [made]
@@ -65,9 +69,9 @@ class Team:
         return found
 
     def shared_store(self) -> dist.Store | None:  # type: ignore[name-defined]  # torch exports it
-        """A place in the process group's store for these ranks and this purpose; None: one rank.
+        """Return a new namespace in the process group's store; None if there is only one rank.
 
-        Over a connection of its own: another thread may wait in the group's for long.
+        It has its own connection, because another thread may wait for long in the group's.
         """
         token = self.on_first(lambda: secrets.token_hex(8))
         if self.world_size == 1:

@@ -1,4 +1,4 @@
-"""Is a store fit to hold checkpoints, and what to do where it is not: checks with plain results."""
+"""Check whether a store is fit to hold checkpoints, and say what to do if it is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Finding`: what one check found, as data, and what to do about an error."""
+"""`Finding`: the result of one check as data, and advice on errors."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Status = Literal["ok", "warning", "failed", "not applicable", "not made"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
-        check: its name; stable.
-        status: `ok`; `warning`: saving and loading work, something should still be looked at;
-            `failed`; `not applicable`: there is no such thing at this store; `not made`: the check
-            could not be made, `text` says why.
-        text: what was found, as a sentence.
-        advice: what to do; empty where there is nothing.
-        details: the same for programs: numbers and names, JSON values.
+        check: name of the check, which does not change between versions.
+        status: `ok`; `warning`: saving and loading work, but something needs attention; `failed`;
+            `not applicable`: this store has nothing to check here; `not made`: the check could not
+            be made, and `text` says why.
+        text: the result as a sentence.
+        advice: what to do; empty if there is nothing to do.
+        details: the result for programs, as JSON values: numbers and names.
     """
 
     check: str
@@ -48,7 +48,9 @@ class Finding:
     details: Mapping[str, object] = field(default_factory=dict)
 
 
-_NO_STORE: Final = "check that this is the server that was meant; if so, it is no fit store"
+_NO_STORE: Final = (
+    "check that this is the server that you mean; if it is, it cannot be used as a store"
+)
 _ADVICE: Final[Sequence[tuple[type[DcpObjstoreError], str]]] = (
     (
         CredentialsError,
@@ -56,21 +58,21 @@ _ADVICE: Final[Sequence[tuple[type[DcpObjstoreError], str]]] = (
     ),
     (
         CorruptDataError,
-        "use a store, and a way to it, that answers requests for ranges with those ranges",
+        "use a store, and a network path to it, that answers range requests with those ranges",
     ),
     (UnsupportedError, _NO_STORE),
     (ObjectNotFoundError, _NO_STORE),
     (
         StoreUnavailableError,
-        "try again; if it stays so, look at the server's log and at what is in between",
+        "try again; if that does not help, check the server's log and proxies on the way",
     ),
-    (DcpObjstoreError, "look at the server's log; --json has the whole message"),
+    (DcpObjstoreError, "check the server's log; --json shows the whole message"),
 )
 
 _NAME_THE_SERVER: Final[Mapping[str, str]] = {
     "s3": "set AWS_ENDPOINT_URL, AWS_REGION or storage_options so that they name the server",
-    "gs": "check storage_options['endpoint_url'] and GOOGLE_BASE_URL: they name the server, and"
-    " without them it is Google's own",
+    "gs": "check storage_options['endpoint_url'] and GOOGLE_BASE_URL: they name the server; without"
+    " them it is Google's",
     "az": "check storage_options['account_name'] and ['endpoint_url'], AZURE_STORAGE_ACCOUNT_NAME"
     " and any connection string: they name the server",
 }
@@ -112,46 +114,46 @@ RIGHTS: Final[Mapping[str, Mapping[str, str]]] = {
         "delete": f"{_BLOBS}/delete",
     },
 }
-# A proxy's web page is told no further.
+# A longer text, such as a proxy's web page, is cut off.
 _LONGEST_TEXT: Final = 400
 # Rights to the bucket itself, not to the objects in it.
 _OF_BUCKET: Final = ("list", "lifecycle", "versioning", "unfinished uploads")
 
 
 def failed(check: str, error: DcpObjstoreError, url: StoreUrl) -> Finding:
-    """A check that ended with an error."""
+    """Return the finding for a check that ended with an error."""
     details = {"error": type(error).__name__, "message": error.message}
     return Finding(check, "failed", summary(error), advice_for(check, error, url), details)
 
 
 def summary(error: DcpObjstoreError) -> str:
-    """An error's text, shorter where the store has answered: its answer says it all."""
+    """Return an error's text; if the store has answered, only the meaning and that answer."""
     answer, said = answer_of(error), advice_on(type(error))
     text = f"{said}: {answer}" if answer and said else error.message
     return textwrap.shorten(text, _LONGEST_TEXT, placeholder=" …")
 
 
 def size_text(count_bytes: int) -> str:
-    """Bytes in MiB, or GiB."""
+    """Format a number of bytes in MiB or GiB."""
     if count_bytes >= 1024 * MIB:
         return f"{count_bytes / (1024 * MIB):.1f} GiB"
     return f"{count_bytes / MIB:.1f} MiB"
 
 
 def advice_for(check: str, error: DcpObjstoreError, url: StoreUrl) -> str:
-    """What to do about an error."""
+    """Return what to do about an error."""
     if isinstance(error, PermissionDeniedError):
         return _allow(check, url)
     if isinstance(error, BucketNotFoundError):
-        return f"make the bucket {url.bucket!r}, or check its name and the endpoint"
+        return f"create the bucket {url.bucket!r}, or check its name and the endpoint"
     if check == "endpoint":
         return _NAME_THE_SERVER.get(
             url.scheme, "check the host in the URL and storage_options: they name the server"
         )
     if url.scheme == "file" and not isinstance(error, CorruptDataError | UnsupportedError):
         return (
-            f"check that {url.prefix} is a folder, or that one can be made there, on a disk that"
-            " is mounted and has room; or choose another"
+            f"check that {url.prefix} is a folder, or that it can be created, on a disk that is"
+            " mounted and has free space; or choose another folder"
         )
     return next(text for kind, text in _ADVICE if isinstance(error, kind))
 
@@ -161,7 +163,7 @@ def _allow(check: str, url: StoreUrl) -> str:
     if url.scheme == "file":
         return f"allow this user to read and write {url.prefix}, or choose another folder"
     if right is None:
-        return "allow this to the account of these credentials"
+        return "give the account of these credentials the right to do this"
     if url.scheme == "s3":
         below = f"{url.bucket}/{url.prefix}".rstrip("/")
         where = f"arn:aws:s3:::{url.bucket if check in _OF_BUCKET else below + '/*'}"

@@ -1,4 +1,4 @@
-"""What is asked of objects, tried out one right after the other: put, list, read, parts, delete."""
+"""Check the object requests, one right at a time: put, list, read, parts, delete."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from dcp_objstore.doctor.scratch import Scratch, Stop
     from dcp_objstore.stores.spec import StoreSpec
 
-_PART_SIZE_BYTES = 5 * MIB  # the least that S3 takes
-_UNEQUAL = "other bytes came back than were written: what this store keeps cannot be trusted"
-_REPORT_IT = "do not use it; tell its operator, or whoever runs a proxy or cache on the way"
+_PART_SIZE_BYTES = 5 * MIB  # the smallest part that S3 accepts
+_UNEQUAL = "the bytes read back differ from those written: this store cannot be trusted"
+_REPORT_IT = "do not use it; tell its operator, or the operator of a proxy or cache on the way"
 
 
 class ObjectChecks:
-    """The checks of objects, in the order in which they build on one another."""
+    """The checks of object requests, in an order in which each can rely on those before it."""
 
     def __init__(self, spec: StoreSpec, scratch: Scratch, stop: Stop) -> None:
         self._spec = spec
@@ -41,7 +41,7 @@ class ObjectChecks:
         self._written = False
 
     def all(self) -> Iterator[Finding]:
-        """Make them."""
+        """Make all checks."""
         checks = (
             ("put", self._put),
             ("list", self._list),
@@ -73,7 +73,7 @@ class ObjectChecks:
             yield Finding(
                 "put",
                 "failed",
-                f"only with a signed body: {summary(error)}",
+                f"writing works only with a signed body: {summary(error)}",
                 "pass storage_options={'sign_payload': True}",
             )
             return
@@ -81,11 +81,11 @@ class ObjectChecks:
         unsigned = self._url.scheme == "s3" and not (self._spec.storage_options or {}).get(
             "sign_payload"
         )
-        how = " (its body unsigned, which is quicker)" if unsigned else ""
+        how = " (with an unsigned body, which is faster)" if unsigned else ""
         yield Finding("put", "ok", f"an object was written{how}")
 
     def _signed_put_works(self) -> bool:
-        """Some servers refuse a body that the signature does not cover."""
+        """Whether a PUT works if its body is signed: some servers refuse unsigned bodies."""
         options = dict(self._spec.storage_options or {})
         if self._url.scheme != "s3" or options.get("sign_payload"):
             return False
@@ -94,7 +94,7 @@ class ObjectChecks:
             with self._scratch.writing("put") as key:
                 signing.open().put(key, self._body)
         except DcpObjstoreError:
-            return False  # the first error is the one to tell
+            return False  # report the first error
         return True
 
     def _list(self) -> Iterator[Finding]:
@@ -104,12 +104,12 @@ class ObjectChecks:
                 "list",
                 "failed",
                 "an object that was just written is not listed",
-                "a commit checks by listing that all objects are there; use a store that lists"
-                " what was written at once",
+                "a commit lists the objects to check that all exist; use a store that lists an"
+                " object as soon as it is written",
             )
         else:
-            told = ", and shows at once what was written" if self._written else ""
-            yield Finding("list", "ok", f"listing works{told}")
+            at_once = ", and shows a written object at once" if self._written else ""
+            yield Finding("list", "ok", f"listing works{at_once}")
 
     def _read(self) -> Iterator[Finding]:
         if not self._written:
@@ -122,11 +122,11 @@ class ObjectChecks:
         yield Finding("read", "ok", "a range of an object was read")
 
     def _read_existing(self) -> Iterator[Finding]:
-        """Where nothing can be written, one byte of something that is there."""
+        """Read one byte of an existing object, because nothing can be written."""
         store = self._spec.open()
         found = next((meta for meta in store.list() if meta.size_bytes), None)
         if found is None:
-            yield Finding("read", "not made", "there is nothing to read, and nothing was written")
+            yield Finding("read", "not made", "there is no object to read, and none can be written")
             return
         store.get_range(found.key, 0, 1)
         yield Finding("read", "ok", f"a byte of {found.key} was read")
@@ -144,28 +144,32 @@ class ObjectChecks:
                 )
         except DcpObjstoreError as error:
             yield failed("multipart", error, self._url)
-            why = "no object in parts could be written"
+            why = "an object could not be written in parts"
             yield Finding("checksums", "not made", why)
             return
         if parts:
             yield Finding("multipart", "ok", "an object was written in two parts")
         else:
-            yield Finding("multipart", "not applicable", "objects are written in one go here")
+            yield Finding(
+                "multipart", "not applicable", "this store takes an object in one request"
+            )
         self._stop.check()
         try:
             size = len(first) + len(last)
             same = bytes(self._store.get_range("multipart", 0, size)) == first + last
         except DcpObjstoreError as error:
-            yield Finding("checksums", "not made", f"it could not be read back: {summary(error)}")
+            yield Finding(
+                "checksums", "not made", f"the object could not be read back: {summary(error)}"
+            )
             return
         if same:
-            yield Finding("checksums", "ok", f"{size_text(size)} came back as written")
+            yield Finding("checksums", "ok", f"{size_text(size)} were read back unchanged")
         else:
             yield Finding("checksums", "failed", _UNEQUAL, _REPORT_IT)
 
     def _abort(self) -> Iterator[Finding]:
         if not self._store.capabilities.multipart:
-            yield Finding("abort", "not applicable", "there are no uploads in parts here")
+            yield Finding("abort", "not applicable", "this store has no uploads in parts")
             return
         if not self._written:
             yield Finding("abort", "not made", "no object can be written")
@@ -186,19 +190,21 @@ class ObjectChecks:
             refused = LEFTOVER_ADVICE in error.message
         left = self._unfinished()
         if refused or left:
-            denied = PermissionDeniedError("the parts of an upload that was given up stay behind")
+            denied = PermissionDeniedError("the parts of an aborted upload were not removed")
             yield failed("abort", denied, self._url)
         elif left is None:
-            yield Finding("abort", "ok", "an upload was given up; whether its parts went is unseen")
+            yield Finding(
+                "abort", "ok", "an upload was aborted; whether its parts are gone cannot be seen"
+            )
         else:
-            yield Finding("abort", "ok", "an upload was given up, and its parts are gone")
+            yield Finding("abort", "ok", "an upload was aborted, and its parts are gone")
 
     def _unfinished(self) -> int | None:
         uploads = self._scratch.uploads()
         try:
             return len(uploads.list()) if uploads is not None else None
         except DcpObjstoreError:
-            return None  # the check of unfinished uploads says why
+            return None  # the check of unfinished uploads reports why
 
     def _conditional_put(self) -> Iterator[Finding]:
         if not self._written:
@@ -210,14 +216,14 @@ class ObjectChecks:
             "conditional_update": found.conditional_update,
         }
         if found.conditional_create and found.conditional_update:
-            text = "creating and replacing: of two or more writers exactly one wins"
+            text = "of two or more writers that create or replace an object, exactly one wins"
             yield Finding("conditional put", "ok", text, details=details)
         elif found.conditional_create:
             yield Finding(
                 "conditional put",
                 "warning",
                 "an object can be created conditionally, but not replaced",
-                "save each checkpoint under a URL of its own: none can be overwritten, or saved"
+                "save each checkpoint under a new URL: a checkpoint cannot be overwritten, or saved"
                 " again after it was deleted",
                 details,
             )
@@ -225,8 +231,8 @@ class ObjectChecks:
             yield Finding(
                 "conditional put",
                 "failed",
-                "the condition of a PUT (If-None-Match: *) is ignored or refused, so two jobs"
-                " that save one checkpoint would damage it",
+                "the store ignores or refuses the condition of a PUT (If-None-Match: *), so two"
+                " jobs that save the same checkpoint would damage it",
                 "use a store with conditional writes; or, if only one job ever saves here, pass"
                 " allow_unfenced=True to ObjectStoreWriter or save",
                 details,
@@ -234,19 +240,23 @@ class ObjectChecks:
 
     def _delete(self) -> Iterator[Finding]:
         if not self._written:
-            yield Finding("delete", "not made", "there is nothing of ours to delete")
+            yield Finding("delete", "not made", "no object was written, so there is none to delete")
             return
         self._store.delete("put")
         try:
             self._store.head("put")
         except ObjectNotFoundError:
-            yield Finding("delete", "ok", "an object was deleted, and is gone at once")
+            yield Finding("delete", "ok", "an object was deleted, and was gone at once")
             return
         except PermissionDeniedError:
-            yield Finding("delete", "ok", "an object was deleted; it may not be looked for")
+            yield Finding(
+                "delete",
+                "ok",
+                "an object was deleted; these credentials may not look whether it is gone",
+            )
             return
-        yield Finding("delete", "failed", "an object that was deleted is still there")
+        yield Finding("delete", "failed", "a deleted object is still there")
 
 
 class _EndedOnPurposeError(DcpObjstoreError):
-    """Raised in the midst of an upload, so that it is aborted."""
+    """Raised during an upload, so that the upload is aborted."""

@@ -1,7 +1,7 @@
-"""Runs the checks in a thread, so that whoever waits can leave at any time; they clean up then.
+"""Run the checks in a thread, so that the caller can stop at any time; the thread then cleans up.
 
-Each check is made whatever became of the one before it, unless that leaves nothing to ask: then
-it says so. Checks of one right after the other tell which one is missing.
+Each check is made whatever the result of the one before it. If a check has nothing left to ask, it
+says so. The checks try one right at a time, so the results show which right is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("dcp_objstore")
 
-# A diagnosis has less patience than a save: a wrong endpoint is told in seconds.
+# Time-outs are shorter than for a save, so that a wrong endpoint is reported within seconds.
 CONFIG = TransferConfig(
     connect_timeout_seconds=5,
     request_timeout_seconds=30,
@@ -58,18 +58,23 @@ def check_up(
     *,
     config: TransferConfig = CONFIG,
 ) -> Generator[Finding, None, None]:
-    """Check a store, as a stream of findings in a fixed order.
+    """Check a store, and yield the findings in a fixed order.
 
-    What is written lies under a random name below the URL and is removed at the end, also when the
-    generator is closed early; nothing else is changed.
+    Objects are written under a random name below the URL and removed at the end, even if the
+    generator is closed early. Nothing else is changed.
 
     Args:
-        url: what checkpoints are to lie below.
-        storage_options: as everywhere.
+        url: URL below which checkpoints will lie.
+        storage_options: credentials and endpoint in fsspec's spelling. Default: taken from the
+            environment.
         config: time-outs and retries.
 
+    Yields:
+        One finding for each check.
+
     Raises:
-        InvalidUrlError, ConfigError: the URL or the options are wrong in themselves.
+        InvalidUrlError: the URL has a form that cannot be used.
+        ConfigError: an option has a wrong type or value.
     """
     spec = StoreSpec(url, storage_options, config)
     found: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
@@ -93,7 +98,9 @@ def check_up(
         try:
             done.exception(timeout=_CLEAN_UP_SECONDS)
         except FutureTimeoutError:
-            _log.warning("a request does not end; objects .doctor-* may stay below %s", spec.url)
+            _log.warning(
+                "a request does not end, so objects .doctor-* may remain below %s", spec.url
+            )
 
 
 def _checks(spec: StoreSpec, stop: Stop) -> Iterator[Finding]:
@@ -122,15 +129,15 @@ def _checks(spec: StoreSpec, stop: Stop) -> Iterator[Finding]:
 def _clean_up(scratch: Scratch) -> Finding:
     left = scratch.remove()
     if not left.keys:
-        return Finding("clean-up", "ok", "nothing is left of these checks")
+        return Finding("clean-up", "ok", "all objects of these checks were removed")
     return Finding(
         "clean-up",
         "failed",
-        f"{len(left.keys)} of our objects could not be removed: {left.why}",
+        f"{len(left.keys)} objects of these checks could not be removed: {left.why}",
         f"remove everything below {scratch.name}",
         {"url": scratch.name, "keys": list(left.keys)},
     )
 
 
-# `StoppedError` never leaves the thread but through `done`, where nobody waits for it any more.
+# `StoppedError` leaves the thread only through `done`, when nothing waits for that any more.
 __all__ = ["CONFIG", "StoppedError", "check_up"]

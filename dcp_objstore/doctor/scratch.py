@@ -1,7 +1,7 @@
 """`Scratch`: a random prefix below a URL where checks may write, and its removal.
 
-Nothing that exists is touched, because nothing lies under the random name before. What is written
-there is removed, and looked for again afterwards.
+No existing object is touched, because none lies under the random name. Objects that are written
+there are removed, and a listing afterwards checks that they are gone.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ T = TypeVar("T")
 
 
 class Stop:
-    """Asks the checks that are under way to end soon."""
+    """A flag that asks running checks to end soon."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
 
     def set(self) -> None:
-        """Ask. From any thread."""
+        """Ask the checks to end. Thread-safe."""
         self._event.set()
 
     def check(self) -> None:
@@ -46,16 +46,16 @@ class Stop:
 
 
 class StoppedError(BaseException):
-    """The checks were asked to stop. Not an Exception: nothing may take it for a finding."""
+    """The checks were asked to stop. Not an Exception, so that no check reports it as a finding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What could not be removed.
+    """The objects that could not be removed.
 
     Attributes:
-        keys: relative to the place.
-        why: the first error, or empty.
+        keys: keys of the objects, relative to the scratch prefix.
+        why: text of the first error, or empty.
     """
 
     keys: Sequence[str]
@@ -63,12 +63,12 @@ class Left:
 
 
 class Scratch:
-    """A place to write below a URL.
+    """A prefix below a URL where checks may write.
 
     Attributes:
-        spec: of the place.
-        store: rooted there.
-        keys: what may have been written, relative to it.
+        spec: store and prefix of the scratch objects.
+        store: the store, rooted at the prefix.
+        keys: keys that may have been written, relative to the prefix.
     """
 
     def __init__(self, spec: StoreSpec) -> None:
@@ -82,12 +82,12 @@ class Scratch:
 
     @property
     def name(self) -> str:
-        """Its URL."""
+        """URL of the prefix."""
         return self.spec.url
 
     @contextmanager
     def writing(self, name: str) -> Iterator[str]:
-        """Around a write of an object: it is noted for its removal unless it was refused."""
+        """Note the object that the block writes for removal, unless the store refused the write."""
         try:
             yield name
         except InputError:
@@ -98,24 +98,25 @@ class Scratch:
         self.keys.add(name)
 
     def around(self) -> S3Uploads:
-        """The unfinished uploads below the URL.
+        """Return the unfinished uploads below the URL.
 
         Raises:
-            As `open_bucket_uploads`.
+            UnsupportedError: the store has no such uploads, or they cannot be listed here.
+            DcpObjstoreError: any other error of the store.
         """
         if self._uploads is None:
             self._uploads = open_bucket_uploads(self._outer)
         return self._uploads
 
     def uploads(self) -> S3Uploads | None:
-        """The unfinished uploads of this place, or None where they cannot be looked at."""
+        """Return the unfinished uploads below the prefix; None if they cannot be listed."""
         try:
             return self.around().below(self.spec.url.rpartition("/")[2])
         except UnsupportedError:
             return None
 
     def remove(self) -> Left:
-        """Remove everything there, and look what is left."""
+        """Remove everything below the prefix; return what is left."""
         errors: list[DcpObjstoreError] = []
         listed = _attempt(errors, lambda: {found.key for found in self.store.list()})
         kept = set()
@@ -144,11 +145,11 @@ class Scratch:
             try:
                 folder.rmdir()
             except OSError:
-                return  # never made, or somebody else has put something there
+                return  # never made, or not empty because of another program
 
 
 def _absent_folders(folder: Path) -> Sequence[Path]:
-    """The folders above that a write would make, the innermost first."""
+    """Return the parent folders that a write would make, the innermost first."""
     return [above for above in folder.parents if not os.path.lexists(above)]
 
 

@@ -1,4 +1,4 @@
-"""What is around the objects: credentials, the server and its clock, the bucket and its rules."""
+"""Checks apart from objects: credentials, the server and its clock, the bucket and its rules."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("dcp-objstore", "torch", "obstore", "boto3")
 _FILESYSTEMS = {"s3": ("fsspec", "s3fs"), "gs": ("fsspec", "gcsfs")}
-# AWS refuses requests whose clock is 15 minutes off ("RequestTimeTooSkewed").
+# AWS refuses requests from a clock that is 15 minutes off ("RequestTimeTooSkewed").
 _SKEW_REFUSED_SECONDS = 15 * 60
 _SKEW_WARNED_SECONDS = 60
-# No save takes longer: an upload that is older will hardly be finished.
+# No save takes longer, so an older upload will hardly be finished.
 _OLD = timedelta(hours=24)
 _LOCAL = ("file", "memory")
 _OTHER_TOOLS = {
@@ -49,42 +49,41 @@ _OLD_VERSIONS = {
     "s3": "add a lifecycle rule with NoncurrentVersionExpiration",
     "gs": "add a lifecycle rule that deletes versions by daysSinceNoncurrentTime",
 }
-# A week: docs of Azure's "Put Block". Listing such blocks takes a request that obstore neither has
-# nor signs.
+# A week, according to Azure's documentation of "Put Block". Listing such blocks takes a request
+# that obstore neither makes nor signs.
 _AZURE_RULES = (
     Finding(
         "lifecycle",
         "ok",
-        "Azure removes the blocks of unfinished uploads by itself, a week after the last of them:"
-        " no rule is needed",
+        "Azure removes the blocks of an unfinished upload a week after the last block, so no rule"
+        " is needed",
         details={"days": 7},
     ),
     Finding(
         "versioning",
         "not made",
-        "it is a setting of the account, which cannot be asked with the rights to a container",
-        "`az storage account blob-service-properties show` tells it",
+        "it is a setting of the account, which cannot be read with the rights to a container",
+        "`az storage account blob-service-properties show` shows it",
     ),
     Finding(
         "unfinished uploads",
         "not applicable",
-        "Azure has no uploads that could be listed or aborted; blocks that nobody committed are"
-        " unseen, billed, and gone after a week",
+        "Azure has no uploads that can be listed or aborted; uncommitted blocks are not visible,"
+        " but are billed, and removed after a week",
     ),
 )
-_NO_CODE = "its answer for an absent object has no error code, as a store's answers have"
-_NO_STORE = "check that this is the store that was meant, and no web server or proxy"
+_NO_CODE = "its answer for an absent object does not have the error code of a store"
+_NO_STORE = "check that this is the store that you mean, not a web server or proxy"
 _ANSWERS_ALL = (
-    "it sends something for an object that does not exist: this is no store, but a web server or a"
-    " proxy"
+    "it sends data for an object that does not exist, so it is a web server or a proxy, not a store"
 )
 _ABSENT = ".doctor-asks-for-nothing"
-# For the first answer: something that takes connections and says nothing is no store.
+# The time-out of the first answer: a server that accepts connections but stays silent is no store.
 _PATIENCE_SECONDS = 10.0
 
 
 def versions(spec: StoreSpec) -> Finding:
-    """Ours, and those of what we rest on; nothing is imported for it."""
+    """Return the versions of this library and its main dependencies, without importing them."""
     found: dict[str, object] = {"python": platform.python_version()}
     carriers = _FILESYSTEMS.get(spec.parsed.scheme, ("fsspec",)) if _over_fsspec(spec) else ()
     for name in (*_PACKAGES, *carriers):
@@ -105,10 +104,10 @@ def _over_fsspec(spec: StoreSpec) -> bool:
 
 
 class Surroundings:
-    """The checks of what is around the objects.
+    """The checks of credentials, server, bucket and bucket rules.
 
     Attributes:
-        blocked: why nothing else can be asked of the store; None: it can.
+        blocked: why no other request can be made to the store; None if requests can be made.
     """
 
     def __init__(self, spec: StoreSpec) -> None:
@@ -119,10 +118,10 @@ class Surroundings:
         self._region: str | None = None
 
     def access(self) -> Iterator[Finding]:
-        """Credentials, endpoint, bucket and clock."""
+        """Check credentials, endpoint, bucket and clock."""
         if self._url.scheme in _LOCAL:
             for check in ("credentials", "endpoint", "bucket", "clock"):
-                yield Finding(check, "not applicable", f"{self._url.scheme}:// has none")
+                yield Finding(check, "not applicable", f"{self._url.scheme}:// does not have this")
             return
         try:
             identity = identify(self._spec)
@@ -138,7 +137,7 @@ class Surroundings:
         yield self._clock()
 
     def _first_answer(self, identity: Identity | None) -> Iterator[Finding]:
-        """One request tells of the endpoint, the credentials and the bucket."""
+        """Check endpoint, credentials and bucket with one request."""
         error, a_store = self._ask()
         who, details = _who(identity)
         where, endpoint = self._where()
@@ -150,9 +149,11 @@ class Surroundings:
             yield Finding("credentials", "ok", who, details=details)
             yield answered
             if a_store:
-                yield Finding("bucket", "ok", f"{self._url.bucket} is there")
+                yield Finding("bucket", "ok", f"the bucket {self._url.bucket} exists")
             else:
-                yield Finding("bucket", "not made", "the answer does not tell whether it is there")
+                yield Finding(
+                    "bucket", "not made", "the answer does not show whether the bucket exists"
+                )
         elif isinstance(error, CredentialsError):
             self.blocked = "the store does not accept the credentials"
             advice = failed("credentials", error, self._url).advice
@@ -161,13 +162,13 @@ class Surroundings:
             yield Finding("endpoint", "ok", where, details=endpoint)
             yield Finding("bucket", "not made", self.blocked)
         elif isinstance(error, BucketNotFoundError):
-            self.blocked = "there is no such bucket"
+            self.blocked = "the bucket does not exist"
             yield Finding("credentials", "ok", who, details=details)
             yield answered
             yield failed("bucket", error, self._url)
         else:
             self._unreachable = True
-            self.blocked = "the endpoint does not answer as a store does"
+            self.blocked = "the endpoint does not answer like a store"
             if isinstance(error, StoreUnavailableError):
                 self.blocked = "the endpoint does not answer"
             elsewhere = self._right_region() if isinstance(error, ConfigError) else None
@@ -182,7 +183,7 @@ class Surroundings:
                 yield Finding("bucket", "not made", self.blocked)
 
     def _ask(self) -> tuple[DcpObjstoreError | None, bool]:
-        """What is wrong, if anything, and whether an answer came as a store gives them."""
+        """Return what is wrong, if anything, and whether the answer is like that of a store."""
         patience = min(_PATIENCE_SECONDS, self._spec.config.request_timeout_seconds)
         hasty = replace(self._spec.config, request_timeout_seconds=patience, max_retries=0)
         try:
@@ -192,18 +193,19 @@ class Surroundings:
             else:
                 store.get_range(_ABSENT, 0, 1)  # the answer to a HEAD has no body to hold a code
         except (ObjectNotFoundError, PermissionDeniedError) as error:
-            # Who may not list is told so for absent objects, too; the next checks say it.
+            # Without the right to list, a store answers "denied" for absent objects as well. The
+            # next checks report that.
             return None, self._has_code(error)
         except BucketNotFoundError as error:
             return error, self._has_code(error)
         except CorruptDataError:
-            pass  # not the byte that was asked for
+            pass  # the answer is not the requested byte
         except DcpObjstoreError as error:
             return error, True
         return ConfigError(_ANSWERS_ALL), False
 
     def _has_code(self, error: DcpObjstoreError) -> bool:
-        """Whether an error holds a store's own code; yes where no code can be seen."""
+        """Whether an error has a store's error code; True if the transport does not show codes."""
         scheme = self._url.scheme
         if scheme not in _OTHER_TOOLS or (scheme != "s3" and _over_fsspec(self._spec)):
             return True
@@ -214,24 +216,24 @@ class Surroundings:
         try:
             endpoint = named_server(self._spec)
         except DcpObjstoreError:
-            endpoint = None  # the question before has told what is wrong
+            endpoint = None  # the request before has shown what is wrong
         shown = endpoint or {"s3": "AWS", "gs": "Google"}.get(self._url.scheme, "the provider")
         region = f", region {self._region}" if self._region else ""
         return f"{shown}{region}", {"endpoint_url": endpoint, "region": self._region}
 
     def _right_region(self) -> Finding | None:
-        """After a request that was sent to a wrong region, if AWS tells where the bucket is."""
+        """Return a finding with the bucket's true region, if AWS names it."""
         try:
             answer = ask_server(self._spec)
         except DcpObjstoreError:
-            answer = None  # what was wrong with the endpoint has been told
+            answer = None  # the error of the endpoint was already reported
         region = answer.bucket_region if answer is not None else None
         if region is None:
             return None
         return Finding(
             "bucket",
             "failed",
-            f"it is in {region}, and requests go to {self._region}",
+            f"it is in {region}, but requests go to {self._region}",
             f"set AWS_REGION={region}, or storage_options={{'region': '{region}'}}",
             {"region": region},
         )
@@ -242,27 +244,32 @@ class Surroundings:
         try:
             answer = ask_server(self._spec)
         except DcpObjstoreError as error:
-            return Finding("clock", "not made", f"it could not be asked: {error.message}")
+            return Finding(
+                "clock", "not made", f"the server's clock could not be read: {error.message}"
+            )
         ahead = answer.ahead_seconds if answer is not None else None
         if ahead is None:
-            return Finding("clock", "not made", "the server does not tell its time")
+            return Finding("clock", "not made", "the server does not send its time")
         off = abs(ahead)
         details = {"server_ahead_seconds": round(ahead, 1)}
-        text = f"this machine's is {_duration(off)} {'behind' if ahead > 0 else 'ahead of'}"
+        text = f"this machine's clock is {_duration(off)} {'behind' if ahead > 0 else 'ahead of'}"
         text += " the server's"
-        advice = "set this machine's clock by NTP (or look at the server's)"
+        advice = "set this machine's clock with NTP, or check the server's clock"
         if off >= _SKEW_REFUSED_SECONDS:
-            more = "; signed requests are refused from 15 minutes on"
+            more = "; a server refuses signed requests from 15 minutes on"
             return Finding("clock", "failed", text + more, advice, details)
         if off >= _SKEW_WARNED_SECONDS:
             return Finding("clock", "warning", text, advice, details)
-        return Finding("clock", "ok", "this machine's agrees with the server's", details=details)
+        return Finding(
+            "clock", "ok", "this machine's clock agrees with the server's", details=details
+        )
 
     def rules(self, opened: Callable[[], S3Uploads]) -> Iterator[Finding]:
-        """The bucket's lifecycle rule, its versioning, and unfinished uploads below the URL.
+        """Check the bucket's lifecycle rule, its versioning, and unfinished uploads below the URL.
 
         Args:
-            opened: the uploads below the URL; raises what `open_bucket_uploads` raises.
+            opened: callable that returns the uploads below the URL, or raises as
+                `open_bucket_uploads` does.
         """
         if self._url.scheme == "az":
             yield from _AZURE_RULES
@@ -280,7 +287,9 @@ class Surroundings:
                 yield Finding(name, "not applicable" if missing else "not made", error.message)
             except PermissionDeniedError as error:
                 advice = failed(name, error, self._url).advice
-                yield Finding(name, "not made", "these credentials may not ask", advice)
+                yield Finding(
+                    name, "not made", "these credentials do not have the right to read it", advice
+                )
             except DcpObjstoreError as error:
                 yield Finding(name, "not made", error.message)
 
@@ -290,8 +299,8 @@ class Surroundings:
             return Finding(
                 "lifecycle",
                 "warning",
-                "no rule of the bucket removes unfinished uploads, which are unseen and billed",
-                f"add one that aborts them after {LIFECYCLE_DAYS} days: `dcp-objstore gc"
+                "no rule of the bucket removes unfinished uploads, which are billed but invisible",
+                f"add a rule that aborts them after {LIFECYCLE_DAYS} days: `dcp-objstore gc"
                 f" {shlex.quote(str(self._url))}` prints the command",
             )
         return Finding(
@@ -308,11 +317,11 @@ class Surroundings:
             return Finding(
                 "versioning",
                 "warning",
-                "on: what is deleted or overwritten stays as an old version, and is billed",
+                "on: deleted or overwritten objects stay as old versions, and are billed",
                 _OLD_VERSIONS.get(self._url.scheme, ""),
                 details,
             )
-        return Finding("versioning", "ok", f"{state}: what is deleted is gone", details=details)
+        return Finding("versioning", "ok", f"{state}: deleted objects are gone", details=details)
 
     def _uploads(self, uploads: S3Uploads) -> Finding:
         found = uploads.list()
@@ -329,17 +338,17 @@ class Surroundings:
             return Finding(
                 name,
                 "warning",
-                f"{len(old)} older than a day ({size_text(old_bytes)}), unseen and billed",
+                f"{len(old)} older than a day ({size_text(old_bytes)}), billed but not visible",
                 f"`dcp-objstore gc {shlex.quote(str(self._url))} --yes` removes those of saves",
                 details,
             )
-        young = f"{len(found)} of the last day ({size_text(all_bytes)}): saves under way, perhaps"
+        young = f"{len(found)} of the last day ({size_text(all_bytes)}), perhaps of running saves"
         return Finding(name, "ok", young if found else "none below the URL", details=details)
 
 
 def _who(identity: Identity | None) -> tuple[str, dict[str, object]]:
     if identity is None:
-        return "they do; this store does not tell whose they are", {}
+        return "in use; this store does not show whose they are", {}
     details: dict[str, object] = {
         "source": identity.source,
         "access_key": identity.access_key,

@@ -1,10 +1,10 @@
-"""`open`: a checkpoint to look into, without a process group and without downloading it.
+"""`open`: look into a checkpoint without a process group and without downloading it.
 
     ckpt = dos.open("s3://bucket/run/step-1000")
     ckpt["model.embed.weight"].shape, ckpt["model.embed.weight"][:100]
     ckpt.read("model.*")
 
-Only marker and index are read to open it; then the blocks that are asked for, verified.
+Opening reads only the marker and the index. Later reads fetch and verify only the needed blocks.
 """
 
 from __future__ import annotations
@@ -40,25 +40,31 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport
-    from dcp_objstore.read.stored_checkpoint import Source
+    from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.state.geometry import Box
 
 
 class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
-    """A checkpoint that was opened: its keys, and what is behind them. Made by `open`.
+    """An opened checkpoint, as a mapping from keys to entries. `open` returns it.
 
-    It stays with the commit that it has opened: when that was replaced or deleted, and its objects
-    removed, reading raises CheckpointGoneError. Safe to use from many threads; each process of a
-    job reads for itself. Nothing needs to be closed. Pickled without the credentials that were
-    given in `storage_options`, as readers are.
+    It stays with the commit that was opened. If that commit is replaced or deleted, and its objects
+    are removed, reading raises CheckpointGoneError. It is thread-safe, and each process of a job
+    reads for itself. Nothing needs to be closed. Like a reader, it is pickled without the
+    credentials that were given in `storage_options`.
 
     Attributes:
-        url: where it is.
-        last_read: report of the last read that ended, or None.
+        url: URL of the checkpoint.
+        last_read: report of the last finished read, or None.
     """
 
     def __init__(
-        self, target: Target, source: Source, *, verify: bool, trust_pickle: bool, hooks: Hooks
+        self,
+        target: Target,
+        source: StoredCheckpoint,
+        *,
+        verify: bool,
+        trust_pickle: bool,
+        hooks: Hooks,
     ) -> None:
         self.url = target.spec.url
         self.last_read: LoadReport | None = None
@@ -75,7 +81,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             f" {size_text(self.total_bytes)}, commit {self.commit_id}>"
         )
 
-    # By identity: a Mapping compares contents, which would have to be read.
+    # By identity: a Mapping would compare contents, and read them for that.
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
@@ -83,32 +89,32 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
 
     @property
     def commit_id(self) -> str | None:
-        """Of the commit; None if another library wrote it, as are the properties that follow."""
+        """Identifier of the commit; None if another library wrote the checkpoint."""
         return self._source.commit_id
 
     @property
     def created_at(self) -> datetime | None:
-        """When it was committed, by the clock of the host that did."""
+        """Time of the commit by the committing host's clock; None if another library wrote it."""
         return None if self._source.marker is None else self._source.marker.created_at
 
     @property
     def world_size(self) -> int | None:
-        """How many ranks saved it."""
+        """Number of ranks that saved the checkpoint; None if another library wrote it."""
         return None if self._source.marker is None else self._source.marker.world_size
 
     @property
     def user_metadata(self) -> dict[str, Any] | None:
-        """What was given to `save` with it."""
+        """The `user_metadata` passed to `save`; None if another library wrote the checkpoint."""
         return None if self._source.marker is None else dict(self._source.marker.user_metadata)
 
     @property
     def objects(self) -> tuple[str, ...]:
-        """Keys of its data objects, relative to the checkpoint."""
+        """Keys of the data objects, relative to the checkpoint."""
         return self._source.object_keys
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors and pickled values, without framing."""
+        """Number of bytes of all tensors and pickled values, without framing."""
         return sum(stored.payload_length for stored in self._source.items.values())
 
     def __len__(self) -> int:
@@ -133,15 +139,15 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         return ValueEntry(self, key, self._source.item(MetadataIndex(key)).payload_length)
 
     def matching(self, patterns: Patterns = None) -> list[str]:
-        """The keys that match any of the patterns, in the order of the checkpoint.
+        """Return the keys that match any of the patterns, in the order of the checkpoint.
 
         Args:
-            patterns: as in a shell, on whole keys, case-sensitive: `"model.*"`, or several; or
-                keys as they are. Default: all keys.
+            patterns: one or several shell patterns such as `"model.*"`, which must match whole keys
+                and are case-sensitive, or exact keys. Default: all keys.
 
         Raises:
-            StateMismatchError: a pattern matches nothing; names what is near.
-            ConfigError: a pattern is no `str`.
+            StateMismatchError: a pattern matches nothing. The message lists the nearest keys.
+            ConfigError: a pattern is not a `str`.
         """
         try:
             return matching(self, patterns)
@@ -155,27 +161,28 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         device: torch.device | str = "cpu",
         progress: bool = True,
     ) -> dict[str, Any]:
-        """Tensors and values by key, in one parallel read.
+        """Read tensors and values by key, in one parallel read.
 
         Args:
-            patterns: see `matching`.
-            device: where the tensors are made; what arrives is copied there block by block, so no
-                copy of the whole is made in CPU memory.
-            progress: show a bar where standard error is a terminal. Default True.
+            patterns: one or several shell patterns such as `"model.*"`, or exact keys. Default: all
+                keys.
+            device: device to make the tensors on. Arriving bytes are copied there block by block,
+                so CPU memory never holds a copy of the whole.
+            progress: show a progress bar if standard error is a terminal. Default True.
 
         Raises:
             StateMismatchError: a pattern matches nothing.
             CheckpointCorruptError: objects are missing or differ from what was saved.
-            CheckpointGoneError: the checkpoint was deleted or replaced meanwhile.
+            CheckpointGoneError: the checkpoint was deleted or replaced since it was opened.
             UntrustedPickleError: a value needs `trust_pickle=True`.
-            UnsupportedError: it holds what this version cannot read.
+            UnsupportedError: the checkpoint holds something that this version cannot read.
             StoreUnavailableError: the store did not answer, after all retries.
-            PermissionDeniedError: the credentials do not allow it.
+            PermissionDeniedError: the credentials do not allow the request.
         """
         tensors: dict[str, tuple[Box, torch.Tensor]] = {}
         values: list[str] = []
         keys = self.matching(patterns)
-        self._source.check_whole(keys)  # before memory is taken for what is not there
+        self._source.check_whole(keys)  # before memory is allocated for missing elements
         for key in keys:
             entry = self[key]
             if isinstance(entry, TensorEntry):
@@ -187,23 +194,22 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         return {key: tensors[key][1] if key in tensors else found[key] for key in keys}
 
     def verify(self, *, deep: bool = False, progress: bool = True) -> VerifyReport:
-        """Read everything and compare it with its digests; see `VerifyReport`.
+        """Read everything, compare it with its digests, and report all damage.
 
-        All damage is reported, not the first alone; nothing is raised for it. Nothing of what is
-        read is kept: it takes the memory of a load (see `TransferConfig`). ETags are not
+        Damage is reported and never raised, and the report lists all of it, not only the first. The
+        bytes are not kept, so this takes the memory of a load (see `TransferConfig`). ETags are not
         compared: they change when a checkpoint is copied, and the digests cover every byte.
 
         Args:
-            deep: also the bytes around the payloads (framing and padding), which only stock
-                torch's readers use, and whether the marker's counts are those of the index.
-                Default False.
-            progress: show a bar where standard error is a terminal. Default True.
+            deep: also compare the bytes around the payloads (framing and padding), which only stock
+                torch's readers use, and the marker's counts with those of the index. Default False.
+            progress: show a progress bar if standard error is a terminal. Default True.
 
         Raises:
-            UnsupportedError: another library wrote it, without digests.
-            CheckpointGoneError: it was replaced or deleted meanwhile.
+            UnsupportedError: another library wrote the checkpoint, without digests.
+            CheckpointGoneError: the checkpoint was replaced or deleted since it was opened.
             StoreUnavailableError: the store did not answer, after all retries.
-            PermissionDeniedError: the credentials do not allow it.
+            PermissionDeniedError: the credentials do not allow the request.
         """
         channel = self._hooks.channel("verify", self.url, *rank_and_world_size())
         show(channel, bar=progress, summary=False)
@@ -217,9 +223,9 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             )
 
     def nested(self, flat: Mapping[str, Any]) -> dict[str, Any]:
-        """What `read` gave, as the nested dict that was saved.
+        """Convert a result of `read` to the nested dict that was saved.
 
-        A list of which only some entries were read has None for the others.
+        If only some entries of a list were read, the others are None.
 
         Raises:
             CheckpointCorruptError: the places that the checkpoint gives contradict each other.
@@ -236,7 +242,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         *,
         progress: bool,
     ) -> dict[str, Any]:
-        """Read boxes into tensors; returns the values."""
+        """Read boxes into tensors; return the values."""
         channel = self._hooks.channel("read", self.url, *rank_and_world_size())
         show(channel, bar=progress, summary=False)
         with channel.watching():
@@ -252,7 +258,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         return found
 
 
-def open(  # noqa: A001 - `dos.open`, as gzip.open
+def open(  # noqa: A001 - `dos.open`, like gzip.open
     url: str,
     *,
     storage_options: Mapping[str, object] | None = None,
@@ -262,33 +268,37 @@ def open(  # noqa: A001 - `dos.open`, as gzip.open
     on_event: OnEvent | None = None,
     trace: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
-    """Open a checkpoint to look into: two requests, no process group.
+    """Open a checkpoint to look into it, with two requests and without a process group.
 
     Args:
-        url: the checkpoint, ours or another library's.
+        url: URL of the checkpoint, which this or another library wrote.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
-            `endpoint_url`, ...). Default: from the environment.
+            `endpoint_url`, ...). Default: taken from the environment.
         config: sizes, concurrency, time-outs and the memory budget.
-        verify: "strict" (default): no unverified byte reaches a tensor. "off": only what is needed
-            is read, and not checked.
-        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses, which may run
+        verify: "strict" (default): no unverified byte reaches a tensor. "off": read only the bytes
+            that are needed, and do not check them.
+        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that the checkpoint's author chose. Default False.
-        on_event: called with each event of a read or verification, in a thread of its own; see
-            `ObjectStoreWriter`.
-        trace: name of a local file that gets each read and verification as a trace; see
-            `ObjectStoreWriter`.
+        on_event: callable that receives each event of a read or verification, in a thread of its
+            own. `ObjectStoreWriter` describes how it is called.
+        trace: name of a local file to write a trace of each read and verification to.
+            `ObjectStoreWriter` describes how the file is named.
+
+    Returns:
+        The opened checkpoint.
 
     Raises:
         CheckpointNotFoundError: nothing is committed at this URL.
         CheckpointCorruptError: the marker or the index is damaged.
-        CheckpointGoneError: it was deleted or replaced meanwhile.
-        UnsupportedError: a newer version wrote it, or it holds what this version cannot read.
-        UntrustedPickleError: its `.metadata` asks for a type that stock torch does not write.
+        CheckpointGoneError: the checkpoint was deleted or replaced while it was opened.
+        UnsupportedError: a newer version wrote the checkpoint, or it holds something that this
+            version cannot read.
+        UntrustedPickleError: the `.metadata` needs a type that stock torch does not write.
         StoreUnavailableError: the store did not answer, after all retries.
-        CredentialsError: there are no credentials, or they are wrong or expired.
-        PermissionDeniedError: the credentials do not allow it.
-        BucketNotFoundError: there is no such bucket.
-        InvalidUrlError: the URL has no known scheme, no bucket, or a form that cannot be used.
+        CredentialsError: credentials are missing, wrong or expired.
+        PermissionDeniedError: the credentials do not allow the request.
+        BucketNotFoundError: the bucket does not exist.
+        InvalidUrlError: the URL has an unknown scheme, no bucket, or a form that cannot be used.
         ConfigError: an argument has a wrong type or value.
     """
     if verify not in ("strict", "off"):
@@ -318,30 +328,35 @@ def load_state_dict(
     on_event: OnEvent | None = None,
     trace: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """A state dict, or a part of one, as new tensors; no state to load into is needed.
+    """Read a state dict, or part of one, into new tensors; no state to load into is needed.
 
-    Not a collective: every process that calls it reads what it asks for. To load into a sharded
-    model use `load`, which reads each byte once for all ranks.
+    This is not a collective: every process that calls it reads what it asks for. To load into a
+    sharded model use `load`, which reads each byte once for all ranks.
 
     Args:
-        url: the checkpoint, of this or another library.
-        keys: patterns of keys, as `"model.*"`; see `Checkpoint.matching`. Default: everything.
-        nested: as the nested dict that was saved (default); otherwise flat, by key.
-        device: where the tensors are made. Default: CPU memory.
-        progress: show a bar where standard error is a terminal. Default True.
+        url: URL of the checkpoint, which this or another library wrote.
+        keys: one or several shell patterns such as `"model.*"`, or exact keys. Default: all keys.
+        nested: return the nested dict that was saved (default); if False, return a flat dict by
+            key.
+        device: device to make the tensors on. Default: CPU.
+        progress: show a progress bar if standard error is a terminal. Default True.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
-            `endpoint_url`, ...). Default: from the environment.
+            `endpoint_url`, ...). Default: taken from the environment.
         config: sizes, concurrency, time-outs and the memory budget.
-        verify: "strict" (default): no unverified byte reaches a tensor. "off": only what is needed
-            is read, and not checked.
-        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses, which may run
+        verify: "strict" (default): no unverified byte reaches a tensor. "off": read only the bytes
+            that are needed, and do not check them.
+        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that the checkpoint's author chose. Default False.
-        on_event: called with each event of the read, in a thread of its own; see
-            `ObjectStoreWriter`.
-        trace: name of a local file for a trace of the read; see `ObjectStoreWriter`.
+        on_event: callable that receives each event of the read, in a thread of its own.
+            `ObjectStoreWriter` describes how it is called.
+        trace: name of a local file to write a trace of the read to. `ObjectStoreWriter` describes
+            how the file is named.
+
+    Returns:
+        The tensors and values.
 
     Raises:
-        DcpObjstoreError: what `open` and `Checkpoint.read` raise.
+        DcpObjstoreError: any error that `open` or `Checkpoint.read` raises.
     """
     checkpoint = open(
         url,

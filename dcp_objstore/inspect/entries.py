@@ -1,4 +1,4 @@
-"""What a key of an opened checkpoint stands for: a tensor or a value that is not read yet."""
+"""Entries of an opened checkpoint: tensors and values that are not read yet."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of a checkpoint, not read yet.
+    """A tensor of a checkpoint that is not read yet.
 
     Attributes:
-        key: its name, as DCP flattens state dicts ("model.embed.weight").
-        shape: of the whole tensor.
-        dtype: as it was saved; None if this version or this torch does not know it, so that the
-            tensor cannot be read.
-        chunks: (offsets, sizes) of the boxes in which it is stored.
+        checkpoint: the opened checkpoint.
+        key: name of the tensor, as DCP flattens state dicts ("model.embed.weight").
+        shape: shape of the whole tensor.
+        dtype: dtype of the saved tensor; None if this version or this torch does not know it, and
+            the tensor cannot be read.
+        chunks: (offsets, sizes) of the boxes in which the tensor is stored.
     """
 
     checkpoint: Checkpoint
@@ -36,7 +37,7 @@ class TensorEntry:
     dtype: torch.dtype | None
     chunks: tuple[_Chunk, ...]
 
-    # Python would iterate by indices otherwise, with a request for each row.
+    # Without these, Python would iterate by indices, with a request for each row.
     __iter__: ClassVar[None] = None
     __contains__: ClassVar[None] = None
 
@@ -45,28 +46,31 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor; 0 if its dtype is unknown."""
+        """Number of bytes of the whole tensor; 0 if its dtype is unknown."""
         return math.prod(self.shape) * (self.dtype.itemsize if self.dtype is not None else 0)
 
     def read(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The whole tensor.
+        """Read the whole tensor.
+
+        Args:
+            device: device to make the tensor on. Default: CPU.
 
         Raises:
-            DcpObjstoreError: what `Checkpoint.read` raises.
+            DcpObjstoreError: any error that `Checkpoint.read` raises.
         """
         return self._read(whole(self.shape), device)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """A part, in CPU memory: `entry[10:20]`, `entry[..., 0]`, `entry[-1, :, 5:]`.
+        """Read a part into CPU memory: `entry[10:20]`, `entry[..., 0]`, `entry[-1, :, 5:]`.
 
-        Integers, slices without a step, and one Ellipsis, with the meaning that they have for
-        tensors. Only the 4 MiB blocks that hold the part are fetched (with `verify="off"` only
-        its bytes); of what another library wrote, the whole chunks, as torch has to take those
-        apart.
+        An index may have integers, slices without a step, and one Ellipsis, with the same meaning
+        as for tensors. Only the 4 MiB blocks that hold the part are fetched (with `verify="off"`
+        only its bytes). If another library wrote the checkpoint, whole chunks are fetched, because
+        torch has to decode them.
 
         Raises:
-            IndexError: an index is of another kind, out of range, or there are too many.
-            DcpObjstoreError: what `Checkpoint.read` raises.
+            IndexError: an index is of another kind or out of range, or there are too many.
+            DcpObjstoreError: any error that `Checkpoint.read` raises.
         """
         box, sizes = box_of(index, self.shape)
         return self._read(box, "cpu").reshape(sizes)
@@ -79,11 +83,12 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class ValueEntry:
-    """A pickled value of a checkpoint (a step, a learning rate), not read yet.
+    """A pickled value of a checkpoint (a step, a learning rate) that is not read yet.
 
     Attributes:
-        key: its name.
-        nbytes: of the pickle.
+        checkpoint: the opened checkpoint.
+        key: name of the value.
+        nbytes: size of the pickle.
     """
 
     checkpoint: Checkpoint
@@ -94,9 +99,9 @@ class ValueEntry:
         return f"<ValueEntry {self.key}, {self.nbytes} bytes>"
 
     def read(self) -> Any:
-        """The value.
+        """Read the value.
 
         Raises:
-            DcpObjstoreError: what `Checkpoint.read` raises.
+            DcpObjstoreError: any error that `Checkpoint.read` raises.
         """
         return self.checkpoint._fill({}, [self.key], progress=False)[self.key]

@@ -1,4 +1,4 @@
-"""Reading boxes of tensors and values into new memory, without a state dict to load into."""
+"""Read boxes of tensors and values into new memory, without a state dict to load into."""
 
 from __future__ import annotations
 
@@ -25,56 +25,62 @@ if TYPE_CHECKING:
 
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.report import LoadReport
-    from dcp_objstore.read.stored_checkpoint import Source
+    from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.stores.target import Target
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """The box that is a whole tensor."""
+    """Return the box that covers a whole tensor."""
     return Box((0,) * len(shape), shape)
 
 
 def new_tensor(
     key: str, shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device | str
 ) -> torch.Tensor:
-    """A tensor to read `key` into, on a device.
+    """Allocate a tensor to read `key` into.
 
     Args:
-        dtype: None: unknown here; a read says so, without memory for it.
+        key: key of the tensor, for errors.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor; None if it is unknown. Then no memory is allocated, and a read
+            raises.
+        device: device to make the tensor on.
 
     Raises:
-        ConfigError: there is no such device here.
-        UnsupportedError: the tensor is quantized, or the host has not as much memory as it takes.
+        ConfigError: torch or this host does not have the device.
+        UnsupportedError: the tensor is quantized, or the host does not have enough memory.
     """
     if dtype is None:
         return torch.empty(shape, device="meta")
     if is_quantized(dtype):
         raise UnsupportedError(
-            "a quantized tensor can only be loaded into one of the same scale and zero point: pass"
-            " dcp_objstore.load a state that has one",
+            "a quantized tensor can only be loaded into one with the same scale and zero point:"
+            " call dcp_objstore.load with a state that has one",
             key=key,
         )
     try:
         place = torch.device(device)
         if place.type != "cpu":
-            # Starts its driver. Where there is none, torch raises errors of many kinds, an
-            # AssertionError for one; lack of memory, below, stays what it is.
+            # This starts the driver. Without a driver, torch raises errors of many types, such as
+            # AssertionError. A lack of memory is reported below, under its own type.
             torch.empty(0, device=place)
     except (RuntimeError, TypeError, ValueError, AssertionError, ImportError) as error:
         text = str(error).partition("\n")[0]
-        raise ConfigError(f"{device!r} is no device of this torch and host: {text}") from error
+        raise ConfigError(
+            f"this torch or host does not have the device {device!r}: {text}"
+        ) from error
     try:
         return torch.empty(shape, dtype=dtype, device=place)
     except (RuntimeError, MemoryError) as error:
         if place.type != "cpu":
-            raise  # torch.OutOfMemoryError says what takes the memory of a GPU
+            raise  # torch.OutOfMemoryError says what uses the memory of a GPU
         text = f"no memory for a tensor of shape {shape} and {dtype}, as the checkpoint has it"
         raise UnsupportedError(text, key=key) from error
 
 
 def fill(
     target: Target,
-    source: Source,
+    source: StoredCheckpoint,
     tensors: Mapping[str, tuple[Box, torch.Tensor]],
     values: Iterable[str],
     *,
@@ -85,17 +91,21 @@ def fill(
     """Read boxes of tensors into memory of their size, and values, in one parallel read.
 
     Args:
-        tensors: by key, what is wanted of it and where it goes.
-        values: keys of values.
-        verify, trust_pickle: see `ObjectStoreReader`.
-        channel: where it is told of.
+        target: the store and settings to read with.
+        source: the opened checkpoint.
+        tensors: for each key, the box to read and the tensor to fill.
+        values: keys of the values to read.
+        verify: whether to check the bytes against their digests.
+        trust_pickle: whether to unpickle values that `torch.load(weights_only=True)` refuses.
+        channel: channel for the events of the read.
 
     Returns:
         The report, and the values by key.
 
     Raises:
-        CheckpointCorruptError: also where the chunks of a tensor leave a part of its box out.
-        The other errors of `run_load`.
+        CheckpointCorruptError: objects are missing or differ from what was saved, or the chunks of
+            a tensor do not cover its box.
+        DcpObjstoreError: any other error of `run_load`.
     """
     items: list[ReadItem] = []
     for key, (box, _) in tensors.items():
@@ -123,7 +133,7 @@ def fill(
 
 
 class _Filling(LoadPlanner):
-    """Hands out parts of given tensors, and takes values."""
+    """A planner that gives out parts of existing tensors, and collects values."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -143,11 +153,11 @@ class _Filling(LoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
         try:
-            # It was test-loaded with `weights_only=True`, or the user trusts it.
+            # The value was test-loaded with `weights_only=True`, or the user trusts it.
             self.values[key] = torch.load(value, map_location="cpu", weights_only=False)
         except (ImportError, AttributeError) as error:
             raise UnsupportedError(
-                f"the value needs a class that is not here: {error}", key=key
+                f"the value needs a class that is not installed: {error}", key=key
             ) from error
         except Exception as error:
             raise CheckpointCorruptError(

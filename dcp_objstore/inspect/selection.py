@@ -1,4 +1,4 @@
-"""What an index or a pattern selects of an opened checkpoint, and the way back to a nested dict."""
+"""Select parts of an opened checkpoint by index or pattern, and rebuild nested dicts."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ if TYPE_CHECKING:
 Patterns: TypeAlias = str | Iterable[str] | None
 
 _WILDCARDS = re.compile(r"[*?\[]")
-# Entries of a list that the keys present do not account for (those of a partial read): more than
-# any state has, and few enough to be made up.
+# The largest length of a rebuilt list, whose missing entries (of a partial read) become None: more
+# than any state has, and few enough to allocate.
 _MAX_LIST_LENGTH = 100_000
 
 
 def matching(keys: Collection[str], patterns: Patterns) -> list[str]:
-    """The keys that are among the patterns or match one, in their own order.
+    """Return the keys that equal or match a pattern, in their own order.
 
     Args:
-        keys: with a quick `in`.
-        patterns: as in a shell (`*`, `?`, `[ab]`), on whole keys, case-sensitive. None: all keys.
+        keys: the keys, in a collection with a fast `in`.
+        patterns: shell patterns (`*`, `?`, `[ab]`), which must match whole keys and are
+            case-sensitive. None: all keys.
 
     Raises:
-        StateMismatchError: a pattern matches nothing; names what is near.
-        ConfigError: a pattern is no `str`.
+        StateMismatchError: a pattern matches nothing. The message lists the nearest keys.
+        ConfigError: a pattern is not a `str`.
     """
     if patterns is None:
         return list(keys)
     found: set[str] = set()
     for pattern in _listed(patterns):
-        # A key may have brackets in its name, so what is one is taken as one.
+        # A key may have brackets in its name, so an exact key counts as itself.
         hits = {pattern} if pattern in keys else set()
         if _WILDCARDS.search(pattern):
             match = re.compile(fnmatch.translate(pattern)).match
@@ -71,13 +72,13 @@ def _hint(keys: Collection[str], pattern: str) -> str:
 
 
 def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, list[int]]:
-    """The box that an index selects, and the sizes of the dimensions of it that remain.
+    """Return the box that an index selects, and the sizes of the remaining dimensions.
 
     Raises:
-        IndexError: it is out of range, or selects what is no box.
+        IndexError: the index is out of range, or its selection is not a box.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
-    # `in` and `count` would ask a tensor or array among the parts whether it equals Ellipsis.
+    # `in` and `count` would compare a tensor or array among the parts with Ellipsis.
     places = [place for place, part in enumerate(parts) if part is Ellipsis]
     if len(places) > 1:
         raise IndexError("an index can have only one Ellipsis")
@@ -91,8 +92,8 @@ def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, list[int]]:
         if isinstance(part, slice):
             if part.step not in (None, 1):
                 raise IndexError(
-                    f"only slices with step 1 select a part, got {part} for dimension {dim}; read"
-                    " the part that holds it, and take the steps there"
+                    f"a slice must have step 1, got {part} for dimension {dim}; read the part that"
+                    " contains the elements, and apply the step to that"
                 )
             start, stop, _ = part.indices(extent)
             offsets.append(start)
@@ -109,7 +110,7 @@ def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, list[int]]:
 
 def _integer(part: Any) -> int:
     as_index: Callable[[], int] | None = getattr(part, "__index__", None)
-    # A tensor of one truth value is a mask to torch, though it can be taken for 0 or 1.
+    # torch treats a tensor with one truth value as a mask, although it converts to 0 or 1.
     if isinstance(part, bool) or getattr(part, "dtype", None) is torch.bool or as_index is None:
         raise IndexError(
             f"only integers, slices and Ellipsis select a part, got a {type(part).__name__}; read"
@@ -122,18 +123,18 @@ def _integer(part: Any) -> int:
 
 
 def check_covered(key: str, box: Box, items: Sequence[ReadItem]) -> None:
-    """Return if the chunks that are to be read fill the box: new memory holds anything at first.
+    """Check that the chunks to read cover the box, because new memory has arbitrary contents.
 
     Raises:
-        CheckpointCorruptError: they do not.
+        CheckpointCorruptError: the chunks do not cover the box.
     """
     lengths = [item.lengths for item in items]
     if fills(box.sizes, [item.dest_offsets for item in items], lengths):
         return
     raise CheckpointCorruptError(
         "the chunks in the checkpoint do not make up this tensor: they have"
-        f" {sum(size.numel() for size in lengths)} of the {math.prod(box.sizes)} elements that are"
-        " to be read, or overlap and leave some out",
+        f" {sum(size.numel() for size in lengths)} of the {math.prod(box.sizes)} elements to read,"
+        " or overlap and leave some out",
         key=key,
     )
 
@@ -141,14 +142,15 @@ def check_covered(key: str, box: Box, items: Sequence[ReadItem]) -> None:
 def nested(
     flat: Mapping[str, Any], places: Mapping[str, tuple[str | int, ...]] | None
 ) -> dict[str, Any]:
-    """The nested dict that was flattened into these keys.
+    """Rebuild the nested dict that was flattened into these keys.
 
-    A list of which only some entries are there has None for the others, as
-    `torch.distributed.checkpoint` does it.
+    If only some entries of a list are present, the others are None, as in
+    `torch.distributed.checkpoint`.
 
     Args:
-        places: DCP's FLATTEN_MAPPING: for each key its place in the nested dict. A key without
-            one stays as it is.
+        flat: the values by key.
+        places: DCP's FLATTEN_MAPPING, the place of each key in the nested dict. A key without a
+            place stays as it is.
 
     Raises:
         CheckpointCorruptError: two places contradict each other.
@@ -170,7 +172,7 @@ def nested(
 
 
 def _at(container: Any, step: str | int, key: str) -> Any:
-    """What is at this step of a place, None for nothing yet; a list is made long enough."""
+    """Return the entry at a step of a place, or None; make a list long enough for it."""
     if isinstance(container, dict) and isinstance(step, str):
         return container.get(step)
     if not isinstance(container, list) or not isinstance(step, int):

@@ -1,4 +1,4 @@
-"""Verification of a whole checkpoint: all damage is found and named, nothing is kept in memory."""
+"""Verify a whole checkpoint: find and name all damage, and keep nothing in memory."""
 
 from __future__ import annotations
 
@@ -32,25 +32,24 @@ if TYPE_CHECKING:
     from dcp_objstore.checkpoint.index import ObjectEntry
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.dispatch import Channel
-    from dcp_objstore.read.stored_checkpoint import Source, Stored
+    from dcp_objstore.read.stored_checkpoint import ItemLocation, StoredCheckpoint
     from dcp_objstore.stores import ObjectStore
 
-_SHOWN = 3  # keys of a missing object that are named
+_SHOWN = 3  # number of keys to name for a missing object
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Damage:
-    """One thing that is not as it was saved.
+    """A single difference between a checkpoint and what was saved.
 
     Attributes:
-        object_key: the data object, or the marker.
-        what: `missing`: there is no such object; `size`: it has another size, or ends before
-            bytes that it should have; `block`: a block of payload differs; `framing`: something
-            around the payloads differs; `counts`: the marker counts other things than the index
-            names.
-        key: of the tensor or value, for a block.
-        block: number of the 4 MiB block in its item, for a block; otherwise -1.
-        text: the same for people.
+        object_key: key of the data object, or of the marker.
+        what: kind of damage. `missing`: the object does not exist; `size`: it has another size, or
+            ends too early; `block`: a block of payload differs; `framing`: bytes around the
+            payloads differ; `counts`: the marker's counts are not those of the index.
+        key: key of the tensor or value with the damaged block; otherwise empty.
+        block: number of the damaged 4 MiB block in its item; otherwise -1.
+        text: description for people.
     """
 
     object_key: str
@@ -62,16 +61,16 @@ class Damage:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """What was verified.
+    """The result of a verification.
 
     Attributes:
-        url: the checkpoint.
-        commit_id: the commit that was verified.
-        objects: data objects looked at.
-        blocks: blocks of payload that were read and compared.
-        total_bytes: bytes read.
-        deep: whether framing, padding and counts were compared, too.
-        damaged: everything that was found, by object.
+        url: URL of the checkpoint.
+        commit_id: commit that was verified.
+        objects: number of data objects that were checked.
+        blocks: number of blocks of payload that were read and compared.
+        total_bytes: number of bytes read.
+        deep: whether framing, padding and counts were compared as well.
+        damaged: all damage that was found, ordered by object.
     """
 
     url: str
@@ -90,8 +89,10 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A block of payload and its number in its item; or, without a digest, one between payloads
-    and its number in its object."""
+    """A block of payload and its number in its item.
+
+    Without a digest, it is a piece between payloads and its number in its object.
+    """
 
     key: str
     number: int
@@ -102,12 +103,12 @@ _Place: TypeAlias = tuple[int, int]
 
 
 def _place(span: Span[_Piece]) -> _Place:
-    """Where a piece lies: its object and its first byte there."""
+    """Return the place of a piece: its object and its first byte there."""
     return span.object_number, span.start
 
 
 class _Framing:
-    """The digest over what lies between the payloads of an object, as its pieces arrive."""
+    """The digest of the bytes between an object's payloads, which arrive in any order."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
@@ -115,37 +116,37 @@ class _Framing:
         self._early: dict[int, bytes] = {}
 
     def add(self, number: int, piece: bytes) -> None:
-        """Take piece `number`; only those that came before their turn are kept."""
+        """Add piece `number`; keep it in memory only until all earlier pieces have arrived."""
         self._early[number] = piece
         while self._next in self._early:
             self._digest.update(self._early.pop(self._next))
             self._next += 1
 
     def digest(self) -> bytes:
-        """Of the pieces up to the first that did not arrive."""
+        """Return the digest of all pieces before the first that did not arrive."""
         return self._digest.digest()
 
 
 class _Comparison:
-    """Compares what arrives and collects what differs."""
+    """Compare arriving bodies with their digests, and collect the damage."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: StoredCheckpoint) -> None:
         self.damaged: set[Damage] = set()
         self.blocks = 0
         self.total_bytes = 0
         self._source = source
         self._lock = threading.Lock()
-        # By place, not by identity: a request may arrive in pieces, which come and go.
+        # By place, not by identity: a request may arrive in pieces, which are temporary objects.
         self._tried: set[_Place] = set()
         self._done: set[_Place] = set()
         self._framing: dict[int, _Framing] = {}
 
     def is_done(self, request: RangeRequest[_Piece]) -> bool:
-        """Whether it was compared."""
+        """Whether the request was compared."""
         return all(_place(span) in self._done for span in request.spans)
 
     def consume(self, request: RangeRequest[_Piece], body: Buffer) -> None:
-        """Compare the pieces of a body, once; what differs is read again before it counts."""
+        """Compare the pieces of a body; a piece that differs is read again before it counts."""
         view = memoryview(body)
         different, framing = [], []
         left = [span for span in request.spans if _place(span) not in self._done]
@@ -178,23 +179,23 @@ class _Comparison:
         self.damaged.add(Damage(object_key, "block", span.tag.key, span.tag.number, text))
 
     def missing(self, object_key: str) -> None:
-        """Note that an object is not there, and whose bytes it held."""
+        """Note a missing object and the items whose bytes it held."""
         number = self._source.object_keys.index(object_key)
         items = self._source.items.items()
         keys = list(dict.fromkeys(k for (k, _), s in items if s.object_number == number))
         more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
         held = f"; it held {', '.join(keys[:_SHOWN])}{more}" if keys else ""
-        text = f"{object_key}: there is no such object{held}"
+        text = f"{object_key}: the object is missing{held}"
         self.damaged.add(Damage(object_key, "missing", text=text))
 
     def begin(self, object_numbers: Iterable[int]) -> None:
-        """Begin a round of requests, which bring all pieces of these objects' framing."""
+        """Begin a round of requests that fetch all framing of these objects."""
         self._tried.clear()
         self._done.clear()
         self._framing = {number: _Framing() for number in object_numbers}
 
     def differing_framing(self) -> dict[int, ObjectEntry]:
-        """The objects whose framing is not as it was saved."""
+        """Return the objects whose framing differs from what was saved."""
         objects = self._source.objects
         assert objects is not None
         return {
@@ -205,12 +206,30 @@ class _Comparison:
 
 
 def verify_source(
-    store: ObjectStore, source: Source, config: TransferConfig, channel: Channel, *, deep: bool
+    store: ObjectStore,
+    source: StoredCheckpoint,
+    config: TransferConfig,
+    channel: Channel,
+    *,
+    deep: bool,
 ) -> VerifyReport:
-    """See `Checkpoint.verify`."""
+    """Read a checkpoint, compare it with its digests, and report all damage.
+
+    Args:
+        store: the store, rooted at the checkpoint.
+        source: the opened checkpoint.
+        config: sizes, concurrency, time-outs and the memory budget.
+        channel: channel for the events of the verification.
+        deep: also compare framing, padding and the marker's counts.
+
+    Raises:
+        UnsupportedError: another library wrote the checkpoint, without digests.
+        CheckpointGoneError: the checkpoint was replaced or deleted since it was opened.
+    """
     if source.objects is None:
         raise UnsupportedError(
-            "another library wrote this checkpoint, without digests to verify it by", url=store.url
+            "another library wrote this checkpoint, without digests to verify it with",
+            url=store.url,
         )
     comparison = _Comparison(source)
     sizes = _sizes(store, source, comparison, config)
@@ -219,7 +238,7 @@ def verify_source(
     for span in _payload(source):
         if span.end <= sizes.get(span.object_number, 0):
             spans.append(span)
-        elif span.object_number in sizes:  # the object is too short for it
+        elif span.object_number in sizes:  # the object ends before the block
             comparison.differs(span)
     framing = _between(source, spans, whole) if deep else []
     comparison.begin(whole if deep else ())
@@ -235,7 +254,7 @@ def verify_source(
     )
     broken = _compare(store, source, requests, comparison, config, channel)
     again = comparison.differing_framing()
-    if again:  # a damaged transfer is no damaged checkpoint, here as for blocks
+    if again:  # read again, as for blocks: the transfer may be damaged, not the checkpoint
         comparison.begin(again)
         framing = [span for span in framing if span.object_number in again]
         requests = plan_requests(framing, request_size_bytes=config.request_size_bytes)
@@ -264,9 +283,9 @@ def verify_source(
 
 
 def _sizes(
-    store: ObjectStore, source: Source, comparison: _Comparison, config: TransferConfig
+    store: ObjectStore, source: StoredCheckpoint, comparison: _Comparison, config: TransferConfig
 ) -> dict[int, int]:
-    """Sizes of the objects that are there, by number; notes those that are not as they were."""
+    """Return the sizes of existing objects by number; note missing ones and wrong sizes."""
     assert source.objects is not None
     sizes = {}
     check_gone = _GoneCheck(store, source)
@@ -287,16 +306,16 @@ def _sizes(
 
 def _compare(
     store: ObjectStore,
-    source: Source,
+    source: StoredCheckpoint,
     requests: Sequence[RangeRequest[_Piece]],
     comparison: _Comparison,
     config: TransferConfig,
     channel: Channel,
 ) -> set[str]:
-    """Fetch and compare; returns the keys of objects that turned out to be missing or too short.
+    """Fetch and compare; return the keys of objects that are missing or too short after all.
 
-    Those are left out and the rest goes on, so it takes one round more for each of them. They had
-    been there with their size a moment ago, so there are few, or the checkpoint is gone.
+    These are left out and the rest goes on, so each of them takes one more round. They existed with
+    the right size a moment ago, so there are few of them, or the checkpoint is gone.
     """
     keys = source.object_keys
     broken: set[str] = set()
@@ -322,7 +341,7 @@ def _compare(
             object_key = error.object_key
             if object_key is None or object_key in broken:
                 raise
-            text = f"{object_key}: {error.message}; what follows there was not compared"
+            text = f"{object_key}: {error.message}; the bytes after that were not compared"
             comparison.damaged.add(Damage(object_key, "size", text=text))
         else:
             return broken
@@ -333,8 +352,8 @@ def _size(spans: Iterable[Span[_Piece]]) -> int:
     return sum(span.end - span.start for span in spans)
 
 
-def _miscounted(source: Source) -> Iterator[Damage]:
-    """Where the marker counts other things than the index names."""
+def _miscounted(source: StoredCheckpoint) -> Iterator[Damage]:
+    """Yield the damage if the marker's counts are not those of the index."""
     assert source.marker is not None and source.objects is not None
     described = source.metadata.state_dict_metadata.values()
     values = sum(isinstance(item, BytesStorageMetadata) for item in described)
@@ -350,15 +369,15 @@ def _miscounted(source: Source) -> Iterator[Damage]:
 
 
 class _GoneCheck:
-    """Tells a missing object from a checkpoint that is gone; asks the store once."""
+    """A check for whether the checkpoint or only an object is gone, which asks the store once."""
 
-    def __init__(self, store: ObjectStore, source: Source) -> None:
+    def __init__(self, store: ObjectStore, source: StoredCheckpoint) -> None:
         self._ask: Callable[[ObjectNotFoundError], Exception] | None = lambda error: source.explain(
             store, error
         )
 
     def __call__(self, error: ObjectNotFoundError) -> None:
-        """Raise CheckpointGoneError, or why the store did not tell, if it is not just missing."""
+        """Raise unless only the object is missing: CheckpointGoneError, or why this is unknown."""
         if self._ask is not None:
             explained = self._ask(error)
             if not isinstance(explained, CheckpointCorruptError):
@@ -366,13 +385,13 @@ class _GoneCheck:
             self._ask = None
 
 
-def _payload(source: Source) -> Iterator[Span[_Piece]]:
-    """Every block of every item."""
+def _payload(source: StoredCheckpoint) -> Iterator[Span[_Piece]]:
+    """Yield every block of every item."""
     for (key, _), stored in source.items.items():
         yield from _blocks(key, stored)
 
 
-def _blocks(key: str, stored: Stored) -> Iterator[Span[_Piece]]:
+def _blocks(key: str, stored: ItemLocation) -> Iterator[Span[_Piece]]:
     assert stored.digests is not None
     for number in range(-(-stored.payload_length // BLOCK_SIZE_BYTES)):
         start = number * BLOCK_SIZE_BYTES
@@ -387,9 +406,9 @@ def _blocks(key: str, stored: Stored) -> Iterator[Span[_Piece]]:
 
 
 def _between(
-    source: Source, payload: Sequence[Span[_Piece]], object_numbers: Iterable[int]
+    source: StoredCheckpoint, payload: Sequence[Span[_Piece]], object_numbers: Iterable[int]
 ) -> list[Span[_Piece]]:
-    """What lies between the payloads of these objects, in pieces of at most a block."""
+    """Return the bytes between the payloads of these objects, in pieces of at most a block."""
     assert source.objects is not None
     taken: dict[int, list[tuple[int, int]]] = {number: [] for number in object_numbers}
     for span in payload:

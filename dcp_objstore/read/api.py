@@ -1,4 +1,4 @@
-"""`load`: fill a state from a checkpoint in one line, called by every rank."""
+"""`load`: fill a state from a checkpoint with one call on every rank."""
 
 from __future__ import annotations
 
@@ -55,45 +55,49 @@ def load(
     """Load a checkpoint into a state, in place, with any number of ranks or in one process.
 
     Modules, optimizers and Stateful objects are restored in place, tensors are filled, and plain
-    values are replaced in `state`. The state may ask for less than the checkpoint has. Where it has
-    a parameter but no optimizer state for it (it was frozen or never used), the optimizer is left
-    without state for it as well, and a warning is logged.
+    values are replaced in `state`. The state may ask for less than the checkpoint has. If the
+    checkpoint has a parameter but no optimizer state for it (it was frozen or never used), the
+    optimizer gets no state for that parameter, and a warning is logged.
 
     Args:
-        state: as for `save`; its shapes and keys say what is read.
-        url: the checkpoint, the same on every rank.
-        strict: raise if the state asks for a key that the checkpoint does not have. With False
-            such parameters, tensors and values stay as they are, their optimizer state is left
-            out, and the report names them. Default True. What the checkpoint has beyond the state
-            (an optimizer, where only the weights are asked for) is never an error.
-        process_group: the ranks that load together. Default: all.
+        state: the state to fill: a nested dict like the one passed to `save`. Its keys and shapes
+            determine what is read.
+        url: URL of the checkpoint, the same on every rank.
+        strict: raise if the state asks for a key that the checkpoint does not have. If False, such
+            parameters, tensors and values stay as they are, their optimizer state is left out, and
+            the report names them. Default True. Keys that only the checkpoint has (an optimizer,
+            when only the weights are asked for) are never an error.
+        process_group: the ranks that load together. Default: all ranks.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
-            `endpoint_url`, ...). Default: from the environment.
+            `endpoint_url`, ...). Default: taken from the environment.
         config: sizes, concurrency, time-outs and the memory budget.
-        progress: show a bar on rank 0 where standard error is a terminal. Default True.
-        on_event: called with each event of the load on this rank, in a thread of its own; see
-            `ObjectStoreWriter`.
-        trace: name of a local file for a trace of the load; see `ObjectStoreWriter`.
-        verify: "strict" (default): no unverified byte reaches a tensor. "off": only what is needed
-            is read, and not checked.
-        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses, which may run
+        progress: show a progress bar on rank 0 if standard error is a terminal. Default True.
+        on_event: callable that receives each event of the load on this rank, in a thread of its
+            own. `ObjectStoreWriter` describes how it is called.
+        trace: name of a local file to write a trace of the load to. `ObjectStoreWriter` describes
+            how ranks name their files.
+        verify: "strict" (default): no unverified byte reaches a tensor. "off": read only the bytes
+            that are needed, and do not check them.
+        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that the checkpoint's author chose. Default False.
-        read_once: what several ranks need is fetched by one of them, which hands it to the others;
-            see `ObjectStoreReader`. Default True.
+        read_once: bytes that several ranks need are fetched by one of them, which hands them to
+            the others. Default True. `ObjectStoreReader` describes the conditions.
 
     Returns:
-        What this rank fetched, what of its state was missing, and what it did not ask for.
+        A report: what this rank fetched, which keys of its state were missing, and which keys of
+        the checkpoint it did not ask for.
 
     Raises:
-        StateMismatchError: keys or shapes that the checkpoint does not have, with the nearest
-            names.
-        UnsupportedError: a module or tensor of the state is on the meta device: give it memory
+        StateMismatchError: the state has keys or shapes that the checkpoint does not have. The
+            message lists the nearest names.
+        UnsupportedError: a module or tensor of the state is on the meta device. Give it memory
             first (`to_empty`).
-        DcpObjstoreError: that of the lowest rank that failed; see `ObjectStoreReader` for which.
-        RankFailedError: a rank failed otherwise, died, or did not make this call.
+        DcpObjstoreError: the error of the lowest rank that failed. `ObjectStoreReader` lists the
+            possible types.
+        RankFailedError: a rank failed in another way, died, or did not make this call.
 
-    A load that fails while data is read (its error says so), or that is stopped by Ctrl-C then,
-    leaves tensors of the state partly filled: load again, or from another checkpoint, before you
+    A load that fails while data is read (its error says so), or that Ctrl-C stops during that time,
+    leaves tensors of the state partly filled. Load again, or from another checkpoint, before you
     use them.
     """
     advice = every_rank("dcp_objstore.load")
@@ -116,7 +120,7 @@ def load(
     converted, failed = capture(lambda: ConvertedState(state, loading=True))
     try:
         with reporting_failures(reader):
-            # Ranks that read once begin with a collective of their own.
+            # With read_once the load begins with a collective, so all ranks must agree on it first.
             raise_on_all(
                 refused or failed, aim(reader), group, advice, {"read_once": bool(read_once)}
             )
@@ -136,7 +140,7 @@ def _run_load(
     *,
     strict: bool,
 ) -> LoadReport:
-    """`dcp.load` and the way back into the user's state, with one typed error for all ranks."""
+    """Run `dcp.load`, then restore the user's state; raise the same typed error on all ranks."""
     url = str(reader.checkpoint_id)
     planner = AgreeingLoadPlanner(url, converted.optimizers, converted.per_rank, strict=strict)
     try:
@@ -156,27 +160,27 @@ def _run_load(
             raise
         raise extended(error, _PARTLY).with_traceback(error.__traceback__) from error.__cause__
     if strict:
-        _tell_of_missing_state(url, planner.without_state)
+        _warn_of_missing_state(url, planner.without_state)
     elif planner.missing and not current_rank():
         logger.warning(
-            "%s does not have %d keys of the state, which stay as they are (%s%s)",
+            "%s does not have %d keys of the state; their values stay as they are (%s%s)",
             url,
             len(planner.missing),
             ", ".join(planner.missing[:5]),
             ", ..." if len(planner.missing) > 5 else "",
         )
-    if reader.last_load is None:  # it has left the raising to the rank that failed
-        raise RankFailedError("another rank has failed and has not said so", url=url)
+    if reader.last_load is None:  # read_data leaves the raising to the rank that failed
+        raise RankFailedError("another rank has failed without reporting its error", url=url)
     return dataclasses.replace(
         reader.last_load, missing=planner.missing, unexpected=planner.unexpected
     )
 
 
-def _tell_of_missing_state(url: str, without_state: Collection[tuple[Place, str]]) -> None:
+def _warn_of_missing_state(url: str, without_state: Collection[tuple[Place, str]]) -> None:
     if without_state and not current_rank():
         first = ", ".join(name for _, name in sorted(without_state)[:5])
         logger.warning(
-            "%s has no optimizer state for %d parameters, which go on without (%s%s)",
+            "%s has no optimizer state for %d parameters; the optimizer starts without it (%s%s)",
             url,
             len(without_state),
             first,

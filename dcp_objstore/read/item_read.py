@@ -1,8 +1,8 @@
-"""Items that only torch can take apart: gathered whole, then finished, in bounded memory.
+"""Reads of items that only torch can decode: collect each whole, then finish it, in bounded memory.
 
-A tensor is finished by the worker that brings its last byte. A value is left to the calling
-thread, as DCP's planners are called from one thread only; `CompletionQueue` bounds what waits for
-that.
+The worker that delivers the last byte of a tensor also finishes it. A value is finished by the
+calling thread, because DCP's planners are called from one thread only; `CompletionQueue` limits how
+much waits for that thread.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
     from typing_extensions import Buffer
 
-    from dcp_objstore.read.stored_checkpoint import Stored
+    from dcp_objstore.read.stored_checkpoint import ItemLocation
     from dcp_objstore.transfer.progress import Progress
 
 
 class ItemRead:
-    """All bytes of an item, for torch to take apart.
+    """A read of all bytes of an item, which torch then decodes.
 
-    Its memory is allocated when the first block arrives. With the last one a tensor is copied into
-    its destination, there and then, so that what has arrived does not pile up; `error` keeps what
-    went wrong with it. Then the read is handed to `on_complete`, and `take` gives a value away.
+    Its memory is allocated when the first block arrives. When the last block arrives, a tensor is
+    copied into its destination at once, so that arrived bytes do not pile up; `error` keeps what
+    went wrong. The read is then passed to `on_complete`. `take` returns the bytes of a value.
 
     Args:
-        item, stored: as for `TensorRead`; a whole `torch.save` blob.
+        item: DCP's read item.
+        stored: location of the item, whose payload is a whole `torch.save` blob or pickled value.
     """
 
-    def __init__(self, item: ReadItem, stored: Stored) -> None:
+    def __init__(self, item: ReadItem, stored: ItemLocation) -> None:
         self.item = item
         self.stored = stored
         self.error: DcpObjstoreError | None = None
@@ -58,18 +59,18 @@ class ItemRead:
 
     @property
     def selection(self) -> None:
-        """See `Read`."""
+        """None: the read needs the whole payload."""
         return
 
     def bind(
         self, destination: torch.Tensor | None, on_complete: Callable[[ItemRead], None]
     ) -> None:
-        """Say what becomes of it, before anything arrives.
+        """Set the destination, before any block arrives.
 
         Args:
-            destination: of a tensor; None for a value.
-            on_complete: called once, from the thread that brought the last byte; at once for an
-                item without bytes.
+            destination: the tensor to copy into; None for a value.
+            on_complete: called once, in the thread that delivered the last byte; called at once for
+                an item without bytes.
         """
         self._destination = destination
         self._on_complete = on_complete
@@ -77,11 +78,12 @@ class ItemRead:
             self._complete()
 
     def accept(self, position: int, block: Buffer) -> None:
-        """See `Read`."""
+        """Store the payload bytes at `position`; complete the read with the last of them."""
         arrived = np.frombuffer(block, dtype=np.uint8)
         with self._lock:
             if self._body is None:
-                # It adopts these bytes, and as nobody else has them lets us write to them.
+                # BytesIO adopts these bytes without a copy. It lets us write to them, because
+                # nothing else refers to them.
                 self._body = io.BytesIO(bytes(self.stored.payload_length))
             body = np.frombuffer(self._body.getbuffer(), dtype=np.uint8)
         body[position : position + arrived.nbytes] = arrived
@@ -93,7 +95,7 @@ class ItemRead:
         self._complete()
 
     def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
-        """See `Read`. Nothing of it is ever left out."""
+        """Store packed bytes, which are all bytes here: this read leaves nothing out."""
         del size_bytes
         self.accept(position, packed)
 
@@ -102,27 +104,27 @@ class ItemRead:
             try:
                 self._load_tensor(self._destination)
             except DcpObjstoreError as error:
-                # Not raised in a worker, which would fetch the last range once more.
+                # An error raised in a worker would make it fetch the last range again.
                 self.error = error
         self._on_complete(self)
 
     def held_bytes(self) -> int:
-        """Bytes that it holds: those of a value until it is taken, none of a tensor any more."""
+        """Return the bytes that the read still holds: a value's until `take`, none for a tensor."""
         return 0 if self._body is None else self.stored.payload_length
 
     def take(self) -> io.BytesIO:
-        """The whole item, not copied."""
+        """Return the whole item without a copy, and give up the memory."""
         body, self._body = self._body, None
         return io.BytesIO() if body is None else body
 
     def _load_tensor(self, destination: torch.Tensor) -> None:
-        """Unpickle the item as a tensor and copy the part that is wanted into `destination`.
+        """Unpickle the item as a tensor and copy the requested part into `destination`.
 
         Raises:
-            CheckpointCorruptError: it is no tensor, or not one of the expected shape.
-            StateMismatchError: torch cannot copy it into the destination, or it is quantized and
-                the destination is not quantized in the same way.
-            UntrustedPickleError: it is of a class that torch does not load safely.
+            CheckpointCorruptError: the item is not a tensor, or has an unexpected shape.
+            StateMismatchError: torch cannot copy the tensor into the destination, or it is
+                quantized and the destination is not quantized in the same way.
+            UntrustedPickleError: the tensor is of a class that torch does not load safely.
         """
         key = self.item.dest_index.fqn
         body = self.stored.undone(self.take(), key)
@@ -135,18 +137,21 @@ class ItemRead:
             if needed is not None:
                 raise UntrustedPickleError(
                     f"the stored tensor needs {needed}, which could run code when it is unpickled;"
-                    " if you trust that, declare it by torch.serialization.add_safe_globals",
+                    " if you trust it, declare it with torch.serialization.add_safe_globals",
                     key=key,
                 ) from error
             raise CheckpointCorruptError(
                 f"the stored tensor cannot be read: {type(error).__name__}: {error}", key=key
             ) from error
         if not isinstance(tensor, torch.Tensor):
-            raise CheckpointCorruptError(f"a {type(tensor).__name__} is stored", key=key)
+            raise CheckpointCorruptError(
+                f"expected a tensor, but a {type(tensor).__name__} is stored", key=key
+            )
         wanted = Box(tuple(self.item.storage_offsets), tuple(self.item.lengths))
         if not fits(wanted, tuple(tensor.shape)):
             raise CheckpointCorruptError(
-                f"a tensor of shape {tuple(tensor.shape)} is stored, {wanted} was expected of it",
+                f"the stored tensor has shape {tuple(tensor.shape)}, expected one that contains"
+                f" {wanted}",
                 key=key,
             )
         try:
@@ -155,23 +160,23 @@ class ItemRead:
             raise error.at(key=key) from None
         except RuntimeError as error:
             raise StateMismatchError(
-                f"the stored {tensor.dtype} tensor cannot be copied into the state's of"
-                f" {destination.dtype}: {str(error).partition(chr(10))[0]}",
+                f"the stored {tensor.dtype} tensor cannot be copied into the state's"
+                f" {destination.dtype} tensor: {str(error).partition(chr(10))[0]}",
                 key=key,
             ) from error
 
 
 class CompletionQueue:
-    """Items that have arrived and wait for the calling thread, in bounded number.
+    """A queue of complete items that wait for the calling thread, bounded in bytes.
 
-    DCP's planners take values from one thread only, while workers fetch on: they wait for room
-    before they take in another piece of a body. A worker that finds the backlog full after a piece
-    must wake the calling thread at once: only `drain` makes room, and the worker itself may be
-    the next to wait for it.
+    DCP's planners take values from one thread only, while workers go on fetching. Workers wait for
+    room before they accept another piece of a body. A worker that finds the queue full after a
+    piece must wake the calling thread at once: only `drain` makes room, and the worker itself may
+    be the next to wait for it.
 
     Args:
-        limit_bytes: of values that may wait. They may exceed it by those that one piece per worker
-            completes.
+        limit_bytes: size of the values that may wait. One piece per worker may complete further
+            values above this limit.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -181,18 +186,18 @@ class CompletionQueue:
         self._changed = threading.Condition()
 
     def add(self, read: ItemRead) -> None:
-        """Take an item that has all its bytes; from any thread."""
+        """Add an item that has all its bytes. Thread-safe."""
         with self._changed:
             self._waiting.append(read)
             self._waiting_bytes += read.held_bytes()
 
     @property
     def is_full(self) -> bool:
-        """Whether more waits than the limit, so that workers wait until `drain` is called."""
+        """Whether the waiting items exceed the limit, so that workers wait for `drain`."""
         return self._waiting_bytes > self._limit_bytes
 
     def drain(self, finish: Callable[[ItemRead], None]) -> None:
-        """Call `finish` with each item that waits; it counts as waiting until that returns."""
+        """Call `finish` with each waiting item, which counts as waiting until `finish` returns."""
         while self._waiting:
             read = self._waiting.popleft()
             held_bytes = read.held_bytes()
@@ -202,7 +207,7 @@ class CompletionQueue:
                 self._changed.notify_all()
 
     def wait_for_room(self, progress: Progress) -> None:
-        """Wait, in a worker, until what waits is within the limit or the transfer is stopped."""
+        """Block a worker until the queue is within its limit or the transfer is stopped."""
         with self._changed:
             if self.is_full:
                 progress.check_stopped()

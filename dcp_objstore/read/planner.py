@@ -1,4 +1,4 @@
-"""DCP's default load planner, with clear errors on which all ranks agree."""
+"""DCP's default load planner with clear errors that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ _COMPARED = 200
 
 
 class AgreeingLoadPlanner(DefaultLoadPlanner):
-    """Names every key and shape that the checkpoint does not have, with the nearest names.
+    """A load planner whose errors list every missing key and wrong shape, with the nearest names.
 
-    Refuses ranks that load from different URLs.
+    It also refuses ranks that load from different URLs.
 
     Args:
-        url: the checkpoint.
-        optimizers: for the place of each optimizer in the state, that of its module.
-        per_rank: for the place of each `PerRank`, whether the values of all ranks are wanted.
-        strict: refuse a state that asks for what the checkpoint does not have; otherwise that
-            stays as it is. Shapes must fit in any case.
+        url: URL of the checkpoint.
+        optimizers: place of each optimizer in the state, mapped to the place of its module.
+        per_rank: place of each `PerRank` in the state, mapped to whether the values of all ranks
+            are requested.
+        strict: refuse a state that has keys which the checkpoint does not have. If False, their
+            values stay as they are. Shapes must fit in either case.
 
     Attributes:
         missing: keys of this rank's state that the checkpoint does not have.
         unexpected: keys of the checkpoint that this rank's state does not ask for.
-        without_state: (optimizer's place, parameter's name in its module) for which the checkpoint
-            has the parameter and no optimizer state; nothing was loaded for them.
+        without_state: pairs of an optimizer's place and a parameter's name in its module for which
+            the checkpoint has the parameter but no optimizer state. Nothing was loaded for them.
         reading: whether the ranks have begun to read data into the state.
     """
 
@@ -73,7 +74,7 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """See `DefaultLoadPlanner`.
+        """Override `DefaultLoadPlanner.set_up_planner` with a typed error for clashing names.
 
         Raises:
             StateMismatchError: two values of the state have the same name in a checkpoint.
@@ -82,10 +83,10 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
             super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
-        """See `DefaultLoadPlanner`.
+        """Override `DefaultLoadPlanner.create_local_plan`; check keys and shapes first.
 
         Raises:
-            StateMismatchError: the state asks for what the checkpoint does not have.
+            StateMismatchError: the state asks for keys or shapes that the checkpoint does not have.
         """
         with plugin_errors(current_rank(), self._url):
             plan = self._fitting_plan()
@@ -100,15 +101,15 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         before, asked = self.state_dict, dict(self.state_dict)
         self._leave_out_absent_state(self.metadata)
         try:
-            # It also knows the key format of torch before 2.4, under which keys that look missing
-            # may be there; it takes a new dict for these.
+            # DCP also knows the key format of torch before 2.4, in which keys that look missing may
+            # exist. It then replaces `state_dict` by a new dict.
             plan = super().create_local_plan()
         except Exception:
             missing = _missing(self.state_dict, self.metadata)
             if missing:
                 raise _listed(
-                    "the checkpoint does not have what the state asks for (strict=False leaves"
-                    " such keys as they are)",
+                    "the checkpoint does not have what the state asks for (with strict=False such"
+                    " values stay as they are)",
                     missing,
                 ) from None
             raise
@@ -119,40 +120,41 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         return plan
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """See `DefaultLoadPlanner`.
+        """Override `DefaultLoadPlanner.create_global_plan`; check that all ranks load the same.
 
         Raises:
-            InvalidUrlError: the ranks load from different URLs. (That they have opened the same
-                commit is checked after this, by the reader.)
-            StateMismatchError: the checkpoint has nothing of what the ranks ask for.
+            InvalidUrlError: the ranks load from different URLs. (The reader checks afterwards
+                that they have opened the same commit.)
+            StateMismatchError: the checkpoint has none of the keys that the ranks ask for.
         """
         with plugin_errors(current_rank(), self._url):
             same_url([plan.planner_data[0] for plan in global_plan])
             missing = sum(plan.planner_data[1] for plan in global_plan)
             if missing and not any(plan.items for plan in global_plan):
                 raise StateMismatchError(
-                    f"the checkpoint has none of the {missing} keys that the state asks for; is it"
-                    " the right checkpoint, and has the state the nesting that was saved?"
+                    f"the checkpoint has none of the {missing} keys that the state asks for; check"
+                    " that it is the right checkpoint and that the state is nested as it was saved"
                 )
             plans = super().create_global_plan(global_plan)
         if not any(plan.items for plan in plans):
             logger.warning(
-                "%s: nothing is loaded, because the state asks for nothing on any rank; pass the"
-                " modules, tensors and values that are to be filled",
+                "%s: nothing is loaded, because the state is empty on every rank; pass the modules,"
+                " tensors and values to fill",
                 self._url,
             )
         return plans
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """See `DefaultLoadPlanner`."""
+        """Override `DefaultLoadPlanner.finish_plan`; note that reading begins."""
         with plugin_errors(current_rank(), self._url):
             self.reading = True
             return super().finish_plan(new_plan)
 
     def _choose_per_rank(self, metadata: Metadata) -> set[str]:
-        """Ask for the values of the ranks that are wanted; return the keys of all others.
+        """Request the per-rank values that this rank wants; return the keys of all other ranks.
 
-        A rank that was not there when it was saved asks for nothing, unless nobody saved any.
+        A rank that did not exist when the checkpoint was saved requests nothing, unless no rank
+        saved a value.
         """
         others: set[str] = set()
         places = {tuple(map(str, path)): path for path in self.mappings.values()}
@@ -177,7 +179,7 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         return others
 
     def _leave_out_absent_state(self, metadata: Metadata) -> None:
-        """Ask for no optimizer state of parameters that were saved without any."""
+        """Drop requests for the optimizer state of parameters that were saved without any."""
         saved = metadata.state_dict_metadata
         asked: dict[tuple[Place, str], list[str]] = {}
         for key in self.state_dict:
@@ -196,7 +198,7 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
 
 
 def _mismatches(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
-    """One line for each key whose value is of another shape, or tensor against value."""
+    """List the keys whose shape differs, or of which only one side is a tensor."""
     problems = []
     for key, value in state_dict.items():
         saved = metadata.state_dict_metadata.get(key)
@@ -219,7 +221,7 @@ def _mismatches(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
 
 
 def _missing(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
-    """One line for each key that was not saved, with the nearest saved names."""
+    """List the keys that were not saved, each with the nearest saved names."""
     saved = metadata.state_dict_metadata
     lines: list[str] = []
     for key in state_dict:
@@ -231,16 +233,16 @@ def _missing(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
 
 
 def nearest(key: str, saved: list[str]) -> list[str]:
-    """Up to three saved names that are most like `key`."""
+    """Return up to three saved names that are most like `key`."""
     inside = [name for name in saved if name.startswith(f"{key}.")]
     if inside:
         return inside[:3]
-    # A prefix too many or missing, as `model.` or `module.`; the shortest such prefix first.
+    # Names with one prefix more or less, such as `model.` or `module.`; shortest prefix first.
     shifted = [name for name in saved if name.endswith(f".{key}") or key.endswith(f".{name}")]
     shifted.sort(key=lambda name: abs(len(name) - len(key)))
 
     def in_common(name: str) -> int:
-        """Characters at the start and at the end that are the same."""
+        """Count the equal characters at the start and at the end."""
         start = os.path.commonprefix((key, name))  # noqa: RUF071 - by character on purpose
         end = os.path.commonprefix((key[::-1], name[::-1]))  # noqa: RUF071 - as above
         return len(start) + len(end)

@@ -1,8 +1,8 @@
 """`ObjectStoreReader`: DCP's StorageReader, from ranged GETs to the destinations' own memory.
 
-Reading trusts nothing but the marker, the index that it names and the objects that this names
-(`checkpoint.commit`, rule 7). What is needed is planned before anything is fetched (`reads.py`,
-`transfer.ranges`), and every block is verified before it reaches a tensor.
+A load trusts only the marker, the index that the marker names and the objects that the index names
+(`checkpoint.commit`, rule 7). It plans what it needs before it fetches anything (`tensor_read`,
+`transfer.ranges`), and verifies every block before the block reaches a tensor.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import LoadReport, logger
 from dcp_objstore.read.peers.exchange import Exchange, PeerFailedError, Share
-from dcp_objstore.read.peers.meeting import Offer, all_come, make_offer, open_once, share_out
+from dcp_objstore.read.peers.meeting import Offer, all_arrived, make_offer, open_once, share_out
 from dcp_objstore.read.session import PlannedLoad, plan_load, run_load
-from dcp_objstore.read.stored_checkpoint import Source, open_stored_checkpoint
+from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
 from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.urls import is_supported_url
 
@@ -50,85 +50,88 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Load:
-    """One load on one rank, from the metadata to its end."""
+    """The state of one load on one rank, from reading the metadata to the end."""
 
     spec: StoreSpec
     channel: Channel
-    source: Source | None = None
-    together: bool = False  # with other ranks, as far as this one knows
+    source: StoredCheckpoint | None = None
+    together: bool = False  # whether other ranks take part, as far as this rank knows
     planned: PlannedLoad | None = None
     error: DcpObjstoreError | None = None
     rank: int | None = None
     is_coordinator: bool = False
-    met: bool = False  # with the other ranks, to read
+    met: bool = False  # whether the ranks have already met to read
 
 
 class ObjectStoreReader(StorageReader):
-    """Loads with `dcp.load` from an object store, with any number of ranks or without any.
+    """A reader for `dcp.load` from an object store, with any number of ranks or in one process.
 
-    Reads checkpoints that `ObjectStoreWriter` committed, and those of stock torch's
+    It reads checkpoints that `ObjectStoreWriter` committed, and those of stock torch's
     `FileSystemWriter` and `FsspecWriter`, s3torchconnector, Megatron-Core and
-    multi-storage-client (which carry no digests, so nothing of them can be verified).
+    multi-storage-client. Those carry no digests, so their bytes cannot be verified.
 
     Args:
-        url: the checkpoint, as `s3://bucket/run/step-1000`; may be left out when
-            `dcp.load(..., checkpoint_id=url)` gives it. Another `checkpoint_id` in the first load
-            is refused; a later one re-targets the reader.
-        storage_options: credentials and endpoint in fsspec's spelling. Default: from the
+        url: URL of the checkpoint, such as `s3://bucket/run/step-1000`. May be left out if
+            `dcp.load(..., checkpoint_id=url)` gives it. A different `checkpoint_id` in the first
+            load is refused; in a later load it re-targets the reader.
+        storage_options: credentials and endpoint in fsspec's spelling. Default: taken from the
             environment.
         config: sizes, concurrency, time-outs and the memory budget.
-        progress: show a bar on rank 0 where standard error is a terminal. Default True.
-        on_event: called with each event of a load on this rank, in a thread of its own; as for
-            `ObjectStoreWriter`.
-        trace: name of a local file that gets each load as a trace; as for `ObjectStoreWriter`.
+        progress: show a progress bar on rank 0 if standard error is a terminal. Default True.
+        on_event: callable that receives each event of a load on this rank, in a thread of its own.
+            `ObjectStoreWriter` describes how it is called.
+        trace: name of a local file to write a trace of each load to. `ObjectStoreWriter` describes
+            how ranks and loads name their files.
         verify: "strict" (default): no unverified byte reaches a tensor; reads are widened to
-            whole 4 MiB blocks. "off": only what is needed is read, and not checked.
+            whole 4 MiB blocks. "off": read only the bytes that are needed, and do not check them.
         trust_pickle: unpickle every value, which may run code that the checkpoint's author chose.
-            Default False: values load if `torch.load(weights_only=True)` allows them, with what you
-            declared by `torch.serialization.add_safe_globals`, or if they are of a few types that
-            run nothing (`BytesIO`, numeric NumPy arrays and scalars, `datetime`, `Decimal`,
-            `Path`, `range`, `deque`, enums of the standard library).
-        read_once: what several ranks need (replicas, values, blocks that another layout cuts) is
-            fetched and verified by one of them, which hands it to the others; so the store sees
-            each byte once, whatever the number of ranks. Ranks of one host hand it on through
-            shared memory, others through gloo. A rank that fails fails all in the next round. If
-            some have not come to `read_data` and for 5 s none does, as a planner's `finish_plan`
-            has raised or is slow, each loads by itself. The ranks must agree on this, and where it
-            is on also on `verify`. Default True: 8 replicas on one host loaded
-            2.5 to 3 times as fast (`python -m benchmarks resume --layout replicated`), and where
-            nothing is shared it costs nothing.
-        process_group: the ranks that load together, all of which take part in every load; then
-            one of them opens the checkpoint for all. Default None: the ranks of the default group,
-            if it is they who load, and each opens the checkpoint. Bytes pass between ranks in a
-            gloo group of our own with the same ranks.
+            Default False: values load if `torch.load(weights_only=True)` allows them, including
+            what you declared with `torch.serialization.add_safe_globals`, or if they are of a few
+            types that run no code (`BytesIO`, numeric NumPy arrays and scalars, `datetime`,
+            `Decimal`, `Path`, `range`, `deque`, enums of the standard library).
+        read_once: bytes that several ranks need (replicas, values, blocks that another layout cuts)
+            are fetched and verified by one rank, which hands them to the others. The store then
+            serves each byte once, whatever the number of ranks. Ranks on one host pass bytes
+            through shared memory, others through gloo. If a rank fails, all ranks fail in the next
+            round. If some ranks have not reached `read_data` and none arrives for 5 s, because a
+            planner's `finish_plan` has raised or is slow, each rank loads by itself. The ranks must
+            agree on this setting and, if it is on, also on `verify`. Default True: 8 replicas on
+            one host loaded 2.5 to 3 times as fast
+            (`python -m benchmarks resume --layout replicated`), and a load that shares nothing
+            pays nothing.
+        process_group: the ranks that load together. All of them take part in every load, and one
+            opens the checkpoint for all. Default None: the ranks of the default group, if these
+            are the ones that load; each then opens the checkpoint itself. Bytes pass between ranks
+            in a separate gloo group with the same ranks.
 
     Attributes:
-        last_load: a `LoadReport` of this rank's last finished load, or None.
-        load_id: names the latest load, or None; it is the `load_id` of the `StorageMeta` that the
-            planner gets, as with torch's readers.
+        last_load: the `LoadReport` of this rank's last finished load, or None.
+        load_id: identifier of the latest load, or None. It is the `load_id` of the `StorageMeta`
+            that the planner receives, as with torch's readers.
 
     The DCP call raises these errors as `CheckpointException.failures`; `dos.load` raises them
-    plainly.
+    directly.
 
     Raises:
         CheckpointNotFoundError: nothing is committed at this URL.
         CheckpointCorruptError: objects are missing or differ from what was saved.
-        CheckpointGoneError: the checkpoint was deleted or replaced meanwhile.
+        CheckpointGoneError: the checkpoint was deleted or replaced during the load.
         UntrustedPickleError: a value needs `torch.serialization.add_safe_globals`, or
             `trust_pickle=True`.
         StateMismatchError: the state asks for keys or shapes that the checkpoint does not have.
-        UnsupportedError: a newer version wrote the checkpoint, or it holds what cannot be loaded.
+        UnsupportedError: a newer version wrote the checkpoint, or it holds something that cannot
+            be loaded.
         StoreUnavailableError: the store did not answer, after all retries.
         TransferStalledError: no range was completed for `config.stall_timeout_seconds`.
-        CredentialsError: there are no credentials, or they are wrong or expired.
-        PermissionDeniedError: the credentials do not allow it.
-        BucketNotFoundError: there is no such bucket.
+        CredentialsError: credentials are missing, wrong or expired.
+        PermissionDeniedError: the credentials do not allow the request.
+        BucketNotFoundError: the bucket does not exist.
 
-    A load that fails may have filled some of the destinations, in whole or in part, and left the
-    others as they were (what it did place was verified, under "strict"). Nothing writes to them
-    any more once it has raised. Load again, or do not use that state.
+    A load that fails may have filled some destinations, in whole or in part, and left the others as
+    they were. Under "strict" the bytes that it did place were verified. Nothing writes to the
+    destinations once the load has raised. Load again, or do not use that state.
 
-    Threads may load with one reader at the same time, each into a state of its own.
+    Several threads may load with one reader at the same time, each into its own state.
     """
 
     def __init__(
@@ -160,12 +163,12 @@ class ObjectStoreReader(StorageReader):
         self.load_id: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings only, without secrets, process group or an opened checkpoint."""
+        """Return the settings, without secrets, process group or opened checkpoint."""
         kept = ("_target", "_progress", "_hooks", "_verify", "_trust_pickle", "_read_once")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """A reader with these settings that has not loaded yet."""
+        """Restore a reader with these settings that has not loaded yet."""
         self.__dict__.update(state)
         self._process_group = None
         self._of_thread = threading.local()
@@ -177,16 +180,16 @@ class ObjectStoreReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """The URL of the checkpoint that is loaded next."""
+        """The URL of the checkpoint that the next load reads."""
         return self._target.url
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is a URL that we can load from."""
+        """Whether this is a URL that a reader can load from."""
         return is_supported_url(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Aim at another checkpoint, keeping every option; None keeps the URL.
+        """Aim at another checkpoint and keep every option; None keeps the URL.
 
         Raises:
             ConfigError: the reader was made with another URL and has loaded nothing yet.
@@ -196,10 +199,10 @@ class ObjectStoreReader(StorageReader):
             self._target.aim(checkpoint_id)  # type: ignore[arg-type]  # StoreSpec checks it
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Open the checkpoint; on failure an empty Metadata, and the next call raises.
+        """Open the checkpoint; on failure return an empty Metadata and let the next call raise.
 
-        DCP turns whatever is raised here into a bare AssertionError (up to torch 2.11 without its
-        text), but lets through what `set_up_storage_reader` raises.
+        DCP turns an error raised here into a bare AssertionError (up to torch 2.11 without its
+        text), but passes on what `set_up_storage_reader` raises.
         """
         spec = self._target.begin()
         load = _Load(spec, self._hooks.channel("load", spec.url, *rank_and_world_size()))
@@ -215,8 +218,8 @@ class ObjectStoreReader(StorageReader):
         load.channel.emit(Opened, load.channel.began_at, commit_id=load.source.commit_id)
         return load.source.metadata
 
-    def _open(self, load: _Load) -> Source:
-        def open_here() -> Source:
+    def _open(self, load: _Load) -> StoredCheckpoint:
+        def open_here() -> StoredCheckpoint:
             return open_stored_checkpoint(load.spec, load_id=str(uuid.uuid4()))
 
         load.together = self._read_once and current_rank() is not None
@@ -224,14 +227,14 @@ class ObjectStoreReader(StorageReader):
             return open_here()
         try:
             group = self._group()
-        except UnsupportedError as error:  # on all of its ranks
+        except UnsupportedError as error:  # raised on all ranks of the group
             logger.info("%s: every rank loads by itself: %s", load.spec.url, error.message)
             load.together = False
             return open_here()
         return open_once(open_here, group, load.spec.url)
 
     def _group(self) -> dist.ProcessGroup:
-        """The group for exchanging blocks. A collective of its ranks, the first time."""
+        """Return the group for exchanging blocks; its first call is a collective of its ranks."""
         given = None if self._process_group is dist.group.WORLD else self._process_group
         group = own_group("read once", given, self._target.config)
         assert group is not None
@@ -244,7 +247,7 @@ class ObjectStoreReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_: Any, **kwargs: Any
     ) -> None:
-        """Raise what `read_metadata` met."""
+        """Raise the error that `read_metadata` kept."""
         del metadata
         load = self._opened()
         load.rank = kwargs.get("rank")
@@ -254,8 +257,8 @@ class ObjectStoreReader(StorageReader):
             if load.error is not None:
                 raise load.error.at(rank=load.rank)
 
-    def _tell_failed(self, error: BaseException) -> None:
-        """Tell of the end of this thread's load, for what fails outside of the methods here."""
+    def _report_failure(self, error: BaseException) -> None:
+        """Report that this thread's load has failed outside of the methods of this class."""
         load: _Load | None = getattr(self._of_thread, "load", None)
         if load is None:
             channel = self._hooks.channel("load", str(self.checkpoint_id), *rank_and_world_size())
@@ -265,7 +268,7 @@ class ObjectStoreReader(StorageReader):
         channel.settle()
 
     def _opened(self) -> _Load:
-        """The load that this thread has under way: DCP makes all calls of one from one thread."""
+        """Return this thread's current load: DCP makes all calls of a load from one thread."""
         load: _Load | None = getattr(self._of_thread, "load", None)
         if load is None:
             self.read_metadata()
@@ -274,7 +277,7 @@ class ObjectStoreReader(StorageReader):
         return load
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Plan what is to be read, and tell the coordinator which commit and bytes that is."""
+        """Plan what to read, and send the coordinator the commit and the bytes that it needs."""
         load = self._opened()
         with plugin_errors(load.rank, load.spec.url):
             if load.source is not None:
@@ -294,21 +297,22 @@ class ObjectStoreReader(StorageReader):
             return dataclasses.replace(plan, storage_data=offer)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Share out what several ranks need, if all have opened the same checkpoint.
+        """Divide what several ranks need among them, if all have opened the same checkpoint.
 
         Raises:
-            CheckpointGoneError: the checkpoint was replaced between the ranks' openings of it, or
-                they were given different URLs.
-            ConfigError: the ranks were given different settings where they must agree.
+            CheckpointGoneError: the checkpoint was replaced after some ranks had opened it, or the
+                ranks were given different URLs.
+            ConfigError: the ranks were given different values of a setting on which they must
+                agree.
         """
         offers = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Offer)]
         if len({(offer.url, offer.commit_id) for offer in offers}) > 1:
             raise CheckpointGoneError(
-                "the ranks have opened different checkpoints: it was replaced meanwhile, or they"
-                " were given different URLs; load again",
+                "the ranks have opened different checkpoints: it was replaced while they opened it,"
+                " or they were given different URLs; load again",
                 url=self.checkpoint_id,
             )
-        if len(offers) < len(plans):  # a planner that makes plans of its own
+        if len(offers) < len(plans):  # a planner has replaced the plans by its own
             return plans
         load = self._opened()
         with plugin_errors(load.rank, load.spec.url):
@@ -319,10 +323,10 @@ class ObjectStoreReader(StorageReader):
         ]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fetch, verify and place all that this rank's plan asks for; returns when done.
+        """Fetch, verify and place everything in this rank's plan, and return when done.
 
-        Also when another rank has failed meanwhile: the call of DCP that follows raises the error
-        of that rank on all of them.
+        It also returns if another rank has failed: the next call of DCP then raises that rank's
+        error on all ranks.
         """
         load = self._opened()
         with load.channel.watching(), plugin_errors(load.rank, load.spec.url):
@@ -341,12 +345,12 @@ class ObjectStoreReader(StorageReader):
         planned, load.planned = load.planned, None
         plan_changed = planned is None or planned.items != plan.items
         share = plan.storage_data
-        if isinstance(share, Share) and self._all_come(load, share):
+        if isinstance(share, Share) and self._all_arrived(load, share):
             with Exchange(share, self._group(), load.spec.url) as exchange:
                 if planned is None or plan_changed:
                     raise UnsupportedError(
-                        "the planner's finish_plan has changed which items are read, after it was"
-                        " planned which rank fetches them; pass read_once=False to the reader"
+                        "the planner's finish_plan has changed the items to read after the ranks"
+                        " had planned who fetches them; pass read_once=False to the reader"
                     )
                 exchange.prepare(planned, self._target.config.memory_budget_bytes // 8)
                 return self._run(load, planned, planner, exchange)
@@ -354,15 +358,15 @@ class ObjectStoreReader(StorageReader):
             planned = plan_load(load.source, plan.items, verify=self._verify)
         return self._run(load, planned, planner, None)
 
-    def _all_come(self, load: _Load, share: Share) -> bool:
+    def _all_arrived(self, load: _Load, share: Share) -> bool:
         if load.met:
             raise UnsupportedError(
-                "the ranks have read this plan already, and failed or not, they do so once: load"
-                " again, on all ranks"
+                "the ranks have already read this plan, and a plan is read once, even if reading"
+                " fails: load again, on all ranks"
             )
         load.met = True
         ranks = len(self._group_ranks())
-        return all_come(share.meeting, ranks, self._target.config, load.spec.url)
+        return all_arrived(share.meeting, ranks, self._target.config, load.spec.url)
 
     def _run(
         self, load: _Load, planned: PlannedLoad, planner: LoadPlanner, exchange: Exchange | None

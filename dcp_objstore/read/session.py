@@ -1,4 +1,4 @@
-"""A rank's load: planned from the index alone, then bound to tensors, fetched and put in place."""
+"""One rank's load: plan from the index alone, bind to tensors, fetch, and put in place."""
 
 from __future__ import annotations
 
@@ -46,38 +46,41 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.read.peers.exchange import Exchange
-    from dcp_objstore.read.stored_checkpoint import Source
+    from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.stores import ObjectStore
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoad:
-    """What a rank is to read.
+    """What a rank will read.
 
     Attributes:
         source: the opened checkpoint.
-        items: of the rank's plan.
-        reads: one for each item.
+        items: the read items of the rank's plan.
+        reads: one read for each item, in the same order.
         spans: the pieces of objects that the reads need.
     """
 
-    source: Source
+    source: StoredCheckpoint
     items: Sequence[ReadItem]
     reads: Sequence[TensorRead | ItemRead]
     spans: Sequence[Span[Block]]
 
 
 def plan_load(
-    source: Source, items: Sequence[ReadItem], *, verify: bool, whole_blocks: bool = False
+    source: StoredCheckpoint, items: Sequence[ReadItem], *, verify: bool, whole_blocks: bool = False
 ) -> PlannedLoad:
-    """Find out what must be read for a plan, without looking at its tensors.
+    """Determine what must be read for a plan, without looking at its tensors.
 
     Args:
-        verify: see `ObjectStoreReader`.
-        whole_blocks: see `plan_spans`.
+        source: the opened checkpoint.
+        items: the read items of the rank's plan.
+        verify: whether arriving blocks will be checked against their digests.
+        whole_blocks: whether to read whole digest blocks, which other ranks may need as well.
 
     Raises:
-        CheckpointCorruptError, StateMismatchError: the checkpoint does not have it.
+        CheckpointCorruptError: the checkpoint does not say where an item lies.
+        StateMismatchError: the checkpoint does not have what an item asks for.
     """
     reads: list[TensorRead | ItemRead] = []
     for item in items:
@@ -98,21 +101,30 @@ def run_load(
     channel: Channel,
     exchange: Exchange | None = None,
 ) -> LoadReport:
-    """Read every item of a plan into what the planner resolves it to. A plan is run once.
+    """Read every item of a plan into the destination that the planner gives it.
+
+    A plan can be run only once.
 
     Args:
-        store: rooted at the checkpoint.
-        trust_pickle: see `ObjectStoreReader`.
-        channel: where this load is told of; it began when that was made.
-        exchange: the part of it that the ranks do together.
+        store: the store, rooted at the checkpoint.
+        planned: what to read.
+        planner: DCP's planner, which gives destinations and takes values.
+        config: sizes, concurrency, time-outs and the memory budget.
+        trust_pickle: whether to unpickle values that `torch.load(weights_only=True)` refuses.
+        channel: channel for the events of this load, which began when the channel was made.
+        exchange: the part of the load that the ranks do together; None if this rank loads alone.
 
     Raises:
-        CheckpointCorruptError, CheckpointGoneError, UntrustedPickleError, StateMismatchError,
-        UnsupportedError, and the store's errors.
+        CheckpointCorruptError: objects are missing or differ from what was saved.
+        CheckpointGoneError: the checkpoint was deleted or replaced during the load.
+        UntrustedPickleError: a value needs `trust_pickle` or a declared safe global.
+        StateMismatchError: a destination does not fit what is stored.
+        UnsupportedError: a destination cannot be written in place.
+        DcpObjstoreError: any error of the store.
     """
     shared_bytes = 0 if exchange is None else exchange.memory_bytes
-    backlog = CompletionQueue(config.memory_budget_bytes)
-    destinations = _bind(planned, planner, backlog)
+    completed = CompletionQueue(config.memory_budget_bytes)
+    destinations = _bind(planned, planner, completed)
     alone = planned.spans if exchange is None else exchange.alone()
     requests = [
         *(() if exchange is None else exchange.requests),
@@ -137,12 +149,12 @@ def run_load(
             planner.load_bytes(read.item, body)
 
     def take_in(request: RangeRequest[Block], body: Buffer) -> bool:
-        backlog.wait_for_room(progress)
+        completed.wait_for_room(progress)
         with nullcontext(body) if inbound is None else inbound.taking(request, body) as here:
             consume(request, here)
         if exchange is not None:
             exchange.keep(request, body)
-        return backlog.is_full
+        return completed.is_full
 
     def admit(request: RangeRequest[Block], progress: Progress) -> memoryview | None:
         into = None if exchange is None else exchange.admit(request, progress)
@@ -153,8 +165,8 @@ def run_load(
     def go_on() -> None:
         if exchange is not None:
             exchange.advance()
-        backlog.drain(finish)
-        progress.alive()  # workers may have waited for this
+        completed.drain(finish)
+        progress.alive()  # workers may have waited for this call, which is no stall
 
     def explain(request: RangeRequest[Block], error: DcpObjstoreError) -> DcpObjstoreError:
         return _explained(planned.source, store, request, error)
@@ -183,7 +195,7 @@ def run_load(
             explain=explain,
         )
         with closing(arriving):
-            go_on()  # items without bytes, and what others fetch
+            go_on()  # items without bytes, and rounds in which only others fetch
             for _ in arriving:
                 go_on()
         go_on()
@@ -223,7 +235,7 @@ def _request_size(
     destinations: Iterable[torch.Tensor],
     config: TransferConfig,
 ) -> int:
-    """Larger than configured where bodies come into a block of memory, however large they are."""
+    """Return the request size: larger than configured where bodies arrive directly in memory."""
     piecewise = isinstance(store, AskableStore) and store.asks_ahead
     if not piecewise or any(to.device.type != "cpu" for to in destinations):
         return config.request_size_bytes
@@ -232,9 +244,9 @@ def _request_size(
 
 
 def _bind(
-    planned: PlannedLoad, planner: LoadPlanner, backlog: CompletionQueue
+    planned: PlannedLoad, planner: LoadPlanner, completed: CompletionQueue
 ) -> dict[int, torch.Tensor]:
-    """Give every read its destination; returns those of tensors by the identity of their item."""
+    """Give every read its destination; return the tensors by the identity of their item."""
     destinations: dict[int, torch.Tensor] = {}
     warned = False
     for item, read in zip(planned.items, planned.reads, strict=True):
@@ -243,7 +255,7 @@ def _bind(
             destination = check_destination(item, planner.resolve_tensor(item))
             destinations[id(item)] = destination
         if isinstance(read, ItemRead):
-            read.bind(destination, backlog.add)
+            read.bind(destination, completed.add)
         else:
             assert destination is not None and read.stored.dtype is not None
             warned = warned or warn_if_lossy(item, read.stored.dtype, destination)
@@ -258,7 +270,7 @@ def _way_in(
     config: TransferConfig,
     budget_bytes: int,
 ) -> tuple[Inbound | None, int]:
-    """The way to destinations on a GPU, if there are any, and the budget left for fetching."""
+    """Return the path to destinations on a GPU, if any, and the budget left for fetching."""
     devices = {destination.device for destination in destinations.values()}
     if any(device.type != "cpu" for device in devices):
         settle_streams()
@@ -276,7 +288,7 @@ def _way_in(
 
 
 def _is_sent(request: RangeRequest[Block]) -> bool:
-    """Whether some of a request goes to a device."""
+    """Whether part of a request goes to a device."""
     return any(
         isinstance(read, TensorRead) and read.is_sent
         for span in request.spans
@@ -285,12 +297,15 @@ def _is_sent(request: RangeRequest[Block]) -> bool:
 
 
 def _explained(
-    source: Source, store: ObjectStore, request: RangeRequest[Block], error: DcpObjstoreError
+    source: StoredCheckpoint,
+    store: ObjectStore,
+    request: RangeRequest[Block],
+    error: DcpObjstoreError,
 ) -> DcpObjstoreError:
-    """What the error of a GET means for the checkpoint, and what the GET was for."""
+    """Say what a GET's error means for the checkpoint, and add what the GET was for."""
     if isinstance(error, ObjectNotFoundError):
         error = source.explain(store, error)
-    elif isinstance(error, CorruptDataError):  # shorter than the index says, or another answer
+    elif isinstance(error, CorruptDataError):  # the object is too short, or the answer was wrong
         error = CheckpointCorruptError(
             error.message, error.rank, error.key, error.object_key, error.url
         )

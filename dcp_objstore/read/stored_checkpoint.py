@@ -1,7 +1,7 @@
-"""`Source`: a checkpoint opened for reading, ours or one that stock torch wrote.
+"""`StoredCheckpoint`: a checkpoint opened for reading, written by this library or by stock torch.
 
-Both become the same thing here: what DCP's planners need to know, and for each item where its
-bytes lie, whether they are raw, and what they must hash to.
+Both become the same here: the metadata for DCP's planners and, for each item, where its bytes lie,
+whether they are raw, and what they must hash to.
 """
 
 from __future__ import annotations
@@ -49,27 +49,30 @@ if TYPE_CHECKING:
     from dcp_objstore.stores import ObjectStore, StoreSpec
 
 _MAX_DOT_METADATA_BYTES = 4 * 1024**3
-# Reading is planned in blocks, before the first byte shows whether an object is as large as the
-# `.metadata` says; for what no tensor's shape accounts for, there is no other bound. (A length of
+# A read is planned in blocks before the first byte shows whether an object is as large as the
+# `.metadata` says. Bytes that no tensor's shape accounts for have no other bound. (A length of
 # 2**42 took 25 s and 600 MB before it was found to be wrong.)
 _MAX_UNEXPLAINED_BYTES = 64 * 1024**3
-# torch's FileSystemWriter writes it for rank 0 where use_collectives=False is passed to dcp.save.
+# torch's FileSystemWriter writes this for rank 0 if dcp.save is called with
+# use_collectives=False.
 _RANK_METADATA_KEY = "__0.metadata"
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """Where one item lies.
+class ItemLocation:
+    """The location of one item, and how its bytes are encoded.
 
     Attributes:
-        object_number: into `Source.object_keys`.
-        payload_offset, payload_length: its bytes in that object.
+        object_number: index of the object in `StoredCheckpoint.object_keys`.
+        payload_offset: offset of the item's bytes in that object.
+        payload_length: number of the item's bytes in that object.
         sizes: shape of the chunk; None for a pickled value.
-        dtype: torch's name of the dtype of raw elements, or one that is unknown here; None where
-            the payload is a whole `torch.save` blob, or a pickled value.
+        dtype: torch's name of the dtype of raw elements, which may be unknown to this version; None
+            if the payload is a whole `torch.save` blob or a pickled value.
         digests: 16 bytes per 4 MiB block of payload; None for a checkpoint without digests.
-        transforms: names of the stream extensions that the payload went through; foreign only.
-        limit_bytes: no more may it become when it is unpacked; None for raw elements.
+        transforms: names of the stream extensions that the payload went through. Only foreign
+            checkpoints have any.
+        limit_bytes: largest size that the payload may unpack to; None for raw elements.
     """
 
     object_number: int
@@ -82,10 +85,10 @@ class Stored:
     limit_bytes: int | None = None
 
     def undone(self, payload: io.BytesIO, key: str) -> io.BytesIO:
-        """The whole payload as it was before the stream extensions; itself where there are none.
+        """Return the payload as it was before the stream extensions; unchanged if it has none.
 
         Raises:
-            CheckpointCorruptError: it cannot be undone, or becomes too large.
+            CheckpointCorruptError: an extension cannot be undone, or the payload becomes too large.
         """
         if self.limit_bytes is None:
             return payload
@@ -95,32 +98,33 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """An opened checkpoint.
+class StoredCheckpoint:
+    """A checkpoint that was opened for reading.
 
     Attributes:
-        metadata: for DCP's planners.
-        object_keys: of its data objects.
-        items: by key and, for a tensor's chunk, offsets.
-        commit_id: None for a checkpoint that another library wrote; as marker, and objects.
-        marker: of the commit.
-        objects: what the index says of each data object.
+        metadata: metadata for DCP's planners.
+        object_keys: keys of its data objects.
+        items: location of each item, by key and the chunk's offsets (None for a value).
+        commit_id: identifier of the commit; None for a checkpoint that another library wrote.
+        marker: commit marker; None for a checkpoint that another library wrote.
+        objects: the index's entry for each data object; None for a checkpoint that another library
+            wrote.
     """
 
     metadata: Metadata
     object_keys: tuple[str, ...]
-    items: dict[tuple[str, tuple[int, ...] | None], Stored]
+    items: dict[tuple[str, tuple[int, ...] | None], ItemLocation]
     commit_id: str | None
     marker: Marker | None = None
     objects: tuple[ix.ObjectEntry, ...] | None = None
 
-    def item(self, place: MetadataIndex) -> Stored:
-        """Where the item lies that a read plan asks for.
+    def item(self, place: MetadataIndex) -> ItemLocation:
+        """Return the location of the item that a read plan asks for.
 
         Raises:
-            CheckpointCorruptError: the checkpoint does not say.
-            UnsupportedError: it went through a stream extension that cannot be undone here, or is
-                of an unknown dtype.
+            CheckpointCorruptError: the checkpoint does not say where the item lies.
+            UnsupportedError: the item went through a stream extension that cannot be undone here,
+                or its dtype is unknown.
         """
         offset = None if place.offset is None else tuple(place.offset)
         found = self.items.get((place.fqn, offset))
@@ -136,10 +140,10 @@ class Source:
         return found
 
     def check_whole(self, keys: Iterable[str]) -> None:
-        """Refuse tensors that lack elements: what is missing would stay as it was, unnoticed.
+        """Refuse tensors that lack elements: such elements would stay as they were, unnoticed.
 
         Raises:
-            CheckpointCorruptError: the chunks of a tensor do not make it up.
+            CheckpointCorruptError: the chunks of a tensor do not cover it exactly.
         """
         for key in dict.fromkeys(keys):
             saved = self.metadata.state_dict_metadata.get(key)
@@ -154,18 +158,22 @@ class Source:
                     )
 
     def explain(self, store: ObjectStore, error: ObjectNotFoundError) -> DcpObjstoreError:
-        """Why a data object is missing: deleted or replaced meanwhile, or corrupt."""
+        """Return why a data object is missing: checkpoint deleted or replaced since, or corrupt."""
         key = error.object_key or "?"
         if self.commit_id is None:
             return CheckpointCorruptError("an object of the checkpoint is missing", object_key=key)
         return commit.explain_missing(store, self.commit_id, key)
 
 
-def open_stored_checkpoint(spec: StoreSpec, load_id: str | None = None) -> Source:
-    """Open the checkpoint at a URL. Ctrl-C ends the wait for a store at once.
+def open_stored_checkpoint(spec: StoreSpec, load_id: str | None = None) -> StoredCheckpoint:
+    """Open the checkpoint at a URL. Ctrl-C ends the wait for the store at once.
 
     Raises:
-        As `open_rooted`.
+        CheckpointNotFoundError: there is no checkpoint, or it was never committed.
+        UnsupportedError: a newer version wrote it, or stock torch with use_collectives=False.
+        CheckpointCorruptError: the marker, the index or `.metadata` is damaged.
+        CheckpointGoneError: the checkpoint was deleted or replaced while it was opened.
+        UntrustedPickleError: its `.metadata` needs classes that are not safe to unpickle.
     """
     try:
         return wait_for(open_rooted, spec.open(), load_id)
@@ -176,22 +184,24 @@ def open_stored_checkpoint(spec: StoreSpec, load_id: str | None = None) -> Sourc
         raise CheckpointNotFoundError(reason, url=spec.url) from None
 
 
-def open_rooted(store: ObjectStore, load_id: str | None = None) -> Source:
+def open_rooted(store: ObjectStore, load_id: str | None = None) -> StoredCheckpoint:
     """Open the checkpoint at the store's root.
 
     Raises:
-        CheckpointNotFoundError: there is none, or it was never committed.
-        UnsupportedError: as it says, or stock torch wrote it with use_collectives=False.
-        CheckpointCorruptError, CheckpointGoneError, UntrustedPickleError: as they say.
+        CheckpointNotFoundError: there is no checkpoint, or it was never committed.
+        UnsupportedError: a newer version wrote it, or stock torch with use_collectives=False.
+        CheckpointCorruptError: the marker, the index or `.metadata` is damaged.
+        CheckpointGoneError: the checkpoint was deleted or replaced while it was opened.
+        UntrustedPickleError: its `.metadata` needs classes that are not safe to unpickle.
     """
     try:
         return _open(store, load_id)
     except CheckpointCorruptError:
-        # Once more: what is damaged may be the answer, not the object.
+        # Try once more: the answer may be damaged, not the object.
         return _open(store, load_id)
 
 
-def _open(store: ObjectStore, load_id: str | None) -> Source:
+def _open(store: ObjectStore, load_id: str | None) -> StoredCheckpoint:
     found = commit.read_marker(store)
     if found is None:
         body = _dot_metadata(store)
@@ -200,7 +210,7 @@ def _open(store: ObjectStore, load_id: str | None) -> Source:
         _check_no_rank_metadata(store)
     marker, body = commit.open_found(store, found)
     index = ix.decode(body)
-    items: dict[tuple[str, tuple[int, ...] | None], Stored] = {
+    items: dict[tuple[str, tuple[int, ...] | None], ItemLocation] = {
         (key, None): _stored(blob, None, None) for key, blob in index.blobs.items()
     }
     for key, tensor in index.tensors.items():
@@ -209,7 +219,7 @@ def _open(store: ObjectStore, load_id: str | None) -> Source:
             items[key, chunk.offsets] = _stored(
                 chunk.item, chunk.sizes, None if chunk.pickled and known else tensor.dtype
             )
-    return Source(
+    return StoredCheckpoint(
         metadata=describe(index, load_id),
         object_keys=tuple(entry.key for entry in index.objects),
         items=items,
@@ -219,9 +229,10 @@ def _open(store: ObjectStore, load_id: str | None) -> Source:
     )
 
 
-def _stored(item: ix.Item, sizes: tuple[int, ...] | None, dtype: str | None) -> Stored:
-    # torch packs nothing, so what it becomes is no larger than what is stored, or it is not ours.
-    return Stored(
+def _stored(item: ix.Item, sizes: tuple[int, ...] | None, dtype: str | None) -> ItemLocation:
+    # torch does not compress, so an item never unpacks to more than is stored; if it would, this
+    # library did not write it.
+    return ItemLocation(
         item.object_number,
         item.payload_offset,
         item.payload_length,
@@ -240,21 +251,22 @@ def _dot_metadata(store: ObjectStore) -> bytes | None:
 
 
 def _check_no_rank_metadata(store: ObjectStore) -> None:
-    """Name the one thing that stock torch writes without a `.metadata`."""
+    """Raise for the only checkpoint that stock torch writes without a common `.metadata`."""
     try:
         store.head(_RANK_METADATA_KEY)
     except ObjectNotFoundError:
         return
     raise UnsupportedError(
-        "every rank has a .metadata of its own here, as torch writes it with use_collectives=False;"
-        " only stock torch loads that, with the same ranks: save it once more without that",
+        "every rank has its own .metadata here, as torch writes it with use_collectives=False;"
+        " only stock torch loads that, with the same number of ranks: save it again without"
+        " use_collectives=False",
         object_key=_RANK_METADATA_KEY,
         url=store.url,
     )
 
 
-def _foreign(metadata: Metadata, load_id: str | None) -> Source:
-    """A checkpoint that stock torch wrote: every item is a `torch.save` blob or pickled value."""
+def _foreign(metadata: Metadata, load_id: str | None) -> StoredCheckpoint:
+    """Describe a checkpoint of stock torch: every item is a `torch.save` blob or pickled value."""
     meta = metadata.storage_meta or StorageMeta()
     metadata.storage_meta = dataclasses.replace(meta, load_id=load_id)
     chunks = {
@@ -264,7 +276,7 @@ def _foreign(metadata: Metadata, load_id: str | None) -> Source:
         for chunk in item.chunks
     }
     numbers: dict[str, int] = {}
-    items: dict[tuple[str, tuple[int, ...] | None], Stored] = {}
+    items: dict[tuple[str, tuple[int, ...] | None], ItemLocation] = {}
     unexplained_bytes = 0
     for place, info in metadata.storage_data.items():
         offset = None if place.offset is None else tuple(place.offset)
@@ -275,11 +287,11 @@ def _foreign(metadata: Metadata, load_id: str | None) -> Source:
         unexplained_bytes += max(0, info.length - (limit_bytes if offset is not None else 0))
         if unexplained_bytes > _MAX_UNEXPLAINED_BYTES:
             raise CheckpointCorruptError(
-                "the .metadata says that pickled values, or what is around tensors, take more than"
+                "the .metadata says that pickled values and the framing of tensors take more than"
                 f" {_MAX_UNEXPLAINED_BYTES} bytes",
                 key=place.fqn,
             )
-        items[place.fqn, offset] = Stored(
+        items[place.fqn, offset] = ItemLocation(
             numbers.setdefault(info.relative_path, len(numbers)),
             info.offset,
             info.length,
@@ -291,4 +303,4 @@ def _foreign(metadata: Metadata, load_id: str | None) -> Source:
         )
     if not items and metadata.state_dict_metadata:
         raise CheckpointNotFoundError("the .metadata found describes items but not where they lie")
-    return Source(metadata, tuple(numbers), items, commit_id=None)
+    return StoredCheckpoint(metadata, tuple(numbers), items, commit_id=None)

@@ -1,12 +1,11 @@
 """From DCP's read items to verified blocks, and from blocks to the destinations' own memory.
 
-`plan_spans` decides which digest blocks of which items are needed and by whom; for that, nothing
-but the checkpoint's index is looked at. A block that has arrived is verified once and then handed
-to every read that wants some of it:
+`plan_spans` decides which digest blocks of which items are needed, and for which reads; it looks at
+the checkpoint's index only. An arrived block is verified once and then passed to every read that
+needs part of it:
 
-- `TensorRead` copies elements straight into the destination tensor;
-- `gather.ItemRead` collects an item that only torch can take apart (pickled values, foreign
-  blobs).
+- `TensorRead` copies elements directly into the destination tensor;
+- `item_read.ItemRead` collects an item that only torch can decode (pickled values, foreign blobs).
 """
 
 from __future__ import annotations
@@ -39,44 +38,44 @@ from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES, RangeRequest, Span
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from dcp_objstore.read.stored_checkpoint import Source, Stored
+    from dcp_objstore.read.stored_checkpoint import ItemLocation, StoredCheckpoint
     from dcp_objstore.state.device import Inbound
     from dcp_objstore.state.geometry import Copy
     from dcp_objstore.transfer.upload import ByteArray
 
 
 class Read(Protocol):
-    """Something that takes payload of one stored item. It can be planned before it is bound."""
+    """A consumer of one stored item's payload. It can be planned before it has a destination."""
 
     item: ReadItem
-    stored: Stored
+    stored: ItemLocation
 
     @property
     def selection(self) -> Selection | None:
-        """What it wants of the payload; None for all of it."""
+        """The part of the payload that the read needs; None for all of it."""
         ...
 
     def accept(self, position: int, block: Buffer) -> None:
-        """Take what it wants of the payload bytes at `position`; from any thread."""
+        """Consume the needed part of the payload bytes at `position`. Thread-safe."""
         ...
 
     def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
-        """The same of what `Selection.pack` took out of `size_bytes` bytes at `position`."""
+        """Consume what `Selection.pack` took out of the `size_bytes` bytes at `position`."""
         ...
 
 
 class TensorRead:
-    """Raw elements of a stored chunk into a destination tensor.
+    """A read of raw elements of a stored chunk into a destination tensor.
 
     Args:
         item: DCP's read item.
-        stored: the chunk, raw.
+        stored: location of the chunk, which must hold raw elements.
 
     Raises:
-        StateMismatchError: the chunk does not have what is to be read of it.
+        StateMismatchError: the chunk does not contain the elements to read.
     """
 
-    def __init__(self, item: ReadItem, stored: Stored) -> None:
+    def __init__(self, item: ReadItem, stored: ItemLocation) -> None:
         self.item = item
         self.stored = stored
         assert stored.dtype is not None and stored.sizes is not None
@@ -84,7 +83,7 @@ class TensorRead:
         wanted = Box(tuple(item.storage_offsets), tuple(item.lengths))
         if not fits(wanted, stored.sizes):
             raise StateMismatchError(
-                f"elements {wanted} are to be read of a chunk of shape {stored.sizes}",
+                f"elements {wanted} are requested from a chunk of shape {stored.sizes}",
                 key=item.dest_index.fqn,
             )
         self._selection = Selection(*collapse(stored.sizes, wanted), self._dtype.itemsize)
@@ -94,17 +93,18 @@ class TensorRead:
 
     @property
     def selection(self) -> Selection:
-        """See `Read`."""
+        """The part of the chunk that the read needs."""
         return self._selection
 
     def bind(self, destination: torch.Tensor) -> None:
-        """Say where to write to, before anything arrives.
+        """Set the destination, before any block arrives.
 
         Args:
-            destination: as `check_destination` lets through; written in place.
+            destination: a tensor that `check_destination` accepts; it is written in place.
 
         Raises:
-            StateMismatchError: the destination is quantized, and torch cannot convert to that.
+            StateMismatchError: the stored or the destination tensor is quantized, and torch cannot
+                convert between them.
         """
         if is_quantized(self._dtype) or (
             is_quantized(destination.dtype) and self._dtype != torch.float32
@@ -125,7 +125,7 @@ class TensorRead:
             self._memory = byte_memory(self._view)
 
     def send_through(self, inbound: Inbound) -> None:
-        """Fill a tensor of a device through a ring, if it has a lane there; once it is bound."""
+        """Fill the bound tensor through the ring of its device, if `inbound` has a lane for it."""
         if not inbound.takes(self._destination.device):
             return
         self._inbound, self._memory = inbound, None
@@ -138,7 +138,7 @@ class TensorRead:
         return self._inbound is not None
 
     def accept(self, position: int, block: Buffer) -> None:
-        """See `Read`."""
+        """Copy the needed elements of the payload bytes at `position`. Thread-safe."""
         arrived = np.frombuffer(block, dtype=np.uint8)
         if self._memory is not None:
             first = self._selection.wanted.offsets[0] * self._dtype.itemsize - position
@@ -157,7 +157,7 @@ class TensorRead:
                 narrow(self._view, copy.destination).copy_(source)
 
     def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
-        """See `Read`."""
+        """Copy packed elements of the `size_bytes` payload bytes at `position`. Thread-safe."""
         copies = self._selection.copies(position, position + size_bytes)
         if self._inbound is not None:
             work = functools.partial(self._send_packed, copies)
@@ -175,11 +175,11 @@ class TensorRead:
                 taken += count
 
     def _send(self, position: int, arrived: torch.Tensor) -> None:
-        """Queue the copies of a block that lies in host memory.
+        """Queue the copies of a block in host memory to the device.
 
-        What is not one run of the same dtype goes to the device as it is, where it is cut and
-        converted: that takes device memory for a block, of which the lane's stream makes use again
-        for the next one, and none of the host's.
+        A block that is not one run of the same dtype is sent as it is, and cut and converted on the
+        device. That takes device memory for one block, which the lane's stream reuses for the next,
+        and no host memory.
         """
         itemsize = self._dtype.itemsize
         with torch.inference_mode(self._view.is_inference()), torch.no_grad():
@@ -200,29 +200,29 @@ class TensorRead:
         self._unpack(copies, self._staged(packed))
 
     def _staged(self, arrived: torch.Tensor) -> torch.Tensor:
-        """Elements in memory of the device, which is aligned as it must be for every dtype."""
+        """Copy elements to device memory, which is aligned for every dtype."""
         staged = torch.empty_like(arrived, device=self._view.device)
         return staged.copy_(arrived, non_blocking=True).view(self._dtype)
 
     def _elements(self, arrived: ByteArray) -> torch.Tensor:
         if arrived.ctypes.data % self._dtype.itemsize:
-            arrived = arrived.copy()  # torch takes elements to lie where the processor likes them
+            arrived = arrived.copy()  # torch expects elements to be aligned
         return torch.frombuffer(arrived.data, dtype=self._dtype)
 
     @property
     def needed_bytes(self) -> int:
-        """Payload bytes that this read is for."""
+        """Number of payload bytes that the destination receives."""
         return math.prod(self._selection.wanted.sizes) * self._dtype.itemsize
 
     def finish(self) -> None:
-        """Tell autograd that the destination was written, where that went past torch."""
+        """Tell autograd that the destination was written, if the bytes bypassed torch."""
         if self._memory is not None:
             count_write(self._destination)
 
 
 @dataclass(slots=True)
 class Block:
-    """One digest block of an item, or a part of one: what a span is fetched for."""
+    """A digest block of an item, or part of one, with the reads that need it."""
 
     key: str
     position: int
@@ -231,12 +231,13 @@ class Block:
 
 
 def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> list[Span[Block]]:
-    """The blocks that the reads need; one that several of them want appears once.
+    """Return the blocks that the reads need; a block that several reads need appears once.
 
     Args:
-        verify: with digests. Implies `whole_blocks`.
-        whole_blocks: whole digest blocks, which other ranks may need as well. Otherwise only the
-            runs of bytes that are wanted, with gaps too small to be worth a request.
+        reads: the reads to plan.
+        verify: attach digests to the blocks. Implies `whole_blocks`.
+        whole_blocks: return whole digest blocks, which other ranks may need as well. If False,
+            return only the runs of needed bytes, with gaps too small to be worth a request.
     """
     spans: dict[tuple[int, int, int], Span[Block]] = {}
     for read in reads:
@@ -260,12 +261,12 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
 
 
 def _pieces(read: Read, *, whole_blocks: bool) -> Iterable[tuple[int, int, int]]:
-    """The pieces of payload `[start, end)` to be read, each within a block, and its number."""
+    """Yield the pieces of payload `[start, end)` to read, each with the number of its block."""
     size = read.stored.payload_length
     if read.selection is None:
         runs = [(0, size)] if size else []
     else:
-        # A gap of less than a block leaves no block out.
+        # A gap shorter than a block skips no whole block.
         gap = BLOCK_SIZE_BYTES - 1 if whole_blocks else DEFAULT_GAP_BYTES
         runs = read.selection.runs(gap)
     next_number = 0  # two runs may touch the same block
@@ -281,11 +282,11 @@ def _pieces(read: Read, *, whole_blocks: bool) -> Iterable[tuple[int, int, int]]
 
 
 def consume(request: RangeRequest[Block], body: Buffer) -> None:
-    """Verify every block in the body of a request, then hand each to the reads that want it.
+    """Verify every block in the body of a request, then pass each to the reads that need it.
 
     Raises:
-        CheckpointCorruptError: a block does not have the digest that it was saved with; nothing
-            of the body has reached a tensor, so the request may be fetched and consumed again.
+        CheckpointCorruptError: a block does not have the digest that it was saved with. No byte of
+            the body has reached a tensor, so the request may be fetched and consumed again.
     """
     view = memoryview(body)
     parts = [view[s.start - request.start : s.end - request.start] for s in request.spans]
@@ -305,10 +306,11 @@ def consume(request: RangeRequest[Block], body: Buffer) -> None:
 
 
 def check_destination(item: ReadItem, destination: torch.Tensor) -> torch.Tensor:
-    """The destination, detached, if it can be written in place and has the right shape.
+    """Return the destination, detached, if it can be written in place and has the right shape.
 
     Raises:
-        StateMismatchError, UnsupportedError: see `TensorRead`.
+        StateMismatchError: the destination does not have the shape that the item asks for.
+        UnsupportedError: the destination has no memory of its own, or is not strided.
     """
     key = item.dest_index.fqn
     destination = destination.detach()
@@ -316,8 +318,8 @@ def check_destination(item: ReadItem, destination: torch.Tensor) -> torch.Tensor
         raise UnsupportedError("the destination is a meta or fake tensor without memory", key=key)
     if destination.layout != torch.strided:
         raise UnsupportedError(
-            f"the destination has layout {str(destination.layout).removeprefix('torch.')}, only"
-            " strided tensors can be loaded into",
+            f"the destination has layout {str(destination.layout).removeprefix('torch.')}; only"
+            " strided tensors can be filled",
             key=key,
         )
     if destination.numel() and not destination.data_ptr():
@@ -329,7 +331,7 @@ def check_destination(item: ReadItem, destination: torch.Tensor) -> torch.Tensor
         )
     if destination.shape != item.lengths:
         raise StateMismatchError(
-            f"{tuple(item.lengths)} elements are to be read into a destination of shape"
+            f"{tuple(item.lengths)} elements are requested for a destination of shape"
             f" {tuple(destination.shape)}",
             key=key,
         )
@@ -341,11 +343,11 @@ def is_value(item: ReadItem) -> bool:
     return item.type == LoadItemType.BYTE_IO
 
 
-def stored_of(source: Source, item: ReadItem) -> Stored:
-    """Where a read item's bytes lie.
+def stored_of(source: StoredCheckpoint, item: ReadItem) -> ItemLocation:
+    """Return the location of a read item's bytes.
 
     Raises:
-        StateMismatchError: a tensor is stored where a value is wanted, or the reverse.
+        StateMismatchError: a tensor is stored where a value is requested, or the reverse.
     """
     stored = source.item(item.storage_index)
     if (stored.sizes is None) != is_value(item):
@@ -357,7 +359,7 @@ def stored_of(source: Source, item: ReadItem) -> Stored:
 
 
 def warn_if_lossy(item: ReadItem, stored_dtype: str, destination: torch.Tensor) -> bool:
-    """Warn when the destination's dtype cannot hold all stored values; returns whether it did."""
+    """Warn if the destination's dtype cannot hold all stored values; return whether it warned."""
     dtype: torch.dtype = getattr(torch, stored_dtype)
     if destination.dtype == dtype or _holds(destination.dtype, dtype):
         return False
@@ -371,15 +373,16 @@ def warn_if_lossy(item: ReadItem, stored_dtype: str, destination: torch.Tensor) 
 
 
 def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether every value of `other` is one of `dtype`."""
+    """Whether `dtype` can represent every value of `other`."""
     try:
         return torch.promote_types(dtype, other) == dtype
-    except (RuntimeError, TypeError):  # torch promotes no float8
+    except (RuntimeError, TypeError):  # torch does not promote float8
         return dtype.is_floating_point and dtype.itemsize > other.itemsize
 
 
-# torch warns, once in a process, that a tensor over a received (read-only) body must not be
-# written to. We only read from it; the warning is spent here, where nobody need see it. The filter
-# stays, because `warnings.catch_warnings` would undo what another thread filters meanwhile.
+# torch warns, once per process, that a tensor over a received (read-only) body must not be written
+# to. This module only reads from such tensors, so it triggers the warning here, with a filter in
+# place. The filter stays, because leaving `warnings.catch_warnings` would undo filters that other
+# threads have set in the meantime.
 warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
 torch.frombuffer(b"\0", dtype=torch.uint8)

@@ -1,1 +1,1 @@
-"""Between a state dict and the bytes of its tensors."""
+"""Convert between a state dict and the bytes of its tensors."""

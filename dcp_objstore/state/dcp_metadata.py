@@ -1,4 +1,4 @@
-"""DCP's Metadata and WriteResults to our index, and back."""
+"""Convert DCP's Metadata and WriteResults to the index of a checkpoint, and back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DCP_VERSION = "1.0.0"
 
 
 class StoredObject(msgspec.Struct, frozen=True, array_like=True):
-    """A data object that a rank has put: how many requests carried it, and to which checkpoint."""
+    """A data object that a rank has uploaded, with its number of parts and its checkpoint's URL."""
 
     entry: ix.ObjectEntry
     parts: int
@@ -45,11 +45,18 @@ class StoredObject(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`WriteResult.storage_data`: where an item went. Pickled between ranks.
+    """The location of a stored item: `WriteResult.storage_data`, pickled between ranks.
 
-    The `object` is one instance shared by all its items, so pickle stores it once.
+    All items of an object share one `object` instance, so pickle stores it once.
 
     Attributes:
+        object: the data object that holds the item.
+        offset: offset of the item in its object.
+        length: number of bytes of the item, framing included.
+        payload_offset: offset of the payload in the object.
+        payload_length: number of bytes of the payload.
+        digests: digests of the payload's blocks.
+        pickled: whether the payload is a tensor pickled as a whole.
         dtype: name of the dtype of the stored elements, which a planner may have converted; None
             for a pickled value.
     """
@@ -64,19 +71,20 @@ class StoredItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     dtype: str | None = None
 
 
-# What the ranks have stored, by key and, for a tensor's chunk, offsets.
+# The items that the ranks have stored, by key and the chunk's offsets (None for a value).
 _Reported: TypeAlias = dict[tuple[str, tuple[int, ...] | None], tuple[ix.Item, StoredItem]]
 
 
 def build_index(
     metadata: Metadata, results: Sequence[Sequence[WriteResult]]
 ) -> tuple[ix.Index, list[StoredObject]]:
-    """The index of a checkpoint whose data all ranks have put.
+    """Build the index of a checkpoint whose data all ranks have uploaded.
 
     Raises:
-        UnsupportedError: the planner left `planner_data` that we would not restore, or converted
-            parts of one tensor to different dtypes.
-        RankFailedError: an item of the global plan was reported by no rank.
+        UnsupportedError: the planner left `planner_data` that a load could not restore, or
+            converted parts of one tensor to different dtypes.
+        RankFailedError: no rank reported an item of the global plan.
+        StateMismatchError: the ranks hold only part of a tensor.
     """
     objects: dict[str, StoredObject] = {}
     numbers: dict[str, int] = {}
@@ -144,8 +152,8 @@ def _tensor_entry(fqn: str, described: TensorStorageMetadata, items: _Reported) 
     given, wanted = sum(math.prod(c.sizes) for c in chunks), math.prod(described.size)
     if given != wanted:
         raise StateMismatchError(
-            f"the ranks that save hold only {given} of this tensor's {wanted} elements; all ranks"
-            " that it is sharded over have to call save",
+            f"the ranks that save hold only {given} of this tensor's {wanted} elements; call save"
+            " on all ranks that it is sharded over",
             key=fqn,
         )
     if len(dtypes) > 1:
@@ -157,7 +165,7 @@ def _tensor_entry(fqn: str, described: TensorStorageMetadata, items: _Reported) 
     properties = described.properties
     return ix.Tensor(
         shape=tuple(described.size),
-        # What was stored: a planner may convert tensors after it has described them.
+        # The stored dtype: a planner may convert tensors after it has described them.
         dtype=dtypes.pop() if dtypes else constant_name(properties.dtype),
         layout=constant_name(properties.layout),
         requires_grad=properties.requires_grad,
@@ -178,16 +186,16 @@ def _flatten_mapping(planner_data: object) -> dict[str, tuple[str | int, ...]] |
     ):
         return planner_data
     raise UnsupportedError(
-        f"the planner left planner_data of type {type(planner_data).__name__}, which is not the"
-        " mapping of flattened keys that DefaultSavePlanner makes; only that can be stored"
+        f"the planner left planner_data of type {type(planner_data).__name__}; only the mapping of"
+        " flattened keys that DefaultSavePlanner makes can be stored"
     )
 
 
 def describe(index: ix.Index, load_id: str | None = None) -> Metadata:
-    """What DCP's planners need to know of a checkpoint; storage_data is left out.
+    """Return the Metadata that DCP's planners need, without storage_data.
 
-    The dtype of a tensor that this version or this torch does not know is None; `Source.item`
-    refuses to read it.
+    The dtype of a tensor is None if this version or this torch does not know it;
+    `StoredCheckpoint.item` refuses to read such a tensor.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for fqn, tensor in index.tensors.items():
@@ -221,13 +229,14 @@ def describe(index: ix.Index, load_id: str | None = None) -> Metadata:
 
 
 def stock_metadata(metadata: Metadata, index: ix.Index) -> Metadata:
-    """The Metadata that a stock FileSystemReader finds the items by.
+    """Return the Metadata with which a stock FileSystemReader finds the items.
 
     Args:
-        metadata: as DCP's planner made it, or `describe(index)`.
+        metadata: the Metadata that DCP's planner made, or `describe(index)`.
+        index: the index of the checkpoint.
 
     Raises:
-        UnsupportedError: a tensor is of an unknown dtype.
+        UnsupportedError: the dtype of a tensor is unknown.
     """
     described = dict(metadata.state_dict_metadata)
     storage_data: dict[MetadataIndex, StorageInfo] = {}
@@ -258,20 +267,20 @@ def _stock_place(index: ix.Index, item: ix.Item) -> StorageInfo:
     return StorageInfo(index.objects[item.object_number].key, item.offset, item.length)
 
 
-@functools.cache  # one str for each, which pickle stores once
+@functools.cache  # one str per constant, which pickle stores once
 def constant_name(constant: torch.dtype | torch.layout | torch.memory_format) -> str:
-    """What torch calls it, as it is written to the index: "float32"."""
+    """Return torch's name of a constant as the index stores it, such as "float32"."""
     return str(constant).removeprefix("torch.")
 
 
 def known_dtype(name: str) -> torch.dtype | None:
-    """The dtype of this name, or None where this version or this torch does not know it."""
+    """Return the dtype of this name; None if this version or this torch does not know it."""
     dtype = getattr(torch, name, None) if name in ix.ITEM_SIZE_BYTES else None
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def unknown_dtype(name: str, key: str) -> UnsupportedError:
-    """The error for a tensor that `known_dtype` does not know."""
+    """Return the error for a tensor whose dtype is unknown."""
     return UnsupportedError(
         f"the checkpoint has this tensor as {name[:100]!r}, a dtype that this version of"
         f" dcp_objstore or torch {torch.__version__} does not know: upgrade them, or leave the"

@@ -1,15 +1,15 @@
-"""Between the memory of a GPU and the network, through a ring of pinned host buffers.
+"""Move bytes between the memory of a GPU and the network, through a ring of pinned host buffers.
 
-`Outbound` is a save's way: slices of a tensor are copied into slots on a stream of their own, and
-a slot is handed to the transport when its copy is complete; so copies overlap uploads, and the
-ring is all the host memory that it takes. `Inbound` is a load's: ranges are fetched into slots and
-verified there, then queued for the device, and the slot is used again when the copy is complete.
+`Outbound` is the path of a save. Slices of a tensor are copied into slots on a separate stream, and
+a slot is passed to the transport when its copy is complete. So copies overlap uploads, and the ring
+is all the host memory needed. `Inbound` is the path of a load. Ranges are fetched into slots and
+verified there, then queued for the device, and a slot is reused when its copy is complete.
 
-Which devices go this way is `lane_of`'s to say; the others are copied to and from synchronously.
-Ordering, for CUDA: copies out of a tensor begin after what the calling thread had queued, and are
-complete before the save returns; copies into a tensor likewise, and a load waits for them on the
-host before it returns or raises, so that any stream may use the tensors and the allocator may have
-their memory.
+`lane_of` decides which devices use these paths; the others are copied to and from synchronously.
+Ordering on CUDA: copies out of a tensor begin after the work that the calling thread had queued,
+and are complete before the save returns. The same holds for copies into a tensor. A load also waits
+for them on the host before it returns or raises, so that any stream may use the tensors and the
+allocator may reuse their memory.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ Direction = Literal["in", "out"]
 
 logger = logging.getLogger("dcp_objstore")
 
-# Of a save: the largest slice.
+# The size of a save's slots, and its largest slice.
 SLOT_BYTES = 16 * MIB
-# Copies from the device that are under way while one slice is handed over: one to copy, one more
-# so that the device has no gap.
+# The number of copies in progress while one slice is passed on: one that runs, and one more so that
+# the device is never idle.
 _AHEAD = 2
 
 
 class CudaLane:
-    """A stream of one GPU for copies in one direction, behind what this thread has queued there.
+    """A stream of one GPU for copies in one direction, ordered after this thread's work there.
 
-    The stream is made once in a process for each GPU and direction: the allocator keeps memory per
-    stream, so a new one for each load would hold on to more and more of it.
+    The stream is made once per process, GPU and direction. The allocator keeps memory per stream,
+    so a new stream for each load would keep more and more memory.
     """
 
     def __init__(self, device: torch.device, direction: Direction) -> None:
@@ -66,36 +66,37 @@ class CudaLane:
         self.follow()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Pinned memory, which torch keeps for the next save or load; see `Lane`.
+        """Allocate pinned memory, which torch keeps for the next save or load.
 
-        Where the host gives none, ordinary memory: copies are slower then, and right all the same.
+        If the host has none, use ordinary memory: copies are then slower, but still correct.
         """
         with torch.cuda.device(self._device):
             return pinned_memory(size_bytes)
 
     def follow(self) -> None:
-        """See `Lane`."""
+        """Make later copies wait for what this thread has queued on the device so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def queue(self, work: Callable[[], object]) -> Ticket:
-        """See `Lane`."""
-        # The device first: a thread of ours begins with GPU 0 as its own, and a stream's context
-        # alone would go back to that one by taking it into use, half a GiB of it for every rank.
+        """Call `work`, and return a ticket for the copies that it queues on this stream."""
+        # Set the device as well: a new thread starts with GPU 0 as its device. When a stream's
+        # context ends, it would switch back to GPU 0 and initialize it, which takes half a GiB
+        # there for every rank.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             work()
-            # Blocking: a thread that waits for it sleeps, instead of holding a processor.
+            # Blocking: a thread that waits for the event sleeps instead of spinning.
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return event
 
     def finish(self) -> None:
-        """See `Lane`."""
+        """Wait until all queued copies are complete."""
         self._stream.synchronize()
 
 
 @functools.cache
 def _stream(device: torch.device, direction: Direction) -> torch.cuda.Stream:
-    del direction  # only part of the key
+    del direction  # part of the cache key only
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -103,38 +104,38 @@ _warned = threading.Event()
 
 
 def pinned_memory(size_bytes: int) -> torch.Tensor:
-    """Pinned memory; ordinary memory, with a warning once in a process, where there is none."""
+    """Allocate pinned memory; if there is none, warn once per process and use ordinary memory."""
     try:
-        # The device is named, as the program may have set another default.
+        # The device is explicit, because the program may have set another default.
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    except RuntimeError as error:  # torch.AcceleratorError and OutOfMemoryError are such
+    except RuntimeError as error:  # AcceleratorError and OutOfMemoryError are subclasses
         warn_of_pageable_memory(size_bytes, str(error).partition("\n")[0])
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
 
 def warn_of_pageable_memory(size_bytes: int, reason: str) -> None:
-    """Say once in a process that copies will be slower."""
+    """Warn once per process that copies will be slower."""
     if not _warned.is_set():
         _warned.set()
         logger.warning(
-            "no %d MiB of pinned memory could be had (%s): ordinary memory is used, so copies from"
+            "cannot allocate %d MiB of pinned memory (%s): ordinary memory is used, so copies from"
             " and to the GPU take longer. A smaller TransferConfig.upload_concurrency or"
-            " memory_budget_bytes needs less of it",
+            " memory_budget_bytes needs less pinned memory",
             size_bytes >> 20,
             reason,
         )
 
 
 def lane_of(device: torch.device, direction: Direction) -> Lane | None:
-    """The lane for copies to ("in") or from ("out") a device; None where there is none."""
+    """Return the lane for copies to ("in") or from ("out") a device; None if it has no lane."""
     return CudaLane(device, direction) if device.type == "cuda" else None
 
 
 def settle_streams() -> None:
-    """Wait for what the calling thread has queued where other threads' work would not wait for it.
+    """Wait for the calling thread's queued work that other threads would not wait for.
 
-    Threads begin on a device's default stream, so what is queued there they wait for anyway. A
-    device that this process has not used is left alone: asking it would take it into use.
+    Threads start on a device's default stream, so they wait anyway for what is queued there. A
+    device that this process has not used is skipped, because a query would initialize it.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for number in range(torch.cuda.device_count()):
@@ -146,21 +147,21 @@ def settle_streams() -> None:
 
 
 class Outbound:
-    """The slices of one save's device tensors, in host memory; used by one thread at a time.
+    """Slices of one save's device tensors in host memory; used by one thread at a time.
 
     Slices follow one another in a slot, so that many small ones do not take a slot each: the
-    transport gathers a whole part before it sends any of it and lets go.
+    transport gathers a whole part before it sends any of it and releases the memory.
 
     Args:
-        plan: of the parts. A slice is at most `plan.slice_size_bytes`.
-        config: of the parts in flight.
-        check_stopped: raises when the save is to end.
+        plan: sizes of the parts. A slice is at most `plan.slice_size_bytes`.
+        config: settings, which say how many parts are in flight.
+        check_stopped: callable that raises if the save must end.
 
     Attributes:
-        slots: how many there may be: what the transport has in flight, and two parts beside, one
-            that it is gathering and one for slices that are being copied or hashed. At least five:
-            a slot is filled but for less than one digest block, so a part lies in at most four of
-            them.
+        slots: the largest number of slots: enough for the parts that the transport has in flight
+            and for two more, one that it is gathering and one for slices that are being copied or
+            hashed. At least five: less than one digest block of a slot stays unused, so a part lies
+            in at most four slots.
     """
 
     def __init__(
@@ -171,14 +172,14 @@ class Outbound:
         self._check_stopped = check_stopped
         self._lanes: dict[torch.device, Lane | None] = {}
         self._ring: Ring | None = None
-        # The slot that is being filled: its memory, all of it lent, and how much of it is taken.
+        # The slot that is being filled (its memory, and the same memory lent), and the bytes used.
         self._open: tuple[torch.Tensor, ByteArray] | None = None
         self._taken_bytes = 0
 
     def slices(self, payload: torch.Tensor) -> Iterator[ByteArray] | None:
-        """The memory of a contiguous tensor in slices; None if its device has no lane.
+        """Iterate over the memory of a contiguous tensor; None if its device has no lane.
 
-        A slice's memory is used again when no view of it is left. Slices are cut between digest
+        The memory of a slice is reused when no view of it is left. Slices are cut between digest
         blocks.
         """
         device = payload.device
@@ -192,9 +193,9 @@ class Outbound:
         return self._copied(payload, lane)
 
     def _copied(self, payload: torch.Tensor, lane: Lane) -> Iterator[ByteArray]:
-        lane.follow()  # what resolved it may have queued work to do so
+        lane.follow()  # the planner may have queued work that makes the tensor
         rest = payload.reshape(-1).view(torch.uint8)
-        # What is yielded must be held nowhere here, or its slot would not come back.
+        # Keep no reference to a yielded slice, or its slot would not come back.
         ahead: deque[tuple[ByteArray, Ticket]] = deque()
         try:
             while rest.numel() or ahead:
@@ -207,12 +208,12 @@ class Outbound:
                 ahead[0][1].synchronize()
                 yield ahead.popleft()[0]
         finally:
-            # Given up: until here the device reads the tensor, which must not go away before.
+            # If the caller stops early, wait: until here the device reads the tensor.
             for _, ticket in ahead:
                 ticket.synchronize()
 
     def _room_for(self, rest_bytes: int, *, wait: bool) -> int:
-        """The size of the next slice, for which there is room in the open slot; 0 for none."""
+        """Return the size of the next slice and make room for it; 0 if no slot is free."""
         wanted_bytes = min(rest_bytes, self._slice_size_bytes)
         free_bytes = SLOT_BYTES - self._taken_bytes
         if self._open is not None:
@@ -238,14 +239,14 @@ class Outbound:
 
 
 class Inbound:
-    """The way of one load's bytes to tensors of devices; around the load, as a context manager.
+    """The path of one load's bytes to device tensors; a context manager around the load.
 
-    When it is left, all copies are complete, whatever happened.
+    When the block is left, all copies are complete, even after an error.
 
     Args:
-        lanes: of the devices.
-        slots: how many there may be; 0: copies are synchronous.
-        slot_bytes: size of the largest body.
+        lanes: the lane of each device.
+        slots: largest number of slots; if 0, copies are synchronous.
+        slot_bytes: size of a slot, which must hold the largest body.
     """
 
     def __init__(self, lanes: dict[torch.device, Lane], slots: int, slot_bytes: int) -> None:
@@ -263,7 +264,7 @@ class Inbound:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with ExitStack() as stack:  # each of them, whatever another raises
+        with ExitStack() as stack:  # finish each lane, even if another raises
             for lane in self._lanes.values():
                 stack.callback(self._finish, lane, failed=error is not None)
 
@@ -273,7 +274,7 @@ class Inbound:
         except Exception as error:
             if not failed:
                 raise
-            # The load is about to raise what came first, perhaps of the same cause.
+            # The load is about to raise its first error, which may have the same cause.
             logger.warning("copies to a device failed as well: %s", error)
 
     def takes(self, device: torch.device) -> bool:
@@ -281,7 +282,7 @@ class Inbound:
         return device in self._lanes
 
     def admit(self, request: RangeRequest[T], progress: Progress) -> memoryview | None:
-        """Memory to fetch a request into, on its way to a device; in a worker, which may wait."""
+        """Return memory to fetch a request into. Called in a worker; may wait for a slot."""
         if not self._ring.count:
             return None
         slot = self._ring.acquire(progress.check_stopped)
@@ -290,17 +291,17 @@ class Inbound:
 
     @contextmanager
     def taking(self, request: RangeRequest[T], body: Buffer) -> Iterator[Buffer]:
-        """Around the taking in of a body: gives it as it lies in the memory that was admitted.
+        """Give the block the body as it lies in the admitted memory, then release that memory.
 
-        The memory is used again once its copies are complete; not after an error, which either
-        ends the load or has the body fetched and taken in again.
+        The memory is reused once its copies are complete. It is kept after an error, which either
+        ends the load or causes the body to be fetched and consumed again.
         """
         slot = self._admitted.get(id(request))
         if slot is None:
             yield body
             return
         arrived: ByteArray = np.frombuffer(body, dtype=np.uint8)
-        if not slot.holds(arrived):  # the transport had memory of its own
+        if not slot.holds(arrived):  # the transport used its own memory
             slot.settle()
             slot.array[: arrived.nbytes] = arrived
             arrived = slot.array[: arrived.nbytes]
@@ -315,11 +316,14 @@ class Inbound:
     def send(
         self, device: torch.device, block: Buffer, work: Callable[[torch.Tensor], None]
     ) -> None:
-        """Have `work` copy to a device out of verified bytes; from any thread.
+        """Let `work` copy verified bytes to a device. Thread-safe.
 
         Args:
-            block: need not stay as it is after this returns, unless it lies in admitted memory.
-            work: called once, with these bytes as a tensor of host memory.
+            device: device to copy to.
+            block: the bytes. They may change after this returns, unless they lie in admitted
+                memory.
+            work: callable that queues the copies, called once with the bytes as a tensor of host
+                memory.
         """
         lane = self._lanes[device]
         arrived: ByteArray = np.frombuffer(block, dtype=np.uint8)
@@ -329,7 +333,7 @@ class Inbound:
             source = slot.memory[offset : offset + arrived.nbytes]
             slot.tickets.append(lane.queue(functools.partial(work, source)))
             return
-        # Never waits for a slot: it may be called by the thread that others, with slots, wait for.
+        # Never wait for a slot: this may be the thread that the holders of all slots wait for.
         slot = self._ring.try_acquire() if arrived.nbytes <= self._ring.slot_bytes else None
         if slot is None:
             source = torch.frombuffer(arrived.data, dtype=torch.uint8)
@@ -341,31 +345,31 @@ class Inbound:
 
 
 def plan_ring(largest_bytes: int, concurrency: int, budget_bytes: int) -> tuple[int, int, int]:
-    """How a load's memory is divided between the ring and bodies that are being fetched.
+    """Divide a load's memory between the ring and the bodies that are being fetched.
 
-    A body in flight counts its size twice, as everywhere (`transfer.download.worker_count`), and
-    its slot once. Where the budget does not allow one such request there is no ring.
+    A body in flight counts twice its size, as everywhere (`transfer.download.worker_count`), and
+    its slot counts once. If the budget does not allow one such request, there is no ring.
 
     Args:
-        largest_bytes: of any request.
-        concurrency: requests in flight, at most.
-        budget_bytes: for all of it.
+        largest_bytes: size of the largest request.
+        concurrency: largest number of requests in flight.
+        budget_bytes: memory for the ring and the bodies together.
 
     Returns:
-        The number of slots, the bytes of each (a power of two, because torch makes pinned memory
-        in such sizes), and the budget that is left for fetching.
+        The number of slots, the size of each (a power of two, because torch makes pinned memory in
+        such sizes), and the budget that is left for fetching.
     """
     slot_bytes = 1 << (max(1, largest_bytes) - 1).bit_length()
     units = budget_bytes // slot_bytes
     if units < 3:
         return 0, slot_bytes, budget_bytes
     workers = min(concurrency, max(1, (units - 1) // 3))
-    # Two more than are being fetched into, for those that are being copied from.
+    # Two more slots than requests in flight, for slots that are being copied from.
     slots = min(units - 2 * workers, workers + 2)
     return slots, slot_bytes, min(2 * workers * slot_bytes, budget_bytes - slots * slot_bytes)
 
 
 def lanes_into(devices: Iterable[torch.device]) -> dict[torch.device, Lane]:
-    """The lanes of those devices that have one. Called by the thread that resolved the tensors."""
+    """Return the lanes of the devices that have one. Called in the thread that made the tensors."""
     lanes = {device: lane_of(device, "in") for device in devices}
     return {device: lane for device, lane in lanes.items() if lane is not None}

@@ -1,9 +1,10 @@
-"""Which elements of a wanted box lie in a linear stretch of a stored chunk.
+"""Find which elements of a wanted box lie in a linear stretch of a stored chunk.
 
 A chunk is stored row-major. It is read in stretches (digest blocks), which begin and end anywhere
-in a row. Every stretch of a row-major array is a union of at most `2 * ndim - 1` boxes: the rest
-of a row, whole rows, the start of a row, and so on inwards. Cutting each of these with the box
-that is wanted gives copies between ordinary strided views, with no element touched twice.
+in a row. Every stretch of a row-major array is a union of at most `2 * ndim - 1` boxes: the rest of
+a row, whole rows, the start of a row, and so on for the inner dimensions. The intersections of
+these boxes with the wanted box are copies between ordinary strided views, and touch no element
+twice.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 _ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
-# Elements are moved as these, whatever they mean, by their size in bytes.
+# The types with which elements are moved, by their size in bytes; their values are not looked at.
 _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 _MAX_CELLS = 16 * 1024 * 1024
@@ -25,7 +26,7 @@ _MAX_CELLS = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """`sizes` elements at `offsets`, one number per dimension."""
+    """A box of `sizes` elements at `offsets`, with one number per dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -36,10 +37,10 @@ class Copy:
     """One copy out of a stretch.
 
     Attributes:
-        start: first element of the source box, counted from the start of the stretch.
+        start: number of the source box's first element, counted from the start of the stretch.
         source_shape: shape of the source box, which is contiguous in the stretch.
-        source: the part of it that is wanted.
-        destination: where it goes, relative to the wanted box; same sizes as `source`.
+        source: the wanted part of the source box.
+        destination: place of that part within the wanted box, of the same sizes as `source`.
     """
 
     start: int
@@ -50,12 +51,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A box that is wanted of a stored chunk, as bytes: pure arithmetic, and the packing of it.
+    """A wanted box of a stored chunk in terms of bytes: arithmetic on it, and packing of its bytes.
 
     Attributes:
-        shape: of the chunk, row-major.
-        wanted: the box, within `shape`.
-        itemsize: bytes of one element.
+        shape: shape of the chunk, which is stored row-major.
+        wanted: the wanted box, within `shape`.
+        itemsize: number of bytes of one element.
     """
 
     shape: tuple[int, ...]
@@ -63,26 +64,29 @@ class Selection:
     itemsize: int
 
     def runs(self, gap_bytes: int) -> list[tuple[int, int]]:
-        """Stretches of bytes `[start, end)` that hold the box, in order.
+        """Return the stretches of bytes `[start, end)` that hold the box, in order.
 
-        What lies between two of them is longer than `gap_bytes`; smaller gaps are part of a
-        stretch. (So with a gap of one byte less than a block, every aligned block that a stretch
-        touches holds some of the box.)
+        The gap between two stretches is longer than `gap_bytes`; shorter gaps are part of a
+        stretch. (So if `gap_bytes` is one less than a block, every aligned block that a stretch
+        touches holds part of the box.)
         """
         shape, wanted = collapse(self.shape, self.wanted)
         runs = _runs(shape, wanted, gap_bytes // self.itemsize)
         return [(start * self.itemsize, end * self.itemsize) for start, end in runs]
 
     def copies(self, start: int, end: int) -> list[Copy]:
-        """`plan_copies` for bytes `[start, end)` of the chunk, which are whole elements."""
+        """Plan the copies of bytes `[start, end)` of the chunk, which must be whole elements."""
         return plan_copies(self.shape, self.wanted, start // self.itemsize, end // self.itemsize)
 
     def count_bytes(self, start: int, end: int) -> int:
-        """How many of bytes `[start, end)` of the chunk are wanted."""
+        """Count the wanted bytes among bytes `[start, end)` of the chunk."""
         return self.itemsize * sum(math.prod(copy.source.sizes) for copy in self.copies(start, end))
 
     def within(self, start: int, end: int) -> tuple[int, int]:
-        """The smallest stretch that holds what is wanted of bytes `[start, end)`, not nothing."""
+        """Return the smallest stretch that holds the wanted bytes of `[start, end)`.
+
+        There must be at least one wanted byte.
+        """
         copies = self.copies(start, end)
         first = _linear(copies[0].source_shape, copies[0].source.offsets)
         box = copies[-1].source
@@ -94,10 +98,12 @@ class Selection:
         )
 
     def pack(self, block: _ByteArray, position: int, into: _ByteArray) -> None:
-        """Put what is wanted of the bytes at `position` into `into`, in the order found.
+        """Copy the wanted bytes of a block into `into`, in the order in which they lie there.
 
         Args:
-            into: of length `count_bytes(position, position + len(block))`.
+            block: bytes of the chunk.
+            position: offset of the block in the chunk.
+            into: array of length `count_bytes(position, position + len(block))`.
         """
         elements: np.ndarray[Any, Any] = block.view(_CARRIERS[self.itemsize])
         packed = into.view(elements.dtype)
@@ -116,7 +122,7 @@ class Selection:
 
 
 def _linear(shape: tuple[int, ...], place: tuple[int, ...]) -> int:
-    """The number of an element in a row-major array."""
+    """Return the number of an element in a row-major array."""
     number = 0
     for extent, coordinate in zip(shape, place, strict=True):
         number = number * extent + coordinate
@@ -124,7 +130,7 @@ def _linear(shape: tuple[int, ...], place: tuple[int, ...]) -> int:
 
 
 def collapse(shape: tuple[int, ...], wanted: Box) -> tuple[tuple[int, ...], Box]:
-    """Merge the trailing dimensions of which everything is wanted into the one before them.
+    """Merge trailing dimensions that are wanted in full into the dimension before them.
 
     Whole rows become one long row, so that row-wise resharding copies in one dimension.
     """
@@ -144,7 +150,7 @@ def collapse(shape: tuple[int, ...], wanted: Box) -> tuple[tuple[int, ...], Box]
 
 
 def _runs(shape: tuple[int, ...], wanted: Box, gap: int) -> list[tuple[int, int]]:
-    """`Selection.runs` in elements."""
+    """Return the stretches of `Selection.runs` in elements."""
     if 0 in wanted.sizes:
         return []
     if not shape:
@@ -155,7 +161,7 @@ def _runs(shape: tuple[int, ...], wanted: Box, gap: int) -> list[tuple[int, int]
     row = math.prod(shape[1:])
     inside = _runs(shape[1:], Box(wanted.offsets[1:], wanted.sizes[1:]), gap)
     start, end = inside[0][0], inside[-1][1]
-    if start + row - end > gap:  # between the last of a row and the first of the next
+    if start + row - end > gap:  # the gap between two rows
         return [
             (number * row + low, number * row + high)
             for number in range(first, first + count)
@@ -174,12 +180,13 @@ def _runs(shape: tuple[int, ...], wanted: Box, gap: int) -> list[tuple[int, int]
 
 
 def plan_copies(shape: tuple[int, ...], wanted: Box, start: int, end: int) -> list[Copy]:
-    """The copies that bring all elements of `wanted` in stretch `[start, end)` to their place.
+    """Plan the copies that move the elements of `wanted` in stretch `[start, end)` to their place.
 
     Args:
         shape: sizes of the stored chunk.
-        wanted: the box of it that is wanted.
-        start, end: the stretch, in elements of the chunk in row-major order.
+        wanted: the wanted box of the chunk.
+        start: number of the stretch's first element, in row-major order.
+        end: number of the element after the stretch's last.
     """
     copies = []
     for first, box in _boxes(shape, start, end):
@@ -205,7 +212,7 @@ def plan_copies(shape: tuple[int, ...], wanted: Box, start: int, end: int) -> li
 
 
 def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[int, Box]]:
-    """The boxes that make up stretch `[start, end)`, each with its first element's number."""
+    """Yield the boxes that make up stretch `[start, end)`, each with its first element's number."""
     if start >= end:
         return
     if len(shape) <= 1:
@@ -234,9 +241,10 @@ def _within_row(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[
 def fills(
     shape: Sequence[int], offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
 ) -> bool:
-    """Whether boxes within a shape, taken together, are all of it. They may overlap.
+    """Whether boxes within a shape cover all of it. They may overlap.
 
-    Boxes that cut it into more than 16 million cells are only counted: no grid of ranks does that.
+    If the boxes cut the shape into more than 16 million cells, which no grid of ranks does, only
+    their elements are counted.
     """
     if sum(math.prod(size) for size in sizes) < math.prod(shape):
         return False
@@ -255,7 +263,7 @@ def fills(
     first = [np.searchsorted(cuts, starts[:, dim]) for dim, cuts in enumerate(edges)]
     after = [np.searchsorted(cuts, ends[:, dim]) for dim, cuts in enumerate(edges)]
     if all(np.array_equal(f + 1, a) for f, a in zip(first, after, strict=True)):
-        cells[tuple(first)] = True  # a grid, as ranks make it
+        cells[tuple(first)] = True  # a regular grid, as ranks make it
     else:
         for number in range(len(starts)):
             cells[tuple(slice(f[number], a[number]) for f, a in zip(first, after, strict=True))] = (

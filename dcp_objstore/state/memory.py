@@ -1,4 +1,4 @@
-"""Writing to the memory of destination tensors, past torch where that is faster."""
+"""Write to the memory of destination tensors, bypassing torch where that is faster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Exposed:
-    """A tensor's memory as NumPy asks for it; an array made of this keeps the tensor alive."""
+    """A tensor's memory in NumPy's array interface; an array made of it keeps the tensor alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -30,11 +30,11 @@ class _Exposed:
 
 
 def byte_memory(tensor: torch.Tensor) -> ByteArray | None:
-    """The bytes of a contiguous CPU tensor, writable; None where copies must go through torch.
+    """Return the bytes of a contiguous CPU tensor, writable; None if copies need torch.
 
-    They are written without asking torch, whose copy would start a team of OpenMP threads in each
-    of our workers. (Not by `tensor.numpy()`, after which a storage cannot be resized any more, nor
-    by `np.from_dlpack`, which makes read-only arrays in older versions of NumPy.)
+    The bytes are written without torch, whose copy would start a team of OpenMP threads in each
+    worker thread. (`tensor.numpy()` is not used, because the storage could not be resized after it,
+    nor `np.from_dlpack`, which makes read-only arrays in older versions of NumPy.)
     """
     if (
         tensor.device.type != "cpu"
@@ -49,7 +49,7 @@ def byte_memory(tensor: torch.Tensor) -> ByteArray | None:
 
 
 class _Lent:
-    """An array's memory, as NumPy asks for it; dies with the last array made of it."""
+    """An array's memory in NumPy's array interface; dies with the last array made of it."""
 
     def __init__(self, array: ByteArray) -> None:
         self._array = array
@@ -62,9 +62,9 @@ class _Lent:
 
 
 def lend(array: ByteArray, give_back: Callable[[], object]) -> ByteArray:
-    """The same memory, as an array of which the last view's end calls `give_back`.
+    """Return the same memory as a new array, and call `give_back` when its last view dies.
 
-    That may be in any thread, in the midst of whatever it does.
+    `give_back` may run in any thread, at any point of that thread's code.
     """
     lent = _Lent(array)
     weakref.finalize(lent, give_back).atexit = False
@@ -72,7 +72,7 @@ def lend(array: ByteArray, give_back: Callable[[], object]) -> ByteArray:
 
 
 def device_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The bytes of a contiguous tensor of any device, as a view; None where there is no such."""
+    """Return the bytes of a contiguous tensor of any device as a view; None if impossible."""
     if (
         type(tensor) is not torch.Tensor
         or tensor.is_conj()
@@ -86,21 +86,21 @@ def device_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def count_write(tensor: torch.Tensor) -> None:
-    """Tell autograd of a write that went past torch."""
+    """Tell autograd about a write that bypassed torch."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
 
 
 def is_quantized(dtype: torch.dtype) -> bool:
-    """Whether elements of this dtype mean something only with a scale and a zero point."""
+    """Whether elements of this dtype need a scale and a zero point to have a value."""
     return str(dtype).startswith(("torch.qint", "torch.quint"))
 
 
 def copy_elements(source: torch.Tensor, destination: torch.Tensor) -> None:
-    """Copy all elements, converting if need be.
+    """Copy all elements, and convert them if the dtypes differ.
 
     Raises:
-        StateMismatchError: one of the two is quantized, and the other not in the same way.
+        StateMismatchError: one tensor is quantized, and the other is not quantized in the same way.
     """
     if source.is_quantized or destination.is_quantized:
         _check_quantization(source, destination)
@@ -115,17 +115,17 @@ def copy_elements(source: torch.Tensor, destination: torch.Tensor) -> None:
 
 
 def _check_quantization(source: torch.Tensor, destination: torch.Tensor) -> None:
-    """Return if the elements mean the same in both: torch copies their integers as they are."""
+    """Raise unless both are quantized in the same way: torch copies the integers unchanged."""
     have, want = _quantization(source), _quantization(destination)
     if have != want:
         raise StateMismatchError(
-            f"saved as {_shown(have)}, the state has {_shown(want)}; load it into a tensor that is"
-            " quantized in the same way, or save its dequantize()"
+            f"saved as {_shown(have)}, the state has {_shown(want)}; load into a tensor that is"
+            " quantized in the same way, or save tensor.dequantize()"
         )
 
 
 def _quantization(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The dtype, then how integers stand for values."""
+    """Return the dtype, followed by the mapping from integers to values."""
     if not tensor.is_quantized:
         return (tensor.dtype,)
     scheme = tensor.qscheme()
@@ -137,7 +137,7 @@ def _quantization(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _shown(quantization: tuple[Any, ...]) -> str:
-    """For an error, in a few words."""
+    """Describe a quantization briefly, for an error."""
     name = str(quantization[0]).removeprefix("torch.")
     if len(quantization) == 1:
         return name
@@ -148,7 +148,7 @@ def _shown(quantization: tuple[Any, ...]) -> str:
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The part of a tensor that a box covers."""
+    """Return the part of a tensor that a box covers."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)

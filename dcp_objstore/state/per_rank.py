@@ -1,4 +1,4 @@
-"""`PerRank`: a value of which each rank has its own, as the state of a random number generator."""
+"""`PerRank`: a separate value for each rank, such as the state of a random number generator."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from dcp_objstore.errors import ConfigError
 
 
 class PerRank:
-    """Saves one value for each rank; without it DCP stores that of a single rank for all.
+    """A value to save once per rank. Without it, DCP stores the value of one rank for all ranks.
 
         state = {"rng": dos.PerRank(torch.get_rng_state()), "data": dos.PerRank(loader)}
         dos.load(state, url)
         torch.set_rng_state(state["rng"].value)
 
-    For `dcp_objstore.save`, `async_save`, `load` and `CheckpointManager`; anywhere in the state. It
-    is stored as one pickled value for each rank, under `<key>.<rank>`: for kilobytes, not for a
-    model's tensors.
+    It works anywhere in the state of `dcp_objstore.save`, `async_save`, `load` and
+    `CheckpointManager`. It is stored as one pickled value per rank, under `<key>.<rank>`. Use it
+    for kilobytes, not for a model's tensors.
 
-    What a rank gets on load, also from a checkpoint of another number of ranks:
+    A load, also from a checkpoint of another number of ranks, gives a rank:
 
-    - `choice="own"` (default): what the rank of its own (global) number saved. Where there was no
-      such rank, its value stays as it was. `restored` says which.
-    - `choice="list"`: `values` is the list of what all ranks saved, in the order of the ranks, the
-      same on each rank, for it to choose from; `value` stays as it was.
+    - `choice="own"` (default): the value that the rank with the same (global) number saved. If
+      there was no such rank, the value stays as it was. `restored` tells the two cases apart.
+    - `choice="list"`: the list `values` of what all ranks saved, in the order of the ranks. It is
+      the same on each rank, which can choose from it; `value` stays as it was.
 
     Args:
-        value: what to save. An object with `state_dict` and `load_state_dict` (a data loader) is
-            saved by the one and, with "own", restored in place by the other; anything else is
-            replaced. Tensors and plain values load without `trust_pickle`.
-        choice: see above; it is made on load, and not stored.
+        value: the value to save. An object with `state_dict` and `load_state_dict` (a data loader)
+            is saved with the first method and, with "own", restored in place with the second;
+            any other value is replaced. Tensors and plain values load without `trust_pickle`.
+        choice: which saved values a load gives this rank: "own" or "list". It is not stored.
 
     Attributes:
-        value: as given, or as loaded.
-        values: what all ranks saved, after a load with "list"; else None.
-        restored: whether a load has found this rank's own value, or with "list" the values.
+        value: the value as given, or as loaded.
+        values: the values that all ranks saved, after a load with "list"; otherwise None.
+        restored: whether a load has found this rank's own value or, with "list", any values.
 
     Raises:
-        ConfigError: there is no such choice.
+        ConfigError: `choice` is neither "own" nor "list".
     """
 
     def __init__(self, value: Any, *, choice: Literal["own", "list"] = "own") -> None:
@@ -56,17 +56,17 @@ class PerRank:
         return f"PerRank({self.value!r}, choice={self.choice!r})"
 
     def to_save(self) -> dict[str, Any]:
-        """This rank's entry of the state dict. In a tuple, which DCP stores as one value."""
+        """Return this rank's entry of the state dict, in a tuple, which DCP stores as one value."""
         value = self.value
         return {own_name(): (value.state_dict() if isinstance(value, Stateful) else value,)}
 
     @staticmethod
     def to_fill() -> dict[str, Any]:
-        """The entry that asks for this rank's value, and is empty until it is loaded."""
+        """Return an entry that asks for this rank's value, and is empty until it is loaded."""
         return {own_name(): ()}
 
     def fill(self, loaded: Mapping[str, tuple[Any, ...]]) -> None:
-        """Take what was loaded: a 1-tuple for each rank that was asked for."""
+        """Take the loaded values: a 1-tuple for each requested rank."""
         found = {int(name): value[0] for name, value in loaded.items() if value}
         own = int(own_name())
         if self.choice == "list":
@@ -81,5 +81,5 @@ class PerRank:
 
 
 def own_name() -> str:
-    """Under which this rank saves its values."""
+    """Return the name under which this rank saves its values."""
     return str(current_rank() or 0)

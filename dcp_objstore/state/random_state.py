@@ -1,4 +1,4 @@
-"""`RandomState`: the generators that a training loop draws from, as one value to save per rank."""
+"""`RandomState`: the states of a training loop's random generators, as one value per rank."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ class RandomState:
 
         state = {"model": model, "random": dos.PerRank(dos.RandomState())}
 
-    What is drawn after a load is what would have been drawn after the save. It holds nothing: it
-    reads the generators when it is saved, and sets them when it is loaded. Plain values and
-    tensors, so it loads without `trust_pickle`. About 13 KiB, and 16 bytes for each GPU.
+    After a load, the generators yield the numbers that they would have yielded after the save. The
+    object itself holds no state: it reads the generators when it is saved, and sets them when it is
+    loaded. It is stored as plain values and tensors, so it loads without `trust_pickle`. It takes
+    about 13 KiB, and 16 bytes for each GPU.
 
-    Of CUDA's generators those of the visible devices are saved, by their numbers, where CUDA is in
-    use already; on load as many are set as there are on both sides.
+    If CUDA is already in use, the generators of the visible devices are saved in the order of their
+    numbers. A load sets as many as both sides have.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The states now."""
+        """Return the current states."""
         version, words, gauss = random.getstate()
         kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         cuda = torch.cuda.get_rng_state_all() if in_use else []
         return {
             "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
-            # As int64, because tensors of uint32 cannot do everything yet.
+            # As int64, because torch does not fully support uint32 yet.
             "numpy": (
                 str(kind),
                 torch.from_numpy(np.asarray(keys).astype(np.int64)),
@@ -45,10 +46,11 @@ class RandomState:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set them.
+        """Set the generators to saved states.
 
         Raises:
-            StateMismatchError: it is not what `state_dict` gave; nothing was set.
+            StateMismatchError: `state_dict` is not a result of `RandomState.state_dict`; nothing
+                was set.
         """
         try:
             version, words, gauss = state_dict["python"]
@@ -56,13 +58,13 @@ class RandomState:
             kind, keys, position, has_gauss, cached = state_dict["numpy"]
             numpy = (kind, keys.numpy().astype(np.uint32), position, has_gauss, cached)
             cpu, cuda = state_dict["torch"].cpu(), list(state_dict["cuda"])
-            # Tried on generators that nobody draws from.
+            # Try the states on unused generators first.
             random.Random().setstate(python)
             np.random.RandomState().set_state(numpy)
             torch.Generator().set_state(cpu)
         except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise StateMismatchError(
-                f"this is no state of a RandomState: {type(error).__name__}: {error}"
+                f"this is not the state of a RandomState: {type(error).__name__}: {error}"
             ) from error
         random.setstate(python)
         np.random.set_state(numpy)

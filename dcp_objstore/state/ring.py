@@ -1,9 +1,9 @@
-"""`Ring`: a bounded number of host buffers, on the way between a device and the network.
+"""`Ring`: a bounded number of host buffers between a device and the network.
 
-A slot is in one place at a time: idle, with whoever acquired it, or with the transport that is
-sending it. What the device has been asked to copy out of it or into it is noted with it, as
-tickets, and it is not written to again before those are complete. Which device, and which thread
-drops a buffer, makes no difference here.
+A slot is in one place at a time: idle, with the code that acquired it, or with the transport that
+sends it. The slot keeps tickets for the copies that the device was asked to make from or to it, and
+is not written to again before those are complete. The ring works with any device, and any thread
+may drop a buffer.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
 
 
 class Ticket(Protocol):
-    """Stands for copies that were queued on a device."""
+    """A ticket for copies that were queued on a device."""
 
     def query(self) -> bool:
-        """Whether they are complete."""
+        """Whether the copies are complete."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until they are."""
+        """Wait until the copies are complete."""
         ...
 
 
 class Lane(Protocol):
-    """A device's queue of copies, beside whatever else runs on the device."""
+    """A queue of copies on a device, separate from other work on the device."""
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Host memory that the device copies from and to, as uint8."""
+        """Allocate host memory that the device copies from and to, as uint8."""
         ...
 
     def follow(self) -> None:
-        """What is queued from here on waits for what this thread has queued on the device."""
+        """Make later copies wait for what this thread has queued on the device so far."""
         ...
 
     def queue(self, work: Callable[[], object]) -> Ticket:
-        """Call `work`, whose copies (with `non_blocking=True`) go to this queue."""
+        """Call `work`, which queues copies here with `non_blocking=True`; return a ticket."""
         ...
 
     def finish(self) -> None:
-        """Wait until all that was queued is complete."""
+        """Wait until all queued copies are complete."""
         ...
 
 
@@ -59,9 +59,9 @@ class Slot:
     """One buffer of a ring.
 
     Attributes:
-        memory: its bytes, as a tensor.
-        array: the same bytes.
-        tickets: of the copies that were queued from or to it.
+        memory: the bytes of the slot, as a tensor.
+        array: the bytes of the slot, as an array.
+        tickets: tickets for the copies that were queued from or to the slot.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -72,11 +72,11 @@ class Slot:
         self.tickets: list[Ticket] = []
 
     def is_settled(self) -> bool:
-        """Whether all copies are complete."""
+        """Whether all copies from and to the slot are complete."""
         return all(ticket.query() for ticket in self.tickets)
 
     def settle(self) -> None:
-        """Wait for all copies."""
+        """Wait until all copies from and to the slot are complete."""
         for ticket in self.tickets:
             ticket.synchronize()
         self.tickets.clear()
@@ -87,19 +87,19 @@ class Slot:
         return offset >= 0 and offset + part.nbytes <= self.array.nbytes
 
     def offset_of(self, part: ByteArray) -> int:
-        """Where in this slot they lie."""
+        """Return the offset of these bytes in this slot."""
         return int(part.ctypes.data - self.array.ctypes.data)
 
 
 class Ring:
-    """`count` slots of `slot_bytes` each, allocated as they are first needed.
+    """A ring of `count` slots of `slot_bytes` each, allocated when first needed. Thread-safe.
 
-    Safe to use from many threads. None of its methods waits for another than the device, but
-    `acquire`.
+    Only `acquire` waits for other threads; the other methods wait for the device at most.
 
     Args:
-        count: may be 0; then there never is a slot.
-        allocate: see `Lane.allocate`.
+        count: largest number of slots; if 0, there is never a slot.
+        slot_bytes: size of a slot.
+        allocate: callable that allocates host memory, such as `Lane.allocate`.
     """
 
     def __init__(
@@ -108,19 +108,19 @@ class Ring:
         self.count = count
         self.slot_bytes = slot_bytes
         self._allocate = allocate
-        # Slots come back from wherever a buffer dies: in any thread, also in the midst of a call
-        # of this queue. SimpleQueue alone is made for that.
+        # A slot returns where its buffer dies: in any thread, even during a call of this queue.
+        # Only SimpleQueue is reentrant.
         self._idle: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._made = 0
 
     @property
     def made(self) -> int:
-        """How many slots have been allocated."""
+        """Number of slots allocated so far."""
         return self._made
 
     def try_acquire(self) -> Slot | None:
-        """A slot to write to, or None if all are with somebody."""
+        """Return a slot to write to, or None if all slots are in use."""
         try:
             slot = self._idle.get_nowait()
         except queue.Empty:
@@ -135,10 +135,10 @@ class Ring:
         return slot
 
     def acquire(self, check_stopped: Callable[[], None]) -> Slot:
-        """A slot to write to; waits for one.
+        """Wait for a slot to write to, and return it.
 
         Args:
-            check_stopped: called while waiting; raises when that is to end.
+            check_stopped: callable that raises if the wait must end; called while waiting.
         """
         slot = self.try_acquire()
         if slot is None:
@@ -148,11 +148,11 @@ class Ring:
         return slot
 
     def release(self, slot: Slot) -> None:
-        """Give a slot back; its tickets say when it can be used again."""
+        """Return a slot to the ring; it is reused when its tickets are complete."""
         self._idle.put(slot)
 
     def lend(self, slot: Slot) -> ByteArray:
-        """The bytes of a slot, which comes back when no view of them is left."""
+        """Return the bytes of a slot, which returns to the ring when no view of them is left."""
         return lend(slot.array, functools.partial(self._idle.put, slot))
 
     def _make(self) -> Slot | None:

@@ -1,10 +1,9 @@
-"""The user's state to a plain state dict and back: modules, optimizers and Stateful objects.
+"""Convert the user's state (modules, optimizers, Stateful objects) to a plain state dict and back.
 
-`torch.distributed.checkpoint.state_dict` does the work for modules and optimizers: it names
-parameters the same under FSDP2, DDP (`module.`) and torch.compile (`_orig_mod.`), and it keys
-optimizer state by parameter name instead of by position, which is what lets a checkpoint be
-loaded by another number of ranks. (DCP itself would take a module too, as a Stateful, and store
-the wrappers' names.)
+`torch.distributed.checkpoint.state_dict` does the work for modules and optimizers. It names
+parameters the same under FSDP2, DDP (`module.`) and torch.compile (`_orig_mod.`). It keys optimizer
+state by parameter name instead of by position, so that another number of ranks can load the
+checkpoint. (DCP itself would also accept a module, as a Stateful, and store the wrappers' names.)
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from dcp_objstore import torch_private
 from dcp_objstore.errors import StateMismatchError, UnsupportedError
 from dcp_objstore.state.per_rank import PerRank
 
-# Keys of dicts as the user has them, and numbers in lists.
+# A path in the state: keys of dicts as the user has them, and numbers in lists.
 Path: TypeAlias = tuple[Any, ...]
 
-# The same with keys as str, as DCP has them.
+# The same path with keys as str, as DCP has them.
 Place: TypeAlias = tuple[str, ...]
 
-# Asked first, because lists can be long and isinstance(..., Stateful) takes a microsecond.
+# Checked first, because lists can be long and isinstance(..., Stateful) takes a microsecond.
 _SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 
 
@@ -45,9 +44,11 @@ class _Part:
     """A value of the state that is not a dict or a list to descend into.
 
     Attributes:
-        given: its state dict as it was, for the types of its containers and keys; for a plain
-            value or a tensor, itself.
-        module: an optimizer's module, else None.
+        path: place of the value in the state.
+        value: the value.
+        given: the original state dict of the value, which has the types of its containers and keys;
+            the value itself if it is a plain value or a tensor.
+        module: the module of an optimizer; otherwise None.
     """
 
     path: Path
@@ -57,26 +58,26 @@ class _Part:
 
 
 class ConvertedState:
-    """A user's state in DCP's terms, and the way back.
+    """A user's state converted to a plain state dict, with the way back.
 
-    Tensors are the live ones, so loading into them loads in place. An optimizer that has not
-    stepped has no state yet. For a load it gets one, as DCP does it, so that there is something to
-    load into (also if it lacks the state of some parameters only); `undo` puts things back after a
-    load that failed. A save stores that same state with no step counted, and leaves the optimizer
-    as it is.
+    Tensors are not copied, so loading into them loads in place. An optimizer that has not stepped
+    has no state yet. For a load it gets one, made as DCP makes it, so that there is memory to load
+    into. The same is done if only some parameters lack state. `undo` restores the optimizers after
+    a failed load. A save stores such a made state with no step counted, and leaves the optimizer
+    unchanged.
 
     Args:
-        state: dict, nested as you like, of modules, optimizers, Stateful objects, tensors and
+        state: a dict, nested as you like, of modules, optimizers, Stateful objects, tensors and
             plain values.
-        loading: it is loaded into; otherwise it is saved.
+        loading: whether the state will be loaded into; if False, it will be saved.
 
     Attributes:
         state_dict: nested dicts with str keys, and lists, of tensors and plain values.
-        optimizers: for the place of each optimizer, that of its module.
-        per_rank: for the place of each `PerRank`, whether the values of all ranks are wanted.
+        optimizers: place of each optimizer, mapped to the place of its module.
+        per_rank: place of each `PerRank`, mapped to whether it wants the values of all ranks.
 
     Raises:
-        StateMismatchError: the state cannot be converted; says what to pass instead.
+        StateMismatchError: the state cannot be converted; the message says what to pass instead.
         UnsupportedError: tensors to load into are on the meta device.
     """
 
@@ -95,7 +96,7 @@ class ConvertedState:
         if loading:
             for path, module in modules.items():
                 _refuse_module_on_meta(path, module)
-        # Optimizers that get a state for now, with what they had.
+        # Optimizers that get a temporary state, with the state that they had.
         self._set_aside = [
             (value, dict(value.state))
             for _, value in leaves
@@ -144,15 +145,15 @@ class ConvertedState:
         return _Part(path, value, value)
 
     def _check_names_of_ranks(self) -> None:
-        """Refuse a value that has the name of some rank's value of a `PerRank`."""
+        """Refuse a value whose name is also that of a rank's value of a `PerRank`."""
         for place in self.per_rank:
             prefix = _name(place) + "."
             for part in self._parts:
                 name = _name(part.path)
                 if name.startswith(prefix) and name.removeprefix(prefix).isdecimal():
                     raise StateMismatchError(
-                        f"{_shown(part.path)} has the name under which a rank saves its value of"
-                        f" the PerRank at {_shown(place)}; rename one of them",
+                        f"{_shown(part.path)} has the same name as a rank's value of the PerRank at"
+                        f" {_shown(place)}; rename one of them",
                         key=name,
                     )
 
@@ -163,29 +164,31 @@ class ConvertedState:
         entry = value.to_save()
         if any(_has_parts(item) for item in entry.values()):
             raise StateMismatchError(
-                "a PerRank is stored as one pickled value for each rank; modules, optimizers,"
-                " Stateful objects and sharded tensors inside one cannot be",
+                "a PerRank is stored as one pickled value for each rank, so it cannot contain"
+                " modules, optimizers, Stateful objects or sharded tensors",
                 key=_name(path),
             )
         return entry
 
     def undo(self) -> None:
-        """Optimizers have the state again that they had before."""
+        """Give the optimizers back the state that they had before."""
         for optimizer, before in self._set_aside:
             optimizer.state.clear()
             optimizer.state.update(before)
 
     def restore(self, without_state: Collection[tuple[Place, str]] = ()) -> None:
-        """Put what was loaded into `state_dict` back: modules, optimizers and Stateful objects in
-        place, and plain values into the caller's dicts and lists.
+        """Put the loaded `state_dict` back into the user's state.
+
+        Modules, optimizers and Stateful objects are restored in place; plain values are put into
+        the caller's dicts and lists.
 
         Args:
-            without_state: (optimizer's place, parameter's name in its module) for which the
-                checkpoint has no optimizer state; they are left without.
+            without_state: pairs of an optimizer's place and a parameter's name in its module for
+                which the checkpoint has no optimizer state; these parameters get none.
 
         Raises:
             StateMismatchError: a list of Stateful objects was saved with another length.
-            Whatever a `load_state_dict` raises.
+            Exception: any error that a `load_state_dict` raises.
         """
         loaded = [(part, _at(self.state_dict, part.path)) for part in self._parts]
         # Modules first: an optimizer's state is matched to its module's parameters.
@@ -209,7 +212,7 @@ class ConvertedState:
             for optimizer, parameter in without_state:
                 if optimizer == _place(part.path):
                     del loaded["state"][parameter]
-            # Not strict: the planner has checked what is there, parameter by parameter.
+            # Not strict: the planner has already checked the state of each parameter.
             options = StateDictOptions(strict=False)
             set_optimizer_state_dict(part.module, part.value, loaded, options=options)
         elif isinstance(part.value, Stateful):
@@ -221,11 +224,11 @@ class ConvertedState:
 
 
 def _refuse_module_on_meta(path: Path, module: torch.nn.Module) -> None:
-    """Raise where a module has no memory to load into.
+    """Raise if a module has no memory to load into.
 
-    It is not given memory here. On which device is the caller's to say, an optimizer made before
-    would go on with the old parameters, and buffers that no checkpoint holds would be left with
-    whatever was in that memory.
+    The module does not get memory here, for three reasons: the caller must choose the device, an
+    existing optimizer would keep the old parameters, and buffers that are not in the checkpoint
+    would contain arbitrary bytes.
     """
     tensors = (*module.named_parameters(), *module.named_buffers())
     on_meta = [name for name, tensor in tensors if tensor.device.type == "meta"]
@@ -238,7 +241,7 @@ def _refuse_module_on_meta(path: Path, module: torch.nn.Module) -> None:
     if not saved:
         return
     fill = [name for name in on_meta if name in unsaved]
-    then = f". Then compute its buffers that no checkpoint holds ({_first(fill)})" if fill else ""
+    then = f". Then compute the buffers that no checkpoint has ({_first(fill)})" if fill else ""
     raise UnsupportedError(
         f"this module is on the meta device and has no memory to load into ({_first(saved)});"
         ' before you load, and before you make its optimizer, call to_empty(device="cuda") on it,'
@@ -248,12 +251,12 @@ def _refuse_module_on_meta(path: Path, module: torch.nn.Module) -> None:
 
 
 def _refuse_tensors_on_meta(parts: Iterable[_Part]) -> None:
-    """The same for tensors that stand in the state, or in that of a Stateful object."""
+    """Raise if tensors of the state, or of a Stateful object's state, have no memory."""
     names = [name for part in parts for name in _on_meta(part.given, part.path)]
     if names:
         raise UnsupportedError(
             f"the state has tensors on the meta device, with no memory to load into"
-            f" ({_first(names)}); put torch.empty_like(tensor, device=...) in their place",
+            f" ({_first(names)}); replace each with torch.empty_like(tensor, device=...)",
             key=names[0],
         )
 
@@ -275,8 +278,8 @@ def _first(names: list[str]) -> str:
 
 
 def _module_state(module: torch.nn.Module) -> dict[str, Any]:
-    # torch takes an empty result for a wrong option and raises. (Parameters are asked for first:
-    # under FSDP1 `state_dict` is a collective.)
+    # torch mistakes an empty result for a wrong option and raises. (Parameters are checked first,
+    # because under FSDP1 `state_dict` is a collective.)
     if next(module.parameters(), None) is None and not module.state_dict():
         return {}
     given: dict[str, Any] = get_model_state_dict(module)
@@ -294,7 +297,7 @@ def _optimizer_state(
             key=_name(path),
         )
     unstepped = not optimizer.state
-    # torch initialises the state by a step with zero gradients, and silently leaves that out where
+    # torch initializes the state with a step of zero gradients, and silently skips that step if
     # there are gradients.
     with _gradients_set_aside(groups) if unstepped else contextlib.nullcontext():
         given: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
@@ -306,7 +309,7 @@ def _optimizer_state(
 
 
 def _lacks_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a parameter that is trained has no state."""
+    """Whether a trainable parameter has no state."""
     return any(
         parameter.requires_grad and parameter not in optimizer.state
         for group in optimizer.param_groups
@@ -329,7 +332,7 @@ def _gradients_set_aside(groups: list[list[torch.nn.Parameter]]) -> Iterator[Non
 def _module_of(
     optimizer: torch.optim.Optimizer, modules: Mapping[Path, torch.nn.Module], path: Path
 ) -> Path:
-    """Where the smallest module of the state stands that has all of the optimizer's parameters."""
+    """Return the place of the smallest module that has all of the optimizer's parameters."""
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
     held = {place: {id(p) for p in module.parameters()} for place, module in modules.items()}
     owners = [place for place, ids in held.items() if wanted <= ids]
@@ -342,9 +345,8 @@ def _module_of(
             key=_name(path),
         )
     raise StateMismatchError(
-        "the parameters of this optimizer belong to no module of the state; put the module into"
-        " the state beside it (and make the optimizer after fully_shard, which replaces the"
-        " parameters)",
+        "the parameters of this optimizer belong to no module of the state; add the module to the"
+        " state (and make the optimizer after fully_shard, which replaces the parameters)",
         key=_name(path),
     )
 
@@ -354,12 +356,12 @@ def _place(path: Path) -> Place:
 
 
 def _name(path: Path) -> str:
-    """As DCP names it."""
+    """Return DCP's name for a place in the state."""
     return ".".join(_place(path))
 
 
 def _has_parts(value: Any) -> bool:
-    """Whether something in it is restored in place or has a name of its own."""
+    """Whether a value contains something that is restored in place or has its own name."""
     if isinstance(value, list | tuple):
         return any(_has_parts(item) for item in value)
     if isinstance(value, Mapping):
@@ -369,7 +371,7 @@ def _has_parts(value: Any) -> bool:
 
 
 def _is_whole(value: list[Any]) -> bool:
-    """Whether DCP stores this list as one value, which may come back with another length."""
+    """Whether DCP stores this list as one value, which a load may change in length."""
     return not any(
         isinstance(item, Mapping | torch.Tensor)
         or _has_parts(item)
@@ -380,7 +382,7 @@ def _is_whole(value: list[Any]) -> bool:
 
 
 def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every value that is not a dict or list to descend into, with its place."""
+    """Yield every value that is not a dict or list to descend into, with its path."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _leaves(item, (*path, key))
@@ -392,7 +394,7 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def same_name(state_dict: Mapping[str, Any]) -> StateMismatchError | None:
-    """The error for two values that have one name in a checkpoint; None if all names differ."""
+    """Return the error for two values with the same name in a checkpoint; None if all differ."""
     places: dict[str, Path] = {}
     for path, _ in _leaves(state_dict):
         name = _name(path)
@@ -411,7 +413,7 @@ def _shown(path: Path) -> str:
 
 
 def _by_name(value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
-    """The keys by their `str`, by which DCP names them.
+    """Return the keys by their `str`, which DCP uses as names.
 
     Raises:
         StateMismatchError: two keys are the same as `str`.
@@ -430,7 +432,7 @@ def _by_name(value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
 
 
 def _rebuilt(value: Any, converted: Mapping[Path, Any], path: Path = ()) -> Any:
-    """The same nesting of new dicts and lists, with the leaves converted."""
+    """Rebuild the nesting in new dicts and lists, with converted leaves."""
     if path in converted:
         return converted[path]
     if isinstance(value, Mapping):
@@ -442,7 +444,7 @@ def _rebuilt(value: Any, converted: Mapping[Path, Any], path: Path = ()) -> Any:
 
 
 def _plain(value: Any, path: Path) -> Any:
-    """With dicts of str keys: DCP names a value by `str(key)` and puts it back under that."""
+    """Convert keys to str: DCP names a value by `str(key)` and puts it back under that name."""
     if isinstance(value, Mapping):
         return {
             name: _plain(value[key], (*path, key)) for name, key in _by_name(value, path).items()
@@ -453,7 +455,7 @@ def _plain(value: Any, path: Path) -> Any:
 
 
 def _alike(given: Any, loaded: Any) -> Any:
-    """What was loaded, in containers and under keys like those of `given`."""
+    """Return the loaded value in containers and under keys of the same types as `given`."""
     if isinstance(given, Mapping) and isinstance(loaded, Mapping):
         items = {key: _alike(item, loaded[str(key)]) for key, item in given.items()}
         if type(given) is dict or not isinstance(given, MutableMapping):
@@ -468,7 +470,7 @@ def _alike(given: Any, loaded: Any) -> Any:
 
 
 def _at(value: Any, path: Path, *, by_str: bool = True) -> Any:
-    """The value at a place; in dicts whose keys were made str (`by_str`) or in the user's own."""
+    """Return the value at a path, in dicts with str keys (`by_str`) or with the user's keys."""
     for number, step in enumerate(path):
         if isinstance(value, Mapping):
             value = value[str(step) if by_str else step]

@@ -1,10 +1,10 @@
-"""A tensor as the bytes of a `torch.save` blob, without copying its memory.
+"""Frame a tensor as the bytes of a `torch.save` blob, without copying its memory.
 
 `torch.save` writes a zip around the raw memory. Under `torch.serialization.skip_data()` it writes
-everything but that memory and seeks over its place, so the bytes before (header) and after
-(trailer) are known, and header + memory + trailer is what stock torch readers load. Both depend
-only on dtype, shape and torch's save options, never on values, so they are made once for each.
-(The zip's checksums stay zero; torch's zip reader is built not to look at them.)
+everything but that memory and seeks over its place. So the bytes before (header) and after
+(trailer) are known, and stock torch readers can load header + memory + trailer. Header and trailer
+depend only on dtype, shape and torch's save options, never on values, so each pair is made once.
+(The zip's checksums stay zero; torch's zip reader is built not to check them.)
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from dcp_objstore.transfer.upload import ByteArray
 
-# Payloads start on such boundaries of their object: what torch aligns storages to in its own
-# files, and a cache line.
+# Payloads start at multiples of this in their object: the alignment of storages in torch's own
+# files, and the size of a cache line.
 ALIGNMENT_BYTES = 64
-# Up to here a copy costs less than an array does.
+# Up to this size a copy costs less than making an array.
 _COPIED_BYTES = 16 * 1024
 
 
@@ -45,7 +45,7 @@ class Frame:
 
 
 class _FrameSink(io.RawIOBase):
-    """Collects what `torch.save` writes before and after the one seek over the payload."""
+    """A sink for the bytes that `torch.save` writes before and after its seek over the payload."""
 
     def __init__(self) -> None:
         self.parts: list[list[bytes]] = [[]]
@@ -66,23 +66,24 @@ class _FrameSink(io.RawIOBase):
 
 
 def save_options() -> tuple[object, ...]:
-    """The process-wide torch options that a frame depends on; part of its cache key."""
+    """Return the process-wide torch options that a frame depends on, for its cache key."""
     alignment = serialization_config.save.storage_alignment
     return alignment, torch.serialization.get_crc32_options()
 
 
 @functools.lru_cache(maxsize=65536)
 def frame(dtype: torch.dtype, shape: tuple[int, ...], options: tuple[object, ...]) -> Frame:
-    """Header and trailer for a contiguous tensor of `dtype` and `shape` that needs no grad.
+    """Return the header and trailer for a contiguous tensor that does not require grad.
 
     Args:
-        dtype, shape: of the tensor.
-        options: `save_options()`.
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
+        options: the result of `save_options()`.
     """
-    del options  # in force in this process; only part of the cache key
+    del options  # process-wide, so part of the cache key only
     sink = _FrameSink()
-    # A fresh empty tensor: meta tensors are not seeked over, fake ones do not pickle, and for a
-    # view of a larger storage the whole storage would be. Its memory is never touched.
+    # A new, empty tensor: torch does not seek over meta tensors, cannot pickle fake ones, and would
+    # seek over the whole storage of a view. The memory of this tensor is never touched.
     with torch.serialization.skip_data():
         torch.save(torch.empty(shape, dtype=dtype), sink)  # type: ignore[arg-type]
     if len(sink.parts) == 1:  # no elements, so nothing to seek over
@@ -92,15 +93,19 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], options: tuple[object, ...
 
 
 def padding_before(position: int, header_bytes: int) -> int:
-    """Zero bytes to write at `position` so that the payload after the header is aligned."""
+    """Return how many zero bytes to write at `position` so that the payload is aligned."""
     return -(position + header_bytes) % ALIGNMENT_BYTES
 
 
 def raw_payload(tensor: torch.Tensor, key: str) -> torch.Tensor | None:
-    """The tensor whose memory is the payload, or None where only plain `torch.save` will do.
+    """Return the tensor whose memory is the payload; None if plain `torch.save` is needed.
 
-    Copies only what is not contiguous, conjugated or negated. None for quantized and
-    subclass tensors.
+    Only tensors that are conjugated, negated or not contiguous are copied. The result is None for
+    quantized tensors and tensor subclasses.
+
+    Args:
+        tensor: the tensor to save.
+        key: key of the tensor, for errors.
 
     Raises:
         UnsupportedError: the tensor has no memory (meta, fake), or is sparse.
@@ -113,7 +118,7 @@ def raw_payload(tensor: torch.Tensor, key: str) -> torch.Tensor | None:
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
         return None
     if tensor.numel() and tensor.data_ptr() == 0:
-        raise UnsupportedError("the tensor's memory was freed, there is no data to save", key=key)
+        raise UnsupportedError("the tensor's memory was freed; there is no data to save", key=key)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -123,12 +128,12 @@ def check_layout(layout: torch.layout, key: str) -> None:
     """Refuse tensors that DCP cannot place in a grid of chunks; stock writers fail on them too.
 
     Raises:
-        UnsupportedError: it is a sparse layout, or MKL-DNN's.
+        UnsupportedError: the layout is sparse, or MKL-DNN's.
     """
     if layout not in (torch.strided, torch.jagged):
         raise UnsupportedError(
             f"a tensor of layout {str(layout).removeprefix('torch.')} cannot be saved; save its"
-            " to_dense(), or its parts (indices and values) as tensors of their own",
+            " to_dense(), or its parts (indices and values) as separate tensors",
             key=key,
         )
 
@@ -137,7 +142,7 @@ def check_dtype(dtype: torch.dtype, key: str) -> None:
     """Refuse tensors that could not be loaded again.
 
     Raises:
-        UnsupportedError: see `ITEM_SIZE_BYTES`.
+        UnsupportedError: the dtype is not one of `ITEM_SIZE_BYTES`.
     """
     name = constant_name(dtype)
     if name not in ITEM_SIZE_BYTES:
@@ -150,17 +155,17 @@ def check_dtype(dtype: torch.dtype, key: str) -> None:
 
 
 def small_payload(tensor: torch.Tensor, size_bytes: int) -> bytes | ByteArray:
-    """The memory of a contiguous CPU tensor, or a copy of it, by the cheapest way there is."""
+    """Return the memory of a contiguous CPU tensor or a copy of it, whichever is cheaper."""
     if size_bytes > _COPIED_BYTES and (memory := byte_memory(tensor)) is not None:
         return memory
     return ctypes.string_at(tensor.data_ptr(), size_bytes)
 
 
 def payload_slices(tensor: torch.Tensor, slice_size_bytes: int) -> Iterator[ByteArray]:
-    """The memory of a contiguous tensor in slices, as arrays that keep it alive.
+    """Yield the memory of a contiguous tensor in slices, as arrays that keep it alive.
 
-    CPU memory is not copied. Memory of another device is copied one slice at a time (that of a
-    GPU goes another way: `device.Outbound`).
+    CPU memory is not copied. Memory of another device is copied one slice at a time (but a GPU's
+    memory goes through `device.Outbound`).
     """
     memory = byte_memory(tensor)
     if memory is not None:
@@ -173,7 +178,7 @@ def payload_slices(tensor: torch.Tensor, slice_size_bytes: int) -> Iterator[Byte
 
 
 def pickled_blob(tensor: torch.Tensor) -> ByteArray:
-    """The whole tensor by plain `torch.save`, on the CPU."""
+    """Return the whole tensor as plain `torch.save` writes it, from the CPU."""
     sink = io.BytesIO()
     torch.save(tensor.detach().cpu(), sink)
     return np.frombuffer(sink.getbuffer(), dtype=np.uint8)

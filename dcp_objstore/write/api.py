@@ -1,4 +1,4 @@
-"""`save`: a checkpoint in one line, called by every rank."""
+"""`save`: save a checkpoint with one call on every rank."""
 
 from __future__ import annotations
 
@@ -44,41 +44,44 @@ def save(
     allow_unfenced: bool = False,
     claim: RunClaim | None = None,
 ) -> SaveReport:
-    """Save a sharded state as one checkpoint. Called by every rank, without `if rank == 0`.
+    """Save a sharded state as one checkpoint. Call it on every rank, without `if rank == 0`.
 
-    When it returns, the checkpoint exists, whole, on the store. When it raises, it raises on
-    every rank, and no torn checkpoint is visible.
+    When it returns, the whole checkpoint exists on the store. When it raises, it raises on every
+    rank, and no torn checkpoint is visible.
 
     Args:
-        state: dict, nested as you like, of modules, optimizers, Stateful objects, tensors,
+        state: a dict, nested as you like, of modules, optimizers, Stateful objects, tensors,
             DTensors and plain values. An optimizer finds its module in the state by the identity
-            of its parameters. Change no tensor before this returns: its memory is read until then.
-        url: the checkpoint, the same on every rank.
-        process_group: the ranks that save together. Default: all.
+            of its parameters. Do not change a tensor before this returns: its memory is read until
+            then.
+        url: URL of the checkpoint, the same on every rank.
+        process_group: the ranks that save together. Default: all ranks.
         overwrite: replace a committed checkpoint at this URL. Default False: refuse.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
-            `endpoint_url`, ...). Default: from the environment.
+            `endpoint_url`, ...). Default: taken from the environment.
         config: sizes, concurrency and time-outs.
-        progress: show a bar on rank 0 where standard error is a terminal. Default True.
-        on_event: called with each event of the save on this rank, in a thread of its own; see
-            `ObjectStoreWriter`.
-        trace: name of a local file for a trace of the save; see `ObjectStoreWriter`.
-        user_metadata: small JSON values stored in the commit marker (metrics, step, config).
+        progress: show a progress bar on rank 0 if standard error is a terminal. Default True.
+        on_event: callable that receives each event of the save on this rank, in a thread of its
+            own. `ObjectStoreWriter` describes how it is called.
+        trace: name of a local file to write a trace of the save to. `ObjectStoreWriter` describes
+            how ranks name their files.
+        user_metadata: small JSON values to store in the commit marker (metrics, step, config).
         allow_unfenced: save even to a store without conditional writes, where two writers of one
             checkpoint are not kept apart. Default False: refuse.
-        claim: what `claim_run` of the run returned. Default: none.
+        claim: the claim that `claim_run` returned for the run. Default: none.
 
     Returns:
-        The report of all ranks' work, the same on every rank.
+        A report on the work of all ranks, the same on every rank.
 
     Raises:
-        DcpObjstoreError: that of the lowest rank that failed; see `ObjectStoreWriter` for which.
-        InputError: a tensor was seen to change while it was being saved, so that its bytes are
-            not those of its digests.
-        RankFailedError: a rank failed otherwise, died, or did not make this call. When a rank
-            dies the others notice when its connections close; when it hangs or does not come,
-            after the process group's time-out (that given to `init_process_group`; see also
-            `TransferConfig.peer_timeout_seconds`).
+        DcpObjstoreError: the error of the lowest rank that failed. `ObjectStoreWriter` lists the
+            possible types.
+        InputError: a tensor was found to change while it was being saved, so its bytes do not
+            match its digests.
+        RankFailedError: a rank failed in another way, died, or did not make this call. If a rank
+            dies, the others notice when its connections close. If it hangs or does not make the
+            call, they notice after the process group's time-out (the one given to
+            `init_process_group`, or `TransferConfig.peer_timeout_seconds`).
     """
     advice = every_rank("dcp_objstore.save")
     with typed_failures(None, None, advice):
@@ -109,10 +112,12 @@ def save(
 def run_save(
     writer: ObjectStoreWriter, state_dict: dict[str, Any], group: dist.ProcessGroup | None
 ) -> SaveReport:
-    """`dcp.save` with one typed error for all ranks and the coordinator's report for each.
+    """Run `dcp.save`; raise the same typed error or return the coordinator's report on all ranks.
 
     Args:
-        group: the ranks that save together, from the call on; None: this process alone.
+        writer: the writer of this rank.
+        state_dict: the state as a plain state dict.
+        group: group of the ranks that save together; None if this process saves alone.
     """
     url, ranks = str(writer.checkpoint_id), count_ranks(group)
     single_process_is_fine()
@@ -128,7 +133,7 @@ def run_save(
 
 
 def _from_coordinator(report: SaveReport | None, group: dist.ProcessGroup | None) -> SaveReport:
-    """Rank 0's report, on every rank."""
+    """Return rank 0's report on every rank. A collective."""
     held = [report]
     if group is not None:
         dist.broadcast_object_list(held, group=group, group_src=0)

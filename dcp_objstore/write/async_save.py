@@ -1,8 +1,8 @@
-"""`async_save`: the state is copied at once, uploaded and committed in the background.
+"""`async_save`: copy the state at once, then upload and commit it in the background.
 
-One save at a time in a process: the memory of the copy is kept and used again, and belongs to the
-save that is under way until it has ended. The upload runs in a thread of this process; the
-transport holds no GIL while bytes move.
+A process runs one such save at a time. The memory of the copy is kept for the next save, and
+belongs to the running save until that has ended. The upload runs in a thread of this process; the
+transport does not hold the GIL while bytes move.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class _Saves:
         self.latest: AsyncSaveHandle | None = None
 
 
-# A parent's save goes on in the parent, in a thread that a forked child does not have.
+# The parent's save goes on in the parent, in a thread that a forked child does not have.
 _saves = PerProcess(_Saves)
 
 
 class _Outcome(Future[T]):
-    """A future that notes when its error was asked for."""
+    """A future that records whether its result or exception was asked for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,12 +75,12 @@ class _Outcome(Future[T]):
         self.set_running_or_notify_cancel()  # a save cannot be cancelled
 
     def result(self, timeout: float | None = None) -> T:
-        """See `Future`."""
+        """Return the result, as `Future.result` does, and record that it was asked for."""
         self._see(timeout)
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """See `Future`."""
+        """Return the error, as `Future.exception` does, and record that it was asked for."""
         return self._see(timeout)
 
     def _see(self, timeout: float | None) -> BaseException | None:
@@ -90,18 +90,19 @@ class _Outcome(Future[T]):
 
 
 class AsyncSaveHandle:
-    """A save under way.
+    """A handle on a save that runs in the background.
 
-    When the program ends while it is, the interpreter waits for it. If it fails and nobody asks
-    for its outcome, the next `async_save` raises its error; or the error is printed as the program
-    ends, with exit status 120 (but for children that `multiprocessing` forks, where it is logged
-    only).
+    If the program ends during the save, the interpreter waits for it. If the save fails and nothing
+    asks for its outcome, the next `async_save` raises the error. If there is no next one, the error
+    is printed when the program ends, and the exit status is 120. (In a child that
+    `multiprocessing` forks, the error is only logged.)
 
     Attributes:
-        url: the checkpoint.
-        staging_completion: the future that `staged` waits for, under the name that
-            `torch.distributed.checkpoint.async_save` has for it.
-        upload_completion: the future that `result` waits for, likewise.
+        url: URL of the checkpoint.
+        staging_completion: future that is done when the state was copied, named as in
+            `torch.distributed.checkpoint.async_save`.
+        upload_completion: future of the save's report, named as in
+            `torch.distributed.checkpoint.async_save`.
     """
 
     def __init__(self, url: str) -> None:
@@ -111,7 +112,7 @@ class AsyncSaveHandle:
         self._running = False
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        self._told = False
+        self._raised = False
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._error else "done"
@@ -120,45 +121,50 @@ class AsyncSaveHandle:
     def staged(self, timeout_seconds: float | None = None) -> None:
         """Wait until the state was copied, after which training may change it.
 
-        Returns at once, unless `async_save` was told not to wait for it.
+        Returns at once, unless `async_save` was called with `wait_for_staging=False`.
+
+        Args:
+            timeout_seconds: how long to wait. Default: until the copy is complete.
 
         Raises:
-            TimeoutError: Python's own: it was not copied within `timeout_seconds`.
-            DcpObjstoreError: the copy failed; `result` raises it on every rank.
+            TimeoutError: the built-in exception: the copy is not complete within
+                `timeout_seconds`.
+            DcpObjstoreError: the copy failed; `result` raises the same error on every rank.
         """
         try:
             result_of(self.staging_completion, timeout_seconds)
         except FutureTimeoutError:
-            if self.staging_completion.done():  # what failed was a time-out of its own
+            if self.staging_completion.done():  # the copy itself failed with a time-out
                 raise
             raise TimeoutError(f"the state for {self.url} is still being copied") from None
 
     def done(self) -> bool:
-        """Whether the save has ended, one way or the other."""
+        """Whether the save has ended, with or without success."""
         return self._ended.is_set()
 
     def exception(self, timeout_seconds: float | None = None) -> BaseException | None:
-        """The error of the save, or None if it is committed; waits for its end.
+        """Wait for the end of the save and return its error, or None if it is committed.
 
         Args:
-            timeout_seconds: how long to wait. Default: until it ends.
+            timeout_seconds: how long to wait. Default: until the save ends.
 
         Raises:
-            TimeoutError: Python's own: it has not ended within `timeout_seconds`; it goes on.
+            TimeoutError: the built-in exception: the save has not ended within `timeout_seconds`.
+                It goes on.
         """
         if not wait_until(self._ended, timeout_seconds):
-            raise TimeoutError(f"the save of {self.url} is still under way")
+            raise TimeoutError(f"the save of {self.url} is still running")
         return self.upload_completion.exception()
 
     def result(self, timeout_seconds: float | None = None) -> SaveReport:
         """Wait for the commit and return the report, the same on every rank.
 
         Args:
-            timeout_seconds: how long to wait. Default: until it ends.
+            timeout_seconds: how long to wait. Default: until the save ends.
 
         Raises:
-            TimeoutError: Python's own, no DcpObjstoreError: the save has not ended within
-                `timeout_seconds`. It goes on; ask again.
+            TimeoutError: the built-in exception, not a DcpObjstoreError: the save has not ended
+                within `timeout_seconds`. It goes on; ask again.
             DcpObjstoreError: the save failed, as `dcp_objstore.save` would raise it.
         """
         error = self.exception(timeout_seconds)
@@ -168,7 +174,7 @@ class AsyncSaveHandle:
 
     @property
     def _error_seen(self) -> bool:
-        return self._told or cast(_Outcome[SaveReport], self.upload_completion).seen
+        return self._raised or cast(_Outcome[SaveReport], self.upload_completion).seen
 
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
         self._error = error
@@ -181,13 +187,13 @@ class AsyncSaveHandle:
             else:
                 future.set_result(report)
 
-        with contextlib.ExitStack() as stack:  # all of it, although the user's callbacks may raise
+        with contextlib.ExitStack() as stack:  # do all of it, even if the user's callbacks raise
             stack.callback(self._ended.set)
             stack.callback(settle, self.upload_completion)
             stack.callback(settle, self.staging_completion)
 
     def _fail(self, error: BaseException) -> None:
-        """End it, unless its thread runs: then that ends it."""
+        """End the save with an error, unless its thread runs and will end it."""
         with _saves.here.lock:
             if not self._running:
                 self._end(None, error)
@@ -203,10 +209,10 @@ class AsyncSaveHandle:
         except BaseException as error:  # noqa: BLE001 - raised by `result` and the next async_save
             failed = error
             log_failure(self.url, error)
-            # They hold the copy of the state, and the next save is to use that memory.
+            # The frames hold the copy of the state, whose memory the next save needs.
             without_frames(error)
         finally:
-            # Before it is said to have ended, so that the memory is there for the next save.
+            # Before the save counts as ended, so that its memory is free for the next save.
             save.forget_state()
             self._end(report, failed)
 
@@ -230,41 +236,46 @@ def async_save(
 ) -> AsyncSaveHandle:
     """Copy the state to host memory, return, and save the copy in the background.
 
-    Called by every rank. The copy takes as much host memory as this rank's shards, kept for the
-    next save (pinned where there is a GPU). Collectives of the save run in gloo groups of their
-    own, made at the first call; the ranks begin a save, or refuse it, together. Call
-    `handle.result()` before `torch.distributed.destroy_process_group()`: without the groups a save
-    that is under way fails, with an InputError that says so, and commits nothing.
+    Call it on every rank. The copy takes as much host memory as this rank's shards; the memory is
+    kept for the next save (pinned if there is a GPU). Collectives of the save run in separate gloo
+    groups, which the first call makes. The ranks begin a save, or refuse it, together. Call
+    `handle.result()` before `torch.distributed.destroy_process_group()`: without the groups a
+    running save fails with an InputError that says so, and commits nothing.
 
     Args:
-        state: dict, nested as you like, of modules, optimizers, Stateful objects, tensors,
+        state: a dict, nested as you like, of modules, optimizers, Stateful objects, tensors,
             DTensors and plain values.
-        url: the checkpoint, the same on every rank.
-        on_busy: what to do while an earlier save is under way: "wait" for it (default), or
-            "raise" with SaveInProgressError.
-        wait_for_staging: return when the state was copied, so that it may be changed at once.
-            With False the copy is made meanwhile, and nothing that is saved may be changed before
-            `handle.staged()` has returned: call it just before the optimizer's next step.
-        progress: show a bar; it would be drawn over the training's output. Default False.
-        process_group: the ranks that save together. Default: all.
+        url: URL of the checkpoint, the same on every rank.
+        on_busy: what to do while an earlier save is running: "wait" for it (default), or "raise"
+            SaveInProgressError.
+        wait_for_staging: return once the state was copied, so that it may be changed at once. If
+            False, the copy is made after the call returns, and nothing that is saved may be changed
+            before `handle.staged()` has returned: call that just before the optimizer's next step.
+        progress: show a progress bar, which would overwrite the training's output. Default False.
+        process_group: the ranks that save together. Default: all ranks.
         overwrite: replace a committed checkpoint at this URL. Default False: refuse.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
-            `endpoint_url`, ...). Default: from the environment.
+            `endpoint_url`, ...). Default: taken from the environment.
         config: sizes, concurrency and time-outs.
-        on_event: called with each event of the save on this rank, in a thread of its own; see
-            `ObjectStoreWriter`.
-        trace: name of a local file for a trace of the save; see `ObjectStoreWriter`.
-        user_metadata: small JSON values stored in the commit marker (metrics, step, config).
+        on_event: callable that receives each event of the save on this rank, in a thread of its
+            own. `ObjectStoreWriter` describes how it is called.
+        trace: name of a local file to write a trace of the save to. `ObjectStoreWriter` describes
+            how ranks name their files.
+        user_metadata: small JSON values to store in the commit marker (metrics, step, config).
         allow_unfenced: save even to a store without conditional writes, where two writers of one
             checkpoint are not kept apart. Default False: refuse.
-        claim: what `claim_run` of the run returned. Default: none.
+        claim: the claim that `claim_run` returned for the run. Default: none.
+
+    Returns:
+        A handle with which to wait for the copy and for the commit.
 
     Raises:
-        SaveInProgressError: an earlier save is under way, and `on_busy` is "raise".
-        DcpObjstoreError: the earlier save failed and on some rank nobody has asked for its result;
-            this one was not begun. Also wrong arguments.
-        RankFailedError: a rank died, or did not call within `config.peer_timeout_seconds` (at the
-            first call also: within the time-out given to `init_process_group`).
+        SaveInProgressError: an earlier save is running, and `on_busy` is "raise".
+        DcpObjstoreError: an argument is wrong; or the earlier save failed, its result was not asked
+            for on some rank, and this save was not begun.
+        RankFailedError: a rank died, or did not make this call within
+            `config.peer_timeout_seconds` (the first call also waits for the time-out given to
+            `init_process_group`).
     """
 
     def make_writer() -> ObjectStoreWriter:
@@ -285,7 +296,7 @@ def async_save(
 
     writer, refused = capture(make_writer)
     with typed_failures(aim(writer), None, _EVERY_RANK):
-        # Two: collectives of this thread and of the one that saves must not meet in one group.
+        # Two groups: collectives of this thread and of the saving thread must not mix in one.
         calls = own_group("async_save calls", process_group, config)
         saves = own_group("async_save saves", process_group, config)
     raise_on_all(refused, aim(writer), calls, _EVERY_RANK)
@@ -296,7 +307,7 @@ def async_save(
 
 
 class _Save:
-    """What one save needs, until it has ended."""
+    """Everything that one save needs until it has ended."""
 
     def __init__(self, writer: ObjectStoreWriter, group: dist.ProcessGroup | None) -> None:
         self.handle = AsyncSaveHandle(str(writer.checkpoint_id))
@@ -307,8 +318,7 @@ class _Save:
         self._began_at = 0.0
 
     def begin_staging(self, state: Mapping[str, Any]) -> None:
-        """Allocate, and begin what copies by itself. What fails is raised by the save."""
-
+        """Allocate memory and start the copies from devices. `run` raises what fails here."""
         self._began_at = time.monotonic()
 
         def begin() -> Staging:
@@ -317,7 +327,7 @@ class _Save:
         self._staging, self._failed = capture(begin)
 
     def finish_staging(self) -> None:
-        """Copy what is left; a second call does nothing."""
+        """Finish the copy. A second call does nothing."""
         if self._staging is not None and not self.handle.staging_completion.done():
             _, failed = capture(self._staging.finish)
             self._failed = self._failed or failed
@@ -332,7 +342,7 @@ class _Save:
                 self.handle.staging_completion.set_exception(self._failed)
 
     def run(self) -> SaveReport:
-        """Save the copy. The other ranks are told if it could not be made."""
+        """Save the copy; if it could not be made, raise that error on all ranks."""
         with reporting_failures(self._writer):
             self.finish_staging()
             raise_on_all(self._failed, self.handle.url, self._group)
@@ -340,7 +350,7 @@ class _Save:
             return run_save(self._writer, self._staging.state, self._group)
 
     def forget_state(self) -> None:
-        """Nothing here holds the copy any more."""
+        """Drop the references to the copy."""
         self._staging = None
 
 
@@ -352,29 +362,28 @@ def _begin(
     *,
     wait_for_staging: bool,
 ) -> AsyncSaveHandle:
-    """Wait for the turn, copy the state and start the thread that saves it."""
+    """Wait for the earlier save, copy the state and start the thread that saves it."""
     handle = save.handle
     try:
-        _take_turn(handle, on_busy, calls)
+        _wait_for_earlier(handle, on_busy, calls)
         save.begin_staging(state)
         if wait_for_staging:
             save.finish_staging()
-        # No daemon: the interpreter waits for it at its end, so that the last save is not lost.
+        # Not a daemon thread: the interpreter waits for it at exit, so the last save is not lost.
         threading.Thread(target=handle._run, args=(save,), name="dcp_objstore-async-save").start()
-    except BaseException as error:  # Ctrl-C, or no thread can be started
+    except BaseException as error:  # such as Ctrl-C, or no thread can be started
         handle._fail(error)
         raise
     return handle
 
 
-def _take_turn(
+def _wait_for_earlier(
     handle: AsyncSaveHandle, on_busy: Literal["wait", "raise"], group: dist.ProcessGroup | None
 ) -> None:
-    """Make `handle` the latest save; or raise, on every rank if on any.
+    """Make `handle` the latest save, or raise on every rank if any rank refuses.
 
-    Ranks see the end of the earlier save at different times, and its result may have been asked
-    for on some only. A rank that refused alone would leave the others in the collectives of the
-    new save.
+    Ranks see the end of the earlier save at different times, and only some may have asked for its
+    result. If one rank refused alone, the others would hang in the collectives of the new save.
     """
     saves = _saves.here
     while True:
@@ -387,7 +396,7 @@ def _take_turn(
             raise
         except DcpObjstoreError:
             if earlier is not None:
-                earlier._told = True
+                earlier._raised = True
             raise
         with saves.lock:
             if saves.latest is earlier:
@@ -396,7 +405,7 @@ def _take_turn(
 
 
 def _objection(earlier: AsyncSaveHandle | None, url: str) -> DcpObjstoreError | None:
-    """Why this rank cannot begin another save now."""
+    """Return why this rank cannot begin another save now, or None if it can."""
     if earlier is None:
         return None
     if not earlier.done():
@@ -411,14 +420,17 @@ def _objection(earlier: AsyncSaveHandle | None, url: str) -> DcpObjstoreError | 
 
 
 def _show_unseen_error() -> None:
-    """At exit: the error of the last save, if nobody has asked for it. Runs after it has ended."""
+    """Print, at exit, an error of the last save that was never asked for.
+
+    The interpreter runs this after the save has ended.
+    """
     latest = _saves.here.latest
     if latest is not None and latest._error is not None and not latest._error_seen:
         error, stream = latest._error, sys.stderr
         try:
             print(
                 f"dcp_objstore: {latest.url} was NOT saved: the background save failed, and the"
-                " program ends without having asked for its result:",
+                " program ended without asking for its result:",
                 file=stream,
             )
             sys.excepthook(type(error), error, error.__traceback__)
@@ -427,11 +439,11 @@ def _show_unseen_error() -> None:
 
 
 class _FailingAtExit:
-    """Standard error of a program that has lost its last save: makes its exit status 120.
+    """A standard error stream that makes the exit status 120, for a program that lost a save.
 
-    Once a program has ended, Python changes its status in one case only: to 120, where a standard
-    stream cannot be flushed (see `sys.exit`); an error of an `atexit` handler is only printed. So
-    this is the stream that it was made of, until Python flushes it for the last time.
+    At exit Python changes the status in one case only: to 120, if a standard stream cannot be
+    flushed (see `sys.exit`). An error of an `atexit` handler is only printed. So this wraps the
+    real stream and behaves like it until Python flushes it for the last time.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -442,11 +454,11 @@ class _FailingAtExit:
 
     @property
     def closed(self) -> bool:
-        """False, else Python does not flush it."""
+        """Always False, because Python does not flush a closed stream."""
         return False
 
     def flush(self) -> None:
-        """Flush the stream, and fail as the interpreter ends."""
+        """Flush the stream; raise if the interpreter is finalizing."""
         if self._stream is not None and not self._stream.closed:
             self._stream.flush()
         if sys.is_finalizing():

@@ -1,4 +1,4 @@
-"""What ties a checkpoint to the run that it lies in, and to the job that owns the run."""
+"""A save's part in the run that its checkpoint lies in, and in the claim of the job on that run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def above(spec: StoreSpec) -> tuple[StoreSpec | None, str]:
-    """The run that a checkpoint is in, and its name there; None: it is at the root of a store."""
+    """Return the run that a checkpoint lies in and its name there; None at the root of a store."""
     run_url, _, name = spec.url.rpartition("/")
     if not name or not spec.parsed.prefix.strip("/") or run_url in ("file:/", "file://"):
         return None, ""
@@ -23,10 +23,10 @@ def above(spec: StoreSpec) -> tuple[StoreSpec | None, str]:
 
 
 def check_claim(claim: RunClaim | None, step: StoreSpec) -> int | None:
-    """The number of a claim that is used for a step; None: there is none.
+    """Return the number of the claim that a step is saved with, or None if there is no claim.
 
     Raises:
-        ConfigError: it is no claim.
+        ConfigError: `claim` is not a RunClaim.
         InputError: the step does not lie directly below the claim's run.
     """
     if claim is None:
@@ -38,14 +38,14 @@ def check_claim(claim: RunClaim | None, step: StoreSpec) -> int | None:
     run, _ = above(step)
     if run is None or run.url != step.at(claim.run_url).url:
         raise InputError(
-            f"the claim is of the run {claim.run_url}, and this is no step directly below it",
+            f"the claim is for the run {claim.run_url}, but this step is not directly below it",
             url=step.url,
         )
     return claim.number
 
 
 def confirm(claim: RunClaim, step: StoreSpec) -> None:
-    """Rule C4, after a commit; see `checkpoint.claim.confirm`."""
+    """Check after a commit that the claim still holds (rule C4 of `checkpoint.claim`)."""
     rule.confirm(
         step.at(claim.run_url).open(),
         claim.number,
@@ -54,14 +54,14 @@ def confirm(claim: RunClaim, step: StoreSpec) -> None:
 
 
 def refuse_uncounted(claim: RunClaim | None, step: StoreSpec) -> None:
-    """Before a save: raise if its step could not count in its run. One GET.
+    """Raise, before a save, if its step would not count in its run. Costs one GET.
 
-    Without a claim the run is what lies above the checkpoint. Where that cannot be read (rights
-    that end at the checkpoint, say) the save goes on: it may well be no run.
+    Without a claim, the run is the prefix above the checkpoint. If that cannot be read (for example
+    with rights to the checkpoint only), the save goes on: the prefix may well not be a run.
 
     Raises:
-        SupersededError: the run was taken over, and not by this job.
-        DcpObjstoreError: see `checkpoint.claim.refuse_uncounted`; or as the store says.
+        SupersededError: another job has taken the run over.
+        DcpObjstoreError: the run's claim cannot be used, or the store failed.
     """
     if claim is not None:
         wait_for(rule.refuse_uncounted, step.at(claim.run_url).open(), claim.number)
@@ -73,4 +73,4 @@ def refuse_uncounted(claim: RunClaim | None, step: StoreSpec) -> None:
     except UnsupportedError:
         raise
     except InputError as error:
-        _log.debug("%s is saved without a look at what lies above it: %s", step.url, error)
+        _log.debug("%s: cannot read the prefix above, so no claim is checked: %s", step.url, error)

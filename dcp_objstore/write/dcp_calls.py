@@ -1,4 +1,4 @@
-"""What every call of DCP is wrapped in: failures are reported once, a single process is fine."""
+"""Wrappers around calls of DCP: report each failure once, and accept a single process."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from typing import Protocol
 _NO_GROUP_TEXT = "torch.distributed is disabled"
 
 
-# As `warnings.filters` holds it.
+# The entry that `warnings.filters` holds for it.
 _NO_GROUP_WARNING = ("ignore", re.compile(_NO_GROUP_TEXT, re.IGNORECASE), UserWarning, None, 0)
 
 
 class Plugin(Protocol):
-    """What `ObjectStoreWriter` and `ObjectStoreReader` have in common."""
+    """The common part of `ObjectStoreWriter` and `ObjectStoreReader`."""
 
     @property
     def checkpoint_id(self) -> str | None:
-        """The URL that it is aimed at."""
+        """The URL of the checkpoint."""
 
-    def _tell_failed(self, error: BaseException) -> None: ...
+    def _report_failure(self, error: BaseException) -> None: ...
 
 
 @contextlib.contextmanager
 def reporting_failures(plugin: Plugin | None) -> Iterator[None]:
-    """Tell of an error that leaves, unless the plug-in has told of it itself."""
+    """Report an error that leaves the block, unless the plug-in has already reported it."""
     try:
         yield
     except BaseException as error:
         if plugin is not None:
-            plugin._tell_failed(error)
+            plugin._report_failure(error)
         raise
 
 
 def aim(plugin: Plugin | None) -> str | None:
-    """The checkpoint's URL, for errors; None where the URL or another argument was refused."""
+    """Return the checkpoint's URL for errors; None if an argument was refused."""
     return None if plugin is None else plugin.checkpoint_id
 
 
 def single_process_is_fine() -> None:
-    """Ignore torch's warning that there is no process group, which here needs none.
+    """Ignore torch's warning that there is no process group; none is needed here.
 
-    From now on, not only during a call: `warnings.catch_warnings` puts back the filters of all
-    threads as they were when it began, and a save runs beside the program.
+    The filter stays in place after the call. `warnings.catch_warnings` would restore the filters of
+    all threads to an earlier state, and a save runs at the same time as the program.
     """
     if _NO_GROUP_WARNING not in warnings.filters:
         warnings.filterwarnings("ignore", message=_NO_GROUP_TEXT, category=UserWarning)

@@ -1,6 +1,6 @@
-"""The end of a save on the coordinator: the commit, told of, and `.metadata` for stock readers.
+"""The end of a save on the coordinator: commit it, then write `.metadata` for stock readers.
 
-The rules of a commit are those of `checkpoint.commit`.
+`checkpoint.commit` has the rules of a commit; this module also emits its events.
 """
 
 from __future__ import annotations
@@ -34,16 +34,27 @@ def commit_save(
     user_metadata: Mapping[str, object] | None,
     deadline_seconds: float,
 ) -> str:
-    """Make the checkpoint exist. Once in a save, after all ranks have reported.
+    """Make the checkpoint exist. Called once in a save, after all ranks have reported.
 
     Args:
-        index, index_body: what is committed, and as it is stored.
+        save: the save, whose begin token was read.
+        store: the store, rooted at the checkpoint.
+        index: the index to commit.
+        index_body: the index in its stored form.
+        user_metadata: small JSON values to store in the marker.
+        deadline_seconds: time after which no further attempt begins.
 
     Returns:
         The id of the commit.
 
     Raises:
-        DcpObjstoreError: as `checkpoint.commit.commit`.
+        CheckpointCorruptError: an object is missing or has the wrong size; nothing was committed.
+        CommitLostError: another writer, or a sweep, changed the marker during the save; nothing was
+            committed.
+        SupersededError: a job with a later claim changed the marker; nothing was committed.
+        CommitUnknownError: the store gave no clear answer until the deadline; the commit may still
+            take effect.
+        InputError: the store refused the PUT for good; nothing was committed.
     """
     assert save.begin is not None
     began_at = time.monotonic()
@@ -93,7 +104,7 @@ def publish_for_stock_readers(
         )
     except Exception as error:  # noqa: BLE001 - whatever it is, the save has succeeded
         logger.warning(
-            "%s is committed, but .metadata, by which stock torch readers find it, could not be"
+            "%s is committed, but its .metadata, which stock torch readers need, could not be"
             " written: %s",
             store.url,
             error,

@@ -1,8 +1,9 @@
-"""Laying one rank's items out in objects: the stream of buffers, and where everything went.
+"""Lay one rank's items out in objects: a stream of buffers, and the place of each item.
 
-Items follow one another, each framed as stock torch readers expect it (`blob.py`). Large payloads
-are handed on as views of the tensors' own memory and hashed in worker threads meanwhile; small
-ones are gathered, so that thousands of tiny tensors do not become thousands of tiny buffers.
+Items follow one another, each framed as stock torch readers expect it (`state.tensor_frame`). Large
+payloads are passed on as views of the tensors' own memory and hashed in worker threads at the same
+time. Small payloads are gathered, so that thousands of tiny tensors do not become thousands of tiny
+buffers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError, UnsupportedError
-from dcp_objstore.state import tensor_frame as blob
+from dcp_objstore.state import tensor_frame
 from dcp_objstore.state.dcp_metadata import constant_name
 from dcp_objstore.state.memory import lend
 from dcp_objstore.transfer.digests import block_digests, small_digest
@@ -34,20 +35,21 @@ if TYPE_CHECKING:
     from dcp_objstore.transfer.upload import ByteArray
     from dcp_objstore.transfer.workers import DaemonPool
 
-# Up to here a payload is copied into the gathering buffer: cheaper than a buffer of its own, for
-# which the transport and the hashers must get the GIL half a dozen times. In a program that is busy
-# in Python each of these takes up to 5 ms, and slows the program down.
+# A payload up to this size is copied into the gathering buffer. That is cheaper than a separate
+# buffer, for which the transport and the hashers must get the GIL half a dozen times. In a program
+# that is busy in Python each of these takes up to 5 ms, and slows the program down.
 _SMALL_BYTES = MIB
-# The same for the memory of a device, which would be asked for each by itself.
+# The same limit for device memory, where each small payload is a copy of its own.
 _SMALL_DEVICE_BYTES = 64 * 1024
-# The gathering buffer is handed on at this size.
+# The gathering buffer is passed on at this size.
 _GATHERED_BYTES = 8 * MIB
-# More than what is around a small payload.
+# More than the framing of a small payload.
 _FRAMING_BYTES = 64 * 1024
 
 
-# Of a large tensor's memory, one word in so many bytes is compared again after its upload. That
-# takes 1.5 ms of processor time per GiB, and notices every change of as many bytes in one place.
+# One word in this many bytes of a large tensor's memory is compared again after its upload. That
+# takes 1.5 ms of processor time per GiB, and finds every change of at least this many contiguous
+# bytes.
 _WATCHED_EVERY_BYTES = 64 * 1024
 _WORD = np.dtype(np.uint64)
 
@@ -56,9 +58,10 @@ class ChangedSlice(NamedTuple):
     """A slice of a tensor that changed between its digest and the end of its upload.
 
     Attributes:
-        key: of the state.
-        offset, size_bytes: where it lies in the object.
-        digests: of its blocks, as the index will have them.
+        key: key of the tensor in the state.
+        offset: offset of the slice in the object.
+        size_bytes: size of the slice.
+        digests: digests of the slice's blocks, as the index will have them.
     """
 
     key: str
@@ -67,10 +70,10 @@ class ChangedSlice(NamedTuple):
     digests: Future[bytes]
 
 
-# Not tracked by the cyclic collector (there are no cycles): with tens of thousands of tensors the
-# collector's passes over the whole program would cost more than the tensors.
+# The cyclic garbage collector does not track these objects, which form no cycles. With tens of
+# thousands of tensors its passes over the whole program would cost more than the tensors.
 class Placed(msgspec.Struct, gc=False):
-    """Where one item went; offsets are within its object."""
+    """The place of one item; offsets are within its object."""
 
     item: WriteItem
     offset: int
@@ -82,17 +85,18 @@ class Placed(msgspec.Struct, gc=False):
     digests: bytes | list[Future[bytes]]
 
     def digest_bytes(self) -> bytes:
-        """All digests of the payload; waits for those still being computed."""
+        """Return all digests of the payload; wait for those still being computed."""
         if isinstance(self.digests, bytes):
             return self.digests
         return b"".join(future.result() for future in self.digests)
 
 
 def item_bytes(item: WriteItem, dtype: torch.dtype | None = None) -> int:
-    """Payload bytes of an item's chunk; 0 for a pickled value, whose size is not known yet.
+    """Return the payload size of an item; 0 for a pickled value, whose size is not known yet.
 
     Args:
-        dtype: that a planner converted it to. Default: as it is described.
+        item: DCP's write item.
+        dtype: the dtype that a planner converted the tensor to. Default: the dtype of the item.
     """
     if item.tensor_data is None:
         return 0
@@ -102,15 +106,15 @@ def item_bytes(item: WriteItem, dtype: torch.dtype | None = None) -> int:
 
 
 def check_item(item: WriteItem) -> None:
-    """Refuse what cannot be saved, before anything is sent.
+    """Refuse an item that cannot be saved, before anything is sent.
 
     Raises:
-        UnsupportedError: a layout that DCP cannot place, a dtype that cannot be loaded again, or a
-            chunk that fits no object.
+        UnsupportedError: DCP cannot place the layout, the dtype cannot be loaded again, or the
+            chunk is larger than an object may be.
     """
     if item.tensor_data is not None:
-        blob.check_layout(item.tensor_data.properties.layout, item.index.fqn)
-        blob.check_dtype(item.tensor_data.properties.dtype, item.index.fqn)
+        tensor_frame.check_layout(item.tensor_data.properties.layout, item.index.fqn)
+        tensor_frame.check_dtype(item.tensor_data.properties.dtype, item.index.fqn)
     try:
         check_item_size(item_bytes(item))
     except UnsupportedError as error:
@@ -119,22 +123,25 @@ def check_item(item: WriteItem) -> None:
 
 @dataclass(slots=True)
 class Layout:
-    """The items of one object, as they are laid out.
+    """The layout of the items in one object.
 
     Args:
-        pending: items still to be written by this rank, in order, each with its `item_bytes`; the
-            object takes from the left and leaves what would exceed `plan.max_object_size_bytes`
-            to the next one; a larger item gets an object of its own.
+        pending: items that this rank still has to write, in order, each with its `item_bytes`. The
+            object takes items from the left, and leaves what would exceed
+            `plan.max_object_size_bytes` to the next object. A larger item gets its own object.
         resolve: DCP's `planner.resolve_data`.
-        on_value: called with each pickled value's key and bytes.
-        outbound: the way out of a GPU's memory.
-        digests_of: `block_digests`, or the same with something around it; runs in the hashers.
-        known_digests: see `StagedState.digests`.
+        plan: sizes of parts, slices and objects.
+        hashers: threads that compute digests.
+        on_value: callable that receives each pickled value's key and bytes.
+        rank: number of this rank, for errors.
+        outbound: the path for slices out of a GPU's memory.
+        digests_of: `block_digests` or a wrapper of it; called in the hashers.
+        known_digests: digests that staging has computed, by the address and size of the memory.
 
     Attributes:
-        placed: the items, in their order.
-        changed: slices that were seen to change.
-        is_over: set when the upload has ended, after which the memory is not looked at any more.
+        placed: the items that were placed, in order.
+        changed: slices that were found to change during their upload.
+        is_over: set when the upload has ended; the tensors' memory is not read after that.
     """
 
     pending: deque[tuple[WriteItem, int]]
@@ -152,18 +159,19 @@ class Layout:
     _position: int = 0
     _framing: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
     _gathered: bytearray = field(default_factory=bytearray)
-    _options: tuple[object, ...] = field(default_factory=blob.save_options)
+    _options: tuple[object, ...] = field(default_factory=tensor_frame.save_options)
 
     @property
     def framing_digest(self) -> bytes:
-        """XXH3-128 over all framing and padding written so far."""
+        """XXH3-128 digest of all framing and padding written so far."""
         return self._framing.digest()
 
     def buffers(self) -> Iterator[ByteArray]:
-        """The object's bytes. Items are resolved one at a time, as the transport asks for more.
+        """Yield the object's bytes; resolve items one at a time, as the transport asks for more.
 
         Raises:
-            DcpObjstoreError: naming rank and key; an error from elsewhere is a RankFailedError.
+            DcpObjstoreError: an item cannot be saved; the error names rank and key.
+            RankFailedError: the planner or torch raised an error of another type.
         """
         while self.pending:
             item, size_bytes = self.pending[0]
@@ -178,12 +186,12 @@ class Layout:
                         self.pending.appendleft((item, size_bytes))
                         break
                 yield from self._item(item, data)
-                del data  # before the next one is made
+                del data  # before the planner makes the next one
             except DcpObjstoreError as error:
                 raise error.at(rank=self.rank, key=item.index.fqn) from None
             except Exception as error:
                 raise RankFailedError(
-                    f"reading the value to save failed: {type(error).__name__}: {error}",
+                    f"could not read the value to save: {type(error).__name__}: {error}",
                     rank=self.rank,
                     key=item.index.fqn,
                 ) from error
@@ -216,10 +224,10 @@ class Layout:
             self.on_value(item.index.fqn, data.getvalue())
             yield from self._whole(item, np.frombuffer(data.getbuffer(), np.uint8), None)
             return
-        blob.check_dtype(data.dtype, item.index.fqn)
-        payload = blob.raw_payload(data, item.index.fqn)
+        tensor_frame.check_dtype(data.dtype, item.index.fqn)
+        payload = tensor_frame.raw_payload(data, item.index.fqn)
         if payload is None:
-            yield from self._whole(item, blob.pickled_blob(data), data.dtype)
+            yield from self._whole(item, tensor_frame.pickled_blob(data), data.dtype)
         elif (size_bytes := payload.nbytes) <= (
             _SMALL_BYTES if payload.device.type == "cpu" else _SMALL_DEVICE_BYTES
         ):
@@ -235,18 +243,18 @@ class Layout:
     def _small_tensor(self, item: WriteItem, payload: torch.Tensor, size_bytes: int) -> None:
         if payload.device.type != "cpu":
             payload = payload.cpu()
-        frame = blob.frame(payload.dtype, tuple(payload.shape), self._options)
-        body = blob.small_payload(payload, size_bytes)
-        # What `_begin` and `_frame` do, spelt out: this runs once per tensor, and there may be
-        # tens of thousands.
-        padding = blob.padding_before(self._position, len(frame.header))
+        frame = tensor_frame.frame(payload.dtype, tuple(payload.shape), self._options)
+        body = tensor_frame.small_payload(payload, size_bytes)
+        # `_begin` and `_frame`, inlined: this runs once per tensor, and there may be tens of
+        # thousands of them.
+        padding = tensor_frame.padding_before(self._position, len(frame.header))
         lead = bytes(padding) + frame.header
         self._framing.update(lead)
         self._framing.update(frame.trailer)
         self._gathered += lead
         self._gathered += memoryview(body)
-        # Of what is sent, not of the tensor: whoever changes it meanwhile gets values of the moment
-        # and not a checkpoint that does not load.
+        # The digest of the bytes that are sent, not of the tensor. If the tensor is changed during
+        # the save, the checkpoint has the values of the moment, and still loads.
         with memoryview(self._gathered) as all_, all_[len(all_) - size_bytes :] as gathered:
             digest = small_digest(gathered)
         self._gathered += frame.trailer
@@ -269,7 +277,7 @@ class Layout:
     def _large_tensor(
         self, item: WriteItem, payload: torch.Tensor, size_bytes: int
     ) -> Iterator[ByteArray]:
-        frame = blob.frame(payload.dtype, tuple(payload.shape), self._options)
+        frame = tensor_frame.frame(payload.dtype, tuple(payload.shape), self._options)
         offset = self._begin(frame)
         payload_offset = offset + len(frame.header)
         if self._gathered:
@@ -279,7 +287,7 @@ class Layout:
         pieces = self.outbound.slices(payload)
         in_place = pieces is None
         if pieces is None:
-            pieces = blob.payload_slices(payload, self.plan.slice_size_bytes)
+            pieces = tensor_frame.payload_slices(payload, self.plan.slice_size_bytes)
         at = payload_offset
         for piece in pieces:
             sent = piece
@@ -308,7 +316,7 @@ class Layout:
         )
 
     def _watched(self, piece: ByteArray, words: ByteArray, found: ChangedSlice) -> ByteArray:
-        """The slice; what it holds is compared when the transport lets go of it."""
+        """Return the slice; compare its words again when the transport releases it."""
 
         def compare() -> None:
             if not self.is_over and not np.array_equal(_watched_words(piece), words):
@@ -319,12 +327,14 @@ class Layout:
     def _whole(
         self, item: WriteItem, body: ByteArray, dtype: torch.dtype | None
     ) -> Iterator[ByteArray]:
-        """An item that is all payload: a pickled value, or a tensor pickled as a whole.
+        """Yield an item that is all payload: a pickled value, or a tensor pickled as a whole.
 
         Args:
-            dtype: of the tensor; None for a value.
+            item: DCP's write item.
+            body: the pickled bytes.
+            dtype: dtype of the tensor; None for a value.
         """
-        self._frame(bytes(blob.padding_before(self._position, 0)))
+        self._frame(bytes(tensor_frame.padding_before(self._position, 0)))
         offset = self._position
         if self._gathered:
             yield self._take_gathered()
@@ -341,9 +351,9 @@ class Layout:
             Placed(item, offset, size_bytes, offset, size_bytes, pickled, name, digests)
         )
 
-    def _begin(self, frame: blob.Frame) -> int:
-        """Write padding and header; returns the offset of the header."""
-        padding = blob.padding_before(self._position, len(frame.header))
+    def _begin(self, frame: tensor_frame.Frame) -> int:
+        """Write padding and header; return the offset of the header."""
+        padding = tensor_frame.padding_before(self._position, len(frame.header))
         self._frame(bytes(padding) + frame.header)
         return self._position - len(frame.header)
 
@@ -358,6 +368,6 @@ class Layout:
 
 
 def _watched_words(piece: ByteArray) -> ByteArray:
-    """A copy of some of its bytes, spread over all of it."""
+    """Copy words that are spread evenly over the piece."""
     words = piece[: piece.nbytes // _WORD.itemsize * _WORD.itemsize].view(_WORD)
     return words[:: _WATCHED_EVERY_BYTES // _WORD.itemsize].copy().view(np.uint8)

@@ -1,4 +1,4 @@
-"""DCP's default save planner, with clear errors on which all ranks agree."""
+"""DCP's default save planner with clear errors that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from dcp_objstore.state.state_dict import same_name
 from dcp_objstore.write.staging.state import StagedState
 from dcp_objstore.write.write_items import WriteItems
 
-# Of this process: `dcp_objstore.async_save` has one save under way at a time.
+# One for the process: `dcp_objstore.async_save` runs one save at a time.
 _staged_items = WriteItems()
 
 
 class AgreeingSavePlanner(DefaultSavePlanner):
-    """Refuses ranks that save to different URLs, before a byte is uploaded.
+    """A save planner that refuses ranks with different URLs before a byte is uploaded.
 
-    It has the tensors saved as they are, and nobody else gets hold of a copy that
-    `dcp_objstore.async_save` stages: so what is known of the copy holds for what is uploaded. What
-    a writer stages for `dcp.async_save` may be changed by whoever calls or wraps that, and is
-    hashed as it is uploaded.
+    It saves tensors as they are, and no other code has a reference to a copy that
+    `dcp_objstore.async_save` stages. So the digests computed during staging hold for what is
+    uploaded. A copy that a writer stages for `dcp.async_save` may be changed by the caller or a
+    wrapper of that, so it is hashed as it is uploaded.
 
     Args:
-        url: the checkpoint.
-        state_dict: what will be saved. (DCP hands on a dict of its own.)
-        ranks: how many save together. DCP itself takes a rank to be alone once there is no process
-            group any more.
+        url: URL of the checkpoint.
+        state_dict: the state to save. (DCP passes a dict of its own to the planner.)
+        ranks: number of ranks that save together. DCP itself believes that a rank is alone once its
+            process group was destroyed.
 
     Attributes:
-        digests: see `StagedState`; empty for a state that is none.
+        digests: known digests of staged tensors, by the address and size of their memory; empty if
+            the state was not staged.
     """
 
     def __init__(self, url: str, state_dict: Mapping[str, Any], ranks: int) -> None:
@@ -56,7 +57,7 @@ class AgreeingSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """See `DefaultSavePlanner`.
+        """Override `DefaultSavePlanner.set_up_planner` with a typed error for clashing names.
 
         Raises:
             StateMismatchError: two values of the state have the same name in a checkpoint.
@@ -65,7 +66,7 @@ class AgreeingSavePlanner(DefaultSavePlanner):
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        """See `DefaultSavePlanner`."""
+        """Override `DefaultSavePlanner.create_local_plan`; reuse the items of a staged state."""
         with plugin_errors(current_rank(), self._url):
             if self._staged:
                 items = _staged_items.of(self.state_dict, is_coordinator=self.is_coordinator)
@@ -75,11 +76,11 @@ class AgreeingSavePlanner(DefaultSavePlanner):
             return dataclasses.replace(self.plan, storage_data=self._url)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """See `DefaultSavePlanner`.
+        """Override `DefaultSavePlanner.create_global_plan`; check that all ranks save together.
 
         Raises:
             InvalidUrlError: the ranks save to different URLs.
-            InputError: the process group was destroyed meanwhile.
+            InputError: the process group was destroyed during the save.
         """
         with plugin_errors(current_rank(), self._url):
             if len(all_plans) != self._ranks:
@@ -91,14 +92,17 @@ class AgreeingSavePlanner(DefaultSavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """See `DefaultSavePlanner`."""
+        """Override `DefaultSavePlanner.finish_plan` with typed errors."""
         with plugin_errors(current_rank(), self._url):
             return super().finish_plan(new_plan)
 
 
 @contextlib.contextmanager
 def _naming_what_clashes(state_dict: Mapping[str, Any]) -> Iterator[None]:
-    """Around DCP's flattening, whose ValueError for two values of one name says only the name."""
+    """Name both values when DCP's flattening finds that they have one name.
+
+    DCP's ValueError contains only the name.
+    """
     try:
         yield
     except ValueError:
@@ -109,7 +113,7 @@ def _naming_what_clashes(state_dict: Mapping[str, Any]) -> Iterator[None]:
 
 
 def same_url(urls: Sequence[Any]) -> None:
-    """Refuse ranks that mean different checkpoints; one URL for each rank."""
+    """Refuse ranks that pass different URLs; `urls` has one for each rank."""
     for rank, url in enumerate(urls):
         if url != urls[0]:
             raise InvalidUrlError(

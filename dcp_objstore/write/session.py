@@ -1,4 +1,4 @@
-"""`Save`: what belongs to one save on one rank, from its set-up to its end."""
+"""`Save`: the state of one save on one rank, from its set-up to its end."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ class Save:
     """One save on one rank.
 
     Attributes:
-        spec: the checkpoint.
-        channel: what happens is told there.
-        nonce: names the objects and the commit of this save.
-        begin: what was there before; on the coordinator, once it has looked.
+        spec: the store and prefix of the checkpoint.
+        rank: number of this rank.
+        is_coordinator: whether this rank commits the save.
+        channel: channel for the events of this save.
+        nonce: random part of the names of this save's objects and of its commit.
+        begin: what was at the URL before the save; None until the coordinator has read it.
         fenced: whether the store keeps two writers of one checkpoint apart.
+        world_size: number of ranks that save together.
     """
 
     spec: StoreSpec
@@ -39,11 +42,11 @@ class Save:
     world_size: int = 1
 
     def open(self) -> ObjectStore:
-        """The store, rooted at the checkpoint."""
+        """Open the store, rooted at the checkpoint."""
         return self.spec.open()
 
     def report(self, objects: Sequence[StoredObject], commit_id: str | None) -> SaveReport:
-        """What was done so far: on the coordinator with all ranks' objects, elsewhere its own."""
+        """Report on all ranks' objects (on the coordinator) or on this rank's objects."""
         return SaveReport(
             url=self.spec.url,
             total_bytes=sum(stored.entry.size_bytes for stored in objects),

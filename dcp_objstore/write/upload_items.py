@@ -1,6 +1,6 @@
-"""A rank's items of one save, from the tensors' memory to data objects.
+"""Upload a rank's items of one save, from the tensors' memory to data objects.
 
-Which item goes where is `layout`'s, the transfer of an object `transfer.upload`'s.
+`layout` decides which item goes where, and `transfer.upload` transfers each object.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ def upload_items(
     config: TransferConfig,
     warned_keys: set[str],
 ) -> tuple[list[WriteResult], list[StoredObject]]:
-    """Put the items of a rank's plan; returns when all of them are on the store.
+    """Upload the items of a rank's plan and return when all of them are on the store.
 
     Args:
-        save: told of what is planned, hashed and sent.
-        plan: as the planner finished it.
-        planner: asked for the data of each item.
+        save: the save; its channel receives the events.
+        plan: the plan that the planner finished.
+        planner: DCP's planner, which gives the data of each item.
         config: sizes, concurrency and time-outs.
-        warned_keys: of values that were warned about; keys are added.
+        warned_keys: keys of values that a warning was given for; new keys are added.
 
     Returns:
-        A result for each item, and the objects that were put, in their order.
+        A result for each item, and the uploaded objects in their order.
     """
-    settle_streams()  # tensors are read in another thread
+    settle_streams()  # because another thread reads the tensors
     store = save.open()
     sized = [(item, item_bytes(item)) for item in plan.items]
-    # Pickled values first, as stock writers have it; then tensors in the plan's order, but the
-    # small ones together, so that a reader gets them with one request: an optimizer's step
-    # counts are read by every rank, whatever it reads of what would lie between them.
+    # Pickled values come first, as in stock writers. Tensors follow in the plan's order, but with
+    # the small ones together, so that a reader gets them with one request: every rank reads an
+    # optimizer's step counts, whichever of the large tensors it reads.
     sized.sort(key=lambda pair: (pair[0].tensor_data is not None, pair[1] > DEFAULT_GAP_BYTES))
     pending = deque(sized)
     payload_bytes = sum(size_bytes for _, size_bytes in pending)
@@ -98,7 +98,7 @@ def upload_items(
                 lambda key, body: warn_unsafe_value(body, key, warned_keys),
                 save.rank,
                 outbound,
-                block_digests if progress.channel is None else _told(progress.channel),
+                block_digests if progress.channel is None else _emitting(progress.channel),
                 planner.digests if isinstance(planner, AgreeingSavePlanner) else {},
             )
             key = data_key(save.rank, len(objects), save.nonce)
@@ -114,10 +114,10 @@ def upload_items(
 
 
 def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[ChangedSlice]) -> None:
-    """Read slices that changed during their upload again, and compare them with their digests.
+    """Read slices that changed during their upload back, and compare them with their digests.
 
     Raises:
-        InputError: what is on the store has another digest than the index would say.
+        InputError: the bytes on the store do not have the digest that the index would give.
     """
     for one in changed:
         end = one.offset + one.size_bytes
@@ -125,20 +125,20 @@ def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[Change
         if block_digests(body) != one.digests.result():
             raise InputError(
                 "the tensor changed while it was being saved, so this checkpoint could not be"
-                " loaded. A save reads the memory of the tensors until it returns: change nothing"
-                " meanwhile, or use dcp_objstore.async_save, which copies the state first",
+                " loaded. A save reads the memory of the tensors until it returns: do not change"
+                " them before that, or use dcp_objstore.async_save, which copies the state first",
                 key=one.key,
             )
     if changed:
         logger.warning(
-            "%s: %s changed while it was being saved; its values may be of different moments",
+            "%s: %s changed while it was being saved; its values may mix old and new ones",
             store.url,
             ", ".join(dict.fromkeys(one.key for one in changed)),
         )
 
 
-def _told(channel: Channel) -> Callable[[ByteArray], bytes]:
-    """`block_digests` that is told of."""
+def _emitting(channel: Channel) -> Callable[[ByteArray], bytes]:
+    """Return `block_digests` with a `Hashed` event for each call."""
 
     def digests_of(piece: ByteArray) -> bytes:
         began_at = time.monotonic()

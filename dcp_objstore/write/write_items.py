@@ -1,8 +1,8 @@
-"""The write items of a staged state, kept from save to save.
+"""Keep the write items of a staged state from one save to the next.
 
-They say of each tensor where it belongs and what it is, and are the same each time. DCP makes them
-of the tensors with calls that give up the GIL, in the thread that saves; in a program that is busy
-in Python each such call waits for the GIL, up to 5 ms, and interrupts the program.
+A write item says what a tensor is and where it belongs, and is the same in each save. DCP makes the
+items in the saving thread, with calls that release the GIL. In a program that is busy in Python,
+each such call waits up to 5 ms to get the GIL back, and interrupts the program.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _Kept = dict[str, tuple[tuple[Any, ...], list[WriteItem]]]
 
 
 class WriteItems:
-    """Makes the items of states, and keeps those of the latest one."""
+    """A cache of the write items of the latest state."""
 
     def __init__(self) -> None:
         self._kept: _Kept = {}
 
     def of(self, state_dict: Mapping[str, Any], *, is_coordinator: bool) -> list[WriteItem]:
-        """What `create_default_local_save_plan` has of a flat state whose tensors are copies.
+        """Return the items that `create_default_local_save_plan` makes of a flat, staged state.
 
-        Whether the memory of a copy is pinned may be told as it was for an earlier one.
+        Whether a tensor is pinned may be reported as it was for an earlier copy.
         """
         before, kept = self._kept, _Kept()
         items: list[WriteItem] = []
@@ -52,19 +52,20 @@ def _made(key: str, value: Any, is_coordinator: bool) -> list[WriteItem]:
 
 
 def _signature(value: Any) -> tuple[Any, ...] | None:
-    """Equal for values that have the same items; None for those that are made each time."""
+    """Return a key that is equal for values with the same items; None to make them each time."""
     if type(value) is torch.Tensor:
         return None, value.dtype, value.layout, value.requires_grad, value.size()
     if type(value) is DTensor:
         local = torch_private.local_tensor(value)
-        # The very same spec: of an equal one, this process may have another coordinate in its mesh.
+        # The identical spec object: with an equal spec, this process may have another coordinate in
+        # the mesh.
         spec = _Same(torch_private.spec_of(value))
         return spec, local.dtype, local.layout, value.requires_grad, value.size()
     return None
 
 
 class _Same:
-    """Equal only to what holds the same object, which it keeps alive."""
+    """A key that is equal only if it holds the same object, which it keeps alive."""
 
     __slots__ = ("_held",)
 

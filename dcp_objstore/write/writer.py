@@ -1,8 +1,8 @@
 """`ObjectStoreWriter`: DCP's StorageWriter, which leads a save from its set-up to its commit.
 
-All ranks upload; the coordinator alone reads the begin token before any of them starts, and
-commits after all have reported (the rules are in `checkpoint.commit`). Whatever belongs to one
-save lives in a `Save`, so a writer can be used for one save after another.
+All ranks upload. Only the coordinator reads the begin token, before any rank starts, and commits
+after all ranks have reported (`checkpoint.commit` has the rules). Everything that belongs to one
+save is kept in a `Save`, so a writer can be used for one save after another.
 """
 
 from __future__ import annotations
@@ -55,72 +55,77 @@ if TYPE_CHECKING:
 
 
 class ObjectStoreWriter(KeptStager, StorageWriter):
-    """Saves with `dcp.save` and `dcp.async_save` to an object store.
+    """A writer for `dcp.save` and `dcp.async_save` to an object store.
 
-    Every rank makes one with the same arguments. Tensors are sent from their own memory; it must
-    not change until the save returns. For `dcp.async_save` the writer makes a copy first, in memory
-    that is kept for the next save of any writer of this process. The checkpoint exists for readers
-    once rank 0 has committed it, whole, and not before.
+    Every rank makes a writer with the same arguments. Tensors are sent from their own memory, which
+    must not change until the save returns. For `dcp.async_save` the writer first makes a copy, in
+    memory that is kept for the next save of any writer of this process. Readers see the checkpoint
+    only once rank 0 has committed it, and then it is whole.
 
     Args:
-        url: the checkpoint, as `s3://bucket/run/step-1000` (also `gs://`, `az://`, `file://`,
-            `memory://`). May be left out when `dcp.save(..., checkpoint_id=url)` gives it.
-            Another `checkpoint_id` in the first save is refused; a later one re-targets the writer.
-        overwrite: replace a committed checkpoint at this URL. Its data objects stay until a sweep
-            removes them, so readers of the old one are not disturbed. Default False: refuse.
+        url: URL of the checkpoint, such as `s3://bucket/run/step-1000` (also `gs://`, `az://`,
+            `file://`, `memory://`). May be left out if `dcp.save(..., checkpoint_id=url)` gives
+            it. A different `checkpoint_id` in the first save is refused; in a later save it
+            re-targets the writer.
+        overwrite: replace a committed checkpoint at this URL. The old data objects stay until a
+            sweep removes them, so readers of the old checkpoint are not disturbed. Default False:
+            refuse.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
-            `endpoint_url`, `profile`, `anon`, ...). Default: from the environment.
+            `endpoint_url`, `profile`, `anon`, ...). Default: taken from the environment.
         config: sizes, concurrency and time-outs.
-        progress: show a bar on rank 0 where standard error is a terminal. Default True.
-        on_event: called with each thing that happens in a save on this rank; see
-            `dcp_objstore.events`. It is called in a thread of its own, with one event of a save at
-            a time, in their order, and with the last before the save returns or raises; saves and
-            loads under way at the same time each call it, so it must be thread-safe. What it raises
-            is logged, once in a save, which goes on; so it does where a call takes more than 10 s
-            at its end. In process mode of `async_save` it is pickled and called in the child.
-        trace: name of a local file that gets each save as a trace for Perfetto
-            (https://ui.perfetto.dev) or chrome://tracing, also if the save fails. Each save
-            replaces it, unless it holds `{name}`, for the last element of the URL. Where there are
-            several ranks each writes its own: `{rank}` stands for the number, else "save.json"
-            becomes "save.rank3.json". See `dcp_objstore.merge_traces`.
+        progress: show a progress bar on rank 0 if standard error is a terminal. Default True.
+        on_event: callable that receives each event of a save on this rank, one of the types in
+            `dcp_objstore.events`. It runs in a thread of its own and receives the events of a save
+            in order, one at a time, the last one before the save returns or raises. Concurrent
+            saves and loads each call it, so it must be thread-safe. An exception that it raises is
+            logged once per save, and the save goes on. The save also goes on if, at its end, a call
+            takes more than 10 s. In process mode of `async_save` the callable is pickled and called
+            in the child.
+        trace: name of a local file to write a trace of each save to, for Perfetto
+            (https://ui.perfetto.dev) or chrome://tracing; written even if the save fails. Each save
+            replaces the file, unless its name contains `{name}`, which stands for the last element
+            of the URL. With several ranks each writes its own file: `{rank}` stands for the number
+            of the rank; without it "save.json" becomes "save.rank3.json".
+            `dcp_objstore.merge_traces` combines these files.
         allow_unfenced: save even to a store without conditional writes, where two writers of one
             checkpoint are not kept apart. Default False: refuse.
-        user_metadata: small JSON values stored in the commit marker (metrics, step, config).
-        claim: from `claim_run` of the run that the checkpoint lies directly below: once another
-            job has taken the run over, no save of this one counts any more, and each says so.
-            Without it, a save into a run that was ever taken over raises SupersededError.
-        on_busy: what `dcp.async_save` with this writer does while the writer's earlier save is
-            under way: "wait" for it before the state is copied (default), or "raise" with
+        user_metadata: small JSON values to store in the commit marker (metrics, step, config).
+        claim: the claim that `claim_run` returned for the run; the checkpoint must lie directly
+            below the run. Once another job has taken the run over, no save of this job counts any
+            more, and each save raises SupersededError. Without a claim, a save into a run that was
+            ever taken over raises SupersededError.
+        on_busy: what `dcp.async_save` with this writer does while an earlier save of the writer is
+            running: "wait" for it before the state is copied (default), or "raise"
             SaveInProgressError.
 
     Attributes:
-        last_save: a `SaveReport` of the last finished save, or None. On rank 0 it covers all
+        last_save: the `SaveReport` of the last finished save, or None. On rank 0 it covers all
             ranks. In process mode of `async_save` it stays in the child process.
-        save_id: names the latest save of this rank, or None; rank 0's is the `save_id` of the
-            `StorageMeta` that is stored, as with torch's writers.
+        save_id: identifier of this rank's latest save, or None. Rank 0's is the `save_id` of the
+            stored `StorageMeta`, as with torch's writers.
 
     The DCP call raises these errors as `CheckpointException.failures`; `dos.save` raises them
-    plainly. Unless they say otherwise, no checkpoint became visible and the one that was there is
+    directly. Unless an error says otherwise, no checkpoint became visible, and an existing one is
     untouched.
 
     Raises:
-        CheckpointExistsError: committed already, and `overwrite` was not given.
-        CommitLostError: another writer committed this checkpoint meanwhile; it is whole.
-        CommitUnknownError: the store never answered the commit; it may have happened.
+        CheckpointExistsError: a checkpoint is committed at this URL, and `overwrite` is False.
+        CommitLostError: another writer committed this checkpoint during the save; theirs is whole.
+        CommitUnknownError: the store never answered the commit, which may have taken effect.
         SupersededError: a newer job took the run over; what this job saves does not count.
-        SaveInProgressError: see `on_busy`.
+        SaveInProgressError: an earlier save of this writer is running, and `on_busy` is "raise".
         StoreUnavailableError: the store did not answer, after all retries.
         TransferStalledError: no part was completed for `config.stall_timeout_seconds`.
-        CredentialsError: there are no credentials, or they are wrong or expired.
-        PermissionDeniedError: the credentials do not allow it.
-        BucketNotFoundError: there is no such bucket.
-        UnsupportedError: the store or the state cannot do what was asked.
+        CredentialsError: credentials are missing, wrong or expired.
+        PermissionDeniedError: the credentials do not allow the request.
+        BucketNotFoundError: the bucket does not exist.
+        UnsupportedError: the store or the state does not support what was asked.
         ConfigError: an argument has a wrong type or value.
 
-    One writer serves one save at a time: `dcp.save` waits for what `dcp.async_save` has under way
+    A writer handles one save at a time: `dcp.save` waits for a save of `dcp.async_save` that runs
     in the background. Saves that several threads make with one writer do not disturb each other. A
-    pickled writer carries its settings without secrets, except on the way to a child process that
-    `multiprocessing` starts.
+    pickled writer carries its settings without secrets, except when it is sent to a child process
+    that `multiprocessing` starts.
     """
 
     def __init__(
@@ -144,7 +149,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         self._progress = progress
         self._hooks = Hooks(on_event, trace)
         self._allow_unfenced = allow_unfenced
-        # Checked here and not only when it is stored, after all the data was uploaded.
+        # Checked here, because it is stored only after all data was uploaded.
         self._user_metadata = check_user_metadata(user_metadata)
         self._claim = claim
         if self._target.url is not None:
@@ -155,13 +160,13 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         self.save_id: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings only, without secrets, locks or the save under way."""
+        """Return the settings, without secrets, locks or the current save."""
         kept = ("_target", "_overwrite", "_progress", "_allow_unfenced", "_user_metadata")
         of_saves = ("_claim", "_on_busy", "_hooks", "_staged")
         return {name: getattr(self, name) for name in kept + of_saves}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """A writer with these settings that has not saved yet."""
+        """Restore a writer with these settings that has not saved yet."""
         self.__dict__.update(state)
         self._background = None
         self._of_thread = threading.local()
@@ -174,34 +179,34 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """The URL of the checkpoint that is saved next."""
+        """The URL of the checkpoint that the next save writes."""
         return self._target.url
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is a URL that we can save to."""
+        """Whether this is a URL that a writer can save to."""
         return isinstance(checkpoint_id, str) and is_supported_url(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Aim at another checkpoint, keeping every option; None keeps the URL.
+        """Aim at another checkpoint and keep every option; None keeps the URL.
 
-        A save that another thread has under way keeps its own URL.
+        A save that runs in another thread keeps its URL.
 
         Raises:
             ConfigError: the writer was made with another URL and has saved nothing yet.
         """
-        self._runs_here()  # also where the URL is refused
+        self._runs_here()  # even if the URL is refused below
         if checkpoint_id is not None:
             self._target.aim(checkpoint_id)  # type: ignore[arg-type]  # StoreSpec checks it
 
     def storage_meta(self) -> StorageMeta:
-        """Stored with the checkpoint, for observability. The first call of a save in its thread."""
-        self._take_turn()
+        """Return the StorageMeta to store. The first call that a save makes in its thread."""
+        self._wait_for_earlier()
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     # The parameter must be called `kwargs`: DCP looks for that name before it passes them.
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **kwargs: Any) -> None:
-        """Begin a save: on the coordinator, read the begin token and refuse what cannot be."""
+        """Begin a save; the coordinator reads the begin token and checks that it could commit."""
         rank = kwargs.get("rank")
         url = self.checkpoint_id
         channel = self._hooks.channel("save", str(url), *rank_and_world_size())
@@ -231,7 +236,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                         probe.require_fencing,
                         store,
                         overwrite=self._overwrite,
-                        # A claim is nothing without conditional writes.
+                        # A claim protects nothing without conditional writes.
                         allow_unfenced=self._allow_unfenced and number is None,
                         begin=save.begin,
                         deadline_seconds=min(probe.DEADLINE_SECONDS, self._deadline_seconds),
@@ -255,7 +260,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
 
     @property
     def _save(self) -> Save | None:
-        """This thread's latest: DCP makes all calls of one save from one thread."""
+        """This thread's latest save: DCP makes all calls of one save from one thread."""
         return getattr(self._of_thread, "save", None)
 
     def _errors(self) -> AbstractContextManager[None]:
@@ -268,26 +273,26 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         save = self._save
         if save is None:
             raise UnsupportedError(
-                "no save was begun with this writer in this thread; set_up_storage_writer and all"
-                " that follows it must be called in one thread, as DCP does"
+                "no save was begun with this writer in this thread; call set_up_storage_writer and"
+                " all methods after it in the same thread, as DCP does"
             )
         return save
 
     @contextmanager
     def _watched(self) -> Iterator[Save]:
-        """Around a part of the save that this thread began, which is told of meanwhile."""
+        """Deliver events of this thread's save while the block runs, and type its errors."""
         with self._errors():
             save = self._current_save()
         with save.channel.watching(), self._errors():
             yield save
 
-    def _tell_failed(self, error: BaseException) -> None:
-        """Tell of the end of this thread's save, for what fails outside of the methods here."""
+    def _report_failure(self, error: BaseException) -> None:
+        """Report that this thread's save has failed outside of the methods of this class."""
         save = self._save
         if save is not None:
             channel = save.channel
             if save.begin is not None and not isinstance(error, RetryableError | KeyboardInterrupt):
-                # Where the store may not answer, a sweep removes it.
+                # If the store may not answer, a sweep removes the beacon.
                 wait_for(commit.remove_beacon, save.open(), save.begin.beacon)
         else:
             channel = self._hooks.channel("save", str(self.checkpoint_id), *rank_and_world_size())
@@ -297,7 +302,8 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse what cannot be saved, before anything is sent.
 
-        Nothing to add: names are chosen per save, not through the plan, which DCP may cache.
+        The plan is not changed: names are chosen per save and not passed through the plan, which
+        DCP may cache.
         """
         with self._errors():
             for item in plan.items:
@@ -305,13 +311,13 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Nothing to add; remembers the number of ranks for the marker."""
+        """Return the plans unchanged; note the number of ranks for the marker."""
         with self._errors():
             self._current_save().world_size = len(plans)
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Upload this rank's items; returns when all of them are on the store."""
+        """Upload this rank's items and return when all of them are on the store."""
         with self._logged(), self._watched() as save:
             results, objects = upload_items(
                 save, plan, planner, self._target.config, self._warned_keys
@@ -323,7 +329,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, after all ranks have reported: commit."""
+        """Commit the save. DCP calls it on the coordinator after all ranks have reported."""
         with self._logged(), self._watched() as save:
             self._commit(save, metadata, results)
 
@@ -347,7 +353,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         )
         report = save.report(objects, commit_id)
         if self._claim is None:
-            # Now, because what follows may be interrupted, and the checkpoint is committed.
+            # Set now: the checkpoint is committed, and what follows may be interrupted.
             self.last_save = report
         metadata.storage_data, metadata.version = stock.storage_data, stock.version
         publish_for_stock_readers(
@@ -373,18 +379,17 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
 
 
 def _encoded(index: ix.Index) -> bytes:
-    """The index as it is stored, once it was decoded as every reader does.
+    """Encode the index, and check that a reader can decode it.
 
     Raises:
-        RankFailedError: readers would refuse it, so it must not be committed.
+        RankFailedError: readers would refuse the index, so it must not be committed.
     """
     body = ix.encode(index)
     try:
         ix.decode(body)
     except (CorruptDataError, UnsupportedError) as error:
         raise RankFailedError(
-            "the save is not committed, because its index could not be read again:"
-            f" {error.message}",
+            f"the save is not committed, because its index could not be read back: {error.message}",
             key=error.key,
             object_key=error.object_key,
         ) from error

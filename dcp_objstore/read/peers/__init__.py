@@ -1,1 +1,1 @@
-"""Read once: ranks that need the same bytes share what one of them fetched."""
+"""Read once: one rank fetches bytes that several ranks need and shares them."""

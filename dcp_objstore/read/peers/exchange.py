@@ -1,12 +1,13 @@
-"""`Exchange`: blocks that several ranks need, fetched by one and handed to the others.
+"""`Exchange`: one rank fetches the blocks that several ranks need and hands them to the others.
 
-`transfer.sharing` has planned who fetches what, in rounds. Here the rounds are run: a rank fetches
-and verifies its part of a round (and, as memory allows, of later ones), then all ranks agree that
-each has its part, and only then do bytes change hands, point to point, in a gloo group.
+`read.peers.plan` decides who fetches what, in rounds. This module runs the rounds. A rank fetches
+and verifies its part of a round (and, as memory allows, of later ones). Then all ranks agree that
+each has its part, and only then they exchange bytes, point to point, in a gloo group.
 
-Whatever is done together begins with that agreement, from the memory for the slots on. What may
-fail on one rank alone is done between two of them; a rank that fails says so in the next one, in
-place of agreeing, and no rank waits for bytes that will not come.
+Every step that the ranks take together begins with such an agreement, starting with the memory for
+the slots. Work that may fail on one rank alone is done between two agreements. A rank that fails
+reports its error in the next one instead of agreeing, so no rank waits for bytes that will not
+come.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from dcp_objstore.distributed.failures import typed_failures
 from dcp_objstore.distributed.groups import current_rank
 from dcp_objstore.distributed.plugin import typed
 from dcp_objstore.errors import DcpObjstoreError
-from dcp_objstore.read.peers.plan import NEED, Needs, Segment, SharedRequest, Sharing
-from dcp_objstore.read.peers.shared_memory import Slots, SlotsAddress, attach
+from dcp_objstore.read.peers.plan import NEED, ExchangePlan, Needs, Segment, SharedRequest
+from dcp_objstore.read.peers.shared_memory import SharedMemory, SharedMemoryAddress, attach
 from dcp_objstore.state.geometry import Selection
 from dcp_objstore.transfer.ranges import RangeRequest, Span
 from dcp_objstore.transfer.workers import DaemonPool
@@ -45,23 +46,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Pieces that make up less of a stretch than this are packed; otherwise all of it is sent, which
-# saves both sides a copy.
+# If the needed pieces make up less of a stretch than this, they are packed. Otherwise the whole
+# stretch is sent, which saves both sides a copy.
 _PACK_BELOW = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What the coordinator tells a rank before a load.
+    """What the coordinator sends a rank before a load.
 
     Attributes:
-        sharing: this rank's part; no rounds where nothing is shared.
-        selections: what reads of other ranks want of the blocks that this rank fetches, by the
-            rank's number and its own for the read; only those whose messages are packed.
-        meeting: a name that no other load has, the same for all of its ranks.
+        plan: this rank's part of the exchange; it has no rounds if nothing is shared.
+        selections: the parts that reads of other ranks need of the blocks that this rank fetches,
+            by the rank's number and that rank's number for the read. Only reads whose messages are
+            packed are listed.
+        meeting: name of the load, the same on all of its ranks and unique among loads.
     """
 
-    sharing: Sharing
+    plan: ExchangePlan
     selections: dict[tuple[int, int], Selection]
     meeting: str
 
@@ -69,11 +71,11 @@ class Share:
 def needs_of(
     reads: Sequence[Read], spans: Iterable[Span[Block]]
 ) -> tuple[Needs, dict[int, Selection]]:
-    """What this rank wants, for the coordinator, and how its packed reads select it.
+    """Return what this rank needs, for the coordinator, and the selections of its packed reads.
 
     Args:
-        reads: in the order of their numbers.
-        spans: whole digest blocks.
+        reads: the reads, in the order of their numbers.
+        spans: the whole digest blocks that the reads need.
     """
     numbers = {id(read): number for number, read in enumerate(reads)}
     rows: list[tuple[int, int, int, int, int, int, int]] = []
@@ -97,10 +99,10 @@ def needs_of(
 
 
 class PeerFailedError(Exception):
-    """Another rank has failed in the exchange, and raises its error itself.
+    """Another rank has failed in the exchange; that rank raises the error itself.
 
     Attributes:
-        cause: that of the lowest rank that has failed.
+        cause: the error of the lowest rank that has failed.
     """
 
     def __init__(self, cause: DcpObjstoreError) -> None:
@@ -109,47 +111,50 @@ class PeerFailedError(Exception):
 
 
 class Exchange:
-    """The shared part of one load on one rank; around the load, as a context manager.
+    """The shared part of one load on one rank; a context manager around the load.
 
-    A body is fetched into a slot. Ranks on the same host read it there; to others, what they want
-    of it is sent. An error that leaves the block before all rounds were run is told to the other
-    ranks, where `prepare` or `advance` raises PeerFailedError.
+    A body is fetched into a slot. Ranks on the same host read it there; other ranks are sent the
+    parts that they need. If an error leaves the block before all rounds were run, it is sent to the
+    other ranks, where `prepare` or `advance` raises PeerFailedError.
 
     Args:
-        share: from the coordinator.
+        share: this rank's share, from the coordinator.
         group: a gloo group of the ranks that load, numbered as in the plan.
-        url: of the checkpoint, for errors.
+        url: URL of the checkpoint, for errors.
 
     Attributes:
-        requests: what this rank is to fetch for itself and others, in the order of the rounds.
-        memory_bytes: what it holds, once prepared.
-        received_bytes: what has come from other ranks.
+        requests: the requests that this rank fetches for itself and others, in the order of the
+            rounds.
+        memory_bytes: size of the memory that the exchange holds, once prepared.
+        received_bytes: number of bytes received from other ranks.
     """
 
     def __init__(self, share: Share, group: dist.ProcessGroup, url: str) -> None:
         self._share = share
-        self._rounds = share.sharing.rounds
+        self._rounds = share.plan.rounds
         self._group = group
         self._rank = dist.get_rank(group)
         self._url = url
-        # One for all that is done together, so that it is done in the same order on every rank:
-        # Ctrl-C ends the waiting for it, and the others are told after what is under way.
+        # One thread for all collective steps, so that they run in the same order on every rank.
+        # Ctrl-C ends only the wait for a step; the other ranks hear of it after the current step.
         self._thread = DaemonPool(1, "exchange")
-        self._over = False  # no rank waits for another any more
+        self._over = False  # whether no rank waits for another any more
         self._round = 0
         self._reads: Sequence[Read] = ()
         self._spans: dict[tuple[int, int, int], Span[Block]] = {}
         self.requests: list[RangeRequest[Block]] = []
-        self._ours: dict[int, SharedRequest] = {}
+        self._fetched: dict[int, SharedRequest] = {}
         self._due: list[int] = []
-        self._slots: Slots  # once prepared
+        self._slots: SharedMemory  # set by `prepare`
         self._slot_bytes = 0
-        self._near: dict[int, tuple[memoryview, int]] = {}  # slots of other ranks, and their size
-        self._far: set[int] = set()  # ranks that cannot read ours
-        self._outbox: dict[int, dict[int, torch.Tensor]] = {}  # by turn: messages to them
+        # Ranks whose slots this rank can read: the memory, and the size of a slot.
+        self._local: dict[int, tuple[memoryview, int]] = {}
+        # Ranks that cannot read this rank's slots, and the messages to them by sequence.
+        self._remote: set[int] = set()
+        self._outbox: dict[int, dict[int, torch.Tensor]] = {}
         self._changed = threading.Condition()
-        self._admitted = 0  # requests, in order
-        self._freed = 0  # those of which everybody has what they want
+        self._admitted = 0  # number of requests that have a slot; they are admitted in order
+        self._freed = 0  # number of requests whose slots no rank needs any more
         self._arena = torch.empty(0, dtype=torch.uint8)
         self.memory_bytes = 0
         self.received_bytes = 0
@@ -159,10 +164,10 @@ class Exchange:
         return RangeRequest(planned.object_number, planned.start, planned.end, spans)
 
     def _count_slots(self, ahead_bytes: int) -> int:
-        """As many as may be ahead, but at least those of two rounds.
+        """Return the number of slots: what may be fetched ahead, or two rounds if that is more.
 
-        A round's slots are free when all have come to the next one, which they do with their
-        parts of that one at hand.
+        A round's slots become free when all ranks have reached the next round, and by then each
+        rank has already fetched its part of that next round.
         """
         before = [0, 0, *self._due]
         two_rounds = max((b - a for a, b in zip(before, self._due, strict=False)), default=0)
@@ -170,11 +175,11 @@ class Exchange:
         return min(len(self.requests), max(two_rounds, ahead))
 
     def prepare(self, planned: PlannedLoad, ahead_bytes: int) -> None:
-        """Get the memory, and find out who can read whose slots. With the other ranks.
+        """Allocate the memory and find out which ranks can read whose slots. A collective.
 
         Args:
             planned: this rank's load.
-            ahead_bytes: how much may be fetched (or be on its way) before its round has come.
+            ahead_bytes: number of bytes that may be fetched, or in flight, before their round.
 
         Raises:
             PeerFailedError: another rank has failed.
@@ -182,10 +187,12 @@ class Exchange:
         """
         self._reads = planned.reads
         self._spans = {(s.object_number, s.start, s.end): s for s in planned.spans}
-        ours = list(self._share.sharing.fetched_by(self._rank))
-        self.requests = [self._request(planned_request) for planned_request in ours]
-        self._ours = {id(request): one for request, one in zip(self.requests, ours, strict=True)}
-        # Requests of ours up to and with each round.
+        fetched = list(self._share.plan.fetched_by(self._rank))
+        self.requests = [self._request(planned_request) for planned_request in fetched]
+        self._fetched = {
+            id(request): one for request, one in zip(self.requests, fetched, strict=True)
+        }
+        # The number of this rank's requests up to the end of each round.
         self._due = list(
             itertools.accumulate(
                 sum(request.fetcher == self._rank for request in requests)
@@ -193,24 +200,24 @@ class Exchange:
             )
         )
         self._slot_bytes = max((r.end - r.start for r in self.requests), default=0)
-        self._slots = Slots(self._count_slots(ahead_bytes), self._slot_bytes)
+        self._slots = SharedMemory(self._count_slots(ahead_bytes), self._slot_bytes)
         address = self._slots.address
-        doors: list[tuple[SlotsAddress, int] | None] = self._do(
+        addresses: list[tuple[SharedMemoryAddress, int] | None] = self._do(
             self._gather, None if address is None else (address, self._slot_bytes)
         )
         for rank in {r.fetcher for requests in self._rounds for r in requests} - {self._rank}:
-            if (found := doors[rank]) is not None and (memory := attach(found[0])) is not None:
-                self._near[rank] = (memory, found[1])
+            if (found := addresses[rank]) is not None and (memory := attach(found[0])) is not None:
+                self._local[rank] = (memory, found[1])
         self._arena = torch.empty(
             max(map(self._incoming_bytes, self._rounds), default=0), dtype=torch.uint8
         )
         self.memory_bytes = self._slots.size_bytes + self._arena.nbytes
-        reached: list[list[int]] = self._do(self._gather, list(self._near))
-        self._slots.close_door()
-        self._far = {rank for rank, near in enumerate(reached) if self._rank not in near}
+        reached: list[list[int]] = self._do(self._gather, list(self._local))
+        self._slots.close_descriptor()
+        self._remote = {rank for rank, local in enumerate(reached) if self._rank not in local}
 
     def _gather(self, value: object) -> list[Any]:
-        """What each rank has, on all of them."""
+        """Gather a value from each rank, on all ranks. A collective."""
         self._agree(None)
         found: list[Any] = [None] * dist.get_world_size(self._group)
         with typed_failures(self._url, self._group):
@@ -218,22 +225,22 @@ class Exchange:
         return found
 
     def _do(self, together: Callable[..., T], *args: object) -> T:
-        """Do something that all ranks do, in its turn."""
+        """Run a collective step after all earlier ones."""
 
-        def in_turn() -> T:
+        def in_order() -> T:
             try:
                 return together(*args)
             except BaseException:
                 self._over = True
                 raise
 
-        return result_of(self._thread.submit(in_turn))
+        return result_of(self._thread.submit(in_order))
 
     def _incoming_bytes(self, requests: Iterable[SharedRequest]) -> int:
         return sum(
             segment.length_bytes
             for request in requests
-            if request.fetcher != self._rank and request.fetcher not in self._near
+            if request.fetcher != self._rank and request.fetcher not in self._local
             for segment in request.messages[self._rank]
         )
 
@@ -246,18 +253,18 @@ class Exchange:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Tell the others of an error, where they wait for this rank."""
+        """Send an error to the other ranks, if they still wait for this rank."""
         with self._thread:
             if error is not None:
-                with contextlib.suppress(Exception):  # what has happened here matters more
-                    self._do(self._tell, typed(error, current_rank(), self._url))
+                with contextlib.suppress(Exception):  # the error of this rank matters more
+                    self._do(self._report, typed(error, current_rank(), self._url))
 
-    def _tell(self, error: DcpObjstoreError) -> None:
+    def _report(self, error: DcpObjstoreError) -> None:
         if not self._over:
             self._agree(error)
 
     def alone(self) -> list[Span[Block]]:
-        """What is not shared, for this rank to fetch by itself."""
+        """Return the spans that are not shared, which this rank fetches by itself."""
         shared = {
             (request.object_number, *block)
             for requests in self._rounds
@@ -267,8 +274,8 @@ class Exchange:
         return [span for place, span in self._spans.items() if place not in shared]
 
     def admit(self, request: RangeRequest[Block], progress: Progress) -> memoryview | None:
-        """Wait, in a worker, for a slot to fetch a shared request into; they go in their order."""
-        planned = self._ours.get(id(request))
+        """Block a worker until a shared request has a slot; requests are admitted in order."""
+        planned = self._fetched.get(id(request))
         if planned is None:
             return None
         with self._changed:
@@ -280,28 +287,28 @@ class Exchange:
 
     def _may_begin(self, planned: SharedRequest) -> bool:
         slots = self._slots.size_bytes // self._slot_bytes
-        return self._admitted == planned.turn and planned.turn < self._freed + slots
+        return self._admitted == planned.sequence and planned.sequence < self._freed + slots
 
     def _slot_of(self, planned: SharedRequest) -> memoryview:
         slots = self._slots.size_bytes // self._slot_bytes
-        return self._slots[planned.turn % slots][: planned.end - planned.start]
+        return self._slots[planned.sequence % slots][: planned.end - planned.start]
 
     def keep(self, request: RangeRequest[Block], body: Buffer) -> None:
-        """Keep a verified body until its round; in a worker."""
-        planned = self._ours.get(id(request))
+        """Keep a verified body until its round. Called in a worker."""
+        planned = self._fetched.get(id(request))
         if planned is None:
             return
         slot = self._slot_of(planned)
         came = np.frombuffer(body, dtype=np.uint8)
         if came.ctypes.data != np.frombuffer(slot, dtype=np.uint8).ctypes.data:
-            slot[:] = came.data  # the transport had memory of its own
+            slot[:] = came.data  # the transport used its own memory
         messages = {
             rank: self._message(planned, rank, segments, slot)
             for rank, segments in planned.messages.items()
-            if rank in self._far
+            if rank in self._remote
         }
         with self._changed:
-            self._outbox[planned.turn] = messages
+            self._outbox[planned.sequence] = messages
 
     def _message(
         self, planned: SharedRequest, rank: int, segments: Sequence[Segment], body: memoryview
@@ -324,11 +331,11 @@ class Exchange:
 
     @property
     def done(self) -> bool:
-        """Whether all rounds were run."""
+        """Whether all rounds have been run."""
         return self._round == len(self._rounds)
 
     def advance(self) -> None:
-        """Run every round for which this rank has its part.
+        """Run every round whose part this rank has fetched.
 
         Raises:
             PeerFailedError: another rank has failed.
@@ -337,14 +344,14 @@ class Exchange:
         while not self.done:
             due = self._due[self._round]
             with self._changed:
-                if any(turn not in self._outbox for turn in range(self._freed, due)):
+                if any(sequence not in self._outbox for sequence in range(self._freed, due)):
                     return
             requests = self._rounds[self._round]
             self._do(self._trade, requests)
             self._deliver(requests)
 
     def _agree(self, error: DcpObjstoreError | None) -> None:
-        """Every rank has got so far; or those that have raise. A collective."""
+        """Confirm that no rank has failed; otherwise raise on those that have not. A collective."""
         with typed_failures(self._url, self._group):
             failed = torch.tensor([error is not None], dtype=torch.uint8)
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
@@ -361,12 +368,12 @@ class Exchange:
         works: list[dist.Work | None] = []
         filled = 0
         with typed_failures(self._url, self._group):
-            # Both ends meet the messages between them in the same order, so they need no tags.
+            # Both sides handle the messages between them in the same order, so no tags are needed.
             for request in requests:
                 if request.fetcher == self._rank:
-                    for rank, message in self._outbox[request.turn].items():
+                    for rank, message in self._outbox[request.sequence].items():
                         works.append(dist.isend(message, group=self._group, group_dst=rank))
-                elif request.fetcher not in self._near:
+                elif request.fetcher not in self._local:
                     size = sum(s.length_bytes for s in request.messages[self._rank])
                     into = self._arena[filled : filled + size]
                     works.append(dist.irecv(into, group=self._group, group_src=request.fetcher))
@@ -378,22 +385,22 @@ class Exchange:
         self._over = self.done
 
     def _free_slots(self) -> None:
-        """All ranks have come to this round: they have taken what they want of earlier ones."""
+        """Free the slots of earlier rounds: all ranks are in this round and have read those."""
         if self._round:
             with self._changed:
-                for turn in range(self._freed, self._due[self._round - 1]):
-                    del self._outbox[turn]
+                for sequence in range(self._freed, self._due[self._round - 1]):
+                    del self._outbox[sequence]
                 self._freed = self._due[self._round - 1]
                 self._changed.notify_all()
 
     def _deliver(self, requests: Sequence[SharedRequest]) -> None:
-        """Hand what has come to the reads."""
+        """Pass the received bytes to the reads."""
         filled = 0
         arena = memoryview(self._arena.numpy())
         for request in requests:
             if request.fetcher == self._rank:
                 continue
-            if request.fetcher in self._near:
+            if request.fetcher in self._local:
                 self._read_slot(request)
                 continue
             for segment in request.messages[self._rank]:
@@ -402,8 +409,8 @@ class Exchange:
                 self.received_bytes += segment.length_bytes
 
     def _read_slot(self, request: SharedRequest) -> None:
-        memory, slot_bytes = self._near[request.fetcher]
-        first = request.turn % (memory.nbytes // slot_bytes) * slot_bytes - request.start
+        memory, slot_bytes = self._local[request.fetcher]
+        first = request.sequence % (memory.nbytes // slot_bytes) * slot_bytes - request.start
         for start, end in request.blocks:
             span = self._spans[request.object_number, start, end]
             for read in span.tag.reads:

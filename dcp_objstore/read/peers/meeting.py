@@ -1,7 +1,8 @@
-"""How ranks come to load together: one opens, each offers its needs, the coordinator shares out,
-and all turn up; or each loads by itself.
+"""How ranks agree to load together.
 
-Offers and shares travel as `storage_data` of DCP's plans, which are gathered and scattered anyway.
+One rank opens the checkpoint, each rank offers what it needs, the coordinator divides the work, and
+all ranks meet before they read. If any of this is not possible, each rank loads by itself. Offers
+and shares travel as `storage_data` of DCP's plans, which DCP gathers and scatters anyway.
 """
 
 from __future__ import annotations
@@ -21,39 +22,42 @@ from dcp_objstore.distributed.plugin import typed
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.peers.exchange import Share, needs_of
-from dcp_objstore.read.peers.plan import plan_sharing
+from dcp_objstore.read.peers.plan import plan_exchange
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.read.peers.plan import Needs, Sharing
+    from dcp_objstore.read.peers.plan import ExchangePlan, Needs
     from dcp_objstore.read.session import PlannedLoad
-    from dcp_objstore.read.stored_checkpoint import Source
+    from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.state.geometry import Selection
 
-# Of what all ranks would fetch otherwise; see `_worthwhile`.
+# The least part of what all ranks would fetch otherwise that must be saved; see `_worthwhile`.
 _LEAST_SAVED = 0.03
-# Between a plan's arrival and the reading there is nothing that takes time, unless a planner's
-# `finish_plan` makes it so. With many ranks the plans themselves arrive over some seconds, so it is
-# the time in which no further rank has come.
+# Between a plan's arrival and the read nothing takes time, unless a planner's `finish_plan` does.
+# With many ranks the plans themselves arrive over some seconds, so what counts is the time in which
+# no further rank has arrived.
 _PATIENCE_SECONDS = 5.0
 _TOGETHER = "together"
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a rank tells the coordinator with its plan.
+    """What a rank sends the coordinator with its plan.
 
     Attributes:
-        url, commit_id: the checkpoint that it has opened.
-        rank: its global rank.
-        group_ranks: global ranks of the group in which it would exchange blocks; None if it is to
-            load by itself.
-        needs, selections: see `needs_of`.
-        verify: whether it verifies what it fetches.
-        memory_budget_bytes, request_size_bytes: its settings.
+        url: URL of the checkpoint that the rank has opened.
+        commit_id: commit of the checkpoint that the rank has opened.
+        rank: the global rank.
+        group_ranks: global ranks of the group in which the rank would exchange blocks; None if it
+            loads by itself.
+        needs: the bytes that the rank needs, as `needs_of` returns them.
+        selections: the selections of the rank's packed reads, by the number of the read.
+        verify: whether the rank verifies what it fetches.
+        memory_budget_bytes: the rank's setting of this name.
+        request_size_bytes: the rank's setting of this name.
     """
 
     url: str | None
@@ -69,14 +73,14 @@ class Offer:
 
 def make_offer(
     url: str | None,
-    source: Source | None,
+    source: StoredCheckpoint | None,
     planned: PlannedLoad | None,
     group_ranks: tuple[int, ...] | None,
     config: TransferConfig,
     *,
     verify: bool,
 ) -> Offer:
-    """This rank's offer; `group_ranks` and `planned` are None for a rank that loads by itself."""
+    """Make this rank's offer; `group_ranks` or `planned` is None if it loads by itself."""
     commit_id = None if source is None else source.commit_id
     if planned is None or group_ranks is None:
         return Offer(url, commit_id, current_rank())
@@ -95,19 +99,19 @@ def make_offer(
 
 
 def share_out(offers: Sequence[Offer]) -> list[Share | None]:
-    """Each rank's share of what they load together; None for all where there is nothing to it.
+    """Return each rank's share of what they load together; all None if they share nothing.
 
-    Nothing is shared unless all ranks that load want to, and are the very ranks of the group in
-    which they would do it: the plan may be one of fewer ranks than this reader was told of. The
-    smallest memory budget and request size of all ranks hold.
+    Ranks share only if all that load agree to, and if they are exactly the ranks of the group in
+    which they would exchange blocks: fewer ranks may take part in the plan than this reader
+    expects. The smallest memory budget and request size of all ranks apply.
 
     Raises:
-        ConfigError: some ranks verify and others do not: those would get unverified bytes.
+        ConfigError: some ranks verify and others do not; those that do would get unverified bytes.
     """
-    nobody: list[Share | None] = [None] * len(offers)
+    alone: list[Share | None] = [None] * len(offers)
     ranks = tuple(offer.rank for offer in offers)
     if len(offers) < 2 or any(offer.group_ranks != ranks for offer in offers):
-        return nobody
+        return alone
     for offer in offers:
         if offer.verify != offers[0].verify:
             word = {True: "strict", False: "off"}
@@ -119,50 +123,52 @@ def share_out(offers: Sequence[Offer]) -> list[Share | None]:
     needs = [offer.needs for offer in offers if offer.needs is not None]
     quarter = min(offer.memory_budget_bytes for offer in offers) // 4
     request_size_bytes = min(offer.request_size_bytes for offer in offers)
-    sharings = plan_sharing(
+    plans = plan_exchange(
         needs,
         request_size_bytes=min(request_size_bytes, max(BLOCK_SIZE_BYTES, quarter // 2)),
         round_size_bytes=quarter,
     )
-    if not _worthwhile(sharings, needs):
-        return nobody
+    if not _worthwhile(plans, needs):
+        return alone
     meeting = str(uuid.uuid4())
     shares: list[Share | None] = []
-    for number, sharing in enumerate(sharings):
+    for number, plan in enumerate(plans):
         selections = {
             (rank, segment.read): (offers[rank].selections or {})[segment.read]
-            for request in sharing.fetched_by(number)
+            for request in plan.fetched_by(number)
             for rank, segments in request.messages.items()
             for segment in segments
             if segment.packed_bytes
         }
-        shares.append(Share(sharing, selections, meeting))
+        shares.append(Share(plan, selections, meeting))
     return shares
 
 
-def _worthwhile(sharings: Sequence[Sharing], needs: Sequence[Needs]) -> bool:
-    """Whether enough is fetched less for ranks to wait for each other.
+def _worthwhile(plans: Sequence[ExchangePlan], needs: Sequence[Needs]) -> bool:
+    """Whether sharing saves enough bytes to make ranks wait for each other.
 
-    A resharded state shares the blocks at the borders of shards, a sharded one its few values:
-    some percent, for which every round would cost more than it saves.
+    A resharded state shares the blocks at the borders of shards, and a sharded state shares its few
+    values. For these few percent every round would cost more than it saves.
     """
     saved_bytes = sum(
         (request.end - request.start) * len(request.messages)
-        for number, sharing in enumerate(sharings)
-        for request in sharing.fetched_by(number)
+        for number, plan in enumerate(plans)
+        for request in plan.fetched_by(number)
     )
     needed_bytes = sum(int((rows["end"] - rows["start"]).sum()) for rows in needs)
     return saved_bytes > _LEAST_SAVED * needed_bytes
 
 
-def open_once(open_it: Callable[[], Source], group: dist.ProcessGroup, url: str) -> Source:
-    """What the group's first rank opens, on all of its ranks. A collective.
+def open_once(
+    open_it: Callable[[], StoredCheckpoint], group: dist.ProcessGroup, url: str
+) -> StoredCheckpoint:
+    """Open the checkpoint on the group's first rank, and return it on all ranks. A collective.
 
     Raises:
-        DcpObjstoreError: what it met, on all ranks.
+        DcpObjstoreError: opening failed; all ranks raise the same error.
         RankFailedError: a rank has died.
     """
-    found: list[Source | DcpObjstoreError | None] = [None]
+    found: list[StoredCheckpoint | DcpObjstoreError | None] = [None]
 
     def broadcast() -> None:
         with typed_failures(url, group):
@@ -173,7 +179,7 @@ def open_once(open_it: Callable[[], Source], group: dist.ProcessGroup, url: str)
             found = [open_it()]
         except BaseException as error:
             found = [typed(error, current_rank(), url)]
-            if not isinstance(error, Exception):  # Ctrl-C stays what it is here
+            if not isinstance(error, Exception):  # on this rank Ctrl-C is raised as it is
                 wait_for(broadcast)
                 raise
     wait_for(broadcast)
@@ -184,18 +190,20 @@ def open_once(open_it: Callable[[], Source], group: dist.ProcessGroup, url: str)
     return source
 
 
-def all_come(meeting: str, count: int, config: TransferConfig, url: str) -> bool:
-    """Whether all ranks have come to load together; the same answer on every rank that asks.
+def all_arrived(meeting: str, count: int, config: TransferConfig, url: str) -> bool:
+    """Whether all ranks have arrived to load together; the same answer on every rank that asks.
 
-    A rank whose planner raised in `finish_plan` goes past the reading, to DCP's next collective,
-    and until then tells nobody. So a rank that has waited for 5 s (or
-    `config.peer_timeout_seconds`, if that is less) in which no other has come decides for all that
-    each loads by itself; they then meet in that collective. A rank that was only slow finds it
-    decided and loads by itself too: nobody fails for being late.
+    A rank whose planner raised in `finish_plan` skips the read, goes to DCP's next collective, and
+    reports nothing until then. So if a rank has waited for 5 s (or `config.peer_timeout_seconds`,
+    if that is less) in which no other rank arrived, it decides for all that each loads by itself;
+    they then meet in that collective. A rank that was only slow finds this decision and loads by
+    itself too. No rank fails for being late.
 
     Args:
-        meeting: see `Share`.
-        count: of the ranks.
+        meeting: unique name of the load, from its `Share`.
+        count: number of ranks that load.
+        config: the settings; only `peer_timeout_seconds` is used.
+        url: URL of the checkpoint, for errors and the log.
 
     Raises:
         RankFailedError: the process that keeps the process group's store has died.
@@ -216,8 +224,8 @@ def all_come(meeting: str, count: int, config: TransferConfig, url: str) -> bool
         found = bytes(store.compare_set(decided, "", f"rank {rank}")).decode()
     if found == f"rank {rank}":
         logger.warning(
-            "%s: %d of %d ranks have come to read, and for %.0f s no other (a planner's finish_plan"
-            " has failed there or is slow), so each loads by itself",
+            "%s: %d of %d ranks have arrived to read, and no other for %.0f s (a planner's"
+            " finish_plan has failed there or is slow), so each rank loads by itself",
             url,
             came,
             count,
@@ -227,7 +235,7 @@ def all_come(meeting: str, count: int, config: TransferConfig, url: str) -> bool
 
 
 def _is_set(store: dist.Store, key: str, timeout_seconds: float) -> bool:  # type: ignore[name-defined]  # torch exports it
-    """Whether a key is set before the time is over."""
+    """Wait for a key; return whether it was set before the time-out."""
 
     def wait(seconds: float | None) -> bool:
         assert seconds is not None
@@ -237,5 +245,5 @@ def _is_set(store: dist.Store, key: str, timeout_seconds: float) -> bool:  # typ
             return False
         return True
 
-    # In steps in any thread: nobody else can use the store's connection meanwhile.
+    # In steps in any thread: no other thread can use the store's connection meanwhile.
     return wait_in_steps(wait, timeout_seconds, step_seconds=STEP_SECONDS)

@@ -1,9 +1,9 @@
-"""Planning of loads that ranks do together, as a pure function: who fetches what and for whom.
+"""Plan a load that ranks do together, as a pure function: who fetches what, and for whom.
 
 Blocks that several ranks need (replicas, values, blocks that shards of another layout cut) are
-fetched by one of them, which hands every other rank what that rank wants of them. This happens in
-rounds: in each, every rank first has its part of the round, then all of it changes hands. The
-bytes of a round are bounded, and so is the memory that receiving them takes.
+fetched by one of them, which hands every other rank the parts that it needs. This happens in
+rounds: every rank first fetches its part of the round, then the ranks exchange all of it. The bytes
+of a round are bounded, and with them the memory for receiving.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
 
-# What one read of one rank wants of one block: bytes `[low, high)` of block `[start, end)`, all
-# counted from the start of the object. Where it wants separate pieces within them, `packed_bytes`
-# is the sum of their lengths and `read` the rank's own number for the read; otherwise 0 and -1.
+# What one read of one rank needs of one block: bytes `[low, high)` of block `[start, end)`, all
+# counted from the start of the object. If it needs separate pieces within them, `packed_bytes` is
+# the sum of their lengths and `read` is the rank's number for the read; otherwise 0 and -1.
 NEED = np.dtype(
     [
         ("object_number", np.int64),
@@ -35,12 +35,15 @@ Needs = np.ndarray[tuple[int], np.dtype[np.void]]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a message: bytes `[start, end)` of the object as they are, or packed.
+    """A piece of a message: bytes `[start, end)` of the object, unchanged or packed.
 
     Attributes:
-        packed_bytes: 0 for bytes as they are; otherwise the length of what the receiver's read
-            number `read` wants of block `[start, end)`, in the order in which it lies there.
-        read: see `packed_bytes`; -1 for bytes as they are.
+        start: offset of the first byte in the object.
+        end: offset after the last byte in the object.
+        packed_bytes: length of the pieces that the receiver needs of block `[start, end)`, packed
+            in the order in which they lie there; 0 for unchanged bytes.
+        read: the receiver's number for the read that needs the packed pieces; -1 for unchanged
+            bytes.
     """
 
     start: int
@@ -50,71 +53,75 @@ class Segment:
 
     @property
     def length_bytes(self) -> int:
-        """Its length in the message."""
+        """Length of the piece in the message."""
         return self.packed_bytes or self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRequest:
-    """One ranged GET of bytes `[start, end)` by one rank for itself and others.
+    """A ranged GET of bytes `[start, end)` that one rank makes for itself and others.
 
     Attributes:
-        fetcher: number of the rank that fetches it; it needs all blocks in it, too.
-        turn: how many other requests that rank fetches before this one.
-        blocks: `(start, end)` of each.
-        messages: what each other rank gets, by its number.
+        object_number: number of the object to read.
+        start: offset of the first byte in the object.
+        end: offset after the last byte in the object.
+        fetcher: number of the rank that makes the request; it needs all of its blocks as well.
+        sequence: number of requests that this rank makes before this one.
+        blocks: `(start, end)` of each block in the request.
+        messages: what each other rank receives, by the rank's number.
     """
 
     object_number: int
     start: int
     end: int
     fetcher: int
-    turn: int
+    sequence: int
     blocks: tuple[tuple[int, int], ...]
     messages: dict[int, tuple[Segment, ...]]
 
 
 @dataclass(slots=True)
-class Sharing:
+class ExchangePlan:
     """One rank's view of the shared part of a load.
 
     Attributes:
-        rounds: in each, the requests that this rank fetches (with all messages) or of which it
-            receives something (with its own message alone). All ranks have the same number of
-            rounds; some may be empty.
+        rounds: for each round, the requests that this rank fetches (with all messages) or receives
+            a part of (with its own message only). All ranks have the same number of rounds, and
+            some rounds may be empty.
     """
 
     rounds: list[list[SharedRequest]] = field(default_factory=list)
 
     def fetched_by(self, rank: int) -> Iterator[SharedRequest]:
-        """The requests of all rounds that `rank` fetches, in order."""
+        """Iterate over the requests of all rounds that `rank` fetches, in order."""
         return (r for requests in self.rounds for r in requests if r.fetcher == rank)
 
 
-def plan_sharing(
+def plan_exchange(
     needs: Sequence[Needs],
     *,
     request_size_bytes: int,
     round_size_bytes: int,
     gap_bytes: int = DEFAULT_GAP_BYTES,
-) -> list[Sharing]:
-    """Who fetches the blocks that more than one rank needs, and hands them to whom, when.
+) -> list[ExchangePlan]:
+    """Plan who fetches each block that more than one rank needs, who receives it, and when.
 
-    Fetching is spread so that every rank fetches about as many bytes as the others, those that it
-    alone needs included. A block is fetched by one rank only, which is one of those that need it.
+    Every rank fetches about as many bytes as the others, counting those that it alone needs. A
+    block is fetched by one rank only, and that rank needs the block itself.
 
     Args:
-        needs: for each rank, an array of `NEED`.
-        request_size_bytes: largest request, unless a single block is larger.
-        round_size_bytes: the requests of a round have at most this many bytes together, unless
-            there is only one.
+        needs: an array of `NEED` for each rank.
+        request_size_bytes: size of the largest request, unless a single block is larger.
+        round_size_bytes: largest total size of the requests of a round, unless the round has only
+            one request.
+        gap_bytes: largest gap between two blocks of one request.
 
     Returns:
-        For each rank its part. No rounds at all where nothing is shared.
+        The part of each rank. It has no rounds if nothing is shared.
     """
     shared, loads = _split(needs)
     requests = _assign(_merge(shared, request_size_bytes, gap_bytes), loads)
-    plans = [Sharing() for _ in needs]
+    plans = [ExchangePlan() for _ in needs]
     room = 0
     for request in requests:
         size = request.end - request.start
@@ -131,7 +138,7 @@ def plan_sharing(
                     request.start,
                     request.end,
                     request.fetcher,
-                    request.turn,
+                    request.sequence,
                     request.blocks,
                     {rank: segments},
                 )
@@ -141,7 +148,7 @@ def plan_sharing(
 
 @dataclass(slots=True)
 class _Block:
-    """A block that several ranks need, and the rows of each."""
+    """A block that several ranks need, with the rows of each rank."""
 
     object_number: int
     start: int
@@ -150,7 +157,7 @@ class _Block:
 
 
 def _split(needs: Sequence[Needs]) -> tuple[list[_Block], list[int]]:
-    """The shared blocks in order of their place, and the bytes that each rank alone needs."""
+    """Return the shared blocks, ordered by place, and the bytes that each rank alone needs."""
     rows = np.concatenate(list(needs)) if needs else np.empty(0, NEED)
     ranks = np.repeat(np.arange(len(needs)), [len(n) for n in needs])
     order = np.lexsort((ranks, rows["end"], rows["start"], rows["object_number"]))
@@ -159,7 +166,8 @@ def _split(needs: Sequence[Needs]) -> tuple[list[_Block], list[int]]:
         return [], [0] * len(needs)
     place = rows[["object_number", "start", "end"]]
     first = np.flatnonzero(np.concatenate([[True], place[1:] != place[:-1]]))
-    # Sorted by rank within a block: it is shared when its first and last rank differ.
+    # Rows are sorted by rank within a block, so a block is shared if its first and last rank
+    # differ.
     last = np.concatenate([first[1:], [len(rows)]]) - 1
     is_shared = ranks[first] != ranks[last]
     alone = first[~is_shared]
@@ -180,7 +188,7 @@ def _split(needs: Sequence[Needs]) -> tuple[list[_Block], list[int]]:
 def _merge(
     blocks: Sequence[_Block], request_size_bytes: int, gap_bytes: int
 ) -> Iterator[list[_Block]]:
-    """Neighbouring blocks that the same ranks need, up to the size of a request."""
+    """Group neighbouring blocks that the same ranks need, up to the size of a request."""
     run: list[_Block] = []
     end = 0
     for block in blocks:
@@ -202,8 +210,8 @@ def _merge(
 
 
 def _assign(runs: Iterator[list[_Block]], loads: list[int]) -> Iterator[SharedRequest]:
-    """Each run to the rank that has least to fetch of those that need it."""
-    turns = [0] * len(loads)
+    """Assign each run to the rank that has the least to fetch among those that need it."""
+    sequences = [0] * len(loads)
     for run in runs:
         ranks = run[0].wants
         fetcher = min(ranks, key=lambda rank: (loads[rank], rank))
@@ -214,20 +222,20 @@ def _assign(runs: Iterator[list[_Block]], loads: list[int]) -> Iterator[SharedRe
             start,
             end,
             fetcher,
-            turns[fetcher],
+            sequences[fetcher],
             tuple((block.start, block.end) for block in run),
             {rank: _message(run, rank) for rank in ranks if rank != fetcher},
         )
-        turns[fetcher] += 1
+        sequences[fetcher] += 1
 
 
 def _message(run: Sequence[_Block], rank: int) -> tuple[Segment, ...]:
-    """What `rank` wants of the blocks, stretches over small gaps as one."""
+    """Return the message for `rank`; stretches with small gaps between them become one."""
     rows = [(block, *row) for block in run for row in block.wants[rank]]
     packed = [Segment(b.start, b.end, size, read) for b, _, _, size, read in rows if size]
     plain: list[Segment] = []
     for low, high in sorted({(low, high) for _, low, high, size, _ in rows if not size}):
-        # Bytes in between cost less than a copy of all, which several segments take.
+        # Sending the bytes of a gap costs less than the copy that several segments need.
         if plain and low <= plain[-1].end + DEFAULT_GAP_BYTES:
             plain[-1] = Segment(plain[-1].start, max(plain[-1].end, high))
         else:

@@ -1,9 +1,9 @@
-"""`Slots`: memory of one process that other processes on the same host can read.
+"""`SharedMemory`: memory of one process that other processes on the same host can read.
 
-Handing a byte to a neighbour over loopback costs two copies through the kernel and their calls;
-from shared memory it costs the one copy to where it is wanted. The memory has no name and no file
-(Linux: memfd_create(2)), so nothing is left behind by a process that is killed, and the size of
-/dev/shm does not matter. Where it cannot be shared, it is memory like any other.
+Sending a byte to another process over loopback costs two copies through the kernel and their calls;
+reading it from shared memory costs only the copy to its destination. The memory has no name and no
+file (Linux: memfd_create(2)), so a process that is killed leaves nothing behind, and the size of
+/dev/shm does not matter. Where memory cannot be shared, ordinary memory is used.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # random(4): of this run of this host's kernel
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # random(4): differs at each boot of each host
 _FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 
 @dataclass(frozen=True, slots=True)
-class SlotsAddress:
-    """Where another process finds the memory.
+class SharedMemoryAddress:
+    """The address under which another process finds the memory.
+
+    The device and inode must match what is found there, because a process of another container may
+    have the same number.
 
     Attributes:
-        boot_id: of the host.
-        process_id, descriptor: whose file descriptor leads to it.
-        device, inode: of what must be found there, so that a process of another container that
-            has the same number is not taken for it.
-        size_bytes: of all slots.
+        boot_id: boot id of the host.
+        process_id: number of the process that shares the memory.
+        descriptor: file descriptor of the memory in that process.
+        device: device number that the descriptor must lead to.
+        inode: inode number that the descriptor must lead to.
+        size_bytes: size of all slots together.
     """
 
     boot_id: str
@@ -39,17 +43,18 @@ class SlotsAddress:
     size_bytes: int
 
 
-class Slots:
-    """`count` pieces of memory of `slot_bytes` each.
+class SharedMemory:
+    """Memory of `count` slots of `slot_bytes` each.
 
     Attributes:
-        address: for other processes; None where the memory cannot be shared.
+        address: address for other processes; None if the memory cannot be shared.
+        size_bytes: size of all slots together.
     """
 
     def __init__(self, count: int, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
         self.size_bytes = count * slot_bytes
-        self.address: SlotsAddress | None = None
+        self.address: SharedMemoryAddress | None = None
         self._descriptor: int | None = None
         self._memory = memoryview(bytearray(0))
         if not self.size_bytes:
@@ -65,27 +70,27 @@ class Slots:
         self._descriptor = os.memfd_create("dcp_objstore-slots", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, self.size_bytes)
         status = os.fstat(self._descriptor)
-        self.address = SlotsAddress(
+        self.address = SharedMemoryAddress(
             boot_id, os.getpid(), self._descriptor, status.st_dev, status.st_ino, self.size_bytes
         )
         return memoryview(mmap.mmap(self._descriptor, self.size_bytes, flags=_FLAGS))
 
-    def close_door(self) -> None:
-        """Nobody can attach any more; who has goes on reading."""
+    def close_descriptor(self) -> None:
+        """Close the descriptor. Existing mappings stay valid; new ones fail."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def __del__(self) -> None:
-        self.close_door()
+        self.close_descriptor()
 
     def __getitem__(self, number: int) -> memoryview:
-        """Slot `number`, writable."""
+        """Return slot `number`, writable."""
         return self._memory[number * self._slot_bytes : (number + 1) * self._slot_bytes]
 
 
-def attach(address: SlotsAddress) -> memoryview | None:
-    """All slots of another process, to read; None if it is on another host or out of reach."""
+def attach(address: SharedMemoryAddress) -> memoryview | None:
+    """Map all slots of another process to read; None if it is on another host or inaccessible."""
     try:
         if _BOOT_ID.read_text().strip() != address.boot_id:
             return None

@@ -1,6 +1,6 @@
-"""Staging, carried out: planned regions are copied to where they were laid.
+"""Copy the planned regions of a staging to their memory.
 
-Host memory is copied by as many threads as torch is set to use, which hash what they copy.
+As many threads as torch is set to use copy host memory, and hash what they copy.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
     from dcp_objstore.transfer.upload import ByteArray
     from dcp_objstore.write.staging.regions import Region
 
-# A thread that copies takes this much at a time: whole digest blocks.
+# A copying thread takes this many bytes at a time: whole digest blocks.
 _COPY_BYTES = 32 * MIB
-# Tensors from here on are hashed as they are copied, in steps of which source and copy fit a
-# processor's cache of its own; the more threads, the larger, as each step takes the GIL twice.
+# Tensors of at least this size are hashed as they are copied, in steps so small that source and
+# copy fit a core's own cache. With more threads the steps are larger, because each step takes the
+# GIL twice.
 _HASHED_BYTES = MIB
 _CACHED_BYTES = 256 * 1024
 _MOST_THREADS = 8
 
 
 def copy_by_torch(regions: list[Region]) -> None:
-    """By torch; queued only, where that is what a device does."""
+    """Copy with torch; copies from devices that work asynchronously are only queued."""
     for region in regions:
         target = torch.from_numpy(region.array)
         if region.storage is None:
@@ -43,12 +44,15 @@ def copy_by_torch(regions: list[Region]) -> None:
 
 
 def copy_host(regions: list[Region]) -> dict[tuple[int, int], bytes]:
-    """Copy between host memory, without the GIL: `memmove` takes two thirds of `copy_`'s time.
+    """Copy within host memory, without the GIL. `memmove` takes two thirds of `copy_`'s time.
+
+    The saved third pays for the digests, which are computed while the copied bytes are in the
+    processor's cache. Computed later, they would take processor time from the training loop, and
+    the GIL for each block.
 
     Returns:
-        `StagedState.digests`, which are computed while what was copied is in the processor's
-        cache: the third that was saved. Later they would take the loop's processor time, and ask
-        for the GIL for each block.
+        The digests of the large contiguous tensors, by the address and size of the copy, as in
+        `StagedState.digests`.
     """
     pieces: list[tuple[Region, int, int]] = []
     for region in regions:
@@ -82,7 +86,7 @@ def copy_host(regions: list[Region]) -> dict[tuple[int, int], bytes]:
 
 
 def _copy_and_digest(target: ByteArray, address: int, source: int, step_bytes: int) -> bytes:
-    """Copy a whole number of blocks (the last may be short); the digests of what was copied."""
+    """Copy a whole number of blocks (the last may be short) and return their digests."""
     digests = b""
     for block in range(0, target.nbytes, BLOCK_SIZE_BYTES):
         state = BlockDigest()

@@ -1,8 +1,8 @@
-"""`StagingMemory`: host memory that copies of a state are made in, kept from save to save.
+"""`StagingMemory`: host memory for copies of a state, kept from save to save.
 
-A piece of it is leased: whoever holds an array of it, a staged tensor or the transport, keeps it,
-and it is used again when nobody does. So nothing that is still being uploaded can be overwritten,
-however the save that it belongs to may have ended.
+A piece of it is leased. It stays in use as long as anything (a staged tensor, the transport) holds
+an array of it, and is reused after that. So bytes that are still being uploaded cannot be
+overwritten, however their save may have ended.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dcp_objstore.state.memory import byte_memory, lend
 if TYPE_CHECKING:
     from dcp_objstore.transfer.upload import ByteArray
 
-# A slab that this many takes in a row had no use for is freed. Two, so that a program that saves
-# two states in turn has the memory for both.
+# A slab that was not used in this many consecutive takes is freed. Two, so that a program that
+# alternates between two states keeps the memory of both.
 _KEPT_TAKES = 2
 _HUGE_PAGE_BYTES = 2 * MIB
 
@@ -44,11 +44,11 @@ class _Slab:
 
 
 class StagingMemory:
-    """Slabs of host memory that come back by themselves. Safe to use from many threads.
+    """Slabs of host memory that return by themselves when their arrays die. Thread-safe.
 
     Attributes:
-        allocations: how often memory was asked for since this was made.
-        allocated_bytes: of all slabs that it keeps or has leased.
+        allocations: number of slabs allocated so far.
+        allocated_bytes: size of all slabs that are kept or leased.
     """
 
     def __init__(self) -> None:
@@ -56,17 +56,19 @@ class StagingMemory:
         self.allocated_bytes = 0
         self._lock = threading.Lock()
         self._idle: list[_Slab] = []
-        # Slabs come back wherever their last array dies: in any thread, also in the midst of a
-        # call of this queue. SimpleQueue alone is made for that.
+        # A slab returns where its last array dies: in any thread, even during a call of this queue.
+        # Only SimpleQueue is reentrant.
         self._returned: queue.SimpleQueue[_Slab] = queue.SimpleQueue()
         self._takes = 0
 
     def take(self, sizes_bytes: Sequence[int], *, pinned: bool) -> list[ByteArray]:
-        """One array of each of these sizes; each is leased until no view of it is left.
+        """Return one array of each size; each is leased until no view of it is left.
 
         Args:
-            sizes_bytes: the same state should ask for the same ones each time.
-            pinned: memory that a GPU copies to by itself; ordinary memory where there is none.
+            sizes_bytes: sizes of the arrays. The same state should ask for the same sizes each
+                time.
+            pinned: use pinned memory, which a GPU copies to by itself; ordinary memory is used if
+                none can be pinned.
         """
         with self._lock:
             self._takes += 1
@@ -84,7 +86,7 @@ class StagingMemory:
             return arrays
 
     def release(self) -> None:
-        """Free all that is not leased."""
+        """Free all memory that is not leased."""
         with self._lock:
             self._collect()
             self._free(lambda _: True)
@@ -119,25 +121,25 @@ class StagingMemory:
 
 
 def _new_memory(size_bytes: int) -> ByteArray:
-    """Memory of its own, from a page's start on, in huge pages where the system lends them.
+    """Allocate memory that starts at a page, in huge pages if the system gives them.
 
-    (Linux: madvise(2).) The first copy into it takes a third of the time, since it is that of
-    making pages.
+    (Linux: madvise(2).) With huge pages the first copy takes a third of the time, because most of
+    that time goes into making pages.
     """
     if size_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         array = byte_memory(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
         assert array is not None
         return array
     mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapped, dtype=np.uint8)
 
 
 def _pin(memory: torch.Tensor) -> None:
-    """Have CUDA pin memory that is there, until it is freed; where it cannot, warn once.
+    """Have CUDA pin existing memory until it is freed; warn once if it cannot.
 
-    Not `pin_memory=True`: that rounds up to a power of two, up to twice the state.
+    `pin_memory=True` is not used, because it rounds up to a power of two, up to twice the state.
     """
     address, size_bytes = memory.data_ptr(), memory.nbytes
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -146,5 +148,5 @@ def _pin(memory: torch.Tensor) -> None:
     if status:
         warn_of_pageable_memory(size_bytes, f"cudaHostRegister returned {status}")
         return
-    # Not at exit: CUDA may have gone by then, and what is pinned goes with the process.
+    # Not at exit: CUDA may be shut down by then, and pinned memory is freed with the process.
     weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False

@@ -1,7 +1,7 @@
-"""Staging, planned: which bytes are copied together, and where in them each tensor begins.
+"""Plan a staging: which bytes are copied together, and where in them each tensor begins.
 
-Tensors whose memory touches make one region, so what is shared in the state is shared in the copy,
-and copied once. Of a view into a large storage only what the view reaches is copied.
+Tensors whose memory touches form one region, so memory that the state shares is copied once and
+shared in the copy. Of a view into a large storage, only the bytes that the view reaches are copied.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from dcp_objstore.transfer.upload import ByteArray
     from dcp_objstore.write.staging.memory import StagingMemory
 
-# Regions are laid into slabs of this size, one after the other; a large one has its own.
+# Regions are laid one after the other into slabs of this size; a large region has its own slab.
 _SLAB_BYTES = 64 * MIB
 _LARGE_BYTES = 16 * MIB
 _SMALLEST_SLAB_BYTES = 1 << 16
 _PAGE_BYTES = 4096
-# What torch aligns memory to; and no element is larger than 16, so that one is aligned in a copy
-# that begins at such a boundary of its storage.
+# Torch aligns memory to 64 bytes. No element is larger than 16 bytes, so elements are aligned in a
+# copy that begins at a multiple of 16 bytes of the storage.
 _ALIGNMENT_BYTES = 64
 _ELEMENT_BYTES = 16
 
@@ -34,10 +34,15 @@ class Region:
     """Bytes of a storage that are copied together.
 
     Attributes:
-        storage: the bytes are `[start, end)` of it; None: the elements of `tensor` are copied,
-            closely packed.
-        array, address: where to.
-        is_payload: these are the bytes of one contiguous tensor, as they are uploaded.
+        device: device of the storage.
+        storage: storage to copy the bytes from; None to copy the elements of `tensor`, closely
+            packed.
+        start: offset of the first byte in the storage.
+        end: offset after the last byte in the storage.
+        tensor: tensor to copy if `storage` is None.
+        array: memory to copy to.
+        address: address of `array`.
+        is_payload: whether these are the bytes of one contiguous tensor, as they are uploaded.
     """
 
     device: torch.device
@@ -51,13 +56,13 @@ class Region:
 
     @property
     def size_bytes(self) -> int:
-        """How much is copied."""
+        """Number of bytes to copy."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A tensor of the state: the bytes `[start, end)` of its storage are all that it reaches."""
+    """A tensor of the state, which reaches only the bytes `[start, end)` of its storage."""
 
     tensor: torch.Tensor
     storage: torch.UntypedStorage
@@ -66,7 +71,7 @@ class _View:
 
     @property
     def alias(self) -> tuple[Any, ...]:
-        """The same for views that are the same tensor in all but name."""
+        """A key that is equal for views of the same elements with the same dtype and strides."""
         return self.start, self.tensor.dtype, self.tensor.shape, self.tensor.stride()
 
 
@@ -79,9 +84,9 @@ def _view(tensor: torch.Tensor) -> _View:
 
 
 def plan_regions(tensors: list[torch.Tensor]) -> dict[int, tuple[Region, int]]:
-    """Which bytes are copied together, and at which offset in them each tensor (by id) begins.
+    """Return, for each tensor (by id), its region and its offset in the region.
 
-    A tensor without memory (meta, freed) has no region: the writer refuses it, by name.
+    A tensor without memory (meta, freed) has no region; the writer refuses it by name.
     """
     views: dict[tuple[torch.device, int], list[_View]] = {}
     places: dict[int, tuple[Region, int]] = {}
@@ -120,7 +125,7 @@ def _packed(tensor: torch.Tensor) -> Region:
 
 
 def _touching(views: list[_View]) -> Iterator[list[_View]]:
-    """Views, ordered by where they begin, in groups that reach one another."""
+    """Group views, which are ordered by their start, so that the views of a group touch."""
     group: list[_View] = []
     end = 0
     for view in views:
@@ -134,7 +139,7 @@ def _touching(views: list[_View]) -> Iterator[list[_View]]:
 
 
 def lay(regions: list[Region], memory: StagingMemory, *, pinned: bool) -> None:
-    """Give each region its memory."""
+    """Assign memory to each region."""
     slabs: list[int] = []
     places: list[tuple[int, int]] = []
     open_slab, taken = -1, _SLAB_BYTES
@@ -150,17 +155,17 @@ def lay(regions: list[Region], memory: StagingMemory, *, pinned: bool) -> None:
         places.append((open_slab, taken))
         taken += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     if open_slab >= 0:
-        # As large as it must be, but the same for a state that is a little larger or smaller.
+        # Rounded up, so that a slightly larger or smaller state asks for the same size.
         slabs[open_slab] = max(_SMALLEST_SLAB_BYTES, 1 << (taken - 1).bit_length())
     arrays = memory.take(slabs, pinned=pinned) if slabs else []
-    addresses = [array.ctypes.data for array in arrays]  # asked for once: it takes microseconds
+    addresses = [array.ctypes.data for array in arrays]  # read once: it takes microseconds
     for region, (number, offset) in zip(regions, places, strict=True):
         region.array = arrays[number][offset : offset + region.size_bytes]
         region.address = addresses[number] + offset
 
 
 def copy_of(tensor: torch.Tensor, region: Region, offset_bytes: int) -> torch.Tensor:
-    """The staged tensor: of a region that is copied as it lies, with the same strides."""
+    """Return the staged tensor; it has the same strides if its region is copied unchanged."""
     memory = torch.from_numpy(region.array)
     if region.size_bytes == tensor.nbytes and tensor.is_contiguous():
         return memory.view(tensor.dtype).view(tensor.shape)

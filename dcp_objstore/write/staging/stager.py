@@ -1,8 +1,8 @@
-"""`KeptStager`: how a writer stages for `dcp.async_save`, one save at a time.
+"""`KeptStager`: staging for `dcp.async_save`, one save at a time.
 
-DCP makes a new stager for every save with a writer that is none itself, and copies into new
-memory each time. It does not tell a writer when a save has ended; the thread that runs it, and the
-copy that it holds, do.
+If a writer is not a stager itself, DCP makes a new stager for every save and copies into new memory
+each time. DCP does not tell a writer when a save has ended. `KeptStager` finds out from the thread
+that runs the save and from the copy that the thread holds.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from dcp_objstore.write.staging.state import StagedState, stage, staging_memory
 if TYPE_CHECKING:
     from dcp_objstore.observe.events import Staged
 
-# A save whose result was returned may still be about to end its thread.
+# The thread of a save may still run for a moment after its result was returned.
 _GRACE_SECONDS = 0.5
-# It is told that a copy goes just before its tensors do; a thread of DCP's ends then, too.
+# The finalizer of a copy runs just before its tensors are freed and DCP's thread ends.
 _LAST_SECONDS = 0.02
 
 OnBusy = Literal["wait", "raise"]
 
 
 class _BackgroundSave:
-    """A save from its staging to its end.
+    """A background save, from its staging to its end.
 
-    It has ended when its thread has, or has come back with something else, or when nobody holds
-    the copy any more. (A copy that was sent to a child process says nothing: the thread waits for
-    the child.) DCP may fail before it calls the writer, and the error then holds the copy: as long
-    as the thread is not known, it is one of those that DCP may have started since the staging.
+    The save has ended when its thread has ended or starts another save, or when nothing holds the
+    copy any more. (If the copy was sent to a child process, only the thread counts: it waits for
+    the child.) DCP may fail before it calls the writer, and the error then holds the copy. As long
+    as the thread is unknown, any thread that DCP may have started since the staging counts.
     """
 
     def __init__(self, state: StagedState) -> None:
@@ -60,7 +60,7 @@ class _BackgroundSave:
         weakref.finalize(state, self._dropped.set).atexit = False
 
     def runs_here(self, *, in_child: bool = False) -> None:
-        """Called by whatever runs the save; the thread that staged it waits or saves otherwise."""
+        """Note that this thread runs the save, unless it is the thread that staged it."""
         here = threading.current_thread()
         if self.thread is None and here is not self.staged_in:
             self.thread = here
@@ -76,17 +76,17 @@ class _BackgroundSave:
         return not self._in_child and self._dropped.is_set()
 
     def has_lost_ranks(self) -> bool:
-        """Whether this thread runs it, and the process group of its ranks has been destroyed."""
+        """Whether this thread runs the save, and its process group was destroyed."""
         runs_here = self.thread is threading.current_thread()
         return runs_here and has_gone(self._group) and count_ranks(self._group) > 1
 
     def _may_run_it(self, thread: threading.Thread) -> bool:
-        """Whether it is a thread of an executor (DCP makes one for each save) begun since then."""
+        """Whether the thread is an executor's (DCP makes one per save), begun since the staging."""
         return thread not in self._before and "Executor" in thread.name
 
     def wait(self, timeout_seconds: float | None) -> bool:
-        """Wait for its end, at most so long; whether it has ended."""
-        # In steps in any thread, as no one thing tells of each way in which it may end.
+        """Wait for the end of the save; return whether it has ended within the time-out."""
+        # In steps in any thread, because no single event covers every way in which it may end.
         if not wait_in_steps(self._look, timeout_seconds, step_seconds=STEP_SECONDS):
             return False
         if self.thread is not None and self.thread is not threading.current_thread():
@@ -104,14 +104,14 @@ class _BackgroundSave:
 
 
 class KeptStager(StagesAtOnce):
-    """DCP's `AsyncStager`, into memory that is kept; a base of the writer.
+    """A DCP `AsyncStager` that keeps its memory; a base class of the writer.
 
     Args:
-        on_busy: what `stage` does while an earlier save of this writer is under way: "wait" for
-            its end, or "raise" with SaveInProgressError.
+        on_busy: what `stage` does while an earlier save of this writer is running: "wait" for its
+            end, or "raise" SaveInProgressError.
 
     Raises:
-        ConfigError: `on_busy` is neither.
+        ConfigError: `on_busy` is neither "wait" nor "raise".
     """
 
     def __init__(self, on_busy: OnBusy = "wait") -> None:
@@ -119,16 +119,17 @@ class KeptStager(StagesAtOnce):
             raise ConfigError(f"on_busy must be 'wait' or 'raise', got {on_busy!r}")
         self._on_busy = on_busy
         self._background: _BackgroundSave | None = None
-        self._staged: Staged | None = None  # not told of yet
+        self._staged: Staged | None = None  # an event that was not emitted yet
 
     def stage(self, state_dict: Mapping[str, Any], **_: Any) -> StagedState:
-        """A copy of the state in host memory; called by `dcp.async_save`.
+        """Return a copy of the state in host memory. `dcp.async_save` calls it.
 
-        The memory is leased until the save has let go of it, and then used again.
+        The memory is leased until the save has released it, and then reused.
 
         Raises:
-            SaveInProgressError: see `on_busy`. On this rank only: where ranks may differ in what
-                they have under way, `dcp_objstore.async_save` has them agree.
+            SaveInProgressError: an earlier save is running, and `on_busy` is "raise". Raised on
+                this rank only. If ranks may differ in what is running,
+                `dcp_objstore.async_save` makes them agree.
         """
         url = getattr(self, "checkpoint_id", None)
         with plugin_errors(current_rank(), url):
@@ -136,8 +137,8 @@ class KeptStager(StagesAtOnce):
             if earlier is not None:
                 if not earlier.wait(_GRACE_SECONDS if self._on_busy == "raise" else None):
                     raise SaveInProgressError(
-                        "an earlier save with this writer is under way in the background; wait for"
-                        " its future, or use a second writer"
+                        "an earlier save with this writer is still running in the background; wait"
+                        " for its future, or use a second writer"
                     )
                 self._background = None
             began_at = time.monotonic()
@@ -147,20 +148,21 @@ class KeptStager(StagesAtOnce):
         return staged
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: `stage` has already copied everything."""
 
     def close(self) -> None:
-        """Free the memory that no save holds; the next one allocates it again."""
+        """Free the memory that no save holds; the next save allocates it again."""
         staging_memory().release()
 
     def _runs_here(self, *, in_child: bool = False) -> None:
         if self._background is not None:
             self._background.runs_here(in_child=in_child)
 
-    def _take_turn(self) -> None:
-        """At the first call of a save: the one in the background goes first.
+    def _wait_for_earlier(self) -> None:
+        """Wait, at the first call of a save, until the save in the background has ended.
 
-        Before any collective of this save, which could meet one of that save's in the same group.
+        This must come before any collective of the new save, which could otherwise mix with one of
+        the background save in the same group.
         """
         background = self._background
         if background is not None and background.staged_in is threading.current_thread():
@@ -168,7 +170,7 @@ class KeptStager(StagesAtOnce):
         self._runs_here()
 
     def _check_ranks(self) -> None:
-        """Refuse to save a part: without a process group DCP takes this rank to be alone.
+        """Refuse to save only this rank's part: without a process group DCP assumes one rank.
 
         Raises:
             InputError: the process group was destroyed after the staging.
@@ -178,7 +180,7 @@ class KeptStager(StagesAtOnce):
 
     @contextmanager
     def _logged(self) -> Iterator[None]:
-        """Log what fails in the background: nobody may ever ask the future."""
+        """Log an error of a background save, because its future may never be asked."""
         background = self._background
         try:
             yield
@@ -194,5 +196,5 @@ def _reduce_for_child(writer: KeptStager) -> Any:
 
 
 def note_children(kind: type[KeptStager]) -> None:
-    """Have writers of this class know when a process-mode save sends them to its child."""
+    """Make writers of this class notice when a process-mode save sends them to its child."""
     ForkingPickler.register(kind, _reduce_for_child)

@@ -1,7 +1,7 @@
-"""Staging: a copy of a state in host memory, after which training may change the state.
+"""Staging: copy a state to host memory, so that training may change the state.
 
-`staging_regions` plans it, `staging_copies` carries it out. Device memory is copied by the device,
-on a stream of its own.
+`staging.regions` plans the copy and `staging.copies` carries it out. A device copies its memory
+itself, on a separate stream.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class StagedState(dict[str, Any]):
-    """The copy. A dict that can be weakly referenced: when it goes, the save has ended.
+    """The copy of a state: a dict that can be weakly referenced. When it dies, the save has ended.
 
     Attributes:
-        size_bytes: of the memory that was copied into.
-        digests: `block_digests` of the large contiguous tensors in it that were copied between
-            host memory, by their memory's address and size in bytes.
+        size_bytes: size of the memory that was copied into.
+        digests: `block_digests` of the large contiguous tensors that were copied within host
+            memory, by the address and size in bytes of their memory.
     """
 
     size_bytes: int = 0
@@ -49,18 +49,18 @@ class StagedState(dict[str, Any]):
 
 
 class Staging:
-    """A copy that is being made.
+    """A copy of a state in progress.
+
+    The constructor starts the copies from devices; `finish` makes those within host memory. Until
+    `finish` has returned, no tensor of the state may be changed.
 
     Args:
-        state_dict: nested dicts, lists and tuples of anything. Tensors are copied; scalars are
-            taken as they are, other values are deep-copied, all at once.
-        memory: where to.
-
-    Copies from devices are under way when this is made; those in host memory are made by `finish`.
-    Until then neither may be changed.
+        state_dict: nested dicts, lists and tuples of anything. Tensors are copied, scalars are used
+            as they are, and all other values are deep-copied together.
+        memory: memory to copy into.
 
     Attributes:
-        state: the copy, whole once `finish` has returned.
+        state: the copy, complete once `finish` has returned.
     """
 
     def __init__(self, state_dict: Mapping[str, Any], memory: StagingMemory) -> None:
@@ -86,7 +86,7 @@ class Staging:
                 (name, _rebuilt(value, copies)) for name, value in state_dict.items()
             )
             self.state.size_bytes = sum(region.size_bytes for region in regions)
-        # Their memory is read until `finish` has returned.
+        # Keeps the tensors alive: their memory is read until `finish` has returned.
         self._sources = list(tensors.values())
 
     def _begin(self, regions: list[Region], memory: StagingMemory) -> None:
@@ -101,13 +101,13 @@ class Staging:
             if lane is None:
                 self._host += found
             else:
-                lane.follow()  # what training has queued so far
+                lane.follow()  # wait for what training has queued so far
                 self._tickets.append(
                     lane.queue(lambda found=found: copy_by_torch(found))  # type: ignore[misc]
                 )
 
     def finish(self) -> None:
-        """Wait for what devices copy, and copy what lies in host memory."""
+        """Copy within host memory, and wait for the copies from devices."""
         host = [region for region in self._host if region.device.type == "cpu" and region.storage]
         with torch.no_grad():
             self.state.digests = copy_host(host)
@@ -120,7 +120,7 @@ class Staging:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What is not a container to descend into."""
+    """Yield every value that is not a container to descend into."""
     if type(value) in _CONTAINERS:
         for item in value.values() if isinstance(value, dict) else value:
             yield from _leaves(item)
@@ -129,7 +129,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _rebuilt(value: Any, copies: Mapping[int, Any]) -> Any:
-    """The same containers, with copies of the leaves."""
+    """Rebuild the same containers with copies of the leaves."""
     kind = type(value)
     if kind in _SCALARS:
         return value
@@ -144,7 +144,7 @@ def _rebuilt(value: Any, copies: Mapping[int, Any]) -> Any:
 
 
 def _plain_tensor(leaf: Any) -> torch.Tensor | None:
-    """The tensor whose memory is to be copied; None for a leaf that is deep-copied."""
+    """Return the tensor whose memory is copied; None for a leaf that is deep-copied."""
     tensor = torch_private.local_tensor(leaf) if isinstance(leaf, DTensor) else leaf
     if type(tensor) not in _PLAIN or tensor.is_quantized:
         return None
@@ -152,11 +152,11 @@ def _plain_tensor(leaf: Any) -> torch.Tensor | None:
 
 
 def _deep_copies(values: list[Any]) -> list[Any]:
-    """As DCP's own stager makes them: of quantized tensors, subclasses and any other object.
+    """Copy quantized tensors, subclasses and other objects as DCP's own stager does.
 
-    Their memory is not kept for the next save.
+    The memory of these copies is not kept for the next save.
     """
-    # DCP's stager would lose the scale and the zero point; and torch clones not every kind.
+    # DCP's stager would lose the scale and the zero point, and torch cannot clone every kind.
     quantized = {
         number: torch.load(io.BytesIO(pickled_blob(value)), weights_only=True)
         for number, value in enumerate(values)
@@ -183,7 +183,7 @@ def _copies_by_dcp(values: list[Any]) -> list[Any]:
 
 
 def _no_region(tensor: torch.Tensor) -> torch.Tensor:
-    """Of one that is sparse, or has no memory; where it should have some, the writer refuses it."""
+    """Copy a tensor that has no region: sparse, or without memory, which the writer may refuse."""
     if tensor.layout != torch.strided:
         return tensor.detach().clone()  # DCP's own stager fails
     return tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -193,12 +193,12 @@ _memory = PerProcess(StagingMemory)
 
 
 def staging_memory() -> StagingMemory:
-    """The memory of this process: one, so that writers which follow one another share it."""
+    """Return the one staging memory of this process, which consecutive writers share."""
     return _memory.here
 
 
 def stage(state_dict: Mapping[str, Any]) -> StagedState:
-    """A copy of the state in host memory; returns when training may change the state."""
+    """Copy the state to host memory; when this returns, training may change the state."""
     staging = Staging(state_dict, staging_memory())
     staging.finish()
     return staging.state

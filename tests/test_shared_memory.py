@@ -9,32 +9,32 @@ from pathlib import Path
 import pytest
 
 from dcp_objstore.read.peers import shared_memory as module
-from dcp_objstore.read.peers.shared_memory import Slots, SlotsAddress, attach
+from dcp_objstore.read.peers.shared_memory import SharedMemory, SharedMemoryAddress, attach
 
 
-def read_there(address: SlotsAddress) -> bytes | None:
+def read_there(address: SharedMemoryAddress) -> bytes | None:
     memory = attach(address)
     return None if memory is None else bytes(memory)
 
 
 def test_another_process_reads_what_was_written() -> None:
-    slots = Slots(3, 4096)
+    slots = SharedMemory(3, 4096)
     for number in range(3):
         slots[number][:] = bytes([number + 1]) * 4096
     assert slots.address is not None
     with multiprocessing.get_context("forkserver").Pool(1) as pool:
         found = pool.apply(read_there, (slots.address,))
         assert found == b"".join(bytes([n + 1]) * 4096 for n in range(3))
-        slots.close_door()
+        slots.close_descriptor()
         assert pool.apply(read_there, (slots.address,)) is None
 
 
 def test_who_has_attached_goes_on_reading_and_cannot_write() -> None:
-    slots = Slots(2, 4096)
+    slots = SharedMemory(2, 4096)
     assert slots.address is not None
     memory = attach(slots.address)
     assert memory is not None
-    slots.close_door()
+    slots.close_descriptor()
     slots[1][:5] = b"later"
     assert bytes(memory[4096:4101]) == b"later"
     with pytest.raises(TypeError):
@@ -45,7 +45,7 @@ def test_who_has_attached_goes_on_reading_and_cannot_write() -> None:
 
 @pytest.mark.parametrize("change", ["boot_id", "inode", "process_id", "descriptor"])
 def test_memory_of_another_host_or_container_is_not_attached(change: str) -> None:
-    slots = Slots(1, 4096)
+    slots = SharedMemory(1, 4096)
     assert slots.address is not None
     wrong = {"boot_id": "another", "inode": 1, "process_id": 2**22 + 1, "descriptor": 0}
     assert attach(dataclasses.replace(slots.address, **{change: wrong[change]})) is None
@@ -53,7 +53,7 @@ def test_memory_of_another_host_or_container_is_not_attached(change: str) -> Non
 
 def test_nothing_is_left_behind() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    slots = Slots(4, 1 << 20)
+    slots = SharedMemory(4, 1 << 20)
     memory = attach(slots.address) if slots.address else None
     del slots, memory
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
@@ -63,8 +63,8 @@ def test_memory_that_cannot_be_shared_serves_its_own_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(module, "_BOOT_ID", tmp_path / "absent")
-    slots = Slots(2, 4096)
+    slots = SharedMemory(2, 4096)
     assert slots.address is None
     slots[1][:] = b"x" * 4096
     assert bytes(slots[0]) == bytes(4096)
-    assert Slots(0, 0).address is None
+    assert SharedMemory(0, 0).address is None

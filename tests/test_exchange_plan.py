@@ -1,4 +1,4 @@
-"""`transfer.sharing`: every shared block is fetched once, and every rank gets what it wants."""
+"""`read.peers.plan`: every shared block is fetched once, and every rank gets what it wants."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_objstore.read.peers.plan import NEED, Needs, SharedRequest, plan_sharing
+from dcp_objstore.read.peers.plan import NEED, Needs, SharedRequest, plan_exchange
 
 _BLOCK = 64
 
@@ -45,7 +45,7 @@ _jobs = st.lists(st.lists(_row(), max_size=12).map(_needs), min_size=1, max_size
 def test_shared_blocks_are_fetched_once_and_reach_every_rank_that_needs_them(
     needs: list[Needs], request_size_bytes: int, round_size_bytes: int, gap_bytes: int
 ) -> None:
-    plans = plan_sharing(
+    plans = plan_exchange(
         needs,
         request_size_bytes=request_size_bytes,
         round_size_bytes=round_size_bytes,
@@ -127,7 +127,7 @@ def _check_all_arrives(
 @given(_jobs, st.integers(64, 1000))
 @settings(max_examples=200, deadline=None)
 def test_a_round_has_no_more_bytes_than_its_bound(needs: list[Needs], bound: int) -> None:
-    plans = plan_sharing(needs, request_size_bytes=128, round_size_bytes=bound)
+    plans = plan_exchange(needs, request_size_bytes=128, round_size_bytes=bound)
     for number in range(len(plans[0].rounds)):
         sizes = [
             request.end - request.start
@@ -141,7 +141,7 @@ def test_a_round_has_no_more_bytes_than_its_bound(needs: list[Needs], bound: int
 
 def test_replicas_are_fetched_evenly_by_bytes() -> None:
     every_block = _needs([(0, n * 64, n * 64 + 64, n * 64, n * 64 + 64, 0, -1) for n in range(64)])
-    plans = plan_sharing([every_block] * 8, request_size_bytes=128, round_size_bytes=1024)
+    plans = plan_exchange([every_block] * 8, request_size_bytes=128, round_size_bytes=1024)
     fetched = [sum(r.end - r.start for r in plan.fetched_by(n)) for n, plan in enumerate(plans)]
     assert fetched == [64 * 64 // 8] * 8
 
@@ -149,7 +149,7 @@ def test_replicas_are_fetched_evenly_by_bytes() -> None:
 def test_a_rank_with_much_to_fetch_alone_fetches_nothing_for_others() -> None:
     both = [(0, n * 64, n * 64 + 64, n * 64, n * 64 + 64, 0, -1) for n in range(4)]
     alone = [(1, 0, 4096, 0, 4096, 0, -1)]
-    plans = plan_sharing(
+    plans = plan_exchange(
         [_needs(both + alone), _needs(both)], request_size_bytes=64, round_size_bytes=1024
     )
     assert list(plans[0].fetched_by(0)) == []
@@ -160,7 +160,7 @@ def test_many_small_neighbours_make_one_request_and_one_segment_each() -> None:
     small = _needs(
         [(0, n * 2048, n * 2048 + 1024, n * 2048, n * 2048 + 1024, 0, -1) for n in range(4000)]
     )
-    plans = plan_sharing([small] * 4, request_size_bytes=8 << 20, round_size_bytes=8 << 20)
+    plans = plan_exchange([small] * 4, request_size_bytes=8 << 20, round_size_bytes=8 << 20)
     requests = [r for rank, plan in enumerate(plans) for r in plan.fetched_by(rank)]
     assert len(requests) == 1
     assert all(len(segments) == 1 for segments in requests[0].messages.values())
