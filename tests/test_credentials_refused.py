@@ -31,7 +31,7 @@ from tests.store_contract import PART
 from tests.support.azurite import ACCOUNT, KEY, AzureBucket, Azurite
 from tests.support.proxy import Asked, NetworkProxy, Refuse
 from tests.support.servers import BUCKET, Bucket, MotoServer
-from tests.test_stores_errors import ONCE, VERBS, check
+from tests.support.verbs import ONCE, VERBS, check
 from tests.test_stores_gcs import ShortLived, is_valid, post
 
 gcs = pytest.mark.backends("gcs")

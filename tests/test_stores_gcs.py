@@ -30,7 +30,7 @@ from dcp_objstore.stores.google_credentials import find_gcs_credentials
 from dcp_objstore.stores.wrappers import RecordingStore
 from tests.store_contract import PART, ExpectedError
 from tests.support.servers import Bucket, MotoServer
-from tests.test_stores_errors import ONCE, VERBS, check
+from tests.support.verbs import ONCE, VERBS, check
 
 gcs = pytest.mark.backends("gcs")
 

@@ -16,7 +16,7 @@ from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, Version
 from tests.support.servers import Bucket
 from tests.support.tampering import TamperingProxy
-from tests.test_stores_unreachable import ONCE, VERBS
+from tests.support.verbs import ONCE, VERBS
 
 PAGE = b"<html><body>Welcome</body></html>"
 OPTIONS: dict[str, dict[str, Any]] = {

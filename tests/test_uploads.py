@@ -27,8 +27,8 @@ from dcp_objstore.stores.uploads import (
     open_uploads,
     versioning,
 )
+from tests.support.scripted import Scripted
 from tests.support.servers import READ_ONLY, Bucket
-from tests.test_stores_errors import Scripted
 
 PART = b"x" * 5 * 1024 * 1024
 
