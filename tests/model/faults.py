@@ -35,11 +35,12 @@ _LOST = {
     "legacy::Error( SendRequest, ConnectionReset ) }",
 }
 TRUNCATED, ERROR_IN_200, STALE = "truncated body", "200 with an error body", "stale ETag"
+DAMAGED = "damaged body"  # unnoticed by the transport: a byte changed, or the last ones missing
 TWICE = "duplicate delivery"  # both at once; or the second later, without an effect now
 LATE, BOTH_LATE = "late", "late, and doubled"  # no answer, and it arrives later
 REFUSED, CONFLICT = "403", "409"
 CRASH = "crash"  # the process dies before the request, or after its effect
-_UNUSUAL = (TRUNCATED, ERROR_IN_200, STALE, TWICE, LATE, BOTH_LATE, REFUSED, CONFLICT)
+_UNUSUAL = (TRUNCATED, ERROR_IN_200, STALE, DAMAGED, TWICE, LATE, BOTH_LATE, REFUSED, CONFLICT)
 KINDS = (*_LOST, *_UNUSUAL)
 ERROR_BODY = b"<Error><Code>InternalError</Code><Message>We failed.</Message></Error>"
 UNIX_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -60,8 +61,8 @@ class Fault:
         """Whether there is such a thing for this verb."""
         if self.kind == STALE:
             return self.effect and verb in ("get", "head", "put")
-        if self.kind == CONFLICT:
-            return verb == "put"
+        if self.kind in (CONFLICT, DAMAGED):
+            return verb == ("put" if self.kind == CONFLICT else "get")
         if self.kind == REFUSED:
             return verb in ("put", "delete")
         if self.kind in (LATE, BOTH_LATE):

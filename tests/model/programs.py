@@ -31,7 +31,7 @@ from dcp_objstore.errors import (
     LostRaceError,
     ObjectNotFoundError,
 )
-from tests.model.faults import ERROR_IN_200, TRUNCATED
+from tests.model.faults import DAMAGED, ERROR_IN_200, TRUNCATED
 from tests.model.stage import HOUR_SECONDS, ROOT, Actor, Stage, StageClock
 from tests.model.world import MARKER
 from tests.support import upkeep
@@ -197,7 +197,7 @@ def untrue(stage: Stage, answer: Answer) -> str | None:
         UNKNOWN: unknowable,
         DELETED: not stands,
         WHOLE: answer.commit_id in landed,
-        CORRUPT: bool(met & {TRUNCATED, ERROR_IN_200}),
+        CORRUPT: bool(met & {TRUNCATED, DAMAGED, ERROR_IN_200}),
     }
     if promises.get(answer.word, True):
         return None

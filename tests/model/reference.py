@@ -129,6 +129,7 @@ class Reference:
         if name in ("delete", "delete now") and not self.pins:
             possible.add(None)
         assert now in possible, f"{now} after {name}, not one of {possible}"
+        assert answer.word not in (ABSENT, NOTHING) or self.commit_id is None, answer
         pins = frozenset(marker.pins) if marker is not None and now is not None else frozenset()
         if now == self.commit_id:
             changed = pins ^ self.pins if now is not None else set()

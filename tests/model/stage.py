@@ -32,6 +32,7 @@ from tests.model import world
 from tests.model.faults import (
     BOTH_LATE,
     CRASH,
+    DAMAGED,
     ERROR_BODY,
     ERROR_IN_200,
     LATE,
@@ -298,6 +299,11 @@ class Actor(Process):
         late = self.stage.late
         if fault.kind == STALE:
             return self._stale(request, effect())
+        if fault.kind == DAMAGED:
+            body, meta = effect()
+            at = self.stage.rng.randrange(len(body))
+            changed = bytes([body[at] ^ 1]) + body[at + 1 :] if fault.effect else b""
+            return body[:at] + changed, meta
         if fault.kind == TWICE:
             if fault.effect:
                 with contextlib.suppress(DcpObjstoreError):
