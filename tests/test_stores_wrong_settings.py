@@ -14,9 +14,9 @@ from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.options import S3Settings
 from dcp_objstore.stores.servers import s3_checksum
+from tests.support.s3_requests import carrying, requests_of
 from tests.support.servers import Bucket
 from tests.support.verbs import VERBS
-from tests.test_stores_s3_settings import carrying, requests_of
 
 UNUSED = "http://127.0.0.1:1"  # nothing is sent
 S3 = {"key": "a", "secret": "b", "endpoint_url": UNUSED}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,24 +30,11 @@ from dcp_objstore.stores.uploads import (
     open_uploads,
     versioning,
 )
+from tests.support.gcs_tokens import ShortLived, is_valid, post
 from tests.support.servers import BUCKET, Bucket, FakeGcsServer, MotoServer
-from tests.test_stores_gcs import ShortLived, is_valid, post
-from tests.test_uploads import PART, begin_upload
+from tests.support.unfinished_uploads import PART, begin_upload, patch_bucket
 
 gcs = pytest.mark.backends("gcs")
-
-
-def patch_bucket(server: MotoServer | FakeGcsServer, name: str, **settings: object) -> None:
-    """Set a bucket's lifecycle or versioning, as `gcloud storage buckets update` does."""
-    endpoint = server.gcs_endpoint_url if isinstance(server, MotoServer) else server.endpoint_url
-    request = urllib.request.Request(
-        f"{endpoint}/storage/v1/b/{name}",
-        json.dumps(settings).encode(),
-        {"Content-Type": "application/json"},
-        method="PATCH",
-    )
-    with urllib.request.urlopen(request, timeout=30):
-        pass
 
 
 @gcs
