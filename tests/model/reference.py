@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.crash.bucket import KilledError
+from tests.crash.process import KilledError
 from tests.model.faults import Fault
 from tests.model.programs import (
     ABSENT,

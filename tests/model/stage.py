@@ -27,7 +27,7 @@ from dcp_objstore.checkpoint.names import is_beacon_key, is_ours, parse_data_key
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.errors import DcpObjstoreError, PreconditionFailedError
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectMeta, Precondition, Version
-from tests.crash.bucket import Bucket, Connection, KilledError, Process
+from tests.crash.process import Connection, KilledError, Process
 from tests.model import world
 from tests.model.faults import (
     BOTH_LATE,
@@ -42,6 +42,7 @@ from tests.model.faults import (
     Fault,
 )
 from tests.model.world import BEACON, DATA, DOT, EVERYTHING, INDEX, MARKER, NOBODY, Event
+from tests.support.memory_bucket import Bucket
 from tests.support.memory_store import TickingClock
 from tests.support.upkeep import DESCRIBED
 
