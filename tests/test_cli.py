@@ -24,6 +24,7 @@ from dcp_objstore.checkpoint.pins import pin
 from dcp_objstore.cli.exits import exits, status_of
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.stores import open_store
+from tests.support.command_line import run
 
 TYPER_AND_TORCH_FREE = """
 import sys
@@ -36,18 +37,6 @@ finally:
     heavy = {"torch", "numpy", "obstore", "msgspec", "rich", "tqdm", "boto3"} & sys.modules.keys()
     assert not heavy, heavy
 """
-
-
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    return subprocess.run(
-        [sys.executable, "-m", "dcp_objstore.cli", *arguments],
-        capture_output=True,
-        text=True,
-        env={**plain, **environment},
-        timeout=120,
-        check=False,
-    )
 
 
 def save_step(url: str, **user_metadata: object) -> None:

@@ -13,10 +13,11 @@ from dataclasses import replace
 import pytest
 
 from tests.crash import scenes
-from tests.crash.bucket import Bucket, Cut, KilledError, Process
 from tests.crash.jobs import in_memory
 from tests.crash.judging import Verdict, cuts, judge, quiet
+from tests.crash.process import Cut, KilledError, Process
 from tests.crash.scenes import OLD, OURS, ROOT, STOCK, Scene, Shape
+from tests.support.memory_bucket import Bucket
 
 _OURS = [one for one in scenes.scenes() if one.writer == OURS]
 SMALL = [one for one in _OURS if (one.name, one.ranks) != ("save over another", 2)]

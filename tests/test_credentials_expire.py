@@ -8,11 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +22,7 @@ from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.credentials.renewal import Renewing
 from tests.support.proxy import Asked, Fault, Refuse
+from tests.support.scripted import Answer, ScriptedServer
 from tests.support.slow_sink import SlowSink
 
 MIB = 1024 * 1024
@@ -111,31 +110,23 @@ def test_a_save_outlives_the_credentials_of_a_process(
 def container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     """The endpoint that gives a container its credentials, as EKS has it."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    with ScriptedServer() as server:
+
+        def answer(*_: object) -> Answer:
             end = time.time() + LASTING_SECONDS
-            answer = {
+            found = {
                 "AccessKeyId": f"K{end:.3f}",
                 "SecretAccessKey": "s",
                 "Token": "t",
                 "Expiration": datetime.fromtimestamp(end, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             }
-            body = json.dumps(answer).encode()
-            self.send_response(200 if self.headers["Authorization"] == "let-me-in" else 401)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            known = "let-me-in" in server.requests[-1][2].values()
+            return 200 if known else 401, {}, json.dumps(found).encode()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    (tmp_path / "token").write_text("let-me-in")
-    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    server.server_close()
+        server.answer = answer
+        (tmp_path / "token").write_text("let-me-in")
+        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
+        yield f"{server.endpoint_url}/"
 
 
 def test_a_save_outlives_the_credentials_of_a_container(

@@ -29,10 +29,10 @@ from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores import ObjectStore, open_store
 from tests.store_contract import PART
 from tests.support.azurite import ACCOUNT, KEY, AzureBucket, Azurite
+from tests.support.gcs_tokens import ShortLived, is_valid, post
 from tests.support.proxy import Asked, NetworkProxy, Refuse
 from tests.support.servers import BUCKET, Bucket, MotoServer
-from tests.test_stores_errors import ONCE, VERBS, check
-from tests.test_stores_gcs import ShortLived, is_valid, post
+from tests.support.verbs import ONCE, VERBS, check
 
 gcs = pytest.mark.backends("gcs")
 HOUR_SECONDS = 3600

@@ -30,12 +30,11 @@ from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.diagnosis.identity import shortened
 from dcp_objstore.stores.uploads.lifecycle import lifecycle_configuration
+from tests.support.command_line import run
 from tests.support.proxy import NetworkProxy
 from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket, MotoServer, RcloneServer
 from tests.support.tampering import Answer, Asked, TamperingProxy, flipped
-from tests.test_cli import run
-from tests.test_uploads import PART, begin_upload
-from tests.test_uploads_gcs import patch_bucket
+from tests.support.unfinished_uploads import PART, begin_upload, patch_bucket
 
 CHECKS = [
     "versions",

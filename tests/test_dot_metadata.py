@@ -26,7 +26,7 @@ from dcp_objstore.compat import dot_metadata
 from dcp_objstore.compat.dot_metadata import encode_metadata
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.errors import UnsupportedError
-from tests.test_foreign_metadata import save_stock
+from tests.support.stock_checkpoints import save_stock
 
 
 def sample(**changes: Any) -> Metadata:

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
+from tests.support.command_line import run
 from tests.support.servers import Folder
-from tests.test_cli import run
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from dcp_objstore.read.stored_checkpoint import open_rooted
 from tests.support import hostile
 from tests.support import pickles as p
 from tests.support.memory_store import MemoryStore
-from tests.test_foreign_metadata import check_promises
+from tests.support.stock_checkpoints import check_promises
 
 quick = settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 thorough = settings(quick, max_examples=20_000)

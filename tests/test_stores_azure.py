@@ -28,7 +28,7 @@ from dcp_objstore.stores.options.parse import parse
 from tests.store_contract import PART, ExpectedError, StoreContract
 from tests.support.azurite import ACCOUNT, KEY, AzureBucket, AzureDoor, Azurite
 from tests.support.servers import BUCKET, Bucket
-from tests.test_stores_errors import ONCE, VERBS, check
+from tests.support.verbs import ONCE, VERBS, check
 
 azure = pytest.mark.backends("azure")
 

@@ -34,7 +34,7 @@ from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 from tests.support.side_doors import BucketDoor, SideDoor
 from tests.support.states import fill, tensor_state, wrong_keys
-from tests.test_e2e_reshard import assert_whole, load_job, save_job
+from tests.support.training_jobs import assert_whole, load_job, save_job
 
 BOTO3 = {"transport": "boto3"}
 ONCE = TransferConfig(max_retries=0, transport="boto3")

@@ -24,8 +24,9 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import IfAbsent, IfVersion, Version, open_store
+from tests.support.scripted import Scripted
 from tests.support.servers import READ_ONLY, Bucket
-from tests.test_stores_errors import READS, VERBS, Scripted, check
+from tests.support.verbs import READS, VERBS, check
 
 ONCE = TransferConfig(
     max_retries=0, connect_timeout_seconds=5, request_timeout_seconds=20, transport="boto3"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
 from dcp_objstore.stores.options.gcs import GcsOptions
+from tests.support.scripted import ScriptedServer
 from tests.support.servers import Bucket
 
 pytestmark = pytest.mark.backends("seaweed")
@@ -160,28 +159,14 @@ def metadata_service(bucket: Bucket) -> Iterator[str]:
     }
     base = "/latest/meta-data/iam/security-credentials/"
 
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self) -> None:
-            known = {"/latest/api/token": "t", base: "role", base + "role": json.dumps(answer)}
-            body = known.get(self.path, "").encode()
-            self.send_response(200 if self.path in known else 404)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def __getattr__(self, name: str) -> object:
-            if name.startswith("do_"):
-                return self.answer
-            raise AttributeError(name)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    known = {"/latest/api/token": "t", base: "role", base + "role": json.dumps(answer)}
+    with ScriptedServer() as server:
+        server.answer = lambda _, target, __: (
+            200 if target in known else 404,
+            {},
+            known.get(target, "").encode(),
+        )
+        yield server.endpoint_url
 
 
 def test_the_metadata_service_of_an_instance_is_used(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
+from dcp_objstore.checkpoint import commit as commits
+from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
     BucketNotFoundError,
+    CheckpointCorruptError,
     ConfigError,
     CorruptDataError,
     CredentialsError,
@@ -24,39 +27,15 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
-from dcp_objstore.stores import IfAbsent, ObjectStore, StoreSpec, open_store
+from dcp_objstore.stores import IfAbsent, open_store
 from dcp_objstore.stores.obstore.errors import translate_obstore
-from tests.support.scripted import ScriptedServer
+from dcp_objstore.stores.protocol import IfVersion, Version
+from tests.model.faults import ERROR_BODY, UNIX_EPOCH
+from tests.support.scripted import Scripted
 from tests.support.servers import MotoServer
+from tests.support.verbs import ONCE, READS, VERBS, check
 
 MIB = 1024 * 1024
-ONCE = TransferConfig(max_retries=0, connect_timeout_seconds=5, request_timeout_seconds=20)
-
-READS: dict[str, Callable[[ObjectStore], object]] = {
-    "get": lambda store: store.get("k", max_size_bytes=100),
-    "get_range": lambda store: store.get_range("k", 0, 1),
-    "head": lambda store: store.head("k"),
-    "list": lambda store: list(store.list()),
-}
-WRITES: dict[str, Callable[[ObjectStore], object]] = {
-    "put": lambda store: store.put("k", b"x"),
-    "put_absent": lambda store: store.put("k2", b"x", precondition=IfAbsent(), retry=False),
-    "put_stream": lambda store: store.put_stream(
-        "k", iter([bytes(6 * MIB)]), part_size_bytes=5 * MIB, max_concurrency=2
-    ),
-    "delete": lambda store: store.delete("k"),
-}
-VERBS = {**READS, **WRITES}
-
-
-def check(error: DcpObjstoreError, store: ObjectStore, verb: str) -> None:
-    """What each error carries: where, in plain words, through a pickle."""
-    assert error.url == store.url
-    assert (error.object_key is None) == (verb == "list")
-    assert "Debug source" not in str(error)
-    back = pickle.loads(pickle.dumps(error))
-    assert type(back) is type(error)
-    assert str(back) == str(error)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -132,17 +111,6 @@ def test_a_server_that_never_answers(verb: str) -> None:
         options = {"key": "a", "secret": "b", "endpoint_url": endpoint}
         with pytest.raises(StoreUnavailableError):
             VERBS[verb](open_store("s3://bucket/run", options, config))
-
-
-class Scripted(ScriptedServer):
-    """The scripted server, and the S3 store in front of it."""
-
-    def spec(self, config: TransferConfig = ONCE, **options: object) -> StoreSpec:
-        base: dict[str, object] = {"key": "a", "secret": "b", "endpoint_url": self.endpoint_url}
-        return StoreSpec("s3://bucket/run", {**base, **options}, config)
-
-    def store(self, config: TransferConfig = ONCE, **options: object) -> ObjectStore:
-        return self.spec(config, **options).open()
 
 
 @pytest.fixture
@@ -358,3 +326,59 @@ def test_an_answer_of_the_instance_metadata_is_about_credentials_not_about_the_b
     error = translate_obstore(GenericError(f"PUT {url} - status code: 403 Forbidden: no"))
     assert type(error) is CredentialsError
     assert "there are no credentials" in error.message
+
+
+# --- a 200 that is none: `tests.model.faults` does to the core what comes out here
+
+_STARTED = (
+    200,
+    {},
+    b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>",
+)
+
+
+def test_200_with_an_error_body_is_no_success_of_a_put(scripted: Scripted) -> None:
+    """S3 begins to answer CompleteMultipartUpload with 200 before it knows how it will end."""
+    answers = {
+        ("POST", "?uploads="): _STARTED,
+        ("PUT", "partNumber="): (200, {"ETag": '"p"'}, b""),
+        ("DELETE", "uploadId="): (204, {}, b""),
+    }
+
+    def answer(method: str, target: str, _nth: int) -> tuple[int, dict[str, str], bytes]:
+        said = (
+            value for (verb, part), value in answers.items() if verb == method and part in target
+        )
+        return next(said, (200, {}, ERROR_BODY))
+
+    scripted.answer = answer
+    store = scripted.store()
+    for retry in (True, False):
+        with pytest.raises(StoreUnavailableError):
+            store.put("k", b"x", retry=retry)
+    part = np.zeros(5 * 1024 * 1024, np.uint8)
+    with pytest.raises(StoreUnavailableError, match="InternalError"):
+        store.put_stream(
+            "k", iter([part, part[:9]]), part_size_bytes=part.nbytes, max_concurrency=2
+        )
+    assert [verb for verb, target, _ in scripted.requests if "uploadId=" in target][-1] == "DELETE"
+
+
+def test_200_with_an_error_body_is_never_what_was_asked_for(scripted: Scripted) -> None:
+    scripted.answer = lambda *_: (200, {}, ERROR_BODY)
+    store = scripted.store()
+    with pytest.raises(ConfigError, match="does not look like a store"):
+        list(store.list())
+    store.delete("k")
+    body, meta = store.get(MARKER_KEY, max_size_bytes=1000)
+    assert (body, meta.version, meta.last_modified) == (ERROR_BODY, Version(None, None), UNIX_EPOCH)
+    assert store.head("k").version == Version(None, None)
+    with pytest.raises(CorruptDataError):
+        store.get_range("k", 0, 10)
+    with pytest.raises(InputError):
+        store.put("k", b"x", precondition=IfVersion(Version(None, None)))
+    # So whoever opens a checkpoint is told that it is damaged, and whoever saves stops.
+    with pytest.raises(CheckpointCorruptError):
+        commits.open_committed(store)
+    with pytest.raises(StoreUnavailableError, match="does not look like a store"):
+        commits.begin(store, overwrite=True)

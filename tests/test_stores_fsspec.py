@@ -13,12 +13,11 @@ from fsspec.implementations.dirfs import DirFileSystem
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import BucketNotFoundError, ObjectNotFoundError
 from dcp_objstore.stores import ObjectStore, open_store
-from tests.store_contract import StoreContract
+from tests.store_contract import BucketContract, StoreContract
 from tests.store_contract.failures import EXPECTED, VERBS
 from tests.support.scripted import Fault
 from tests.support.servers import BUCKET, FakeGcsServer
 from tests.support.side_doors import FolderDoor, SideDoor
-from tests.test_stores import BucketContract
 
 FSSPEC = TransferConfig(transport="fsspec")
 ONCE = TransferConfig(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -29,9 +27,10 @@ from dcp_objstore.stores import IfVersion, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
 from dcp_objstore.stores.options.gcs import GcsOptions
 from tests.store_contract import PART, ExpectedError
+from tests.support.gcs_tokens import ShortLived, is_valid, post
 from tests.support.servers import Bucket, MotoServer
+from tests.support.verbs import ONCE, VERBS, check
 from tests.support.wrapped_stores import RecordingStore
-from tests.test_stores_errors import ONCE, VERBS, check
 
 gcs = pytest.mark.backends("gcs")
 
@@ -78,42 +77,8 @@ def test_an_upload_that_has_only_begun_changes_no_generation(bucket: Bucket) -> 
     assert bucket.get("k") == b"new"
 
 
-def post(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30) as answer:
-        found: dict[str, Any] = json.load(answer)
-        return found
-
-
-def is_valid(server: MotoServer, token: str) -> bool:
-    headers = {"Authorization": f"Bearer {token}"}
-    request = urllib.request.Request(f"{server.gcs_endpoint_url}/dcp-tests", headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=30):
-            return True
-    except urllib.error.HTTPError as error:
-        assert error.code == 401
-        return False
-
-
 # obstore uses a token for 0.1 s before it asks again; the rest is for a slow machine.
 LIFETIME_SECONDS = 2.0
-
-
-class ShortLived(Credentials):
-    """Credentials of google-auth whose tokens the server soon refuses."""
-
-    def __init__(self, server: MotoServer, lifetime_seconds: float) -> None:
-        super().__init__()
-        self.server = server
-        self.lifetime_seconds = lifetime_seconds
-        self.handed_out: list[str] = []
-
-    def refresh(self, request: object) -> None:
-        url = f"{self.server.gcs_endpoint_url}/o/token?lifetime={self.lifetime_seconds}"
-        self.token = post(url)["access_token"]
-        self.handed_out.append(self.token)
-        lifetime = timedelta(seconds=self.lifetime_seconds)
-        self.expiry = (datetime.now(UTC) + lifetime).replace(tzinfo=None)
 
 
 @gcs

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,9 +13,10 @@ import dcp_objstore as dos
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, ObjectNotFoundError
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, Version
+from tests.support.scripted import ScriptedServer
 from tests.support.servers import Bucket
 from tests.support.tampering import TamperingProxy
-from tests.test_stores_unreachable import ONCE, VERBS
+from tests.support.verbs import ONCE, VERBS
 
 PAGE = b"<html><body>Welcome</body></html>"
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -31,32 +31,15 @@ SAYS = r"this does not look like a store.*check endpoint_url"
 @pytest.fixture
 def web() -> Iterator[Callable[[int], str]]:
     """Makes a web server that answers everything with one status and a page; gives its URL."""
-    servers: list[ThreadingHTTPServer] = []
+    with ExitStack() as stack:
 
-    def make(status: int) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def answer(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                self.send_response(status)
-                self.send_header("Content-Type", "text/html; charset=utf-8")
-                self.send_header("Content-Length", str(len(PAGE)))
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(PAGE)
+        def make(status: int) -> str:
+            server = stack.enter_context(ScriptedServer())
+            page = (status, {"Content-Type": "text/html; charset=utf-8"}, PAGE)
+            server.answer = lambda *_: page
+            return server.endpoint_url
 
-            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer  # noqa: N815
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_port}"
-
-    yield make
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+        yield make
 
 
 def url_of(scheme: str) -> str:

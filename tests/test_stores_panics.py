@@ -14,7 +14,7 @@ from dcp_objstore.stores import open_store
 from dcp_objstore.stores.endpoint import server_url
 from dcp_objstore.stores.obstore.errors import translate_panic
 from tests.support.ranks import try_ranks
-from tests.test_stores_unreachable import ONCE, VERBS
+from tests.support.verbs import ONCE, VERBS
 
 UNUSED = "http://127.0.0.1:1"  # nothing is sent
 # No header can hold the line break: obstore panics when it signs a request.

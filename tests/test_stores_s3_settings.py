@@ -6,7 +6,7 @@ import base64
 import importlib.util
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,8 +16,9 @@ from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.endpoint import s3_checksum
 from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.s3.checksums import Checksums, checksums_for
+from tests.support.s3_requests import carrying, requests_of
 from tests.support.servers import Bucket
-from tests.support.tampering import Asked, TamperingProxy
+from tests.support.tampering import TamperingProxy
 
 PART = 5 * MIB
 OF_AWSCRT = ("CRC32C", "CRC64NVME")
@@ -25,26 +26,6 @@ HAS_AWSCRT = importlib.util.find_spec("awscrt") is not None
 NATIVE = [("native", "CRC64NVME"), ("native", "SHA256")]
 BOTO3 = [("boto3", name) for name in ("CRC32", "CRC32C", "CRC64NVME", "SHA256")]
 ONCE = TransferConfig(max_retries=0)
-
-
-def requests_of(bucket: Bucket, more: Mapping[str, object]) -> dict[str, Asked]:
-    """What each kind of request carried, by its kind."""
-    with TamperingProxy(bucket.storage_options) as proxy:
-        store = open_store(bucket.url, {**proxy.storage_options, **more}, ONCE)
-        store.put("one", b"one")
-        parts = iter([bytes(PART), b"last"])
-        store.put_stream("many", parts, part_size_bytes=PART, max_concurrency=1)
-        body = memoryview(bytearray(PART))
-        store.get_range("many", 0, PART, into=body)
-        assert store.get("one", max_size_bytes=10)[0] == b"one"
-        assert {meta.key for meta in store.list()} == {"one", "many"}
-        store.head("one")
-        store.delete("one")
-        asked = proxy.asked
-    kinds = ["put", "begin", "part", "part", "complete", "range", "get", "list", "head", "delete"]
-    methods = ["PUT", "POST", "PUT", "PUT", "POST", "GET", "GET", "GET", "HEAD", "DELETE"]
-    assert [one.method for one in asked] == methods
-    return dict(zip(kinds, asked, strict=True))
 
 
 def options_of(chosen: tuple[str, str]) -> dict[str, object]:
@@ -57,10 +38,6 @@ def choice(chosen: tuple[str, str]) -> dict[str, object]:
     if chosen[0] == "boto3" and chosen[1] in OF_AWSCRT:
         pytest.importorskip("awscrt")
     return options_of(chosen)
-
-
-def carrying(found: Mapping[str, Asked], header: str) -> set[str]:
-    return {kind for kind, asked in found.items() if header in asked.headers}
 
 
 @pytest.mark.backends("moto")

@@ -23,20 +23,9 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.obstore.errors import translate_obstore
 from tests.support.servers import RcloneServer
+from tests.support.verbs import ONCE, VERBS
 
 MIB = 1024 * 1024
-ONCE = TransferConfig(max_retries=0, connect_timeout_seconds=5, request_timeout_seconds=20)
-VERBS: dict[str, Callable[[ObjectStore], object]] = {
-    "get": lambda store: store.get("k", max_size_bytes=100),
-    "get_range": lambda store: store.get_range("k", 0, 1),
-    "head": lambda store: store.head("k"),
-    "list": lambda store: list(store.list()),
-    "put": lambda store: store.put("k", b"x"),
-    "put_stream": lambda store: store.put_stream(
-        "k", iter([bytes(6 * MIB)]), part_size_bytes=5 * MIB, max_concurrency=2
-    ),
-    "delete": lambda store: store.delete("k"),
-}
 
 
 def at(endpoint_url: str, config: TransferConfig = ONCE) -> ObjectStore:

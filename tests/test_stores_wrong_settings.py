@@ -14,9 +14,9 @@ from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.endpoint import s3_checksum
 from dcp_objstore.stores.options.s3 import S3Options
+from tests.support.s3_requests import carrying, requests_of
 from tests.support.servers import Bucket
-from tests.test_stores_s3_settings import carrying, requests_of
-from tests.test_stores_unreachable import VERBS
+from tests.support.verbs import VERBS
 
 UNUSED = "http://127.0.0.1:1"  # nothing is sent
 S3 = {"key": "a", "secret": "b", "endpoint_url": UNUSED}

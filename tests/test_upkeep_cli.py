@@ -19,9 +19,9 @@ from dcp_objstore.errors import (
     InputError,
 )
 from dcp_objstore.stores import StoreSpec
+from tests.support.command_line import run
 from tests.support.servers import Bucket
 from tests.support.upkeep import DAY_SECONDS, keys, loose, save, state, tear
-from tests.test_cli import run
 
 
 class Run:

@@ -23,21 +23,9 @@ from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_confi
 from dcp_objstore.stores.uploads.open import open_uploads
 from dcp_objstore.stores.uploads.unfinished import UnfinishedUpload
 from tests.support.bucket_rules import incomplete_upload_rule, versioning
+from tests.support.scripted import Scripted
 from tests.support.servers import READ_ONLY, Bucket
-from tests.test_stores_errors import Scripted
-
-PART = b"x" * 5 * 1024 * 1024
-
-
-def begin_upload(bucket: Bucket, key: str, parts: int = 1) -> str:
-    client = bucket.client()
-    full = bucket.prefix + key
-    upload_id: str = client.create_multipart_upload(Bucket=bucket.name, Key=full)["UploadId"]
-    for number in range(1, parts + 1):
-        client.upload_part(
-            Bucket=bucket.name, Key=full, UploadId=upload_id, PartNumber=number, Body=PART
-        )
-    return upload_id
+from tests.support.unfinished_uploads import PART, begin_upload
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs")

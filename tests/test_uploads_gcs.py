@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
@@ -28,24 +25,12 @@ from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
 from dcp_objstore.stores.uploads.open import open_uploads
 from tests.support.bucket_rules import incomplete_upload_rule, versioning
+from tests.support.gcs_tokens import ShortLived, is_valid, post
+from tests.support.scripted import ScriptedServer
 from tests.support.servers import BUCKET, Bucket, FakeGcsServer, MotoServer
-from tests.test_stores_gcs import ShortLived, is_valid, post
-from tests.test_uploads import PART, begin_upload
+from tests.support.unfinished_uploads import PART, begin_upload, patch_bucket
 
 gcs = pytest.mark.backends("gcs")
-
-
-def patch_bucket(server: MotoServer | FakeGcsServer, name: str, **settings: object) -> None:
-    """Set a bucket's lifecycle or versioning, as `gcloud storage buckets update` does."""
-    endpoint = server.gcs_endpoint_url if isinstance(server, MotoServer) else server.endpoint_url
-    request = urllib.request.Request(
-        f"{endpoint}/storage/v1/b/{name}",
-        json.dumps(settings).encode(),
-        {"Content-Type": "application/json"},
-        method="PATCH",
-    )
-    with urllib.request.urlopen(request, timeout=30):
-        pass
 
 
 @gcs
@@ -127,41 +112,21 @@ def test_no_answer_and_bad_settings_are_typed_errors() -> None:
             question(StoreSpec("gs://bucket/run", {**options, "verify": "/nowhere/ca.pem"}))
 
 
-class _Elsewhere(BaseHTTPRequestHandler):
-    """Keeps the token that each request carries, and answers with a redirect, if to anywhere."""
-
-    server: _Noting
-
-    def do_GET(self) -> None:
-        self.server.tokens.append(self.headers.get("Authorization"))
-        self.send_response(302 if self.server.points_to else 200)
-        if self.server.points_to:
-            self.send_header("Location", f"{self.server.points_to}/x")
-        self.send_header("Content-Length", "2")
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-    do_HEAD = do_GET  # noqa: N815 - http.server asks for this name
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-class _Noting(ThreadingHTTPServer):
-    def __init__(self, points_to: str | None = None) -> None:
-        super().__init__(("127.0.0.1", 0), _Elsewhere)
-        self.tokens: list[str | None] = []
-        self.points_to = points_to
-        Thread(target=self.serve_forever, daemon=True).start()
+def _tokens(server: ScriptedServer) -> set[str | None]:
+    """What authorised the requests."""
+    return {
+        headers.get("Authorization") or headers.get("authorization")
+        for _, _, headers in server.requests
+    }
 
 
 def test_a_token_is_not_carried_to_where_a_redirect_points() -> None:
-    with _Noting() as other:
-        with _Noting(f"http://localhost:{other.server_port}") as first:
-            options = {
-                "token": "ya29.secret",
-                "endpoint_url": f"http://127.0.0.1:{first.server_port}",
-            }
+    with ScriptedServer() as other:
+        other.answer = lambda *_: (200, {}, b"{}")
+        there = other.endpoint_url.replace("127.0.0.1", "localhost")
+        with ScriptedServer() as first:
+            first.answer = lambda *_: (302, {"Location": f"{there}/x"}, b"{}")
+            options = {"token": "ya29.secret", "endpoint_url": first.endpoint_url}
             spec = StoreSpec("gs://bucket/run", options, dos.TransferConfig(max_retries=0))
             questions: list[Callable[[], object]] = [
                 lambda: incomplete_upload_rule(spec),
@@ -175,10 +140,8 @@ def test_a_token_is_not_carried_to_where_a_redirect_points() -> None:
                 assert "ya29.secret" not in f"{caught.value!r} {caught.value.__cause__!r}"
             with pytest.raises(ConfigError, match="endpoint_url"):
                 incomplete_upload_rule(spec)
-            assert set(first.tokens) == {"Bearer ya29.secret"}
-            first.shutdown()
-        assert set(other.tokens) <= {None}
-        other.shutdown()
+            assert _tokens(first) == {"Bearer ya29.secret"}
+        assert _tokens(other) <= {None}
 
 
 @gcs

@@ -19,7 +19,8 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from dcp_objstore.checkpoint import probe
 from dcp_objstore.run import gc as sweeping
 from dcp_objstore.stores.spec import StoreSpec
-from tests.crash.bucket import Bucket, Connection, ConnectionUploads, Process, here
+from tests.crash.process import Connection, ConnectionUploads, Process, here
+from tests.support.memory_bucket import Bucket
 
 Act = Callable[[int], None]  # of one rank
 

@@ -20,7 +20,7 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.stores import StoreSpec
-from tests.crash.bucket import Bucket, Cut, Process, here, uploads
+from tests.crash.process import Cut, Process, here, uploads
 from tests.crash.scenes import (
     OURS,
     ROOT,
@@ -38,6 +38,7 @@ from tests.crash.scenes import (
     settle,
     stock_save,
 )
+from tests.support.memory_bucket import Bucket
 from tests.support.upkeep import named, state
 
 # More sweeps than any state needs: one finishes a deletion, one mends, one removes.

@@ -21,8 +21,9 @@ from dcp_objstore.checkpoint import probe
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
 from dcp_objstore.stores import StoreSpec
 from tests.crash import stock_store  # noqa: F401 - registers cut://
-from tests.crash.bucket import Bucket, Cut, Process, Turns, here, uploads
 from tests.crash.jobs import break_group, run_here, run_job
+from tests.crash.process import Cut, Process, Turns, here, uploads
+from tests.support.memory_bucket import Bucket
 
 RUN = "s3://crash/run"
 URL = f"{RUN}/step-7"

@@ -13,7 +13,7 @@ import fsspec
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from dcp_objstore.errors import ObjectNotFoundError
-from tests.crash.bucket import here
+from tests.crash.process import here
 
 # As our part size in these runs, so that cuts are comparable.
 BLOCK_SIZE_BYTES = 5 * 1024 * 1024

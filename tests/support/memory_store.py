@@ -10,26 +10,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint.clock import Clock
 from dcp_objstore.errors import (
     CorruptDataError,
-    ObjectNotFoundError,
     PreconditionFailedError,
     StoreUnavailableError,
 )
 from dcp_objstore.stores.protocol import (
     Capabilities,
-    IfAbsent,
-    IfVersion,
     ObjectMeta,
     Precondition,
     Version,
 )
+from tests.support.memory_bucket import Bucket
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -76,7 +73,8 @@ class MemoryStore:
         self.capabilities = Capabilities()
         self.endpoint_url: str | None = None
         self.reports_throttling = ()
-        self.objects: dict[str, tuple[bytes, ObjectMeta]] = {}
+        self.bucket = Bucket()
+        self.objects = self.bucket.objects
         self.requests: list[tuple[str, str]] = []
         self.puts: list[Put] = []
         self.on_put: OnPut | None = None
@@ -87,7 +85,6 @@ class MemoryStore:
         self.ignores: tuple[type[Precondition], ...] = ()
         self._delayed: list[Put] = []
         self._lock = threading.RLock()
-        self._number = 0
 
     def body(self, key: str) -> bytes:
         return self.objects[key][0]
@@ -131,22 +128,8 @@ class MemoryStore:
         return outcomes
 
     def apply(self, put: Put) -> Version:
-        with self._lock:
-            current = self.objects.get(put.key)
-            wanted = put.precondition
-            if wanted is not None and type(wanted) not in self.ignores:
-                absent = isinstance(wanted, IfAbsent) and current is not None
-                changed = isinstance(wanted, IfVersion) and (
-                    current is None or current[1].version != wanted.version
-                )
-                if absent or changed:
-                    raise PreconditionFailedError("412")
-            self._number += 1
-            meta = ObjectMeta(
-                put.key, len(put.data), Version(f'"{self._number}"'), datetime.now(UTC)
-            )
-            self.objects[put.key] = (put.data, meta)
-            return meta.version
+        ignored = isinstance(put.precondition, self.ignores)
+        return self.bucket.put(put.key, put.data, None if ignored else put.precondition)
 
     def put_stream(
         self,
@@ -162,7 +145,7 @@ class MemoryStore:
         self.requests.append(("get", key))
         if self.on_get:
             self.on_get(key)
-        body, meta = self._find(key)
+        body, meta = self.bucket.get(key)
         if len(body) > max_size_bytes:
             raise CorruptDataError("too large")
         return body, meta
@@ -177,27 +160,16 @@ class MemoryStore:
 
     def head(self, key: str) -> ObjectMeta:
         self.requests.append(("head", key))
-        return self._find(key)[1]
+        return self.bucket.get(key)[1]
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
         self.requests.append(("list", prefix))
         if self.on_list:
             self.on_list()
-        with self._lock:
-            keys = sorted(self.objects)
-            metas = [self.objects[key][1] for key in keys if key.startswith(prefix)]
-        return iter(metas)
+        return iter(self.bucket.list(prefix))
 
     def delete(self, key: str) -> None:
         self.requests.append(("delete", key))
         if self.on_delete:
             self.on_delete(key)
-        with self._lock:
-            self.objects.pop(key, None)
-
-    def _find(self, key: str) -> tuple[bytes, ObjectMeta]:
-        with self._lock:
-            found = self.objects.get(key)
-        if found is None:
-            raise ObjectNotFoundError("404")
-        return found[0], replace(found[1])
+        self.bucket.delete(key)

@@ -9,6 +9,10 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal, Self
 
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.stores import ObjectStore, StoreSpec
+from tests.support.verbs import ONCE
+
 Dialect = Literal["s3", "gcs-xml", "gcs-json", "azure"]
 Answer = tuple[int, dict[str, str], bytes]
 # What has gone wrong, whatever the provider calls it.
@@ -147,3 +151,14 @@ class ScriptedServer:
     def __exit__(self, *_: object) -> None:
         self.server.shutdown()
         self.server.server_close()
+
+
+class Scripted(ScriptedServer):
+    """The scripted server, and the S3 store in front of it."""
+
+    def spec(self, config: TransferConfig = ONCE, **options: object) -> StoreSpec:
+        base: dict[str, object] = {"key": "a", "secret": "b", "endpoint_url": self.endpoint_url}
+        return StoreSpec("s3://bucket/run", {**base, **options}, config)
+
+    def store(self, config: TransferConfig = ONCE, **options: object) -> ObjectStore:
+        return self.spec(config, **options).open()

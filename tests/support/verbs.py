@@ -1,0 +1,39 @@
+"""Every verb of a store, called once, for tests of what a failure becomes in each of them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.stores import IfAbsent, ObjectStore
+
+_MIB = 1024 * 1024
+ONCE = TransferConfig(max_retries=0, connect_timeout_seconds=5, request_timeout_seconds=20)
+
+READS: dict[str, Callable[[ObjectStore], object]] = {
+    "get": lambda store: store.get("k", max_size_bytes=100),
+    "get_range": lambda store: store.get_range("k", 0, 1),
+    "head": lambda store: store.head("k"),
+    "list": lambda store: list(store.list()),
+}
+WRITES: dict[str, Callable[[ObjectStore], object]] = {
+    "put": lambda store: store.put("k", b"x"),
+    "put_absent": lambda store: store.put("k2", b"x", precondition=IfAbsent(), retry=False),
+    "put_stream": lambda store: store.put_stream(
+        "k", iter([bytes(6 * _MIB)]), part_size_bytes=5 * _MIB, max_concurrency=2
+    ),
+    "delete": lambda store: store.delete("k"),
+}
+VERBS = {**READS, **WRITES}
+
+
+def check(error: DcpObjstoreError, store: ObjectStore, verb: str) -> None:
+    """What each error carries: where, in plain words, through a pickle."""
+    assert error.url == store.url
+    assert (error.object_key is None) == (verb == "list")
+    assert "Debug source" not in str(error)
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is type(error)
+    assert str(back) == str(error)
