@@ -96,14 +96,14 @@ from .errors import (
 from .inspect.checkpoint import (
     Checkpoint as Checkpoint,
 )
+from .inspect.checkpoint import TensorEntry as TensorEntry
+from .inspect.checkpoint import ValueEntry as ValueEntry
 from .inspect.checkpoint import (
     load_state_dict as load_state_dict,
 )
 from .inspect.checkpoint import (
     open as open,  # noqa: A004 - `dos.open`, as gzip.open
 )
-from .inspect.entries import TensorEntry as TensorEntry
-from .inspect.entries import ValueEntry as ValueEntry
 from .inspect.verify import Damage as Damage
 from .inspect.verify import VerifyReport as VerifyReport
 from .observe import events as events

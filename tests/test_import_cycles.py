@@ -12,8 +12,6 @@ import pytest
 import dcp_objstore
 
 PACKAGE = Path(dcp_objstore.__file__).parent
-# Of each, no two neighbours import each other, at any depth.
-ROOMS = ("stores",)
 
 
 def modules() -> dict[str, Path]:
@@ -37,13 +35,12 @@ def imports(path: Path, known: Mapping[str, Path]) -> set[str]:
     return found & known.keys()
 
 
-def folders(room: str) -> list[str]:
-    root = PACKAGE / room
-    places = [root, *(path for path in root.rglob("*") if (path / "__init__.py").is_file())]
+def folders() -> list[str]:
+    places = [PACKAGE, *(path for path in PACKAGE.rglob("*") if (path / "__init__.py").is_file())]
     return [".".join(("dcp_objstore", *place.relative_to(PACKAGE).parts)) for place in places]
 
 
-@pytest.mark.parametrize("folder", [one for room in ROOMS for one in folders(room)])
+@pytest.mark.parametrize("folder", folders())
 def test_neighbours_do_not_import_each_other(folder: str) -> None:
     known = modules()
     below = f"{folder}."

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
 from dcp_objstore.inspect.selection import check_covered
-from dcp_objstore.read.session import plan_load, run_load
+from dcp_objstore.read.plan import plan_load
+from dcp_objstore.read.session import run_load
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.state.memory import is_quantized
 

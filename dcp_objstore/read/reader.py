@@ -32,7 +32,8 @@ from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import LoadReport, logger
 from dcp_objstore.read.peers.exchange import Exchange, PeerFailedError, Share
 from dcp_objstore.read.peers.meeting import Offer, all_arrived, make_offer, open_once, share_out
-from dcp_objstore.read.session import PlannedLoad, plan_load, run_load
+from dcp_objstore.read.plan import PlannedLoad, plan_load
+from dcp_objstore.read.session import run_load
 from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
 from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.urls import is_supported_url

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_objstore.compat.values import check_safe
 from dcp_objstore.errors import (
@@ -21,6 +20,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.events import Loaded, Planned
 from dcp_objstore.observe.report import LoadReport
 from dcp_objstore.read.item_read import CompletionQueue, ItemRead
+from dcp_objstore.read.plan import PlannedLoad
 from dcp_objstore.read.tensor_read import (
     Block,
     Read,
@@ -28,8 +28,6 @@ from dcp_objstore.read.tensor_read import (
     check_destination,
     consume,
     is_value,
-    plan_spans,
-    stored_of,
     warn_if_lossy,
 )
 from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
@@ -48,47 +46,6 @@ if TYPE_CHECKING:
     from dcp_objstore.read.peers.exchange import Exchange
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.stores import ObjectStore
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedLoad:
-    """What a rank will read.
-
-    Attributes:
-        source: the opened checkpoint.
-        items: the read items of the rank's plan.
-        reads: one read for each item, in the same order.
-        spans: the pieces of objects that the reads need.
-    """
-
-    source: StoredCheckpoint
-    items: Sequence[ReadItem]
-    reads: Sequence[TensorRead | ItemRead]
-    spans: Sequence[Span[Block]]
-
-
-def plan_load(
-    source: StoredCheckpoint, items: Sequence[ReadItem], *, verify: bool, whole_blocks: bool = False
-) -> PlannedLoad:
-    """Determine what must be read for a plan, without looking at its tensors.
-
-    Args:
-        source: the opened checkpoint.
-        items: the read items of the rank's plan.
-        verify: whether arriving blocks will be checked against their digests.
-        whole_blocks: whether to read whole digest blocks, which other ranks may need as well.
-
-    Raises:
-        CheckpointCorruptError: the checkpoint does not say where an item lies.
-        StateMismatchError: the checkpoint does not have what an item asks for.
-    """
-    reads: list[TensorRead | ItemRead] = []
-    for item in items:
-        stored = stored_of(source, item)
-        whole = is_value(item) or stored.dtype is None
-        reads.append(ItemRead(item, stored) if whole else TensorRead(item, stored))
-    spans = plan_spans(reads, verify=verify, whole_blocks=whole_blocks)
-    return PlannedLoad(source, items, reads, spans)
 
 
 def run_load(

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from dcp_objstore.read.session import PlannedLoad
+    from dcp_objstore.read.plan import PlannedLoad
     from dcp_objstore.read.tensor_read import Block, Read
     from dcp_objstore.transfer.progress import Progress
 

@@ -30,7 +30,7 @@ from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.read.peers.plan import ExchangePlan, Needs
-    from dcp_objstore.read.session import PlannedLoad
+    from dcp_objstore.read.plan import PlannedLoad
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.state.geometry import Selection
 
