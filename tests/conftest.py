@@ -31,7 +31,7 @@ from tests.support.servers import (
 
 DEFAULT_BACKENDS = ("seaweed", "moto")
 pytest_plugins = ("tests.support.guarantees",)
-pytest.register_assert_rewrite("tests.store_contract")
+pytest.register_assert_rewrite("tests.contract")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,9 +62,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _is_about_stores(module: ModuleType) -> bool:
-    return module.__name__.startswith(
-        ("tests.test_stores", "tests.test_doctor", "tests.test_uploads")
-    )
+    return module.__name__.startswith(("tests.stores.", "tests.doctor."))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -69,7 +69,7 @@ class ObjectMeta:
 class Capabilities:
     """What an adapter claims; the default is everything.
 
-    `tests/store_contract` holds each adapter to its claims, and `checkpoint.probe` tries the first
+    `tests/contract` holds each adapter to its claims, and `checkpoint.probe` tries the first
     two on the server that is really there. A store that lacks one says so here and refuses what
     it cannot do with `UnsupportedError`; it never does something weaker in silence.
 

@@ -1,6 +1,6 @@
 """What a store may guarantee, and a table of who keeps it, made from the outcomes of the tests.
 
-`pytest -n 0 tests/test_stores*.py --guarantees-table docs/stores.md` writes the rows of the
+`pytest -n 0 tests/stores --guarantees-table docs/stores.md` writes the rows of the
 endpoints that ran between the two marks in that file and leaves the other rows. This is a pytest
 plugin.
 """

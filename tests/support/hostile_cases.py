@@ -27,7 +27,7 @@ def whole_value(value: bytes) -> h.Objects:
 
 def add_metadata() -> None:
     """Those of the decoder's own tests, through the public doors, and more."""
-    from tests import test_foreign_metadata as decoder
+    from tests.compat import test_foreign_metadata as decoder
 
     add_all(".metadata runs code", h.foreign, decoder.EXECUTES, h.REFUSED)
     add_all(".metadata is damaged", h.foreign, decoder.DAMAGED, h.REFUSED)

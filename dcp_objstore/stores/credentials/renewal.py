@@ -87,7 +87,7 @@ class Renewing:
         if frozen is None or frozen.access_key is None:
             return self._as_before(failure or "none were found")
         now = self._now()
-        # Not public; `tests/test_credentials_expire.py` fails should it go.
+        # Not public; `tests/e2e/test_credentials_expire.py` fails should it go.
         self._ends_at = getattr(self._held, "_expiry_time", None)
         until = None
         if self._ends_at is not None:

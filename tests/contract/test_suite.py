@@ -1,0 +1,260 @@
+"""The contract catches stores that lie, and the table in docs/stores.md says what it found."""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_objstore.errors import DcpObjstoreError, PreconditionFailedError
+from dcp_objstore.stores import IfAbsent, IfVersion, ObjectMeta, Version, open_store
+from dcp_objstore.stores.protocol import Capabilities
+from tests.contract import CROWD, StoreContract
+from tests.contract.preconditions import CREATORS
+from tests.support import guarantees
+from tests.support.doc_tables import STORES_PAGE
+from tests.support.guarantees import FAILED, GUARANTEES, KEPT, LACKING, UNTRIED, parse, write_table
+from tests.support.side_doors import NoDoor, SideDoor
+
+
+class Liar:
+    """A good store, which a subclass makes break one promise while it claims to keep it."""
+
+    def __init__(self) -> None:
+        self.inner = open_store(f"memory://{secrets.token_hex(4)}")
+        self.uploads: list[str] = []
+        self.parts: dict[str, list[int]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    @property
+    def door(self) -> SideDoor:
+        return LiarsDoor(self)
+
+
+class LiarsDoor(NoDoor):
+    def __init__(self, liar: Liar) -> None:
+        super().__init__(liar.inner)
+        self.liar = liar
+
+    def leavings(self) -> list[str]:
+        return self.liar.uploads
+
+    def part_sizes(self, key: str) -> list[int] | None:
+        return self.liar.parts.get(key)
+
+
+class IgnoresPreconditions(Liar):
+    def put(self, key: str, data: Any, *, precondition: Any = None, retry: bool = True) -> Version:
+        return self.inner.put(key, data, retry=retry)
+
+
+class LetsTwoCreatorsWin(Liar):
+    """Looks, then writes: right until two come at once, which here they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked = threading.Barrier(CREATORS)
+
+    def put(self, key: str, data: Any, *, precondition: Any = None, retry: bool = True) -> Version:
+        if isinstance(precondition, IfAbsent):
+            if any(meta.key == key for meta in self.inner.list()):
+                raise PreconditionFailedError("there is one")
+            self.looked.wait(60)
+            precondition = None
+        return self.inner.put(key, data, precondition=precondition, retry=retry)
+
+
+class TakesAnyVersion(Liar):
+    def put(self, key: str, data: Any, *, precondition: Any = None, retry: bool = True) -> Version:
+        if isinstance(precondition, IfVersion):
+            precondition = None
+        return self.inner.put(key, data, precondition=precondition, retry=retry)
+
+
+class RefusesWithAnotherError(IgnoresPreconditions):
+    """Disclaims conditions, and ignores them where it should refuse."""
+
+    capabilities = Capabilities(False, False, False)
+
+
+class GivesShortRanges(Liar):
+    def get_range(self, key: str, start: int, end: int, *, into: Any = None) -> Any:
+        return bytes(self.inner.get(key, max_size_bytes=1 << 30)[0][start:end])
+
+
+class LeavesUploads(Liar):
+    def put_stream(self, key: str, buffers: Any, **how: Any) -> Version:
+        self.uploads.append(key)
+        version = self.inner.put_stream(key, buffers, **how)
+        self.uploads.remove(key)
+        return version
+
+
+class ShowsHalfAStream(Liar):
+    def put_stream(self, key: str, buffers: Any, **how: Any) -> Version:
+        first = next(buffers)
+        self.inner.put(key, first)
+        return self.inner.put_stream(key, chain([first], buffers), **how)
+
+
+class SendsUnequalParts(Liar):
+    capabilities = Capabilities()
+
+    def put_stream(self, key: str, buffers: Any, **how: Any) -> Version:
+        data = [bytes(buffer) for buffer in buffers]
+        self.parts[key] = [len(piece) for piece in data]
+        return self.inner.put_stream(key, iter(data), **how)
+
+
+class KeepsAllBuffers(Liar):
+    def put_stream(self, key: str, buffers: Any, **how: Any) -> Version:
+        return self.inner.put_stream(key, iter(list(buffers)), **how)
+
+
+class ListsOnePage(Liar):
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        return islice(self.inner.list(prefix), 1000)
+
+
+class RemembersItsListing(Liar):
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        kept = self.__dict__.setdefault("kept", {})
+        return iter(kept.setdefault(prefix, list(self.inner.list(prefix))))
+
+
+class DecodesKeys(Liar):
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        for meta in self.inner.list(prefix):
+            key = meta.key.replace("%20", " ")
+            yield ObjectMeta(key, meta.size_bytes, meta.version, meta.last_modified)
+
+
+class ListsOtherTokens(Liar):
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        for meta in self.inner.list(prefix):
+            yield ObjectMeta(meta.key, meta.size_bytes, Version("other"), meta.last_modified)
+
+
+LIES: dict[type[Liar], str] = {
+    IgnoresPreconditions: "test_create_only_where_nothing_is",
+    LetsTwoCreatorsWin: "test_of_64_creators_exactly_one_wins",
+    TakesAnyVersion: "test_update_only_from_the_known_version",
+    RefusesWithAnotherError: "test_of_16_updaters_exactly_one_wins",
+    GivesShortRanges: "test_a_range_past_the_end_is_corrupt",
+    LeavesUploads: "test_an_error_in_the_iterator_comes_through_and_leaves_nothing",
+    ShowsHalfAStream: "test_an_object_is_not_seen_before_its_stream_is_whole",
+    SendsUnequalParts: "test_all_parts_but_the_last_have_the_same_size",
+    KeepsAllBuffers: "test_buffers_are_let_go_while_the_stream_goes_on",
+    ListsOnePage: "test_a_listing_longer_than_a_page_is_whole",
+    RemembersItsListing: "test_every_verb_sees_a_write_and_a_removal_at_once",
+    DecodesKeys: "test_awkward_keys_are_kept_as_they_are",
+    ListsOtherTokens: "test_a_listed_token_serves_a_conditional_write_or_is_refused",
+}
+
+
+def call(name: str, store: Any) -> None:
+    """The test of the contract on this store, without pytest's fixtures."""
+    test: Callable[..., None] = getattr(StoreContract(), name)
+    door = store.door
+    given: dict[str, object] = {
+        "store": store,
+        "capabilities": store.capabilities,
+        "side_door": door,
+        "measured": (store, door),
+        "crowd": store,
+    }
+    if name == "test_a_listing_longer_than_a_page_is_whole":
+        for key in CROWD:
+            store.put(key, b"")
+    code = test.__func__.__code__  # type: ignore[attr-defined]
+    wanted = code.co_varnames[1 : code.co_argcount]
+    test(**{argument: given[argument] for argument in wanted})
+
+
+@pytest.mark.parametrize("liar", LIES, ids=lambda liar: liar.__name__)
+def test_a_store_that_claims_what_it_does_not_keep_fails(liar: type[Liar]) -> None:
+    failures = (AssertionError, pytest.fail.Exception, DcpObjstoreError)
+    with pytest.raises(failures):
+        call(LIES[liar], liar())
+    if liar is not SendsUnequalParts:  # what is below it has no parts
+        call(LIES[liar], Liar())
+
+
+# The table
+
+
+@pytest.fixture
+def declared(monkeypatch: pytest.MonkeyPatch) -> dict[str, frozenset[str]]:
+    """Every endpoint that has a row, and what it declares to lack."""
+    for module in sorted(Path(__file__).parents[1].glob("stores/test_*.py")):
+        try:
+            importlib.import_module(f"tests.stores.{module.stem}")
+        except pytest.skip.Exception:
+            continue  # an adapter whose library is not installed
+    found: dict[str, frozenset[str]] = {}
+    classes: list[type[StoreContract]] = [StoreContract]
+    while classes:
+        one = classes.pop()
+        classes.extend(one.__subclasses__())
+        if isinstance(one.endpoint, str):
+            assert isinstance(one.lacks, frozenset)
+            found[one.endpoint] = one.lacks
+        elif one.endpoint is not None:
+            for kind, endpoint in one.endpoint.items():
+                lacks = one.lacks if isinstance(one.lacks, frozenset) else one.lacks[kind]
+                if kind != "user":
+                    found[endpoint] = lacks
+    return found
+
+
+def test_the_table_of_the_documentation_has_all_endpoints_as_they_are_declared(
+    declared: dict[str, frozenset[str]],
+) -> None:
+    rows = parse(STORES_PAGE.read_text())
+    assert set(rows) == set(declared)
+    for endpoint, lacks in declared.items():
+        for one, cell in zip(GUARANTEES, rows[endpoint], strict=True):
+            lacking = bool(lacks & set(one.needs))
+            assert (cell == LACKING) == lacking, (endpoint, one.name)
+            assert cell not in (FAILED, UNTRIED), (endpoint, one.name)
+
+
+def test_every_capability_is_behind_a_guarantee() -> None:
+    behind = {name for one in GUARANTEES for name in one.needs}
+    assert behind == set(Capabilities.__dataclass_fields__)
+
+
+def test_rows_of_other_runs_stay_and_rows_that_ran_are_replaced(tmp_path: Path) -> None:
+    place = tmp_path / "stores.md"
+    place.write_text("before\n<!-- guarantees -->\n<!-- /guarantees -->\nafter\n")
+    kept = [KEPT] * len(GUARANTEES)
+    write_table(place, {"one": kept, "two": kept})
+    changed = [FAILED, *kept[1:]]
+    write_table(place, {"two": changed})
+    text = place.read_text()
+    assert parse(text) == {"one": kept, "two": changed}
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+
+
+def test_the_worst_outcome_makes_the_cell() -> None:
+    outcomes = guarantees.Outcomes()
+    for name, seen in {
+        "any key": [KEPT, FAILED],
+        "clean abort": [KEPT, LACKING],
+        "true times": [KEPT],
+    }.items():
+        for one in seen:
+            outcomes.add("store", name, one)
+    (row,) = outcomes.rows().values()
+    cells = dict(zip((one.name for one in GUARANTEES), row, strict=True))
+    assert (cells["any key"], cells["clean abort"], cells["true times"]) == (FAILED, LACKING, KEPT)
+    assert cells["equal parts"] == UNTRIED

@@ -1,0 +1,336 @@
+"""Access tokens that GCS and Azure refuse before the time that was said to be their end.
+
+On a server that looks at them: moto's GCS door, where a test takes a token back, and Azurite, which
+reads in a token when it ends.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import ipaddress
+import json
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.errors import CredentialsError
+from dcp_objstore.stores import ObjectStore, open_store
+from tests.contract import PART
+from tests.support.azurite import ACCOUNT, KEY, AzureBucket, Azurite
+from tests.support.gcs_tokens import ShortLived, is_valid, post
+from tests.support.proxy import Asked, NetworkProxy, Refuse
+from tests.support.servers import BUCKET, Bucket, MotoServer
+from tests.support.verbs import ONCE, VERBS, check
+
+gcs = pytest.mark.backends("gcs")
+HOUR_SECONDS = 3600
+VERSION = "2023-11-03"  # of Azure's API; access tokens need one from 2017 on
+
+
+class Tokens(ShortLived):
+    """Credentials of google-auth; the server can take a token back."""
+
+    def revoke(self, token: str) -> None:
+        post(f"{self.server.gcs_endpoint_url}/o/revoke?token={quote(token)}")
+
+
+@gcs
+@pytest.mark.parametrize("verb", VERBS)
+def test_gcs_a_token_that_is_refused_before_its_time_is_renewed_once(
+    bucket: Bucket, gcs_server: MotoServer, verb: str
+) -> None:
+    tokens = Tokens(gcs_server, HOUR_SECONDS)
+    store = open_store(bucket.url, {**bucket.storage_options, "token": tokens}, ONCE)
+    store.put("k", b"as it was")
+    tokens.revoke(tokens.handed_out[0])
+    if verb == "put_stream":
+        with pytest.raises(CredentialsError, match="the next try asks for fresh ones"):
+            VERBS[verb](store)
+    VERBS[verb](store)
+    assert len(tokens.handed_out) == 2
+
+
+@gcs
+@pytest.mark.parametrize("verb", VERBS)
+def test_gcs_fresh_tokens_that_are_refused_too_say_what_to_do(
+    bucket: Bucket, gcs_server: MotoServer, verb: str
+) -> None:
+    class Refused(Tokens):
+        def refresh(self, request: object) -> None:
+            super().refresh(request)
+            self.expiry = datetime.now(UTC).replace(tzinfo=None) + timedelta(hours=1)
+
+    tokens = Refused(gcs_server, -1)
+    store = open_store(bucket.url, {**bucket.storage_options, "token": tokens}, ONCE)
+    says = "the next try" if verb == "put_stream" else r"fresh ones.*gcloud auth"
+    with pytest.raises(CredentialsError, match=says) as caught:
+        VERBS[verb](store)
+    check(caught.value, store, verb)
+    assert len(tokens.handed_out) == 2
+    assert bucket.keys() == []
+
+
+@gcs
+@pytest.mark.parametrize("verb", VERBS)
+def test_gcs_a_token_that_nobody_can_renew_says_so(
+    bucket: Bucket, gcs_server: MotoServer, verb: str
+) -> None:
+    from google.oauth2.credentials import Credentials as UserCredentials
+
+    stale = str(post(f"{gcs_server.gcs_endpoint_url}/o/token?lifetime=-1")["access_token"])
+    for token, says in (
+        (stale, "storage_options.*cannot be refreshed from here.*gcloud auth"),
+        (UserCredentials(stale), "there are no others.*gcloud auth"),
+    ):
+        store = open_store(bucket.url, {**bucket.storage_options, "token": token}, ONCE)
+        with pytest.raises(CredentialsError, match=says) as caught:
+            VERBS[verb](store)
+        check(caught.value, store, verb)
+        assert stale not in f"{caught.value} {caught.value.__cause__}"
+
+
+@gcs
+def test_gcs_a_save_that_is_refused_in_a_part_can_be_tried_again_with_the_same_writer(
+    bucket: Bucket, gcs_server: MotoServer
+) -> None:
+    tokens = Tokens(gcs_server, HOUR_SECONDS)
+    state = {"weight": torch.arange(2_000_000)}
+    config = dos.TransferConfig(part_size_bytes=5 * 1024 * 1024)
+    with NetworkProxy(bucket.storage_options) as proxy:
+        options = {**proxy.storage_options, "token": tokens}
+
+        def plan(asked: Asked) -> None:
+            if "partNumber=2" in asked.query and len(tokens.handed_out) == 1:
+                tokens.revoke(tokens.handed_out[0])
+
+        proxy.plan = plan
+        url = bucket.at("step-1")
+        with pytest.raises(CredentialsError, match="the next try asks for fresh ones"):
+            dos.save(state, url, storage_options=options, config=config, progress=False)
+        assert "_COMMIT" not in bucket.keys("step-1")
+        dos.save(state, url, storage_options=options, config=config, progress=False)
+        assert len(tokens.handed_out) == 2
+        back = {"weight": torch.zeros(2_000_000, dtype=torch.int64)}
+        tokens.revoke(tokens.handed_out[1])
+        dos.load(back, url, storage_options=options, config=config, progress=False)
+    assert torch.equal(back["weight"], state["weight"])
+    assert not is_valid(gcs_server, tokens.handed_out[1])
+
+
+@gcs
+def test_gcs_a_listing_that_is_refused_in_its_midst_goes_on_where_it_was(
+    bucket: Bucket, gcs_server: MotoServer
+) -> None:
+    tokens = Tokens(gcs_server, HOUR_SECONDS)
+    gcs_server.create_bucket("in-pages")
+    post(f"{gcs_server.gcs_endpoint_url}/o/pages?bucket=in-pages&keys=60")
+    options = {**bucket.storage_options, "token": tokens}
+    store = open_store("gs://in-pages/run", options, ONCE)
+    client = bucket.client()
+    keys = [f"k{number:04}" for number in range(130)]
+    for key in keys:
+        client.put_object(Bucket="in-pages", Key=f"run/{key}", Body=b"")
+    listed = store.list()
+    seen = [next(listed).key]
+    tokens.revoke(tokens.handed_out[0])
+    seen += [meta.key for meta in listed]
+    assert seen == keys
+    assert len(tokens.handed_out) == 2
+
+
+# Azure
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Of 127.0.0.1, signed by itself; comes with azure-identity's own needs."""
+    pytest.importorskip("cryptography")
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.now(UTC)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    built = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    folder = tmp_path_factory.mktemp("certificate")
+    (folder / "cert.pem").write_bytes(built.public_bytes(serialization.Encoding.PEM))
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    (folder / "key.pem").write_bytes(private)
+    return folder / "cert.pem", folder / "key.pem"
+
+
+@pytest.fixture(scope="module")
+def token_server(certificate: tuple[Path, Path]) -> Iterator[Azurite]:
+    with Azurite(certificate) as server:
+        yield server
+
+
+@pytest.fixture
+def container(
+    request: pytest.FixtureRequest, token_server: Azurite, certificate: tuple[Path, Path]
+) -> AzureBucket:
+    """A fresh prefix, with options that lack credentials."""
+    options = {
+        "account_name": ACCOUNT,
+        "endpoint_url": token_server.endpoint_url,
+        "verify": str(certificate[0]),
+    }
+    url = f"az://{BUCKET}/{request.node.name.replace('[', '-').rstrip(']')}"
+    return AzureBucket("azure", url, options, server=token_server)
+
+
+class Token(NamedTuple):
+    token: str
+    expires_on: int
+
+
+class Identity:
+    """Of the kind of azure-identity: its tokens end when they like, and say in an hour."""
+
+    def __init__(self, *lasting_seconds: float) -> None:
+        self.lasting_seconds = list(lasting_seconds)
+        self.handed_out: list[str] = []
+
+    def get_token(self, *_: str, tenant_id: str | None = None) -> Token:
+        lasting = self.lasting_seconds[min(len(self.handed_out), len(self.lasting_seconds) - 1)]
+        self.handed_out.append(access_token(lasting))
+        return Token(self.handed_out[-1], int(time.time()) + HOUR_SECONDS)
+
+
+def access_token(lasting_seconds: float) -> str:
+    """A JWT (RFC 7519) with the claims of Azure AD's access tokens."""
+    now = int(time.time())
+    claims = {
+        "aud": "https://storage.azure.com",
+        "iss": "https://sts.windows-ppe.net/ab1f708d-50f6-404c-a006-d71b2ac7a606/",
+        "iat": now - HOUR_SECONDS,
+        "nbf": now - HOUR_SECONDS,
+        "exp": now + lasting_seconds,
+    }
+    head = json.dumps({"alg": "HS256", "typ": "JWT"}).encode()
+    parts = [base64.urlsafe_b64encode(part) for part in (head, json.dumps(claims).encode())]
+    signature = hmac.digest(b"nobody checks it", b".".join(parts), hashlib.sha256)
+    parts.append(base64.urlsafe_b64encode(signature))
+    return b".".join(part.rstrip(b"=") for part in parts).decode()
+
+
+def opened(container: AzureBucket, identity: object) -> ObjectStore:
+    return open_store(container.url, {**container.storage_options, "credential": identity}, ONCE)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_azure_a_token_that_is_refused_before_its_time_is_renewed_once(
+    container: AzureBucket, verb: str
+) -> None:
+    container.put("k", b"as it was")
+    identity = Identity(-10, HOUR_SECONDS)
+    store = opened(container, identity)
+    if verb == "put_stream":
+        with pytest.raises(CredentialsError, match="the next try asks for fresh ones"):
+            VERBS[verb](store)
+    VERBS[verb](store)
+    assert len(identity.handed_out) == 2
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_azure_fresh_tokens_that_are_refused_too_say_what_to_do(
+    container: AzureBucket, verb: str
+) -> None:
+    identity = Identity(-10)
+    store = opened(container, identity)
+    says = "the next try" if verb == "put_stream" else r"fresh ones.*az login"
+    with pytest.raises(CredentialsError, match=says) as caught:
+        VERBS[verb](store)
+    check(caught.value, store, verb)
+    assert identity.handed_out[-1] not in f"{caught.value} {caught.value.__cause__}"
+    assert container.keys() == []
+
+
+def test_azure_an_upload_that_is_refused_in_a_part_can_be_tried_again(
+    container: AzureBucket, certificate: tuple[Path, Path]
+) -> None:
+    identity = Identity(2, HOUR_SECONDS)
+    store = opened(container, identity)
+    trusted = ssl.create_default_context(cafile=certificate[0])
+
+    def is_refused() -> bool:
+        headers = {"Authorization": f"Bearer {identity.handed_out[0]}", "x-ms-version": VERSION}
+        url = f"{container.storage_options['endpoint_url']}/{BUCKET}?restype=container"
+        request = urllib.request.Request(url, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=30, context=trusted):
+                return False
+        except urllib.error.HTTPError as error:
+            assert error.code == 403
+            return True
+
+    def buffers(wait: Callable[[], None]) -> Iterator[bytes]:
+        yield bytes(PART)
+        yield bytes(PART)
+        wait()
+        yield bytes(PART)
+        yield bytes(PART)
+
+    def until_refused() -> None:
+        while not is_refused():
+            pass
+
+    with pytest.raises(CredentialsError, match="the next try asks for fresh ones"):
+        store.put_stream("k", buffers(until_refused), part_size_bytes=PART, max_concurrency=1)
+    assert container.keys() == []
+    store.put_stream("k", buffers(lambda: None), part_size_bytes=PART, max_concurrency=1)
+    assert container.get("k") == bytes(4 * PART)
+    assert len(identity.handed_out) == 2
+
+
+def test_azure_a_key_that_is_refused_says_that_nobody_can_renew_it(azurite: Azurite) -> None:
+    # In Azurite's place: it tells a wrong key otherwise than Azure does.
+    with NetworkProxy(azurite.storage_options) as proxy:
+        proxy.plan = lambda asked: Refuse(403, "AuthenticationFailed")
+        endpoint_url = f"{proxy.storage_options['endpoint_url']}/{ACCOUNT}"
+        options = {**azurite.storage_options, "endpoint_url": endpoint_url}
+        store = open_store(f"az://{BUCKET}/refused", options, ONCE)
+        for verb in ("put", "get", "put_stream"):
+            with pytest.raises(CredentialsError, match=r"cannot be refreshed.*az login") as caught:
+                VERBS[verb](store)
+            check(caught.value, store, verb)
+            assert KEY not in str(caught.value)
+
+
+def test_the_end_of_a_signature_is_told() -> None:
+    from azure.storage.blob import generate_container_sas
+
+    from dcp_objstore.stores.credentials.azure import find_azure_credentials
+    from dcp_objstore.stores.options.azure import AzureOptions
+    from dcp_objstore.stores.options.parse import parse
+
+    end = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
+    sas = generate_container_sas(ACCOUNT, BUCKET, KEY, permission="r", expiry=end)
+    found = find_azure_credentials(parse(AzureOptions, {"account_name": ACCOUNT, "sas_token": sas}))
+    assert found.source == "storage_options: a signature that ends at 2030-01-02T03:04:05Z"
+    assert not found.renewable

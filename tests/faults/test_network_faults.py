@@ -1,0 +1,420 @@
+"""What a bad network does to a save and a load: it delays them, or they fail, soon, on every rank.
+
+A proxy on the way to a real server stalls and cuts connections. How long a call may take is the
+time-out of its job: a rank that is not done by then is killed, and says that it hung.
+
+    pytest tests/faults/test_network_faults.py -m campaign -n 0 -s     # 29 more seeds
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import secrets
+import signal
+import time
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+import dcp_objstore as dos
+from dcp_objstore.cli.seaweedfs import SeaweedServer
+from dcp_objstore.errors import (
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    RankFailedError,
+    RetryableError,
+    TransferStalledError,
+)
+from tests.support.checkpoints import assert_nothing_visible
+from tests.support.killing import Crew
+from tests.support.proxy import Asked, Cut, Fault, Meant, NetworkProxy, Side
+from tests.support.ranks import try_ranks
+from tests.support.servers import BUCKET, Bucket
+from tests.support.states import fill, tensor_state, wrong_keys
+
+Options = Mapping[str, object]
+MIB = 1024 * 1024
+
+pytestmark = pytest.mark.backends("seaweed")
+
+# Three parts per rank of two.
+SHAPES = {"weights": (3, 2 * MIB), "bias": (5, 7)}
+PART_SIZE_BYTES = 5 * MIB
+STALL_SECONDS = 2.0
+# The stall time-out, the transport's time to send its abort (5 s), and what a busy machine needs.
+SOON_SECONDS = 30.0
+IMPATIENT = dos.TransferConfig(
+    part_size_bytes=PART_SIZE_BYTES, request_size_bytes=4 * MIB, stall_timeout_seconds=STALL_SECONDS
+)
+
+
+def save(
+    rank: int, world_size: int, url: str, options: list[Options], config: dos.TransferConfig
+) -> dos.SaveReport:
+    """Each rank with options of its own, which may lead it through a proxy of its own."""
+    state = tensor_state("shard0", SHAPES)
+    fill(state)
+    mine = options[rank % len(options)]
+    return dos.save(dict(state), url, storage_options=mine, config=config, progress=False)
+
+
+def load(
+    rank: int, world_size: int, url: str, options: list[Options], config: dos.TransferConfig
+) -> list[str]:
+    """The keys whose bytes are wrong."""
+    state = tensor_state("shard0", SHAPES)
+    mine = options[rank % len(options)]
+    dos.load(dict(state), url, storage_options=mine, config=config, progress=False)
+    return wrong_keys(state)
+
+
+def assert_loads(url: str, options: Options) -> None:
+    state = tensor_state("plain", SHAPES)
+    dos.load(dict(state), url, storage_options=options, progress=False)
+    assert wrong_keys(state) == []
+
+
+@pytest.fixture
+def proxy(bucket: Bucket) -> Iterator[NetworkProxy]:
+    with NetworkProxy(bucket.storage_options) as proxy:
+        yield proxy
+
+
+def is_part(asked: Asked) -> bool:
+    return asked.method == "PUT" and "partNumber=" in asked.query
+
+
+def is_range(asked: Asked) -> bool:
+    return asked.method == "GET" and asked.name.endswith(".distcp")
+
+
+def assert_nothing_saved(bucket: Bucket, name: str) -> None:
+    """No marker, nothing for any reader, and nothing left behind that a sweep will not see."""
+    assert_nothing_visible(bucket, name, uploads=True)
+    with pytest.raises(CheckpointNotFoundError):
+        dos.open(bucket.at(name), storage_options=bucket.storage_options)
+    assert_orphans_are_reported(bucket, name)
+
+
+def assert_orphans_are_reported(bucket: Bucket, name: str) -> None:
+    swept = dos.sweep(bucket.at(name), storage_options=bucket.storage_options, dry_run=True)
+    assert swept.uploads_unseen is None
+    assert sum(one.uploads_young for one in swept.checkpoints) == len(bucket.uploads())
+
+
+# --- stalls
+
+
+@pytest.mark.parametrize(
+    ("stalled", "world_size"), [(0, 4), (1, 2)], ids=["coordinator", "other-rank"]
+)
+def test_a_stalled_rank_fails_the_save_soon_and_typed_on_every_rank(
+    bucket: Bucket, proxy: NetworkProxy, stalled: int, world_size: int
+) -> None:
+    """Its connections stand still in the middle of a part; the server never hears the rest."""
+    url, options = bucket.at("step-1"), bucket.storage_options
+    held = proxy.hold(is_part, after_bytes=MIB)
+    ways = [options] * world_size
+    ways[stalled] = proxy.storage_options
+    began = time.monotonic()
+    outcomes = try_ranks(world_size, save, url, ways, IMPATIENT, timeout_seconds=SOON_SECONDS)
+    print(f"{world_size} ranks failed {time.monotonic() - began:.1f} s after they began")
+    assert held.reached, [str(outcome) for outcome in outcomes]
+    for outcome in outcomes:
+        assert isinstance(outcome.error, TransferStalledError), str(outcome)
+        assert outcome.error.rank == stalled
+        assert outcome.error.url == url
+    assert_nothing_saved(bucket, "step-1")
+    assert {key.rpartition("/__")[2][0] for key in bucket.uploads()} <= {str(stalled)}
+    held.release()
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(lambda asked: asked.name == "_COMMIT", id="begin"),
+        pytest.param(lambda asked: "/.probe-" in asked.key, id="probe", marks=pytest.mark.campaign),
+        pytest.param(lambda asked: asked.is_listing, id="check"),
+        pytest.param(lambda asked: asked.name.startswith("index."), id="index"),
+    ],
+)
+def test_a_coordinator_that_is_stalled_before_the_commit_fails_the_save_on_every_rank(
+    bucket: Bucket, proxy: NetworkProxy, what: Meant
+) -> None:
+    """Small requests obey the stall time-out, although their own time-outs are minutes."""
+    url, options = bucket.at("step-1"), bucket.storage_options
+    held = proxy.hold(what)
+    ways = [proxy.storage_options, options]
+    began = time.monotonic()
+    outcomes = try_ranks(2, save, url, ways, IMPATIENT, timeout_seconds=SOON_SECONDS)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, RetryableError), str(outcome)
+        assert outcome.error.rank == 0
+    print(f"failed {time.monotonic() - began:.1f} s after it began")
+    assert held.reached, [str(outcome) for outcome in outcomes]
+    assert_nothing_visible(bucket, "step-1")
+    held.release()
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        pytest.param(True, id="store"),
+        pytest.param(False, id="put-alone", marks=pytest.mark.campaign),
+    ],
+)
+def test_a_store_that_stalls_at_the_commit_leaves_its_outcome_unknown_soon(
+    bucket: Bucket, proxy: NetworkProxy, reading: bool
+) -> None:
+    """Whether the marker can be read meanwhile or not: what was sent may still land."""
+    url, options = bucket.at("step-1"), bucket.storage_options
+
+    def meant(asked: Asked) -> bool:
+        if asked.name != "_COMMIT":
+            return False
+        return asked.method == "PUT" or (
+            reading and any(a.name == "_COMMIT" and a.method == "PUT" for a in proxy.asked)
+        )
+
+    held = proxy.hold(meant)
+    ways = [proxy.storage_options, options]
+    began = time.monotonic()
+    for outcome in try_ranks(2, save, url, ways, IMPATIENT, timeout_seconds=SOON_SECONDS):
+        assert isinstance(outcome.error, CommitUnknownError), str(outcome)
+    print(f"failed {time.monotonic() - began:.1f} s after it began")
+    assert held.reached
+    assert_nothing_visible(bucket, "step-1")
+    held.release()
+
+
+def test_a_store_that_stalls_after_the_commit_does_not_hold_the_save_up(
+    bucket: Bucket, proxy: NetworkProxy
+) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    held = proxy.hold(lambda asked: asked.name == ".metadata" and asked.method == "PUT")
+    ways = [proxy.storage_options, options]
+    outcomes = try_ranks(2, save, url, ways, IMPATIENT, timeout_seconds=SOON_SECONDS)
+    assert not any(outcome.failed for outcome in outcomes), str(outcomes)
+    assert held.reached
+    assert_loads(url, options)
+    held.release()
+
+
+@pytest.mark.parametrize("name", ["_COMMIT", pytest.param("index.", marks=pytest.mark.campaign)])
+def test_a_load_that_is_stalled_before_its_first_byte_fails_soon_on_every_rank(
+    bucket: Bucket, proxy: NetworkProxy, name: str
+) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    patient = dos.TransferConfig()  # this one is not the test's
+    assert not any(one.failed for one in try_ranks(2, save, url, [options], patient))
+    held = proxy.hold(lambda asked: asked.name.startswith(name), "answer", after_bytes=20)
+    ways = [proxy.storage_options]
+    began = time.monotonic()
+    for outcome in try_ranks(2, load, url, ways, IMPATIENT, timeout_seconds=SOON_SECONDS):
+        assert isinstance(outcome.error, RetryableError), str(outcome)
+    print(f"failed {time.monotonic() - began:.1f} s after it began")
+    assert held.reached
+    held.release()
+
+
+def test_one_stalled_connection_only_delays_a_save(bucket: Bucket, proxy: NetworkProxy) -> None:
+    url = bucket.at("step-1")
+    held = proxy.hold(is_part, after_bytes=MIB, times=1)
+    config = dos.TransferConfig(
+        part_size_bytes=PART_SIZE_BYTES, request_timeout_seconds=2, stall_timeout_seconds=30
+    )
+    outcomes = try_ranks(2, save, url, [proxy.storage_options], config, timeout_seconds=30)
+    assert not any(outcome.failed for outcome in outcomes), str(outcomes)
+    assert held.reached
+    assert_loads(url, bucket.storage_options)
+    assert bucket.uploads() == []
+    held.release()
+
+
+def test_a_slow_network_is_no_stall(bucket: Bucket, proxy: NetworkProxy) -> None:
+    """A part takes nearly half of the stall time-out; all of a rank's take longer than that."""
+    url = bucket.at("step-1")
+    proxy.bytes_per_second = 4 * MIB
+    config = dos.TransferConfig(
+        part_size_bytes=PART_SIZE_BYTES, upload_concurrency=1, stall_timeout_seconds=3
+    )
+    outcomes = try_ranks(2, save, url, [proxy.storage_options], config, timeout_seconds=60)
+    assert not any(outcome.failed for outcome in outcomes), str(outcomes)
+    assert_loads(url, bucket.storage_options)
+
+
+@pytest.mark.parametrize(
+    "stalled",
+    [
+        pytest.param(0, id="coordinator", marks=pytest.mark.campaign),
+        pytest.param(1, id="other-rank"),
+    ],
+)
+def test_a_stalled_load_fails_soon_and_typed_on_every_rank(
+    bucket: Bucket, proxy: NetworkProxy, stalled: int
+) -> None:
+    url, options = bucket.at("step-1"), bucket.storage_options
+    assert not any(one.failed for one in try_ranks(3, save, url, [options], IMPATIENT))
+    held = proxy.hold(is_range, "answer", after_bytes=MIB)
+    ways = [options, options]
+    ways[stalled] = proxy.storage_options
+    for outcome in try_ranks(2, load, url, ways, IMPATIENT, timeout_seconds=SOON_SECONDS):
+        assert isinstance(outcome.error, TransferStalledError), str(outcome)
+        assert outcome.error.rank == stalled
+        assert "load again" in str(outcome.error)
+    assert held.reached
+    held.release()
+    assert_loads(url, options)
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with Crew() as crew:
+        yield crew
+
+
+@pytest.mark.parametrize(
+    "everywhere",
+    [False, pytest.param(True, marks=pytest.mark.campaign)],
+    ids=["stalled-rank", "every-rank"],
+)
+def test_ctrl_c_ends_a_stalled_save_long_before_any_time_out(
+    bucket: Bucket, proxy: NetworkProxy, crew: Crew, everywhere: bool
+) -> None:
+    """The time-outs are minutes; what it takes are the 5 s that the transport has for its abort."""
+    url, options = bucket.at("step-1"), bucket.storage_options
+    held = proxy.hold(is_part, after_bytes=MIB)
+    config = dos.TransferConfig(part_size_bytes=PART_SIZE_BYTES)
+    ways = [options, proxy.storage_options]
+    job = crew.start(2, save, url, ways, config, timeout_seconds=SOON_SECONDS)
+    held.wait()
+    job.signal(signal.SIGINT, *(() if everywhere else (1,)))
+    first, second = job.end()
+    assert isinstance(second.error, KeyboardInterrupt), str(second)
+    if everywhere:
+        assert isinstance(first.error, KeyboardInterrupt), str(first)
+    else:
+        assert isinstance(first.error, RankFailedError), str(first)
+        assert first.error.rank == 1
+    assert_nothing_saved(bucket, "step-1")
+    held.release()
+
+
+# --- cuts
+
+
+class Cutter:
+    """Cuts what it is told to, at random places, in both ways; the first `times` of it."""
+
+    def __init__(self, proxy: NetworkProxy, seed: int, likelihood: float, times: int) -> None:
+        self.random = random.Random(seed)
+        self.likelihood, self.left = likelihood, times
+        self.where: list[str] = []
+        proxy.plan = self.plan
+
+    def plan(self, asked: Asked) -> Fault | None:
+        if self.left == 0 or self.random.random() > self.likelihood:
+            return None
+        self.left -= 1
+        side = self.random.choice(["request", "answer"])
+        most = asked.size_bytes + 300 if side == "request" else 2 * MIB if is_range(asked) else 200
+        cut = Cut(side, self.random.randrange(most), self.random.choice(["rst", "fin"]))  # type: ignore[arg-type]
+        self.where.append(f"{asked.method} {asked.name}?{asked.query[:12]} {cut}")
+        return cut
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(1, 30))]
+)
+def test_connections_cut_at_random_only_delay_a_save_and_a_load(
+    bucket: Bucket, proxy: NetworkProxy, seed: int
+) -> None:
+    url, ways = bucket.at("step-1"), [proxy.storage_options]
+    config = dos.TransferConfig(part_size_bytes=PART_SIZE_BYTES, request_size_bytes=4 * MIB)
+    cutter = Cutter(proxy, seed, 0.3, 8)
+    outcomes = try_ranks(2, save, url, ways, config, timeout_seconds=60)
+    assert not any(one.failed for one in outcomes), f"{cutter.where} {[str(o) for o in outcomes]}"
+    saving, proxy.cuts = proxy.cuts, 0
+    assert_loads(url, bucket.storage_options)
+    # Who never learns the id of an upload cannot abort it.
+    assert_orphans_are_reported(bucket, "step-1")
+    cutter = Cutter(proxy, seed, 0.6, 8)
+    for outcome in try_ranks(3, load, url, ways, config, timeout_seconds=60):
+        assert outcome.value == [], f"{cutter.where} {outcome}"
+    print(f"seed {seed}: {saving} cuts in the save, {proxy.cuts} in the load")
+    assert saving + proxy.cuts > 0
+
+
+@pytest.mark.parametrize("side", [pytest.param("request", marks=pytest.mark.campaign), "answer"])
+def test_a_save_survives_the_loss_of_every_kind_of_request_and_of_every_kind_of_answer(
+    bucket: Bucket, proxy: NetworkProxy, side: Side
+) -> None:
+    """Each once: nothing of the request arrives; or it takes effect, and its answer is lost."""
+    url = bucket.at("step-1")
+    lost: set[tuple[str, ...]] = set()
+
+    def plan(asked: Asked) -> Fault | None:
+        kind = re.sub(r"[0-9a-f]{16,}", "*", asked.name)
+        query = re.sub(r"=[^&]*", "", asked.query)
+        if (asked.method, kind, query) in lost:
+            return None
+        lost.add((asked.method, kind, query))
+        return Cut(side, 0, "rst")
+
+    proxy.plan = plan
+    config = dos.TransferConfig(part_size_bytes=PART_SIZE_BYTES)
+    outcomes = try_ranks(2, save, url, [proxy.storage_options], config, timeout_seconds=60)
+    assert not any(one.failed for one in outcomes), f"{lost} {[str(one) for one in outcomes]}"
+    print(f"{len(lost)} kinds of {side}s lost: {sorted(lost)}")
+    assert {"GET", "PUT", "POST"} <= {method for method, *_ in lost}
+    assert_loads(url, bucket.storage_options)
+    assert (
+        dos.repair(url, storage_options=bucket.storage_options, dry_run=True).dot_metadata is None
+    )
+
+
+# --- the server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SeaweedServer]:
+    """One that may be killed."""
+    with SeaweedServer() as server:
+        server.create_bucket(BUCKET)
+        yield server
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(is_part, id="upload", marks=pytest.mark.campaign),
+        pytest.param(lambda asked: asked.is_listing, id="check", marks=pytest.mark.campaign),
+        pytest.param(lambda asked: asked.method == "PUT" and asked.name == "_COMMIT", id="commit"),
+    ],
+)
+def test_a_server_that_is_killed_and_restarted_in_mid_save_only_delays_it(
+    server: SeaweedServer, crew: Crew, moment: Meant
+) -> None:
+    bucket = Bucket(
+        "seaweed",
+        f"s3://{BUCKET}/{secrets.token_hex(4)}",
+        server.storage_options,
+        server.storage_options,
+    )
+    url = bucket.at("step-1")
+    config = dos.TransferConfig(part_size_bytes=PART_SIZE_BYTES)
+    with NetworkProxy(server.storage_options) as proxy:
+        # The rest of the request never arrives, and nobody is there to hear the next ones.
+        held = proxy.hold(moment, after_bytes=100)
+        job = crew.start(2, save, url, [proxy.storage_options], config, timeout_seconds=90)
+        held.wait()
+        server.kill()
+        before = len(proxy.asked)
+        proxy.hang_up()
+        server.restart()
+        outcomes = job.end()
+    assert not any(one.failed for one in outcomes), [str(one) for one in outcomes]
+    assert_loads(url, server.storage_options)
+    assert any(moment(asked) for asked in proxy.asked[before:]), "it was asked again"
+    assert_orphans_are_reported(bucket, "step-1")

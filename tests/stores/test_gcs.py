@@ -1,0 +1,271 @@
+"""What is GCS's own way of it: generations, tokens, options. (`test_stores` has the contract.)"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from google.auth.credentials import Credentials
+from google.auth.exceptions import RefreshError
+from google.oauth2.credentials import Credentials as UserCredentials
+
+import dcp_objstore as dos
+from dcp_objstore.checkpoint.probe import probe
+from dcp_objstore.errors import (
+    ConfigError,
+    CredentialsError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+)
+from dcp_objstore.stores import IfVersion, ObjectStore, StoreSpec, open_store
+from dcp_objstore.stores.credentials.google import find_gcs_credentials
+from dcp_objstore.stores.options.gcs import GcsOptions
+from tests.contract import PART, ExpectedError
+from tests.support.gcs_tokens import ShortLived, is_valid, post
+from tests.support.servers import Bucket, MotoServer
+from tests.support.verbs import ONCE, VERBS, check
+from tests.support.wrapped_stores import RecordingStore
+
+gcs = pytest.mark.backends("gcs")
+
+
+@gcs
+def test_versions_are_generations_and_grow_also_with_equal_bytes(bucket: Bucket) -> None:
+    store = open_store(bucket.url, bucket.storage_options)
+    seen = [store.put("k", b"same") for _ in range(3)]
+    seen.append(store.put_stream("k", iter([b"same"]), part_size_bytes=PART, max_concurrency=1))
+    generations = [int(version.version or 0) for version in seen]
+    assert generations == sorted(set(generations))
+    assert store.head("k").version == seen[-1]
+    for old in seen[:-1]:
+        with pytest.raises(PreconditionFailedError):
+            store.put("k", b"late", precondition=IfVersion(old), retry=False)
+    assert bucket.get("k") == b"same"
+
+
+@gcs
+def test_a_listed_object_has_no_generation_and_is_refused_as_a_condition(bucket: Bucket) -> None:
+    store = open_store(bucket.url, bucket.storage_options)
+    store.put("k", b"x")
+    (listed,) = store.list()
+    assert listed.version.version is None
+    with pytest.raises(dos.InputError, match="needs the version"):
+        store.put("k", b"y", precondition=IfVersion(listed.version))
+    assert bucket.get("k") == b"x"
+
+
+@gcs
+def test_an_upload_that_has_only_begun_changes_no_generation(bucket: Bucket) -> None:
+    store = open_store(bucket.url, bucket.storage_options)
+    version = store.put("k", b"old")
+
+    def torn() -> Iterator[bytes]:
+        yield bytes(PART)
+        yield bytes(PART)
+        raise ExpectedError
+
+    with pytest.raises(ExpectedError):
+        store.put_stream("k", torn(), part_size_bytes=PART, max_concurrency=1)
+    assert bucket.uploads() == []
+    store.put("k", b"new", precondition=IfVersion(version), retry=False)
+    assert bucket.get("k") == b"new"
+
+
+# obstore uses a token for 0.1 s before it asks again; the rest is for a slow machine.
+LIFETIME_SECONDS = 2.0
+
+
+@gcs
+def test_a_token_that_expires_in_the_middle_of_an_upload_is_renewed(
+    bucket: Bucket, gcs_server: MotoServer
+) -> None:
+    credentials = ShortLived(gcs_server, LIFETIME_SECONDS)
+    options = {**bucket.storage_options, "token": credentials}
+    store = open_store(bucket.url, options, ONCE)
+
+    def buffers() -> Iterator[np.ndarray]:
+        yield np.full(PART, 0, dtype=np.uint8)
+        yield np.full(PART, 1, dtype=np.uint8)
+        first = credentials.handed_out[0]  # the upload was begun with it
+        while is_valid(gcs_server, first):
+            pass
+        for number in range(2, 6):
+            yield np.full(PART, number, dtype=np.uint8)
+
+    store.put_stream("k", buffers(), part_size_bytes=PART, max_concurrency=2)
+    assert bucket.get("k") == b"".join(bytes([number]) * PART for number in range(6))
+    assert not is_valid(gcs_server, credentials.handed_out[0])
+
+
+@gcs
+def test_a_save_outlives_its_first_token(bucket: Bucket, gcs_server: MotoServer) -> None:
+    credentials = ShortLived(gcs_server, LIFETIME_SECONDS)
+    options = {**bucket.storage_options, "token": credentials}
+
+    class Waits:
+        def state_dict(self) -> dict[str, Any]:
+            open_store(bucket.url, options).put("before", b"x")
+            while is_valid(gcs_server, credentials.handed_out[0]):
+                pass
+            return {"value": 7}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert state == {"value": 7}
+
+    state = {"weight": torch.arange(1000), "late": Waits()}
+    dos.save(state, bucket.at("step-1"), storage_options=options)
+    assert not is_valid(gcs_server, credentials.handed_out[0])
+    back = {"weight": torch.zeros(1000, dtype=torch.int64), "late": Waits()}
+    dos.load(back, bucket.at("step-1"), storage_options=bucket.storage_options)
+    assert torch.equal(back["weight"], torch.arange(1000))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@gcs
+def test_a_token_that_is_no_longer_valid_is_a_credentials_error(
+    bucket: Bucket, gcs_server: MotoServer, verb: str
+) -> None:
+    stale = str(post(f"{gcs_server.gcs_endpoint_url}/o/token?lifetime=-1")["access_token"])
+    store = open_store(bucket.url, {**bucket.storage_options, "token": stale}, ONCE)
+    with pytest.raises(CredentialsError) as caught:
+        VERBS[verb](store)
+    check(caught.value, store, verb)
+    assert stale not in str(caught.value)
+    assert bucket.keys() == []
+
+
+@gcs
+def test_no_write_is_conditioned_on_a_listed_version(bucket: Bucket) -> None:
+    """Save, overwrite, pin, delete and sweep: what GCS's listing does not tell is not needed."""
+    options = bucket.storage_options
+    state = {"weight": torch.arange(100)}
+    run = bucket.at("run")
+    for step in (1, 2):
+        dos.save(state, f"{run}/step-{step}", storage_options=options)
+    dos.save(state, f"{run}/step-2", overwrite=True, storage_options=options)
+    dos.pin(f"{run}/step-2", "keep", storage_options=options)
+    dos.unpin(f"{run}/step-2", "keep", storage_options=options)
+    dos.delete(f"{run}/step-1", now=True, storage_options=options)
+    dos.sweep(run, storage_options=options)
+    assert [step.name for step in dos.steps(run, storage_options=options)] == ["step-2"]
+
+
+@gcs
+def test_one_write_of_an_object_in_a_while_is_enough(
+    bucket: Bucket, gcs_server: MotoServer
+) -> None:
+    """GCS answers 429 to a second write of the same object within a second."""
+    options = bucket.storage_options
+
+    def limit(name: str, seconds: float) -> None:
+        prefix = f"/{bucket.name}/{bucket.prefix}{name}"
+        post(f"{gcs_server.gcs_endpoint_url}/o/limit?prefix={prefix}&seconds={seconds}")
+
+    limit("never-again/", 600)
+    limit("probed/", 0.2)
+    limit("run/", 0.2)
+    once = open_store(bucket.at("never-again"), options, ONCE)
+    once.put("k", b"x")
+    with pytest.raises(StoreUnavailableError):
+        once.put("k", b"y", retry=False)
+    assert bucket.get("never-again/k") == b"x"
+    real = open_store(bucket.at("probed"), options, ONCE)
+    assert probe(real) == real.capabilities
+    url, state = bucket.at("run/step-1"), {"weight": torch.arange(100)}
+    for _ in range(2):
+        dos.save(state, url, overwrite=True, storage_options=options)
+    assert dos.pin(url, "keep", storage_options=options) == ("keep",)
+    assert dos.unpin(url, "keep", storage_options=options) == ()
+    dos.delete(url, now=True, even_newest=True, storage_options=options)
+    # The marker, and what the first save left for a sweep.
+    assert len(bucket.keys("run/step-1")) == 3
+
+
+# What needs no server
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tokn": "x"}, "did you mean 'token'?"),
+        ({"credentials": "x"}, "did you mean 'token'?"),
+        ({"service_account": "x"}, "did you mean 'token'?"),
+        ({"endpoint": "x"}, "did you mean 'endpoint_url'?"),
+        ({"skip_signature": True}, "did you mean 'anon'?"),
+        ({"user_project": "x"}, "did you mean 'requester_pays'?"),
+        ({"requester_pays": True, "token": "t"}, "in 'project'"),
+        ({"token": "browser"}, "gcloud auth application-default login"),
+        ({"token": "cache"}, "gcloud auth application-default login"),
+    ],
+)
+def test_a_bad_option_is_refused_with_the_nearest_name(
+    options: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store("gs://bucket/x", options)
+    assert says in str(caught.value)
+
+
+REFRESHED = {"refresh_token": "SECRET", "client_id": "c", "client_secret": "SECRET"}
+
+
+def test_gcsfs_forms_of_a_token_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    user = find_gcs_credentials(GcsOptions(token=REFRESHED), None)
+    provider: Any = user.provider
+    assert provider.credentials.refresh_token == "SECRET"
+    assert "SECRET" not in repr(user)
+    as_text = find_gcs_credentials(GcsOptions(token=json.dumps(REFRESHED)), None)
+    assert as_text.provider is not None
+    path = tmp_path / "key"
+    path.write_text(json.dumps({**REFRESHED, "type": "authorized_user"}))
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/somebody/elses.json")
+    by_path: Any = find_gcs_credentials(GcsOptions(token=str(path)), None).provider
+    assert by_path.credentials.refresh_token == "SECRET"
+    machine: Any = find_gcs_credentials(GcsOptions(token="cloud"), None).provider
+    assert "compute_engine" in type(machine.credentials).__module__
+
+
+def test_a_token_of_google_auth_is_renewed_only_when_it_has_to_be() -> None:
+    def answer(credentials: Credentials) -> Any:
+        provider = find_gcs_credentials(GcsOptions(token=credentials), None).provider
+        assert provider is not None
+        return provider()
+
+    # Nothing to renew it with: gcsfs's users wrap a bare token like this.
+    assert answer(UserCredentials("ya29.bare")) == {"token": "ya29.bare", "expires_at": None}
+    later = datetime.now(UTC) + timedelta(hours=1)
+    still = UserCredentials("ya29.good", expiry=later.replace(tzinfo=None))
+    assert answer(still) == {"token": "ya29.good", "expires_at": later}
+    with pytest.raises(RefreshError):
+        answer(UserCredentials("ya29.old", expiry=datetime(2020, 1, 1)))
+
+
+@pytest.mark.filterwarnings("ignore:The load_credentials_from_dict method:DeprecationWarning")
+@pytest.mark.parametrize(
+    "content", ["not json SECRET", '["SECRET"]', '{"type": "other", "x": "SECRET"}']
+)
+def test_a_broken_key_is_refused_and_not_shown(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(content)
+    with pytest.raises(CredentialsError) as caught:
+        find_gcs_credentials(GcsOptions(token=str(path)), None)
+    assert "SECRET" not in f"{caught.value} {caught.value.__cause__} {caught.value.__context__}"
+
+
+@gcs
+def test_the_project_that_pays_is_named_in_every_request(bucket: Bucket) -> None:
+    # moto takes no notice of it: what is checked is that obstore takes the header.
+    for pays in ({"requester_pays": "payer"}, {"requester_pays": True, "project": "payer"}):
+        store = open_store(bucket.url, {**bucket.storage_options, **pays})
+        store.put("k", b"x")
+    assert bucket.get("k") == b"x"
+    assert isinstance(RecordingStore(store), ObjectStore)
+    assert StoreSpec(bucket.url, {"requester_pays": "payer"}).storage_options

@@ -1,0 +1,301 @@
+"""What `file://` guarantees beyond the contract: whole objects, versions, processes, durability."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import multiprocessing
+import os
+import stat
+import time
+import weakref
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
+from dcp_objstore.errors import InputError, PermissionDeniedError, PreconditionFailedError
+from dcp_objstore.stores import IfAbsent, IfVersion, ObjectStore, StoreSpec, local, open_store
+from dcp_objstore.stores.uploads.open import open_uploads
+from tests.contract import ExpectedError, keys, read
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(root: Path) -> ObjectStore:
+    return open_store(f"file://{root}")
+
+
+def names(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def test_nothing_temporary_stays(store: ObjectStore, root: Path) -> None:
+    def broken() -> Iterator[bytes]:
+        yield b"half"
+        raise ExpectedError
+
+    store.put("a", b"x", precondition=IfAbsent())
+    with pytest.raises(PreconditionFailedError):
+        store.put("a", b"y", precondition=IfAbsent())
+    with pytest.raises(ExpectedError):
+        store.put_stream("b", broken(), part_size_bytes=1, max_concurrency=1)
+    assert [name for name in names(root) if ".tmp" in name] == []
+    assert keys(store) == ["a"]
+
+
+def test_an_object_is_not_seen_before_it_is_whole(store: ObjectStore) -> None:
+    seen: list[list[str]] = []
+
+    def watched() -> Iterator[bytes]:
+        for _ in range(3):
+            seen.append(keys(store))
+            yield b"x"
+
+    store.put_stream("k", watched(), part_size_bytes=1, max_concurrency=1)
+    assert seen == [[], [], []]
+    assert read(store, "k") == b"xxx"
+
+
+def test_each_rewrite_of_equal_content_is_another_version(store: ObjectStore) -> None:
+    versions = [store.put("k", b"the same") for _ in range(300)]
+    assert len(set(versions)) == 300
+    with pytest.raises(PreconditionFailedError):
+        store.put("k", b"x", precondition=IfVersion(versions[0]))
+
+
+def test_our_own_names_are_no_objects(store: ObjectStore, root: Path) -> None:
+    store.put("k", b"x")
+    store.put("k", b"y")
+    assert ".dcp-objstore.lock" in names(root)
+    assert keys(store) == ["k"]
+    for key in (".dcp-objstore.lock", "a/.dcp-objstore.x/b"):
+        with pytest.raises(InputError):
+            store.put(key, b"x")
+
+
+def test_a_key_below_an_object_is_refused(store: ObjectStore) -> None:
+    store.put("a", b"x")
+    with pytest.raises(InputError):
+        store.put("a/b", b"y")
+    store.put("p/q", b"x")
+    with pytest.raises(InputError):
+        store.put("p", b"y")
+    assert keys(store) == ["a", "p/q"]
+
+
+def test_a_name_that_is_too_long_is_the_callers_error(store: ObjectStore) -> None:
+    with pytest.raises(InputError):
+        store.put("x" * 300, b"x")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_the_right_to_write(store: ObjectStore, root: Path) -> None:
+    store.put("k", b"x")
+    root.chmod(0o500)
+    try:
+        with pytest.raises(PermissionDeniedError):
+            store.put("k", b"y")
+        assert read(store, "k") == b"x"
+    finally:
+        root.chmod(0o700)
+
+
+def test_a_stream_holds_one_buffer_at_a_time(store: ObjectStore) -> None:
+    alive: set[int] = set()
+    peak = 0
+
+    def buffers() -> Iterator[np.ndarray]:
+        nonlocal peak
+        for number in range(10):
+            buffer = np.zeros(1000, dtype=np.uint8)
+            alive.add(number)
+            weakref.finalize(buffer, alive.discard, number)
+            peak = max(peak, len(alive))
+            yield buffer
+            del buffer
+
+    store.put_stream("k", buffers(), part_size_bytes=1000, max_concurrency=8)
+    gc.collect()
+    assert not alive
+    assert peak == 1
+
+
+@pytest.mark.parametrize("precondition", [None, IfAbsent()])
+def test_bytes_are_synced_before_the_name_and_the_name_after(
+    store: ObjectStore, root: Path, monkeypatch: pytest.MonkeyPatch, precondition: IfAbsent | None
+) -> None:
+    events: list[str] = []
+    real_fsync, real_link, real_replace = os.fsync, os.link, Path.replace
+
+    def kind(fd: int) -> str:
+        return "sync folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "sync object"
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(kind(fd)), real_fsync(fd))[1])
+    monkeypatch.setattr(os, "link", lambda *a: (events.append("name"), real_link(*a))[1])
+    monkeypatch.setattr(Path, "replace", lambda *a: (events.append("name"), real_replace(*a))[1])
+    root.mkdir()
+    store.put("k", b"x", precondition=precondition)
+    assert events == ["sync object", "name", "sync folder"]
+
+
+def test_every_change_of_an_object_holds_the_folders_lock(
+    store: ObjectStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = store.put("k", b"1")
+    held: list[str] = []
+
+    def watch(owner: object, name: str) -> None:
+        real = getattr(owner, name)
+
+        def watched(path: Path, *rest: object, **named: object) -> object:
+            if path.name == "k" or (rest and rest[0] == root / "k"):
+                # Another open file description: refused while the change goes on.
+                lock_name = root / ".dcp-objstore.lock"
+                with lock_name.open() as lock, pytest.raises(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held.append(name)
+            return real(path, *rest, **named)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(local, "_check_version")
+    watch(Path, "replace")
+    watch(Path, "unlink")
+    store.put("k", b"2", precondition=IfVersion(version))
+    store.put("k", b"3")
+    store.delete("k")
+    assert held == ["_check_version", "replace", "replace", "unlink"]
+
+
+def _create(spec: StoreSpec, barrier: Barrier, rounds: int, told: Connection) -> None:
+    store = spec.open()
+    wins = []
+    for number in range(rounds):
+        barrier.wait(60)
+        try:
+            store.put(f"race-{number}", b"%d" % os.getpid(), precondition=IfAbsent(), retry=False)
+        except PreconditionFailedError:
+            continue
+        wins.append(number)
+    told.send((os.getpid(), wins))
+
+
+def test_of_creators_in_many_processes_exactly_one_wins(store: ObjectStore, root: Path) -> None:
+    rounds, racers = 100, 4
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(racers)
+    spec = StoreSpec(f"file://{root}")
+    children, ends = [], []
+    for _ in range(racers):
+        ours, theirs = context.Pipe()
+        child = context.Process(target=_create, args=(spec, barrier, rounds, theirs))
+        child.start()
+        theirs.close()
+        children.append(child)
+        ends.append(ours)
+    won = [(number, pid) for pid, wins in (end.recv() for end in ends) for number in wins]
+    for child in children:
+        child.join(60)
+    assert sorted(number for number, _ in won) == list(range(rounds))
+    assert all(read(store, f"race-{number}") == b"%d" % pid for number, pid in won)
+
+
+def _stream_for_ever(spec: StoreSpec, key: str, half: Connection) -> None:
+    def endless() -> Iterator[bytes]:
+        yield b"half of it"
+        yield b""
+        half.send("half")
+        half.recv()
+
+    spec.open().put_stream(key, endless(), part_size_bytes=99, max_concurrency=1)
+
+
+@pytest.mark.parametrize("where", ["in a stream", "under the lock"])
+def test_a_killed_writer_leaves_the_old_object_and_what_a_sweep_removes(
+    root: Path, where: str
+) -> None:
+    from dcp_objstore.run.gc import sweep  # with torch, which the children do without
+
+    spec = StoreSpec(f"file://{root}/run")
+    store = spec.at(f"{spec.url}/step-1").open()
+    key = data_key(0, 0, new_nonce())
+    for name in (key, MARKER_KEY) if where == "in a stream" else (key,):
+        store.put(name, b"old")
+        ours, theirs = multiprocessing.Pipe()
+        target = _stream_for_ever if where == "in a stream" else _replace_for_ever
+        context = multiprocessing.get_context("spawn")
+        child = context.Process(target=target, args=(spec.at(store.url), name, theirs))
+        child.start()
+        theirs.close()
+        assert ours.recv() == "half"
+        child.kill()
+        child.join(60)
+        assert read(store, name) == b"old"
+        # Nobody waits for a lock of the dead.
+        store.put(name, b"newer", precondition=IfVersion(store.head(name).version))
+        store.delete(name)
+    assert keys(store) == []
+    left = open_uploads(spec).list()
+    assert {one.key for one in left} == {f"step-1/{key}", f"step-1/{MARKER_KEY}"} - (
+        {f"step-1/{MARKER_KEY}"} if where == "under the lock" else set()
+    )
+    assert {one.size_bytes for one in left} <= {len(b"half of it"), len(b"new")}
+    young = sweep(spec.url)
+    assert young.uploads_aborted == 0
+    assert len(open_uploads(spec).list()) == len(left), "it may still be under way"
+    old = time.time() - 2 * 24 * 3600
+    for place in root.rglob("*"):
+        os.utime(place, (old, old))
+    report = sweep(spec.url)
+    assert report.uploads_aborted == len(left)
+    assert report.uploads_unseen is None
+    assert [name for name in names(root) if ".tmp" in name] == []
+
+
+def _replace_for_ever(spec: StoreSpec, key: str, half: Connection) -> None:
+    def stop(*_: object) -> None:
+        half.send("half")
+        half.recv()
+
+    Path.replace = stop  # type: ignore[method-assign,assignment]
+    spec.open().put(key, b"new")
+
+
+def test_names_too_long_to_be_told_in_a_temporary_one_work_all_the_same(store: ObjectStore) -> None:
+    for key in ("x" * 255, "a/" + "ü" * 127):
+        store.put(key, b"1", precondition=IfAbsent())
+        assert read(store, key) == b"1"
+
+
+def _count_up(spec: StoreSpec, times: int) -> None:
+    store = spec.open()
+    for _ in range(times):
+        while True:
+            body, meta = store.get("counter", max_size_bytes=99)
+            try:
+                store.put("counter", b"%d" % (int(body) + 1), precondition=IfVersion(meta.version))
+                break
+            except PreconditionFailedError:
+                continue
+
+
+def test_updates_from_many_processes_are_all_counted(store: ObjectStore, root: Path) -> None:
+    store.put("counter", b"0")
+    context = multiprocessing.get_context("spawn")
+    spec = StoreSpec(f"file://{root}")
+    children = [context.Process(target=_count_up, args=(spec, 40)) for _ in range(4)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(120)
+    assert [child.exitcode for child in children] == [0] * 4
+    assert read(store, "counter") == b"160"
