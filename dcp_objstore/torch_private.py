@@ -1,6 +1,6 @@
 """Everything that the package uses of torch's private API.
 
-Private names may move in any release, so each stands here once, behind a name of ours, and
+Private names may move in any release, so each stands here once, behind a name of this project, and
 `tests/test_torch_private.py` calls each on the torch that is installed. A docstring names the
 releases in which it was found. Names of classes inside pickles are data, not API; those stay in
 `compat`.

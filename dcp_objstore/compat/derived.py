@@ -40,7 +40,7 @@ class StockDotMetadata:
         )
 
     def is_ours(self, body: bytes) -> bool:
-        """Whether it names only objects with names of ours: no stock writer has those."""
+        """Whether it names only objects that this library named; no stock writer gives such names."""
         from dcp_objstore.compat.foreign import decode_metadata
 
         try:

@@ -177,7 +177,7 @@ def _collector_paused() -> Iterator[None]:
     """Hold back the cyclic collector, which would walk all records again and again.
 
     It took half of the time for 20,000 tensors, more where the process holds much already. Two
-    threads may overlap here: whoever found it running starts it again.
+    threads may overlap here: the one that found it running starts it again.
     """
     running = gc.isenabled()
     gc.disable()
@@ -302,7 +302,7 @@ def _relative_path(value: object) -> str:
         raise UnsupportedError(
             f"an item lies in {path[:200]!r}, a key with an empty part, which cannot be addressed"
             " here (a prefix strategy was given a prefix that ends in a slash): copy its objects to"
-            " keys without it, and write its .metadata anew"
+            " keys without it, and write its .metadata again"
         )
     if (
         not path

@@ -3,7 +3,7 @@
 DCP stores what is not a tensor as the bytes of `torch.save`, and its planner reads them back with
 `weights_only=False`, which executes whatever pickle they hold. So each body is test-loaded with
 `weights_only=True` before it is handed on. torch's own list decides, with what the user added by
-`torch.serialization.add_safe_globals`; and a list of ours, of values that run nothing
+`torch.serialization.add_safe_globals`; and this library's list of values that run nothing
 (`vetting.py`). Nothing process-wide is changed here.
 """
 
@@ -55,7 +55,7 @@ def check_safe(body: bytes, key: str, *, trust_pickle: bool) -> None:
             f"the value needs {refused}, which could run code when it is unpickled. If you know it"
             " to be harmless, declare it by torch.serialization.add_safe_globals before you load."
             " trust_pickle=True turns this check off for all values: pass it only if you trust"
-            " whoever wrote this checkpoint",
+            " the author of this checkpoint",
             key=key,
         )
 
