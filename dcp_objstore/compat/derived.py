@@ -40,7 +40,7 @@ class StockDotMetadata:
         )
 
     def is_ours(self, body: bytes) -> bool:
-        """Whether it names only objects that this library named; no stock writer gives such names."""
+        """Whether it names only objects that this library named; stock writers never do."""
         from dcp_objstore.compat.foreign import decode_metadata
 
         try:
