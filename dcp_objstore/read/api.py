@@ -17,6 +17,7 @@ from dcp_objstore.distributed.failures import (
     typed_failures,
 )
 from dcp_objstore.distributed.groups import count_ranks, current_rank, sync_group
+from dcp_objstore.distributed.plugin import aim, reporting_failures, single_process_is_fine
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.planner import AgreeingLoadPlanner
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport
-from dcp_objstore.write.dcp_calls import aim, reporting_failures, single_process_is_fine
 
 _PARTLY = (
     "; tensors of the state may be partly filled, so load again, or from another checkpoint, before"

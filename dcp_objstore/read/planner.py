@@ -15,12 +15,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_objstore.distributed.groups import current_rank
-from dcp_objstore.distributed.plugin import plugin_errors
+from dcp_objstore.distributed.plugin import plugin_errors, same_url
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.state.per_rank import own_name
-from dcp_objstore.state.state_dict import Place
-from dcp_objstore.write.planner import _naming_what_clashes, same_url
+from dcp_objstore.state.state_dict import Place, naming_what_clashes
 
 _SHOWN = 10
 
@@ -79,7 +78,7 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         Raises:
             StateMismatchError: two values of the state have the same name in a checkpoint.
         """
-        with plugin_errors(current_rank(), self._url), _naming_what_clashes(state_dict):
+        with plugin_errors(current_rank(), self._url), naming_what_clashes(state_dict):
             super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:

@@ -482,3 +482,18 @@ def _at(value: Any, path: Path, *, by_str: bool = True) -> Any:
                 key=_name(path[:number]),
             )
     return value
+
+
+@contextlib.contextmanager
+def naming_what_clashes(state_dict: Mapping[str, Any]) -> Iterator[None]:
+    """Name both values when DCP's flattening finds that they have one name.
+
+    DCP's ValueError contains only the name.
+    """
+    try:
+        yield
+    except ValueError:
+        clash = same_name(state_dict)
+        if clash is None:
+            raise
+        raise clash from None

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint import state_dict_saver
 
 from dcp_objstore.distributed.failures import capture, every_rank, raise_on_all, typed_failures
 from dcp_objstore.distributed.groups import count_ranks, sync_group
+from dcp_objstore.distributed.plugin import aim, reporting_failures, single_process_is_fine
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.write.planner import AgreeingSavePlanner
 from dcp_objstore.write.writer import ObjectStoreWriter
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import SaveReport
-from dcp_objstore.write.dcp_calls import aim, reporting_failures, single_process_is_fine
 
 _MAYBE_SAVED = (
     "Look at the checkpoint before you save it again: it exists only if rank 0 had committed it"

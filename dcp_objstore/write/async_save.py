@@ -26,6 +26,7 @@ from dcp_objstore.distributed.failures import (
     without_frames,
 )
 from dcp_objstore.distributed.groups import current_rank, own_group
+from dcp_objstore.distributed.plugin import aim, reporting_failures
 from dcp_objstore.errors import (
     ConfigError,
     DcpObjstoreError,
@@ -38,7 +39,6 @@ from dcp_objstore.observe.report import SaveReport, log_failure
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.waiting import result_of, wait_until
 from dcp_objstore.write.api import run_save
-from dcp_objstore.write.dcp_calls import aim, reporting_failures
 from dcp_objstore.write.staging.state import Staging, staging_memory
 from dcp_objstore.write.writer import ObjectStoreWriter
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -12,10 +11,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_objstore.distributed.groups import current_rank, gone_error
-from dcp_objstore.distributed.plugin import plugin_errors
-from dcp_objstore.errors import InvalidUrlError
+from dcp_objstore.distributed.plugin import plugin_errors, same_url
 from dcp_objstore.observe.report import logger
-from dcp_objstore.state.state_dict import same_name
+from dcp_objstore.state.state_dict import naming_what_clashes
 from dcp_objstore.write.staging.state import StagedState
 from dcp_objstore.write.write_items import WriteItems
 
@@ -62,7 +60,7 @@ class AgreeingSavePlanner(DefaultSavePlanner):
         Raises:
             StateMismatchError: two values of the state have the same name in a checkpoint.
         """
-        with plugin_errors(current_rank(), self._url), _naming_what_clashes(state_dict):
+        with plugin_errors(current_rank(), self._url), naming_what_clashes(state_dict):
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
@@ -95,27 +93,3 @@ class AgreeingSavePlanner(DefaultSavePlanner):
         """Override `DefaultSavePlanner.finish_plan` with typed errors."""
         with plugin_errors(current_rank(), self._url):
             return super().finish_plan(new_plan)
-
-
-@contextlib.contextmanager
-def _naming_what_clashes(state_dict: Mapping[str, Any]) -> Iterator[None]:
-    """Name both values when DCP's flattening finds that they have one name.
-
-    DCP's ValueError contains only the name.
-    """
-    try:
-        yield
-    except ValueError:
-        clash = same_name(state_dict)
-        if clash is None:
-            raise
-        raise clash from None
-
-
-def same_url(urls: Sequence[Any]) -> None:
-    """Refuse ranks that pass different URLs; `urls` has one for each rank."""
-    for rank, url in enumerate(urls):
-        if url != urls[0]:
-            raise InvalidUrlError(
-                f"every rank must pass the same URL, but rank 0 has {urls[0]} and rank {rank} {url}"
-            )

@@ -21,7 +21,7 @@ from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.clock import deadline_seconds_for
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.distributed.groups import rank_and_world_size
-from dcp_objstore.distributed.plugin import plugin_errors
+from dcp_objstore.distributed.plugin import plugin_errors, same_url
 from dcp_objstore.errors import (
     CorruptDataError,
     RankFailedError,
@@ -38,7 +38,6 @@ from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.write.claim import check_claim, confirm, refuse_uncounted
 from dcp_objstore.write.finish import commit_save, publish_for_stock_readers
 from dcp_objstore.write.layout import check_item
-from dcp_objstore.write.planner import same_url
 from dcp_objstore.write.session import Save
 from dcp_objstore.write.staging.stager import KeptStager, OnBusy, note_children
 from dcp_objstore.write.upload_items import upload_items
