@@ -6,12 +6,12 @@ import contextlib
 import copy
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_objstore.distributed.groups import current_rank, gone_error, has_gone
+from dcp_objstore.distributed.groups import current_rank, gone_error, has_gone, is_first
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, RankFailedError
 
@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 # A job can have thousands of ranks, and a wrong setting fails all of them.
 _OTHERS_SHOWN = 8
+_SAME_CALLS = "Every rank has to make the same calls"
 
 
 def capture(make: Callable[[], T]) -> tuple[T | None, DcpObjstoreError | None]:
@@ -45,7 +46,7 @@ def every_rank(call: str) -> str:
 def typed_failures(
     url: str | None,
     group: dist.ProcessGroup | None,
-    advice: str = "Every rank has to make the same calls",
+    advice: str = _SAME_CALLS,
 ) -> Iterator[None]:
     """Turn what a DCP call or a collective raises into a DcpObjstoreError.
 
@@ -90,7 +91,7 @@ def raise_on_all(
     own: DcpObjstoreError | None,
     url: str | None,
     group: dist.ProcessGroup | None,
-    advice: str = "Every rank has to make the same calls",
+    advice: str = _SAME_CALLS,
     same: Mapping[str, object] | None = None,
 ) -> None:
     """Raise on every rank if any rank has an error. A collective of the group's ranks.
@@ -135,6 +136,41 @@ def raise_on_all(
                         f" {first[name]!r} and rank {_global(number, group)} {value!r}",
                         url=url,
                     )
+
+
+def from_first(
+    value: T, url: str | None, group: dist.ProcessGroup | None, advice: str = _SAME_CALLS
+) -> T:
+    """Return the value of the group's first rank on every rank. A collective.
+
+    Arguments and errors are those of `typed_failures`.
+    """
+    held = [value]
+    if group is not None:
+        with typed_failures(url, group, advice):
+            dist.broadcast_object_list(held, group=group, group_src=0)
+    return held[0]
+
+
+def on_first(make: Callable[[], T], url: str | None, group: dist.ProcessGroup | None) -> T:
+    """Call `make` on the group's first rank; return its result on every rank. A collective.
+
+    Raises:
+        DcpObjstoreError: the error of `make`, raised on every rank.
+    """
+    made, failed = capture(make) if is_first(group) else (None, None)
+    raise_on_all(failed, url, group)
+    return cast(T, from_first(made, url, group))
+
+
+def on_any(holds: bool, url: str | None, group: dist.ProcessGroup | None) -> bool:
+    """Return whether `holds` is true on any rank of the group. A collective."""
+    if group is None:
+        return holds
+    found = [False] * dist.get_world_size(group)
+    with typed_failures(url, group):
+        dist.all_gather_object(found, holds, group=group)
+    return any(found)
 
 
 def _global(number: int, group: dist.ProcessGroup | None) -> int:

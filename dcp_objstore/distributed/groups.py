@@ -44,6 +44,11 @@ def count_ranks(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
+def is_first(group: dist.ProcessGroup | None) -> bool:
+    """Whether this rank is the first of the group; True without a group."""
+    return group is None or dist.get_rank(group) == 0
+
+
 def has_gone(group: dist.ProcessGroup | None) -> bool:
     """Whether the group was destroyed. A save in the background may outlive its group."""
     return group is not None and not torch_private.is_registered(group)

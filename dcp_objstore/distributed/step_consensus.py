@@ -19,15 +19,19 @@ its own boundary before the agreement. That boundary is about two polls ahead, s
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
-from dcp_objstore.distributed.groups import current_rank
+from dcp_objstore import torch_private
+from dcp_objstore.distributed.failures import on_first
+from dcp_objstore.distributed.groups import count_ranks, current_rank
 from dcp_objstore.errors import RankFailedError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.transfer.workers import spawn
@@ -35,6 +39,23 @@ from dcp_objstore.waiting import wait_in_steps
 
 LOOK_EVERY_SECONDS = 0.25
 _LEFT = "left"
+
+
+def shared_store(url: str, group: dist.ProcessGroup | None) -> dist.Store | None:  # type: ignore[name-defined]  # torch exports it
+    """Return a new namespace in the process group's store; None for one rank. A collective.
+
+    It has its own connection, because another thread may wait for long in the group's.
+
+    Args:
+        url: URL of the run, for errors.
+        group: the ranks that share the namespace; None if this process is alone.
+    """
+    token = on_first(lambda: secrets.token_hex(8), url, group)
+    if count_ranks(group) == 1:
+        return None
+    shared: Any = torch_private.default_store()
+    prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]  # as above
+    return prefixed(f"dcp_objstore/{token}", shared.clone())
 
 
 @dataclass(frozen=True)

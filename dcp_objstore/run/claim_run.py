@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from dcp_objstore.checkpoint import claim as rule
 from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.probe import require_rewrites
-from dcp_objstore.distributed.failures import capture, raise_on_all, typed_failures
+from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.groups import sync_group
 from dcp_objstore.run.housekeeping import step_number
 from dcp_objstore.run.steps import opener
@@ -21,6 +19,8 @@ from dcp_objstore.stores.target import Target
 from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from dcp_objstore.config import TransferConfig
 
 
@@ -66,16 +66,7 @@ def claim_run(
         wait_for(require_rewrites, run, "no run can be claimed")
         return RunClaim(spec.url, wait_for(rule.claim_run, run, opener(spec)))
 
-    first = group is None or dist.get_rank(group) == 0
-    made, failed = capture(make) if first else (None, None)
-    url = run_url if isinstance(run_url, str) else None
-    raise_on_all(failed, url, group)
-    held = [made]
-    if group is not None:
-        with typed_failures(url, group):
-            dist.broadcast_object_list(held, group=group, group_src=0)
-    assert held[0] is not None  # otherwise `raise_on_all` has raised
-    return held[0]
+    return on_first(make, run_url if isinstance(run_url, str) else None, group)
 
 
 def go_back(

@@ -18,10 +18,13 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch.distributed as dist
+
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.distributed.step_consensus import StepConsensus
-from dcp_objstore.distributed.team import Team
+from dcp_objstore.distributed.failures import on_first, typed_failures
+from dcp_objstore.distributed.groups import count_ranks, is_first, own_group
+from dcp_objstore.distributed.step_consensus import StepConsensus, shared_store
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.hooks import Hooks
 from dcp_objstore.observe.report import LoadReport, SaveReport, logger
@@ -39,8 +42,6 @@ from dcp_objstore.write import async_save as async_api
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-    import torch.distributed as dist
 
     from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.observe.events import OnEvent
@@ -228,7 +229,7 @@ class CheckpointManager:
         )
         self._saves: RunSaves | None = None
         self._consensus: StepConsensus | None = None
-        self._team: Team
+        self._group: dist.ProcessGroup | None  # set by `_begin`
         self._closed = False
         self._last_step: int | None = None
         self._saves_last = save_last
@@ -335,20 +336,21 @@ class CheckpointManager:
         if self._closed:
             raise ConfigError("this CheckpointManager was closed; make another one", url=self._url)
         if self._saves is None:
-            self._team = Team(self._url, self._group_given, self._config)
+            with typed_failures(self._url, None):
+                self._group = own_group("run", self._group_given, self._config)
             # The thread of the consensus must not keep a manager alive that is never closed.
             ask = weakref.WeakMethod(self._ask)
             self._consensus = StepConsensus(
                 lambda: asked() if (asked := ask()) is not None else frozenset(),
-                store=self._team.shared_store(),
-                rank=self._team.rank,
-                world_size=self._team.world_size,
+                store=shared_store(self._url, self._group),
+                rank=0 if self._group is None else dist.get_rank(self._group),
+                world_size=count_ranks(self._group),
                 peer_timeout_seconds=(self._config or TransferConfig()).peer_timeout_seconds,
             )
             self._consensus.start()
             self._saves = RunSaves(
                 self._url,
-                self._team,
+                self._group,
                 self._retainer,
                 user_metadata=self._user_metadata,
                 saving={**self._saving, "process_group": self._group_given},
@@ -510,7 +512,7 @@ class CheckpointManager:
         wanted = set()
         if not self._preempted and self._notice.came():
             wanted.add(_PREEMPTED)
-        if self._saves is not None and self._every_seconds is not None and self._team.is_first:
+        if self._saves is not None and self._every_seconds is not None and is_first(self._group):
             passed_seconds = time.monotonic() - self._saves.begun_at
             wanted |= {_TIMER} if passed_seconds >= self._every_seconds else set()
         return frozenset(wanted)
@@ -552,7 +554,7 @@ class CheckpointManager:
             self._resume(report, went_back=True)
             return step
         report = load_newest(
-            self._url, self._team, self._list, lambda number: self._load_one(state, number)
+            self._url, self._group, self._list, lambda number: self._load_one(state, number)
         )
         # Without a claim, a damaged step is replaced when the job saves it again.
         self._resume(report, went_back=bool(report.skipped) and self._claims_run)
@@ -582,7 +584,7 @@ class CheckpointManager:
         for each newer step that was deleted, until a sweep has removed its objects.)
         """
         self._begin()
-        found = self._team.on_first(lambda: self._list(1))
+        found = on_first(lambda: self._list(1), self._url, self._group)
         return found[-1] if found else None
 
     def steps(self) -> tuple[int, ...]:
@@ -592,7 +594,7 @@ class CheckpointManager:
         for each step that was deleted, until a sweep has removed its objects.)
         """
         self._begin()
-        return self._team.on_first(lambda: self._list(None))
+        return on_first(lambda: self._list(None), self._url, self._group)
 
     def pin(self, step: int, name: str = "pinned") -> None:
         """Protect a step from deletion and from being overwritten. A collective.
@@ -624,7 +626,7 @@ class CheckpointManager:
 
     def _change_pins(self, step: int, change: Callable[[], tuple[str, ...]]) -> None:
         self._begin()
-        left = self._team.on_first(change)
+        left = on_first(change, self._url, self._group)
         self._retainer.set_pinned(step, pinned=bool(left))
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-from dcp_objstore.distributed.team import Team
+from dcp_objstore.distributed.failures import on_first
+from dcp_objstore.distributed.groups import is_first
 from dcp_objstore.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
@@ -14,6 +16,9 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
 )
 from dcp_objstore.observe.report import LoadReport, logger
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 # The number of steps that are listed first; all are listed only if none of these can be loaded.
 _LOOKED_AT_FIRST = 4
@@ -49,15 +54,15 @@ class ResumeReport:
 
 def load_newest(
     url: str,
-    team: Team,
+    group: dist.ProcessGroup | None,
     numbers: Callable[[int | None], tuple[int, ...]],
     load: Callable[[int], LoadReport],
 ) -> ResumeReport:
     """Load the newest step that is whole. A collective.
 
     Args:
-        url: URL of the run, for the log.
-        team: the ranks.
+        url: URL of the run, for errors and the log.
+        group: the ranks; None if this process is alone.
         numbers: lists the numbers of that many of the newest committed steps, or of all (None), the
             newest last. Called on rank 0.
         load: loads a step, on all ranks.
@@ -70,13 +75,13 @@ def load_newest(
     skipped: list[SkippedStep] = []
     for newest in (_LOOKED_AT_FIRST, None):
         tried = {one.step for one in skipped}
-        listed = team.on_first(partial(numbers, newest))
+        listed = on_first(partial(numbers, newest), url, group)
         for step in reversed([step for step in listed if step not in tried]):
             try:
                 return ResumeReport(step, load(step), tuple(skipped))
             except (CorruptDataError, CheckpointGoneError, CheckpointNotFoundError) as error:
                 skipped.append(SkippedStep(step, error))
-                if team.is_first:
+                if is_first(group):
                     logger.warning(
                         "%s: step %d cannot be loaded, trying an older one: %s", url, step, error
                     )

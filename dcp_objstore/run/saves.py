@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from dcp_objstore.distributed.failures import capture
-from dcp_objstore.distributed.groups import current_rank
-from dcp_objstore.distributed.team import Team
+from dcp_objstore.distributed.failures import capture, on_any, on_first, raise_on_all
+from dcp_objstore.distributed.groups import current_rank, is_first
 from dcp_objstore.errors import (
     CheckpointExistsError,
     ConfigError,
@@ -27,6 +26,8 @@ from dcp_objstore.write import api
 from dcp_objstore.write import async_save as async_api
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from dcp_objstore.checkpoint.claim import RunClaim
 
 Busy: TypeAlias = Literal["wait", "skip", "raise"]
@@ -51,7 +52,7 @@ class RunSaves:
 
     Args:
         url: URL of the run.
-        team: the ranks.
+        group: the ranks; None if this process is alone.
         retainer: deletes old steps; used by rank 0.
         user_metadata: the checked values for the marker of each step.
         saving: the arguments of `save` that all saves share.
@@ -66,7 +67,7 @@ class RunSaves:
     def __init__(
         self,
         url: str,
-        team: Team,
+        group: dist.ProcessGroup | None,
         retainer: Retainer,
         *,
         user_metadata: Mapping[str, Any],
@@ -74,7 +75,7 @@ class RunSaves:
         numbers: Callable[[int], tuple[int, ...]],
     ) -> None:
         self._url = url
-        self._team = team
+        self._group = group
         self._retainer = retainer
         self._user_metadata = user_metadata
         self._saving = saving
@@ -165,10 +166,11 @@ class RunSaves:
             return described_by(step, self._user_metadata, user_metadata, metrics)
 
         described, refused = capture(make)
-        self._team.raise_on_all(refused)
+        raise_on_all(refused, self._url, self._group)
         pending = self._pending
         # Ranks see the end of a save at different times.
-        if on_busy != "wait" and self._team.any(pending is not None and not pending.handle.done()):
+        running = pending is not None and not pending.handle.done()
+        if on_busy != "wait" and on_any(running, self._url, self._group):
             assert pending is not None  # the same saves are begun on all ranks
             if on_busy == "raise":
                 raise SaveInProgressError(
@@ -221,7 +223,7 @@ class RunSaves:
             access = {name: self._saving[name] for name in ("storage_options", "config")}
             return run_claim.go_back(self.claim, self._resumed, **access)
 
-        claim = self._team.on_first(leave)
+        claim = on_first(leave, self._url, self._group)
         if claim is not None:
             self.own(claim)
         self._may_be_behind = False
@@ -232,6 +234,7 @@ class RunSaves:
         if pending is None:
             return
         error = pending.handle.exception()
+        self._pending = None
         if error is not None:
             self._saved.discard(pending.step)
             self._failed.add(pending.step)
@@ -240,8 +243,8 @@ class RunSaves:
                 if isinstance(error, DcpObjstoreError)
                 else RankFailedError(f"{type(error).__name__}: {error}", current_rank())
             )
-        self._pending = None
-        self._team.raise_on_all(failed.at(url=pending.handle.url) if failed is not None else None)
+            failed.at(url=pending.handle.url)
+        raise_on_all(failed, self._url, self._group)
 
     def settle_quietly(self) -> None:
         """Wait for the save under way, and log its error.
@@ -278,7 +281,7 @@ class RunSaves:
         self, step: int, saved: Mapping[str, Any], handle: async_api.AsyncSaveHandle | None
     ) -> None:
         """Delete what is not kept once the step is committed; on rank 0, in a thread."""
-        if not self._team.is_first:
+        if not is_first(self._group):
             return
         metrics = saved["user_metadata"].get("metrics", {})
         before = self._retention

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 
-from dcp_objstore.distributed.failures import capture, every_rank, raise_on_all, typed_failures
+from dcp_objstore.distributed.failures import (
+    capture,
+    every_rank,
+    from_first,
+    raise_on_all,
+    typed_failures,
+)
 from dcp_objstore.distributed.groups import count_ranks, sync_group
 from dcp_objstore.distributed.plugin import aim, reporting_failures, single_process_is_fine
 from dcp_objstore.state.state_dict import ConvertedState
@@ -129,13 +135,6 @@ def run_save(
             process_group=group,
             no_dist=ranks == 1,
         )
-        return _from_coordinator(writer.last_save, group)
-
-
-def _from_coordinator(report: SaveReport | None, group: dist.ProcessGroup | None) -> SaveReport:
-    """Return rank 0's report on every rank. A collective."""
-    held = [report]
-    if group is not None:
-        dist.broadcast_object_list(held, group=group, group_src=0)
-    assert held[0] is not None  # dcp.save returned, so the coordinator has committed
-    return held[0]
+    report = from_first(writer.last_save, url, group, _MAYBE_SAVED)
+    assert report is not None  # dcp.save returned, so the coordinator has committed
+    return report
