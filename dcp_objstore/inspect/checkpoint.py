@@ -27,8 +27,8 @@ from dcp_objstore.errors import (
 from dcp_objstore.inspect.fill import fill, new_tensor, whole
 from dcp_objstore.inspect.selection import Patterns, box_of, matching, nested
 from dcp_objstore.inspect.verify import VerifyReport, verify_source
+from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
-from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import size_text
 from dcp_objstore.read.planner import nearest
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
@@ -158,7 +158,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         *,
         verify: bool,
         trust_pickle: bool,
-        hooks: Hooks,
+        event_settings: EventSettings,
     ) -> None:
         self.url = target.spec.url
         self.last_read: LoadReport | None = None
@@ -166,7 +166,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         self._source = source
         self._verify = verify
         self._trust_pickle = trust_pickle
-        self._hooks = hooks
+        self._event_settings = event_settings
 
     def __repr__(self) -> str:
         tensors = sum(isinstance(entry, TensorEntry) for entry in self.values())
@@ -305,8 +305,8 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             StoreUnavailableError: the store did not answer, after all retries.
             PermissionDeniedError: the credentials do not allow the request.
         """
-        channel = self._hooks.channel("verify", self.url, *rank_and_world_size())
-        show(channel, bar=progress, summary=False)
+        channel = self._event_settings.channel("verify", self.url, *rank_and_world_size())
+        channel.show(bar=progress, summary=False)
         with channel.watching():
             return verify_source(
                 self._target.spec.open(),
@@ -337,8 +337,8 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         progress: bool,
     ) -> dict[str, Any]:
         """Read boxes into tensors; return the values."""
-        channel = self._hooks.channel("read", self.url, *rank_and_world_size())
-        show(channel, bar=progress, summary=False)
+        channel = self._event_settings.channel("read", self.url, *rank_and_world_size())
+        channel.show(bar=progress, summary=False)
         with channel.watching():
             self.last_read, found = fill(
                 self._target,
@@ -398,13 +398,17 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
     if verify not in ("strict", "off"):
         raise ConfigError(f"verify must be 'strict' or 'off', got {verify!r}")
     target = Target(url, storage_options, config)
-    hooks = Hooks(on_event, trace)
-    channel = hooks.channel("open", target.spec.url, *rank_and_world_size())
+    event_settings = EventSettings(on_event, trace)
+    channel = event_settings.channel("open", target.spec.url, *rank_and_world_size())
     with channel.watching():
         source = open_stored_checkpoint(target.spec)
         channel.emit(Opened, channel.began_at, commit_id=source.commit_id)
     return Checkpoint(
-        target, source, verify=verify == "strict", trust_pickle=trust_pickle, hooks=hooks
+        target,
+        source,
+        verify=verify == "strict",
+        trust_pickle=trust_pickle,
+        event_settings=event_settings,
     )
 
 

@@ -1,5 +1,7 @@
 """`Channel`: takes the events of one save or load from any thread and delivers them to listeners.
 
+`EventSettings` makes a channel with the listeners that the user has asked for.
+
 `emit` only queues the event. It never waits and may be called anywhere, even during another `emit`
 (buffers report by weak references). The channel has its own thread, which delivers the events in
 order, one at a time. So a slow listener delays no request, and a listener that raises cannot break
@@ -8,19 +10,30 @@ the save or load.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal, Protocol
+from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from dcp_objstore.errors import DcpObjstoreError
-from dcp_objstore.observe.events import AnyEvent, Event, Failed, OnEvent, Operation, Retried
+from dcp_objstore.errors import ConfigError, DcpObjstoreError
+from dcp_objstore.observe.events import (
+    AnyEvent,
+    Event,
+    Failed,
+    OnEvent,
+    Operation,
+    Retried,
+    Staged,
+)
+from dcp_objstore.observe.report import Bar, SummaryLine, logger
+from dcp_objstore.observe.trace import TraceFile, check_trace, trace_path
 
-logger = logging.getLogger("dcp_objstore")
+if TYPE_CHECKING:
+    import os
 
 # The time that the end of a save or load waits for a listener that does not return.
 _PATIENCE_SECONDS = 10.0
@@ -85,6 +98,18 @@ class Channel:
         """
         self._listeners.append(listener)
         self.detailed = self.detailed or detailed
+
+    def show(self, *, bar: bool, summary: bool) -> None:
+        """Add the progress bar and the log line of this process.
+
+        Args:
+            bar: whether to add the bar, if standard error is a terminal.
+            summary: whether to add the log line.
+        """
+        if bar and Bar.is_seen():
+            self.add(Bar(self.operation), detailed=True)
+        if summary:
+            self.add(SummaryLine(), detailed=False)
 
     def emit(
         self,
@@ -153,16 +178,16 @@ class Channel:
         if self._failed:
             return
         self._failed = True
-        ours = isinstance(error, DcpObjstoreError)
+        typed = error if isinstance(error, DcpObjstoreError) else DcpObjstoreError(str(error))
         self.emit(
             Failed,
             self.began_at,
             operation=self.operation,
             error=type(error).__name__,
-            message=error.message if isinstance(error, DcpObjstoreError) else str(error),
-            failed_rank=getattr(error, "rank", None) if ours else None,
-            key=getattr(error, "key", None) if ours else None,
-            object_key=getattr(error, "object_key", None) if ours else None,
+            message=typed.message,
+            failed_rank=typed.rank,
+            key=typed.key,
+            object_key=typed.object_key,
         )
 
     @contextmanager
@@ -285,3 +310,54 @@ class Callback:
 
     def settle(self) -> None:
         """Do nothing: the function keeps no events."""
+
+
+class EventSettings:
+    """The settings `on_event` and `trace`; picklable if `on_event` is.
+
+    Args:
+        on_event: a function that is called with each event, or None.
+        trace: the local file to write a trace to, or None; may hold `{rank}` and `{name}`.
+
+    Raises:
+        ConfigError: `on_event` is not callable, or `trace` is not the name of a local file.
+    """
+
+    def __init__(self, on_event: OnEvent | None, trace: str | os.PathLike[str] | None) -> None:
+        if on_event is not None and not callable(on_event):
+            raise ConfigError(f"on_event must be a function of one event, got {on_event!r}")
+        self.on_event = on_event
+        self.trace = check_trace(trace)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EventSettings:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        try:
+            ForkingPickler.dumps(self.on_event)
+        except Exception as error:
+            raise ConfigError(
+                f"on_event={self.on_event!r} cannot be sent to another process, where this save"
+                " runs: use a function of a module, or an object that can be pickled, instead of a"
+                f" lambda, a local function or one that holds a lock ({error})"
+            ) from error
+        return EventSettings, (self.on_event, self.trace)
+
+    def channel(
+        self, operation: Operation, url: str, rank: int = 0, world_size: int = 1
+    ) -> Channel:
+        """Return the channel to which one save or load on this rank emits its events."""
+        channel = Channel(operation, url, rank)
+        if self.trace is not None:
+            path = trace_path(self.trace, url, rank, world_size)
+            channel.add(TraceFile(path), detailed=True)
+        if self.on_event is not None:
+            channel.add(Callback(self.on_event), detailed=True)
+        return channel
+
+
+def staged_event(url: str, rank: int, size_bytes: int, began_at: float) -> Staged:
+    """Make the event of a copy that began at `began_at` (`time.monotonic()`) and has just ended."""
+    seconds = time.monotonic() - began_at
+    start_ns = time.time_ns() - int(seconds * 1e9)
+    return Staged(rank=rank, url=url, start_ns=start_ns, seconds=seconds, size_bytes=size_bytes)

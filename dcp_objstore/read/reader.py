@@ -27,8 +27,8 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     UnsupportedError,
 )
+from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
-from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import LoadReport, logger
 from dcp_objstore.read.peers.exchange import Exchange, PeerFailedError, Share
 from dcp_objstore.read.peers.meeting import Offer, all_arrived, make_offer, open_once, share_out
@@ -154,7 +154,7 @@ class ObjectStoreReader(StorageReader):
             raise ConfigError(f"verify must be 'strict' or 'off', got {verify!r}")
         self._target = Target(url, storage_options, config)
         self._progress = progress
-        self._hooks = Hooks(on_event, trace)
+        self._event_settings = EventSettings(on_event, trace)
         self._verify = verify == "strict"
         self._trust_pickle = trust_pickle
         self._read_once = read_once
@@ -165,7 +165,7 @@ class ObjectStoreReader(StorageReader):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings, without secrets, process group or opened checkpoint."""
-        kept = ("_target", "_progress", "_hooks", "_verify", "_trust_pickle", "_read_once")
+        kept = ("_target", "_progress", "_event_settings", "_verify", "_trust_pickle", "_read_once")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -206,7 +206,7 @@ class ObjectStoreReader(StorageReader):
         text), but passes on what `set_up_storage_reader` raises.
         """
         spec = self._target.begin()
-        load = _Load(spec, self._hooks.channel("load", spec.url, *rank_and_world_size()))
+        load = _Load(spec, self._event_settings.channel("load", spec.url, *rank_and_world_size()))
         self._of_thread.load = load
         try:
             with load.channel.current(), plugin_errors(None, load.spec.url):
@@ -254,7 +254,7 @@ class ObjectStoreReader(StorageReader):
         load.rank = kwargs.get("rank")
         load.is_coordinator = is_coordinator
         with load.channel.watching():
-            show(load.channel, bar=self._progress and is_coordinator, summary=is_coordinator)
+            load.channel.show(bar=self._progress and is_coordinator, summary=is_coordinator)
             if load.error is not None:
                 raise load.error.at(rank=load.rank)
 
@@ -262,7 +262,9 @@ class ObjectStoreReader(StorageReader):
         """Report that this thread's load has failed outside of the methods of this class."""
         load: _Load | None = getattr(self._of_thread, "load", None)
         if load is None:
-            channel = self._hooks.channel("load", str(self.checkpoint_id), *rank_and_world_size())
+            channel = self._event_settings.channel(
+                "load", str(self.checkpoint_id), *rank_and_world_size()
+            )
         else:
             channel = load.channel
         channel.fail(error)

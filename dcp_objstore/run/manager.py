@@ -26,7 +26,7 @@ from dcp_objstore.distributed.failures import on_first, typed_failures
 from dcp_objstore.distributed.groups import count_ranks, is_first, own_group
 from dcp_objstore.distributed.step_consensus import StepConsensus, shared_store
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
-from dcp_objstore.observe.hooks import Hooks
+from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.report import LoadReport, SaveReport, logger
 from dcp_objstore.read import api as load_api
 from dcp_objstore.run import claim_run as run_claim
@@ -217,7 +217,7 @@ class CheckpointManager:
         self._group_given = process_group
         self._config = config
         self._access: dict[str, Any] = {"storage_options": storage_options, "config": config}
-        Hooks(on_event, trace)  # refuses wrong values now, rather than at the first save
+        EventSettings(on_event, trace)  # refuses wrong values now, rather than at the first save
         shared: dict[str, Any] = {**self._access, "on_event": on_event, "trace": trace}
         self._saving = {**shared, "allow_unfenced": allow_unfenced}
         self._loading = {**shared, "verify": verify, "trust_pickle": trust_pickle}

@@ -34,7 +34,7 @@ from dcp_objstore.errors import (
     SaveInProgressError,
 )
 from dcp_objstore.forking import PerProcess
-from dcp_objstore.observe import hooks
+from dcp_objstore.observe.dispatch import staged_event
 from dcp_objstore.observe.report import SaveReport, log_failure
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.waiting import result_of, wait_until
@@ -332,7 +332,7 @@ class _Save:
             _, failed = capture(self._staging.finish)
             self._failed = self._failed or failed
             size_bytes = self._staging.state.size_bytes
-            self._writer._staged = hooks.staged(
+            self._writer._staged = staged_event(
                 self.handle.url, current_rank() or 0, size_bytes, self._began_at
             )
         if not self.handle.staging_completion.done():

@@ -28,8 +28,8 @@ from dcp_objstore.errors import (
     RetryableError,
     UnsupportedError,
 )
+from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Saved
-from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.state.dcp_metadata import build_index, stock_metadata
 from dcp_objstore.stores.target import Target
@@ -146,7 +146,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         self._target = Target(url, storage_options, config)
         self._overwrite = overwrite
         self._progress = progress
-        self._hooks = Hooks(on_event, trace)
+        self._event_settings = EventSettings(on_event, trace)
         self._allow_unfenced = allow_unfenced
         # Checked here, because it is stored only after all data was uploaded.
         self._user_metadata = check_user_metadata(user_metadata)
@@ -161,7 +161,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings, without secrets, locks or the current save."""
         kept = ("_target", "_overwrite", "_progress", "_allow_unfenced", "_user_metadata")
-        of_saves = ("_claim", "_on_busy", "_hooks", "_staged")
+        of_saves = ("_claim", "_on_busy", "_event_settings", "_staged")
         return {name: getattr(self, name) for name in kept + of_saves}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -208,9 +208,9 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """Begin a save; the coordinator reads the begin token and checks that it could commit."""
         rank = kwargs.get("rank")
         url = self.checkpoint_id
-        channel = self._hooks.channel("save", str(url), *rank_and_world_size())
+        channel = self._event_settings.channel("save", str(url), *rank_and_world_size())
         with self._logged(), channel.watching(), plugin_errors(rank, url):
-            show(channel, bar=self._progress and is_coordinator, summary=is_coordinator)
+            channel.show(bar=self._progress and is_coordinator, summary=is_coordinator)
             self._check_ranks()
             if not kwargs.get("use_collectives", True):
                 raise UnsupportedError(
@@ -294,7 +294,9 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                 # If the store may not answer, a sweep removes the beacon.
                 wait_for(commit.remove_beacon, save.open(), save.begin.beacon)
         else:
-            channel = self._hooks.channel("save", str(self.checkpoint_id), *rank_and_world_size())
+            channel = self._event_settings.channel(
+                "save", str(self.checkpoint_id), *rank_and_world_size()
+            )
         channel.fail(error)
         channel.settle()
 

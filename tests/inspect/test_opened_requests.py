@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 import dcp_objstore as dos
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
-from dcp_objstore.observe.hooks import Hooks
+from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.wrappers import Request
@@ -141,7 +141,11 @@ def test_a_pickled_opening_reads_on_and_carries_no_secret() -> None:
     options = {"key": "AKIAEXAMPLE", "secret": "very-secret-indeed"}
     target = Target("s3://bucket/run", options, None)
     private = dos.Checkpoint(
-        target, ckpt._source, verify=True, trust_pickle=False, hooks=Hooks(None, None)
+        target,
+        ckpt._source,
+        verify=True,
+        trust_pickle=False,
+        event_settings=EventSettings(None, None),
     )
     assert b"very-secret" not in pickle.dumps(private)
     assert b"AKIAEXAMPLE" not in pickle.dumps(private)

@@ -24,7 +24,7 @@ from dcp_objstore.distributed.groups import (
 )
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import ConfigError, SaveInProgressError
-from dcp_objstore.observe import hooks
+from dcp_objstore.observe.dispatch import staged_event
 from dcp_objstore.observe.report import log_failure
 from dcp_objstore.torch_private import StagesAtOnce
 from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
@@ -143,7 +143,7 @@ class KeptStager(StagesAtOnce):
                 self._background = None
             began_at = time.monotonic()
             staged = stage(state_dict)
-            self._staged = hooks.staged(str(url), current_rank() or 0, staged.size_bytes, began_at)
+            self._staged = staged_event(str(url), current_rank() or 0, staged.size_bytes, began_at)
             self._background = _BackgroundSave(staged)
         return staged
 
