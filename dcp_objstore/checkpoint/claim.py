@@ -33,7 +33,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -57,12 +57,16 @@ from dcp_objstore.errors import (
     ConfigError,
     CorruptDataError,
     DcpObjstoreError,
+    InputError,
     ObjectNotFoundError,
     RetryableError,
     SupersededError,
 )
 from dcp_objstore.stores.protocol import ObjectStore, Version
 from dcp_objstore.transfer.workers import WAVE, in_waves
+
+if TYPE_CHECKING:
+    from dcp_objstore.stores import StoreSpec
 
 FORMAT: Final = 1
 MAX_SIZE_BYTES: Final = 4096
@@ -89,6 +93,28 @@ class RunClaim:
         whole = isinstance(self.number, int) and not isinstance(self.number, bool)
         if not isinstance(self.run_url, str) or not whole or not 0 < self.number <= MAX_CLAIM:
             raise ConfigError("a RunClaim comes from dcp_objstore.claim_run")
+
+
+def check_claim(claim: RunClaim | None, step: StoreSpec) -> int | None:
+    """Return the number of the claim that a step is saved with, or None if there is no claim.
+
+    Raises:
+        ConfigError: `claim` is not a RunClaim.
+        InputError: the step does not lie directly below the claim's run.
+    """
+    if claim is None:
+        return None
+    if not isinstance(claim, RunClaim):
+        raise ConfigError(
+            f"claim must be what dcp_objstore.claim_run returned, got {type(claim).__name__}"
+        )
+    run, _ = step.parent()
+    if run is None or run.url != step.at(claim.run_url).url:
+        raise InputError(
+            f"the claim is for the run {claim.run_url}, but this step is not directly below it",
+            url=step.url,
+        )
+    return claim.number
 
 
 class ClaimRecord(msgspec.Struct, frozen=True, kw_only=True):

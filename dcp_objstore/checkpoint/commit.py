@@ -47,7 +47,6 @@ import msgspec
 
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
 from dcp_objstore.checkpoint.compare_and_swap import SwapOutcome, compare_and_swap
-from dcp_objstore.checkpoint.listing import check_objects
 from dcp_objstore.checkpoint.marker import (
     ON_NOTHING,
     Counts,
@@ -373,6 +372,38 @@ def commit(
             raise _lost(store, seen, begin.claim)
         token, beaten = outcome.found, beaten + 1
         marker = make(token[0])
+
+
+def check_objects(store: ObjectStore, objects: Sequence[tuple[str, int]]) -> None:
+    """Check with a listing that every object is there with its size. Other keys may be there too.
+
+    Args:
+        store: rooted at the checkpoint.
+        objects: key and size in bytes of each object.
+
+    Raises:
+        CheckpointCorruptError: an object is missing or has another size; the error names it.
+    """
+    missing = dict(objects)
+    if not missing:
+        return
+    for meta in store.list():
+        size = missing.pop(meta.key, None)
+        if size is not None and size != meta.size_bytes:
+            raise CheckpointCorruptError(
+                f"the object has {meta.size_bytes} bytes on the store, but {size} were uploaded;"
+                " nothing was committed",
+                object_key=meta.key,
+                url=store.url,
+            )
+        if not missing:
+            return
+    raise CheckpointCorruptError(
+        f"{len(missing)} of {len(objects)} uploaded objects are not on the store; nothing was"
+        " committed",
+        object_key=next(iter(missing)),
+        url=store.url,
+    )
 
 
 def _yields(seen: Marker, token: Marker | None, claim: int) -> bool:

@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable
 
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
-from dcp_objstore.checkpoint.commit import rewrite_marker
+from dcp_objstore.checkpoint.commit import pause_or_raise, rewrite_marker
 from dcp_objstore.checkpoint.marker import MAX_PIN_LENGTH, MAX_PINS
 from dcp_objstore.checkpoint.read import not_committed, read_marker
-from dcp_objstore.errors import ConfigError, RetryableError
+from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.protocol import ObjectStore
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -81,10 +81,7 @@ def _change(
         pins = changed(found[0].pins)
         if pins == found[0].pins or rewrite_marker(store, found, "the pin", retries, pins=pins):
             return pins
-        if not retries.pause():
-            raise RetryableError(
-                "others kept changing this checkpoint until the deadline; try again", url=store.url
-            )
+        pause_or_raise(store, retries)
 
 
 def _check_name(name: object) -> None:

@@ -11,11 +11,11 @@ The rule of `commit` that this module implements:
 from __future__ import annotations
 
 import hashlib
-from typing import TypeAlias
+from itertools import islice
+from typing import TYPE_CHECKING, TypeAlias
 
-from dcp_objstore.checkpoint.listing import explain_absence
 from dcp_objstore.checkpoint.marker import MAX_MARKER_SIZE_BYTES, Marker, decode_marker
-from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, is_beacon_key, is_ours
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
@@ -25,7 +25,12 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
 )
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, Version
+from dcp_objstore.transfer.workers import wait_for
 
+if TYPE_CHECKING:
+    from dcp_objstore.stores import StoreSpec
+
+_LOOK_AROUND_LIMIT = 1000  # keys listed to explain an absence: one page on S3
 # A marker and its version, from one response.
 Found: TypeAlias = tuple[Marker, Version]
 
@@ -143,4 +148,42 @@ def explain_missing(store: ObjectStore, commit_id: str, object_key: str) -> DcpO
         now = "deleted; load another checkpoint"
     return CheckpointGoneError(
         f"while it was being read, the checkpoint was {now}", object_key=object_key, url=store.url
+    )
+
+
+def explain_absence(store: ObjectStore) -> str:
+    """Say why there is no checkpoint here if there is no marker. One bounded listing."""
+    try:
+        keys = [meta.key for meta in islice(store.list(""), _LOOK_AROUND_LIMIT)]
+    except DcpObjstoreError as error:
+        return f"there is no checkpoint here (what else is here could not be listed: {error})"
+    below = sorted({key.removesuffix(f"/{MARKER_KEY}") for key in keys if f"/{MARKER_KEY}" in key})
+    if not keys:
+        return "there is nothing here: no object at all under this URL"
+    if any(is_ours(key) or is_beacon_key(key) for key in keys):
+        return (
+            "a save began here but was never committed: it failed before its end or is still"
+            " running; load another checkpoint"
+        )
+    if below:
+        nearest = f"{store.url.rstrip('/')}/{below[-1]}"
+        return f"there is no checkpoint here, but there is one below, for example {nearest}"
+    if DOT_METADATA_KEY in keys:
+        return "there is a '.metadata' here but no marker: not a checkpoint of dcp_objstore"
+    return "there is no checkpoint here, only other objects"
+
+
+def explain_object(spec: StoreSpec) -> str | None:
+    """Say that the URL is the key of a single object, or return None if it is not. One HEAD."""
+    above, name = spec.parent()
+    if above is None:
+        return None
+    try:
+        found = wait_for(above.open().head, name)
+    except DcpObjstoreError:
+        return None
+    return (
+        f"there is no checkpoint here, but one object of {found.size_bytes} bytes with exactly this"
+        " key; a checkpoint is a prefix with objects below it. If torch.save wrote this object,"
+        " torch.load reads it"
     )

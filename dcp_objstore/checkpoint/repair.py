@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
-from dcp_objstore.checkpoint.commit import finish_deleting, rewrite_marker
+from dcp_objstore.checkpoint.commit import finish_deleting, pause_or_raise, rewrite_marker
 from dcp_objstore.checkpoint.probe import can_rewrite
 from dcp_objstore.checkpoint.publish import Change, DotMetadata, align_dot_metadata, needed_change
 from dcp_objstore.checkpoint.read import not_committed, read_marker
-from dcp_objstore.errors import RetryableError
 from dcp_objstore.stores.protocol import ObjectStore
 
 
@@ -79,8 +78,7 @@ def repair(
                 dry_run=True,
             )
         finish_deleting(store, found[0].commit_id, retries)
-        if not retries.pause():
-            raise RetryableError("others kept changing this checkpoint", url=store.url)
+        pause_or_raise(store, retries)
     if dry_run:
         change = needed_change(store, found[0], dot_metadata)
     else:

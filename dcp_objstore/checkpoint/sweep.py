@@ -40,6 +40,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from typing import TypeAlias
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
@@ -50,7 +51,6 @@ from dcp_objstore.checkpoint.publish import Change, DotMetadata, align_dot_metad
 from dcp_objstore.checkpoint.read import Found, find_marker, read_index
 from dcp_objstore.checkpoint.sweep_plan import (
     GRACE_SECONDS,
-    LEAST_GRACE_SECONDS,
     SweepOutcome,
     SweepPlan,
     check_grace,
@@ -58,6 +58,9 @@ from dcp_objstore.checkpoint.sweep_plan import (
 )
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
 from dcp_objstore.stores.uploads.unfinished import Uploads
+
+# A marker, and the metadata of its object.
+_Seen: TypeAlias = tuple[Marker, ObjectMeta]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,14 +195,14 @@ class _Sweep:
             return self._mend(done, found[0])
         return done
 
-    def _never_counts(self, found: tuple[Marker, ObjectMeta], now: datetime) -> bool:
+    def _never_counts(self, found: _Seen, now: datetime) -> bool:
         """Return whether this is a superseded job's step, unpinned and past the grace period."""
         marker, meta = found
         age = now - meta.last_modified
         superseded = marker.is_committed and marker.claim < self.base
         return superseded and not marker.pins and age > timedelta(seconds=self.grace_seconds)
 
-    def _delete_superseded(self, found: tuple[Marker, ObjectMeta]) -> CheckpointSweep:
+    def _delete_superseded(self, found: _Seen) -> CheckpointSweep:
         """Delete the step. A later sweep removes its objects, after the grace period."""
         if not self.dry_run:
             token = _token(found)
@@ -263,7 +266,7 @@ class _Sweep:
         self,
         done: CheckpointSweep,
         plan: SweepPlan,
-        found: tuple[Marker, ObjectMeta] | None,
+        found: _Seen | None,
     ) -> CheckpointSweep:
         if self.dry_run:
             change = (
@@ -290,7 +293,7 @@ class _Sweep:
     def _remove_behind(
         self,
         done: CheckpointSweep,
-        fence: tuple[Marker, ObjectMeta],
+        fence: _Seen,
         candidates: Sequence[ObjectMeta],
         oldest_kept: datetime,
     ) -> CheckpointSweep:
@@ -312,7 +315,7 @@ class _Sweep:
         self._delete(candidates)
         return _with_deleted(done, candidates)
 
-    def _fence(self, found: tuple[Marker, ObjectMeta] | None) -> tuple[Marker, ObjectMeta] | None:
+    def _fence(self, found: _Seen | None) -> _Seen | None:
         """Rewrite the marker and read it back; return it, or None if it is not ours."""
         if found is None:
             written = put_tombstone(self.store, self.retries)
@@ -325,7 +328,7 @@ class _Sweep:
         return fence if ours else None
 
 
-def _is_suspect(found: tuple[Marker, ObjectMeta], published: ObjectMeta | None) -> bool:
+def _is_suspect(found: _Seen, published: ObjectMeta | None) -> bool:
     """Return whether `.metadata` may be out of line with the marker, judged by the listing."""
     marker, meta = found
     if not marker.is_committed:
@@ -341,15 +344,5 @@ def _with_deleted(done: CheckpointSweep, metas: Collection[ObjectMeta]) -> Check
     )
 
 
-def _token(found: tuple[Marker, ObjectMeta]) -> Found:
+def _token(found: _Seen) -> Found:
     return found[0], found[1].version
-
-
-__all__ = [
-    "GRACE_SECONDS",
-    "LEAST_GRACE_SECONDS",
-    "CheckpointSweep",
-    "check_grace",
-    "plan_sweep",
-    "sweep",
-]

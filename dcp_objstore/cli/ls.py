@@ -10,8 +10,6 @@ from datetime import datetime
 from typing import Any
 
 from dcp_objstore.checkpoint.claim import ClaimRecord, counts, read_claim
-from dcp_objstore.checkpoint.commit import read_marker
-from dcp_objstore.checkpoint.listing import explain_absence, explain_object
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import (
     CLAIM_KEY,
@@ -20,6 +18,7 @@ from dcp_objstore.checkpoint.names import (
     natural_order,
     parse_data_key,
 )
+from dcp_objstore.checkpoint.read import explain_absence, explain_object, read_marker
 from dcp_objstore.cli.access import chosen
 from dcp_objstore.cli.exits import fail, status_of
 from dcp_objstore.errors import (
@@ -82,11 +81,11 @@ def print_checkpoints(url: str, *, as_json: bool) -> None:
 
 def _base_above(spec: StoreSpec) -> int:
     """Return the base of the run that contains a checkpoint; 0 if there is none, or unreadable."""
-    run_url, _, name = spec.url.rpartition("/")
-    if not name or not spec.parsed.prefix.strip("/") or run_url in ("file:/", "file://"):
+    run, _ = spec.parent()
+    if run is None:
         return 0
     try:
-        found = read_claim(spec.at(run_url).open())
+        found = read_claim(run.open())
     except (PermissionDeniedError, CheckpointCorruptError, UnsupportedError):
         return 0
     return found[0].base if found is not None else 0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.doctor.findings import Finding
 from dcp_objstore.doctor.objects import ObjectChecks
-from dcp_objstore.doctor.scratch import Scratch, Stop, StoppedError
+from dcp_objstore.doctor.scratch import Scratch, Stop
 from dcp_objstore.doctor.surroundings import Surroundings, versions
 from dcp_objstore.stores.spec import StoreSpec
 from dcp_objstore.transfer.workers import run_into, spawn
@@ -137,7 +137,3 @@ def _clean_up(scratch: Scratch) -> Finding:
         f"remove everything below {scratch.name}",
         {"url": scratch.name, "keys": list(left.keys)},
     )
-
-
-# `StoppedError` leaves the thread only through `done`, when nothing waits for that any more.
-__all__ = ["CONFIG", "StoppedError", "check_up"]

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_objstore.checkpoint import commit
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.checkpoint.listing import explain_object
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
+from dcp_objstore.checkpoint.read import explain_object
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.compat.transforms import (
     FRAMING_SIZE_BYTES,

@@ -13,8 +13,7 @@ from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.groups import sync_group
-from dcp_objstore.run.housekeeping import step_number
-from dcp_objstore.run.steps import opener
+from dcp_objstore.run.steps import opener, step_number
 from dcp_objstore.stores.target import Target
 from dcp_objstore.transfer.workers import wait_for
 

@@ -16,7 +16,8 @@ from dcp_objstore.checkpoint.names import (
     is_probe_key,
 )
 from dcp_objstore.checkpoint.probe import require_rewrites
-from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, check_grace
+from dcp_objstore.checkpoint.sweep import CheckpointSweep
+from dcp_objstore.checkpoint.sweep_plan import GRACE_SECONDS, check_grace
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.errors import (
     CorruptDataError,
@@ -32,7 +33,6 @@ from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
 from dcp_objstore.stores.uploads.open import open_uploads
 from dcp_objstore.transfer.interruptible import InterruptibleStore
-from dcp_objstore.write.claim import above
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
@@ -147,7 +147,7 @@ def sweep(
             spec.at(f"{spec.url}/{name}") if name else spec,
             uploads.below(name) if uploads is not None else None,
             grace_seconds,
-            bases.get(_above(name), 0) if name else _base(above(spec)[0]),
+            bases.get(_above(name), 0) if name else _base(spec.parent()[0]),
             dry_run=dry_run,
         )
         for name in sorted(names)

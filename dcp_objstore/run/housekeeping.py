@@ -7,11 +7,10 @@ listed only once: the job knows what it commits and deletes, until it goes back 
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dcp_objstore.errors import (
     CheckpointNotFoundError,
@@ -22,7 +21,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.report import logger
 from dcp_objstore.run.gc import sweep
 from dcp_objstore.run.retention import RetentionPolicy, StepFacts, plan_deletions
-from dcp_objstore.run.steps import steps
+from dcp_objstore.run.steps import step_number, step_url, steps
 from dcp_objstore.run.upkeep import delete_step
 from dcp_objstore.stores.target import Target
 
@@ -36,38 +35,6 @@ if TYPE_CHECKING:
 _AT_A_TIME = 64
 # A sweep costs a listing of the run and a request for each step, and removes what is a day old.
 _SWEEP_EVERY_SECONDS = 3600.0
-_STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})\Z")
-
-
-def step_name(step: int) -> str:
-    """Return the name of a step below its run."""
-    return f"step-{step}"
-
-
-def step_url(run_url: str, step: int) -> str:
-    """Return the URL of a step's checkpoint."""
-    return f"{run_url.rstrip('/')}/{step_name(step)}"
-
-
-def step_number(name: str) -> int | None:
-    """Return the number in a step's name, or None for any other name."""
-    found = _STEP_NAME.match(name)
-    return int(found[1]) if found else None
-
-
-def step_numbers(run_url: str, newest: int | None, **access: Any) -> tuple[int, ...]:
-    """List the numbers of the steps of a run that count, the newest last.
-
-    Args:
-        run_url: URL of the run.
-        newest: how many to list, the newest ones; None for all.
-        access: `storage_options` and `config`, as for `steps`.
-    """
-    found = steps(run_url, newest=newest, **access)
-    numbers = sorted(number for one in found if (number := step_number(one.name)) is not None)
-    if newest is not None and len(found) == newest and len(numbers) < newest:
-        return step_numbers(run_url, None, **access)[-newest:]  # there were other names among them
-    return tuple(numbers)
 
 
 def facts_of(one: RunStep) -> StepFacts | None:

@@ -31,11 +31,12 @@ from dcp_objstore.observe.report import LoadReport, SaveReport, logger
 from dcp_objstore.read import api as load_api
 from dcp_objstore.run import claim_run as run_claim
 from dcp_objstore.run import upkeep
-from dcp_objstore.run.housekeeping import Retainer, step_numbers, step_url
+from dcp_objstore.run.housekeeping import Retainer
 from dcp_objstore.run.preemption import Notice
-from dcp_objstore.run.resume import ResumeReport, SkippedStep, load_newest
+from dcp_objstore.run.resume import ResumeReport, load_newest
 from dcp_objstore.run.retention import RetentionPolicy, as_policy
 from dcp_objstore.run.saves import Busy, RunSaves, check_busy
+from dcp_objstore.run.steps import step_numbers, step_url
 from dcp_objstore.run.values import check_step, intervals
 from dcp_objstore.stores.target import Target
 from dcp_objstore.write import async_save as async_api
@@ -628,6 +629,3 @@ class CheckpointManager:
         self._begin()
         left = on_first(change, self._url, self._group)
         self._retainer.set_pinned(step, pinned=bool(left))
-
-
-__all__ = ["CheckpointManager", "ResumeReport", "SkippedStep"]

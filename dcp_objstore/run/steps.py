@@ -1,10 +1,11 @@
-"""`steps`: list the checkpoints of a run that count. Does not import torch.
+"""The steps of a run: their names, and `steps`, which lists those that count. No torch.
 
 The rules are those of `checkpoint.claim`; the functions here take URLs.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores import ObjectStore
+
+
+_STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})\Z")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,32 @@ def steps(
         )
         for step in found
     )
+
+
+def step_url(run_url: str, step: int) -> str:
+    """Return the URL of a step's checkpoint."""
+    return f"{run_url.rstrip('/')}/step-{step}"
+
+
+def step_number(name: str) -> int | None:
+    """Return the number in a step's name, or None for any other name."""
+    found = _STEP_NAME.match(name)
+    return int(found[1]) if found else None
+
+
+def step_numbers(run_url: str, newest: int | None, **access: Any) -> tuple[int, ...]:
+    """List the numbers of the steps of a run that count, the newest last.
+
+    Args:
+        run_url: URL of the run.
+        newest: how many to list, the newest ones; None for all.
+        access: `storage_options` and `config`, as for `steps`.
+    """
+    found = steps(run_url, newest=newest, **access)
+    numbers = sorted(number for one in found if (number := step_number(one.name)) is not None)
+    if newest is not None and len(found) == newest and len(numbers) < newest:
+        return step_numbers(run_url, None, **access)[-newest:]  # there were other names among them
+    return tuple(numbers)
 
 
 def opener(run: StoreSpec) -> Callable[[str], ObjectStore]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import pins
-from dcp_objstore.checkpoint.claim import counts, read_claim
+from dcp_objstore.checkpoint.claim import check_claim, counts, read_claim
 from dcp_objstore.checkpoint.delete import delete as delete_checkpoint
 from dcp_objstore.checkpoint.names import CLAIM_KEY, step_of
 from dcp_objstore.checkpoint.probe import require_rewrites
@@ -20,7 +20,6 @@ from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.errors import InputError
 from dcp_objstore.stores.target import Target
 from dcp_objstore.transfer.interruptible import InterruptibleStore
-from dcp_objstore.write.claim import above, check_claim
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunClaim
@@ -111,7 +110,7 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
     This compares the clocks of the hosts that committed. It is a guard against mistakes; no rule
     relies on it.
     """
-    run, name = above(spec)
+    run, name = spec.parent()
     if run is not None:
         store = InterruptibleStore(run.open())
         listed = [

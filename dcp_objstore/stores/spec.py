@@ -94,6 +94,13 @@ class StoreSpec:
         """
         return StoreSpec(url, self.storage_options, self.config, self.stripped)
 
+    def parent(self) -> tuple[StoreSpec | None, str]:
+        """Return the prefix that this one lies in, and its name there; None at a store's root."""
+        url, _, name = self.url.rpartition("/")
+        if not name or not self.parsed.prefix.strip("/") or url in ("file:/", "file://"):
+            return None, ""
+        return self.at(url), name
+
     def open(self) -> ObjectStore:
         """The store. Clients are made on first use and shared by all specs that agree in all
         but the prefix, in this process.

@@ -18,24 +18,25 @@ from torch.futures import Future
 
 from dcp_objstore.checkpoint import commit, probe
 from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.claim import check_claim, confirm, refuse_uncounted
 from dcp_objstore.checkpoint.clock import deadline_seconds_for
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.distributed.groups import rank_and_world_size
 from dcp_objstore.distributed.plugin import plugin_errors, same_url
 from dcp_objstore.errors import (
     CorruptDataError,
+    InputError,
     RankFailedError,
     RetryableError,
     UnsupportedError,
 )
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Saved
-from dcp_objstore.observe.report import SaveReport
+from dcp_objstore.observe.report import SaveReport, logger
 from dcp_objstore.state.dcp_metadata import build_index, stock_metadata
 from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer.workers import wait_for
-from dcp_objstore.write.claim import check_claim, confirm, refuse_uncounted
 from dcp_objstore.write.finish import commit_save, publish_for_stock_readers
 from dcp_objstore.write.layout import check_item
 from dcp_objstore.write.session import Save
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.events import OnEvent
+    from dcp_objstore.stores import StoreSpec
 
 
 class ObjectStoreWriter(KeptStager, StorageWriter):
@@ -221,7 +223,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             save = self._begin_save(rank or 0, is_coordinator, channel)
             store = save.open()
             if is_coordinator:
-                refuse_uncounted(self._claim, self._target.spec)
+                _refuse_uncounted(self._claim, self._target.spec)
                 save.begin = wait_for(
                     commit.begin,
                     store,
@@ -366,7 +368,12 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         )
         wait_for(commit.remove_beacon, store, save.begin.beacon)
         if self._claim is not None:
-            wait_for(confirm, self._claim, save.spec)
+            wait_for(
+                confirm,
+                save.spec.at(self._claim.run_url).open(),
+                self._claim.number,
+                deadline_seconds=self._deadline_seconds,
+            )
             self.last_save = report
         channel.emit(
             Saved,
@@ -376,6 +383,31 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             objects=report.objects,
             parts=report.parts,
             commit_id=commit_id,
+        )
+
+
+def _refuse_uncounted(claim: RunClaim | None, step: StoreSpec) -> None:
+    """Raise, before a save, if its step would not count in its run. Costs one GET.
+
+    Without a claim, the run is the prefix above the checkpoint. If that cannot be read (for example
+    with rights to the checkpoint only), the save goes on: the prefix may well not be a run.
+
+    Raises:
+        SupersededError: another job has taken the run over.
+        DcpObjstoreError: the run's claim cannot be used, or the store failed.
+    """
+    if claim is not None:
+        wait_for(refuse_uncounted, step.at(claim.run_url).open(), claim.number)
+        return
+    try:
+        run, _ = step.parent()
+        if run is not None:
+            wait_for(refuse_uncounted, run.open(), 0)
+    except UnsupportedError:
+        raise
+    except InputError as error:
+        logger.debug(
+            "%s: cannot read the prefix above, so no claim is checked: %s", step.url, error
         )
 
 
