@@ -1,1 +1,1 @@
-"""Checkpoints of stock torch and others, in and out. Nothing of theirs is executed."""
+"""Read and write checkpoints of stock torch and others; nothing in them is executed."""

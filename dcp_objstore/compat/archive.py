@@ -1,10 +1,10 @@
-"""The directory of a `torch.save` archive, read so strictly that torch can see no other one.
+"""Read the directory of a `torch.save` archive so strictly that torch can see no other one.
 
-Python's `zipfile` and the reader inside torch disagree about odd archives: where the directory
-begins when something was put before or after it, which of two zip64 records counts. So a hostile
-one can show harmless sizes to a check and something else to torch. Only what leaves no choice is
-read here, which is what torch writes: one directory that ends where its end record begins, no
-comment, every name once.
+Python's `zipfile` and torch's own reader disagree about unusual archives: where the directory
+begins if bytes precede or follow it, and which of two zip64 records counts. So a hostile archive
+could show harmless sizes to a check and other sizes to torch. This module accepts only what both
+read in the same way, which is what torch writes: one directory that ends where its end record
+begins, no comment, and each name once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _STORED, _DEFLATED = 0, 8
 
 
 class ArchiveError(Exception):
-    """The bytes are no archive that torch writes; becomes a CheckpointCorruptError."""
+    """The bytes are not an archive that torch writes. Callers raise CheckpointCorruptError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record: its bytes `[start, end)` in the archive, and what they unpack to."""
+    """A record: its bytes `[start, end)` in the archive, and its unpacked size."""
 
     start: int
     end: int
@@ -40,17 +40,17 @@ class Record:
 
 
 class Archive:
-    """The records of an archive by name, in lower case since torch looks names up that way.
+    """The records of an archive. Names are in lower case, because torch ignores their case.
 
     Args:
-        body: all of it; not copied.
+        body: the whole archive, which is not copied.
 
     Attributes:
-        root: the folder that all of torch's records are in, in lower case.
-        records: by whole name.
+        root: the folder of torch's records.
+        records: the records by their names, folder included.
 
     Raises:
-        ArchiveError: damaged, or not of the form above.
+        ArchiveError: the archive is damaged, or not of the form that torch writes.
     """
 
     def __init__(self, body: bytes | memoryview) -> None:
@@ -64,14 +64,14 @@ class Archive:
 
     @property
     def unpacked_bytes(self) -> int:
-        """What all records unpack to."""
+        """The unpacked size of all records."""
         return sum(record.size_bytes for record in self.records.values())
 
     def read(self, name: str) -> bytes:
-        """A record below the root, unpacked; never more than the directory says.
+        """Return a record below the root, unpacked to at most the size in the directory.
 
         Raises:
-            ArchiveError: there is none, or it cannot be unpacked.
+            ArchiveError: there is no such record, or it cannot be unpacked.
         """
         record = self.records.get(f"{self.root}/{name}")
         if record is None:
@@ -120,7 +120,7 @@ class Archive:
             raise ArchiveError("its directory is damaged")
 
     def _data_of(self, local: int) -> int:
-        """Where the data begins whose local header is there."""
+        """Return where the data begins whose local header is at this offset."""
         fields = _LOCAL.unpack_from(self._body, min(local, len(self._body)))
         if fields[0] != ZIP_START:
             raise ArchiveError("a record is not where its directory says")
@@ -129,7 +129,7 @@ class Archive:
 
 
 def _find_directory(body: bytes | memoryview) -> tuple[int, int, int]:
-    """Where the directory begins and ends, and how many records it has."""
+    """Return where the directory begins and ends, and its number of records."""
     end = len(body) - _END.size
     if end < 0:
         raise ArchiveError("it is cut off")
@@ -150,7 +150,7 @@ def _find_directory(body: bytes | memoryview) -> tuple[int, int, int]:
 
 
 def _from_zip_64(extra: bytes, *numbers: int) -> tuple[int, ...]:
-    """The numbers, those that need it taken from the first zip64 field, as torch reads it."""
+    """Replace numbers that did not fit by those in the first zip64 field, as torch does."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)

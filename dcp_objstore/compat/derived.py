@@ -1,6 +1,6 @@
-"""What `.metadata` has to hold for an index, and whether one does. See `checkpoint.publishing`.
+"""`StockDotMetadata`: makes the `.metadata` of an index, and compares one with an index.
 
-torch is imported when that is asked, not with this module: most upkeep never does.
+Its methods import torch; this module does not, because most upkeep never calls them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class StockDotMetadata:
-    """`.metadata` as stock torch reads it. See `checkpoint.publishing.DotMetadata`."""
+    """The content of `.metadata` as stock torch reads it, for `checkpoint.publish`."""
 
     def derive(self, index: bytes) -> bytes:
-        """The pickle for an index."""
+        """Return the `.metadata` of an encoded index."""
         from dcp_objstore.compat.dot_metadata import encode_metadata
 
         return encode_metadata(self._wanted(index))
 
     def describes(self, body: bytes, index: bytes) -> bool:
-        """Whether stock torch finds the same items in the same places by it."""
+        """Return whether a `.metadata` leads stock torch to the items of an encoded index."""
         from dcp_objstore.compat.foreign import decode_metadata
 
         try:
@@ -40,7 +40,7 @@ class StockDotMetadata:
         )
 
     def is_ours(self, body: bytes) -> bool:
-        """Whether it names only objects that this library named; stock writers never do."""
+        """Return whether all objects that a `.metadata` names have names that we write."""
         from dcp_objstore.compat.foreign import decode_metadata
 
         try:

@@ -1,7 +1,7 @@
 """Write `.metadata`, the pickle by which stock torch readers find a checkpoint's items.
 
-Only stock classes, in a form that `pickle.load` reads with torch 2.6 and later, whichever torch
-writes it.
+It contains only stock classes, in a form that `pickle.load` reads with torch 2.6 and later,
+regardless of the version of torch that wrote it.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _STOCK: Final = frozenset(
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
-    """Pickle `metadata` so that stock torch 2.6 and later reads it.
+    """Pickle `metadata` so that stock torch 2.6 and later can read it.
 
     TensorProperties is always the 5-tuple (dtype, layout, requires_grad, memory format, pinned):
-    torch 2.15 writes six fields, which torch up to 2.14 rejects. `storage_meta.checkpoint_id`
-    becomes a `str`. Attributes that `Metadata` does not have are left out. The argument is not
+    torch 2.15 writes six fields, which torch up to 2.14 rejects. `storage_meta.checkpoint_id` is
+    converted to `str`. Attributes that `Metadata` does not have are left out. The argument is not
     changed.
 
     Raises:
-        UnsupportedError: it holds a value of a class that stock torch does not write there.
+        UnsupportedError: `metadata` contains a class that stock torch does not write there.
     """
     buffer = io.BytesIO()
     _StockPickler(buffer, _PROTOCOL).dump(
@@ -72,7 +72,7 @@ def encode_metadata(metadata: Metadata) -> bytes:
 
 
 def _with_text_id(meta: StorageMeta | None) -> StorageMeta | None:
-    """A copy whose `checkpoint_id` is text, so that no class of paths has to be importable."""
+    """Return a copy with a `str` as `checkpoint_id`, so that no class of paths is pickled."""
     if meta is None:
         return None
     place = meta.checkpoint_id
@@ -85,7 +85,7 @@ def _with_text_id(meta: StorageMeta | None) -> StorageMeta | None:
 
 
 class _StockPickler(pickle.Pickler):
-    """Lets stock classes and plain data through; `reducer_override` sees everything else."""
+    """A pickler of stock classes and plain data, which refuses everything else."""
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
@@ -104,6 +104,6 @@ class _StockPickler(pickle.Pickler):
 
 
 def _five_fields(properties: TensorProperties) -> tuple[object, ...]:
-    """What torch 2.6 to 2.14 pickle; what came later is appended there, so it is cut off."""
+    """Return the fields that torch 2.6 to 2.14 pickle; later versions append others."""
     state: tuple[object, ...] = properties.__getstate__()  # type: ignore[no-untyped-call]
     return state[:5]

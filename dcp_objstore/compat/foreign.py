@@ -1,8 +1,8 @@
-"""Read the `.metadata` pickle of a stock torch writer without unpickling it.
+"""Read the `.metadata` pickle of a stock torch writer without executing anything in it.
 
 FileSystemWriter, FsspecWriter (torch 2.1 to 2.15) and writers derived from them, such as
-s3torchconnector's, pickle one `Metadata`. `inert_pickle` makes stand-ins of it; this module checks
-each value by type and bounds and makes real stock objects from what passed. Attributes and
+s3torchconnector's, pickle one `Metadata`. `inert_pickle` unpickles it to stand-ins. This module
+checks the type and bounds of each value and makes real stock objects of them. Attributes and
 trailing fields that stock torch 2.13 does not know (Megatron's `mcore_data` and `all_local_plans`,
 the strides that torch 2.15 adds to TensorProperties) are dropped.
 """
@@ -81,37 +81,39 @@ _DIALECT: Final = Dialect(
 
 
 def decode_metadata(body: bytes, *, max_bytes: int = MAX_METADATA_SIZE_BYTES) -> Metadata:
-    """Decode a stock `.metadata`; nothing in it is imported or executed.
+    """Decode a stock `.metadata` without importing or executing anything that it names.
+
+    In the result, every key, shape, offset and length has its proper type; chunks lie within their
+    tensor; no size exceeds 2**63 - 1 bytes; `relative_path` is a clean relative key;
+    `storage_meta.checkpoint_id` is a `str` or None; and `transform_descriptors` is a short list of
+    `str` or None. The reader must check that each chunk has an entry in `storage_data`, and that
+    the objects exist.
 
     Args:
         body: the whole object.
-        max_bytes: a larger body is refused. Default 512 MiB (about 200 bytes per tensor, 100 per
-            further chunk). Decoding takes memory of some 20 times the body, 100 for a hostile one.
-
-    Guarantees: every key, shape, offset and length has its type; chunks lie within their tensor;
-    no size exceeds 2**63 - 1 bytes; `relative_path` is a clean relative key;
-    `storage_meta.checkpoint_id` is a `str` or None; `transform_descriptors` is a short list of text
-    or None. That each chunk has an entry in
-    `storage_data`, and that the objects exist, is left to the reader.
+        max_bytes: size of the largest body to decode. Default 512 MiB (a tensor takes about 200
+            bytes, each further chunk 100). Decoding takes about 20 times as much memory as the
+            body, or 100 times for a hostile one.
 
     Raises:
-        CheckpointCorruptError: the body is damaged, too large or not a `Metadata`.
-        UntrustedPickleError: it asks for a global that stock torch does not write; names it.
+        CheckpointCorruptError: the body is damaged, too large, or not a `Metadata`.
+        UntrustedPickleError: the body needs a global that stock torch does not write; the message
+            names it.
         UnsupportedError: an object's key has an empty part (`a//b`).
     """
     if len(body) > max_bytes:
         raise CheckpointCorruptError(f".metadata has {len(body)} bytes, more than {max_bytes}")
     with _collector_paused():
-        # bytes() because the body must not change between two looks at it.
+        # A copy, because the body must not change between the scan and the load.
         return _Converter(len(body)).metadata(_unpickled(bytes(body)))
 
 
 def _unpickled(body: bytes) -> object:
-    """Its value, made of plain data, `Global` and `Node`; it may share and contain itself."""
+    """Return the value, made of plain data, `Global` and `Node`; it may contain itself."""
     end = 0
     try:
         end, is_whole = scan(body, _DIALECT)
-        # Also where it is not whole: a global that it asks for says more than where it ends.
+        # Even if it is not whole: the name of a forbidden global says more than where it ends.
         value = _Unpickler(io.BytesIO(body[:end])).load()
         if is_whole and end == len(body):
             return value
@@ -130,9 +132,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _find(module: str, name: str) -> Global:
-    """The stand-in for a global, if stock torch writes it."""
-    # A dot inside `name` would be a walk through attributes; no stock class needs one, and the
-    # whole would no longer say where the module ends.
+    """Return the stand-in for a global that stock torch writes; refuse any other."""
+    # A dot in `name` would stand for attributes. No stock class needs that, and the joined name
+    # would no longer show where the module ends.
     whole = f"{module}.{name}"
     if "." in name or whole not in ALLOWED:
         raise UntrustedPickleError(
@@ -149,7 +151,7 @@ def _stand_in(name: str) -> Global:
 
 
 class _Getattr(Node):
-    """`getattr` of a class, which stands for the attribute where that is allowed."""
+    """A call of `getattr` on a class, which stands for the attribute if that is allowed."""
 
     __slots__ = ()
 
@@ -163,7 +165,7 @@ class _Getattr(Node):
 
 
 class _OrderedDict(Node):
-    """An empty one is a plain dictionary, so that items can be added to it."""
+    """An OrderedDict; an empty one becomes a plain dict, so that items can be added to it."""
 
     __slots__ = ()
 
@@ -174,10 +176,10 @@ class _OrderedDict(Node):
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Hold back the cyclic collector, which would walk all records again and again.
+    """Pause the cyclic garbage collector, which would walk all records again and again.
 
-    It took half of the time for 20,000 tensors, more where the process holds much already. Two
-    threads may overlap here: the one that found it running starts it again.
+    It took half of the time for 20,000 tensors, and more in a process with many objects. If two
+    threads overlap here, the one that found the collector running restarts it.
     """
     running = gc.isenabled()
     gc.disable()
@@ -193,7 +195,7 @@ def _damaged(what: str) -> CheckpointCorruptError:
 
 
 def _state(value: object, *names: str) -> dict[object, object]:
-    """The attributes of a new object of one of these classes."""
+    """Return the attributes of a new object of one of these classes."""
     if not isinstance(value, Node) or not value.is_new or value.args or value.name not in names:
         raise _damaged(f"expected {names[0].rpartition('.')[2]}, got {_kind(value)}")
     if value.state is None:
@@ -202,7 +204,7 @@ def _state(value: object, *names: str) -> dict[object, object]:
 
 
 def _kind(value: object) -> str:
-    """What a foreign value is, without printing what it holds."""
+    """Name the type of a foreign value, without its contents."""
     return value.name[:200] if isinstance(value, Node | Global) else type(value).__name__
 
 
@@ -213,7 +215,7 @@ def _dict(value: object, what: str) -> dict[object, object]:
 
 
 def _text(value: object, what: str) -> str:
-    """A string that UTF-8 can hold."""
+    """Return a value that must be a string that UTF-8 can encode."""
     if type(value) is not str:
         raise _damaged(f"{what} is {_kind(value)}, not a string")
     if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
@@ -226,14 +228,14 @@ def _optional_text(value: object, what: str) -> str | None:
 
 
 def _number(value: object, what: str) -> int:
-    """A whole number that a signed 64-bit integer holds; `bool` is none."""
+    """Return a value that must be an int from 0 to 2**63 - 1, and not a bool."""
     if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
         raise _damaged(f"{what} is not a whole number from 0 to 2**63 - 1")
     return value
 
 
 def _size(value: object, what: str) -> torch.Size:
-    """A `torch.Size` of non-negative numbers."""
+    """Return a value that must be a `torch.Size` of non-negative numbers."""
     args = value.args if isinstance(value, Node) and value.name == SIZE else ()
     if len(args) != 1 or value.is_new or value.state is not None:  # type: ignore[attr-defined]
         raise _damaged(f"{what} is {_kind(value)}, not a torch.Size")
@@ -247,7 +249,7 @@ def _size(value: object, what: str) -> torch.Size:
 
 
 def _properties(value: object, fqn: str) -> TensorProperties:
-    """TensorProperties from its pickled 5-tuple, or a longer one of a newer torch."""
+    """Return TensorProperties from the pickled 5-tuple, or a longer one of a newer torch."""
     if (
         not isinstance(value, Node)
         or value.name not in PROPERTIES
@@ -282,7 +284,7 @@ def _properties(value: object, fqn: str) -> TensorProperties:
 
 
 def _only_argument(value: object, names: set[str] | frozenset[str], what: str) -> object:
-    """The argument of a recorded call of one of `names` with exactly one."""
+    """Return the only argument of a recorded call of one of `names`."""
     if (
         not isinstance(value, Node)
         or value.name not in names
@@ -295,7 +297,7 @@ def _only_argument(value: object, names: set[str] | frozenset[str], what: str) -
 
 
 def _relative_path(value: object) -> str:
-    """A key below the checkpoint: no absolute, climbing, empty or unprintable parts."""
+    """Return a key that must lie below the checkpoint, in printable parts that are not empty."""
     path = _text(value, "relative_path")
     parts = path.split("/")
     if "" in parts[1:-1] and parts[0] and ":" not in parts[0]:
@@ -317,7 +319,7 @@ def _relative_path(value: object) -> str:
 
 
 class _Converter:
-    """Makes stock objects from records. One per decode: it carries the budget of entries."""
+    """Makes stock objects from records, within a budget of entries for one `.metadata`."""
 
     def __init__(self, body_size_bytes: int) -> None:
         self.entries_left = body_size_bytes // _MIN_ENTRY_SIZE_BYTES
@@ -325,13 +327,13 @@ class _Converter:
         self.texts: set[str] = set()
 
     def spend(self, entries: int) -> None:
-        """Count entries; more than the body has room for come from sharing, not from a save."""
+        """Count entries; a body that repeats one object may give more than it has bytes for."""
         self.entries_left -= entries
         if self.entries_left < 0:
             raise _damaged("it repeats its entries more often than its size allows")
 
     def text(self, value: object, what: str) -> str:
-        """`_text`, looking once at a string that the memo makes appear in many places."""
+        """Return what `_text` returns; check a string only once, however often it appears."""
         if type(value) is str and (value.isascii() or value in self.texts):
             return value
         text = _text(value, what)
@@ -367,7 +369,7 @@ class _Converter:
         if type(chunks) is not list:
             raise _damaged(f"the chunks of {fqn!r} are not a list")
         if not chunks and size.numel():
-            # A load would plan nothing for it, and leave the destination as it was.
+            # A load would plan no reads, and leave the destination unchanged.
             raise _damaged(f"{fqn!r} has no chunks")
         self.spend(len(chunks))
         return TensorStorageMetadata(
@@ -388,7 +390,7 @@ class _Converter:
         return ChunkStorageMetadata(offsets=offsets, sizes=sizes)
 
     def planner_data(self, value: object) -> dict[str, tuple[str | int, ...]] | None:
-        """DCP's FLATTEN_MAPPING: key to the path of that key in the nested state."""
+        """Return DCP's FLATTEN_MAPPING: the path in the nested state of each key."""
         if value is None:
             return None
         mapping = {}
@@ -434,7 +436,7 @@ class _Converter:
         return StorageInfo(str(path), offset, length, transforms)
 
     def transforms(self, value: object) -> list[str] | None:
-        """The names of the extensions that an item went through; None for none, as torch has it."""
+        """Return the names of an item's stream extensions; None if it has none, as in torch."""
         if value is None:
             return None
         if type(value) not in (list, tuple) or len(value) > _MAX_TRANSFORMS:  # type: ignore[arg-type]
@@ -461,7 +463,7 @@ class _Converter:
 
 
 def _checkpoint_id(value: object) -> str | None:
-    """Where the checkpoint was written to, as text; information only, never opened."""
+    """Return where the checkpoint was written to, as text. It is never opened."""
     if isinstance(value, Node) and value.name in PATHS and not value.is_new and value.state is None:
         if len(value.args) > _MAX_PATH_PARTS:
             raise _damaged("checkpoint_id has too many parts")

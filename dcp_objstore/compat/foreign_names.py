@@ -1,6 +1,6 @@
-"""The globals that a `.metadata` may name, and what each stands for. None of them is imported.
+"""The globals that a `.metadata` may name, and what they stand for. None of them is imported.
 
-Established from the sources of torch 2.1 to 2.15 (distributed/checkpoint/metadata.py, planner.py,
+Sources: the code of torch 2.1 to 2.15 (distributed/checkpoint/metadata.py, planner.py,
 filesystem.py), Megatron-Core 0.8 to 0.16 (core/dist_checkpointing/strategies) and
 multi-storage-client 1.3 (pathlib.py).
 """
@@ -62,8 +62,8 @@ PATHS: Final[dict[str, type[pathlib.PurePath]]] = {
 }
 # A path of multi-storage-client (MSC), whose state has the text as `_path`.
 MSC_PATH: Final = "multistorageclient.pathlib.MultiStoragePath"
-# Megatron-Core from 0.12 keeps the plans of all ranks in an attribute of its own,
-# `all_local_plans`. We drop it, but it must be parsed to be dropped.
+# Megatron-Core from 0.12 keeps the plans of all ranks in an attribute `all_local_plans`, which must
+# be parsed before it can be dropped.
 _PLANS: Final = frozenset(
     {
         *(

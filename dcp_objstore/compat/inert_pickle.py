@@ -1,14 +1,13 @@
-"""Unpickle what others wrote without importing, calling or changing anything.
+"""Unpickle foreign data without importing, calling or changing anything.
 
-Python's own C unpickler does the work (a `pickle.Unpickler` whose `find_class` is ours), and two
-things make it safe:
+Python's C unpickler does the work. Two things make it safe:
 
-- Every global is a `Global`, a class made here, and a call of it gives a `Node`, a record of the
-  call. An allowlist of real classes would not be enough: BUILD changes an allowlisted class for the
-  whole process, and REDUCE calls allowlisted functions with any argument.
-- `scan` looks at the opcodes first. The unpickler allocates what an opcode claims before it looks
-  for the bytes, makes room for every number in the memo below one that is used, and hashes nested
-  tuples by recursing in C without a limit, which ends the process.
+- Every global is a `Global`, a class made here. A call of it is only recorded, in a `Node`. An
+  allowlist of real classes would not be enough: BUILD can change an allowlisted class for the whole
+  process, and REDUCE calls allowlisted functions with any arguments.
+- `scan` examines the opcodes first. The unpickler allocates the size that an opcode claims before
+  it looks for the bytes, makes room in the memo for all numbers below one that is used, and hashes
+  nested tuples by recursion in C without a limit, which ends the process.
 
 The meaning of the opcodes is that of the standard library's `pickletools`.
 """
@@ -22,30 +21,31 @@ from typing import Final
 
 _MAX_TUPLE_DEPTH: Final = 64
 _MAX_NAME_BYTES: Final = 1024
-# How much work keys and calls may cost, per byte of the body. What a pickler writes stays below 4.
+# The work that keys and calls may cost for each byte of the body. Real pickles stay below 4.
 _WORK_PER_BYTE: Final = 16
 
-# What `scan` knows of a value: how deep tuples and calls are nested in it, how many parts they
-# have in all, and whether one is a number that is too large for a key.
+# What `scan` knows about a value: how deep tuples and calls are nested in it, how many parts they
+# have in total, and whether a part is a number that is too large for a key.
 _Shape = tuple[int, int, bool]
 _LEAF: Final[_Shape] = (0, 1, False)
 _LARGE: Final[_Shape] = (0, 1, True)
 
 
 class HostilePickleError(Exception):
-    """What no pickler writes."""
+    """The pickle contains something that no pickler writes."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """What pickles of one kind may hold.
+    """What pickles of one kind may contain.
 
     Attributes:
-        opcodes: their codes.
+        opcodes: codes of the opcodes.
         max_marks: how deep MARK may be nested.
-        max_key_bits: of a whole number in a key of a dictionary. Large ones can be chosen so that
-            all have one hash.
-        max_key_parts: of a tuple as a key; None for no limit but that on all the work.
+        max_key_bits: size of the largest int in a key of a dictionary. Larger ones could be chosen
+            so that all have the same hash.
+        max_key_parts: number of parts of the largest tuple that is a key; None to limit only the
+            total work.
     """
 
     opcodes: frozenset[int]
@@ -55,23 +55,23 @@ class Dialect:
 
 
 class Global(type):
-    """A class in the place of a global, whose name is `name`. A call of it is only recorded.
+    """The type of the classes that stand in for globals. A call of one is only recorded.
 
     Attributes:
-        name: `module.name`.
+        name: full name of the global, `module.name`.
     """
 
     name: str
 
     def __call__(cls, *args: object) -> object:
-        """REDUCE."""
+        """Record a call (REDUCE)."""
         return cls.made(args, is_new=False)  # type: ignore[attr-defined]
 
 
 class Node(metaclass=Global):
-    """A record of one object: `name(*args)`, with the `state` that BUILD set afterwards.
+    """The record of an object: `name(*args)`, and the `state` that BUILD has set.
 
-    `is_new` tells NEWOBJ (a new object of a class) from REDUCE (a call).
+    `is_new` is true for a new object of a class (NEWOBJ), and false for a call (REDUCE).
     """
 
     __slots__ = ("args", "is_new", "state")
@@ -82,69 +82,69 @@ class Node(metaclass=Global):
     state: object
 
     def __new__(cls, *args: object) -> object:  # type: ignore[misc]
-        """NEWOBJ."""
+        """Record a new object (NEWOBJ)."""
         return cls.made(args, is_new=True)
 
     @classmethod
     def made(cls, args: tuple[object, ...], *, is_new: bool) -> object:
-        """What NEWOBJ or REDUCE gives."""
+        """Return the result of NEWOBJ or REDUCE."""
         node = object.__new__(cls)
         node.args, node.is_new, node.state = args, is_new, None
         return node
 
     def __setstate__(self, state: object) -> None:
-        """BUILD."""
+        """Record the state of the object (BUILD)."""
         if self.state is not None or state is None:
             raise HostilePickleError("it sets the state of one object twice, or to nothing")
         self.state = state
 
 
 def stand_in(base: type[Node], name: str, **attributes: object) -> Global:
-    """A subclass of `base` in the place of the global `name`."""
+    """Return a subclass of `base` that stands in for the global `name`."""
     return Global(name, (base,), {"__slots__": (), "name": name, **attributes})
 
 
 def opcodes(codes: str) -> frozenset[int]:
-    """For `Dialect`, from the one-character codes that `pickletools` has."""
+    """Return `Dialect.opcodes` for the one-character codes of `pickletools`."""
     return frozenset(map(ord, codes))
 
 
 def scan(body: bytes, dialect: Dialect) -> tuple[int, bool]:
-    """Walk through the opcodes without making anything.
+    """Walk through the opcodes without making any object.
+
+    For a hostile body this takes about 50 times as much memory as the body.
 
     Returns:
-        How many bytes are safe to unpickle, and whether they are a whole pickle that leaves one
-        value. Otherwise they may end before an opcode that is unknown, cut off or misses something
-        on the stack; unpickling them then ends in an EOFError.
+        The number of bytes that are safe to unpickle, and whether they are a whole pickle of one
+        value. If not, they end before an opcode that is unknown, cut off, or lacks something on the
+        stack, and unpickling them ends in an EOFError.
 
     Raises:
         HostilePickleError: unpickling could end the process, or take time or memory out of
             proportion to the body.
-
-    Memory: some 50 times the body, where it is hostile.
     """
     found = _Scan(body, dialect)
     try:
         found.run()
-    except LookupError:  # nothing there: in the body, on the stack, in the memo, among the opcodes
+    except LookupError:  # in the body, on the stack, in the memo, or among the opcodes
         return found.start, False
     return found.start + 1, len(found.stack) == 1 and not found.marked
 
 
 class _Scan:
-    """Stack, and stacks set aside by MARK; of each value only a `_Shape` is known."""
+    """A scan: the stack and those set aside by MARK, with a `_Shape` for each value."""
 
     def __init__(self, body: bytes, dialect: Dialect) -> None:
         self.body = body
         self.dialect = dialect
-        self.start = 0  # of the opcode that is looked at
+        self.start = 0  # offset of the current opcode
         self.stack: list[_Shape] = []
         self.marked: list[list[_Shape]] = []
         self.memo: dict[int, _Shape] = {}
         self.work_left = 1000 + _WORK_PER_BYTE * len(body)
 
     def run(self) -> None:
-        """Go on to STOP. The opcodes that are most of all are handled in place."""
+        """Go on to STOP. The most frequent opcodes are handled in place."""
         body, stack, memo = self.body, self.stack, self.memo
         opcodes = {code: _OPCODES[code] for code in self.dialect.opcodes}
         pos = 0
@@ -195,7 +195,7 @@ class _Scan:
         return self.wrapped((depth, parts, is_large))
 
     def wrapped(self, shape: _Shape) -> _Shape:
-        """A tuple or call of this."""
+        """Return the shape of a tuple or call of this."""
         depth, parts, is_large = shape
         if depth >= _MAX_TUPLE_DEPTH:
             raise HostilePickleError(
@@ -204,7 +204,7 @@ class _Scan:
         return depth + 1, parts + 1, is_large
 
     def check_keys(self, keys: list[_Shape]) -> None:
-        """Whether hashing them is safe and cheap."""
+        """Raise unless hashing these keys is safe and cheap."""
         if keys.count(_LEAF) == len(keys):
             return
         most = self.dialect.max_key_parts
@@ -220,7 +220,7 @@ class _Scan:
 
     def put(self, argument: bytes) -> None:
         number = int.from_bytes(argument, "little")
-        if number > len(self.body):  # room would be made for all below it
+        if number > len(self.body):  # the unpickler makes room for all numbers below
             raise HostilePickleError(f"it numbers a value {number}")
         self.memo[number] = self.stack[-1]
 
@@ -238,7 +238,7 @@ class _Scan:
         self.stack[-1] = made[0], 1, made[2]
 
     def add(self, _: bytes) -> None:
-        """An item of a list, or the state of an object."""
+        """Take an item of a list, or the state of an object."""
         self.stack.pop()
         self.stack[-1]
 
@@ -271,7 +271,7 @@ class _Scan:
         self.stack[-1] = self.wrapped(self.stack[-1])
 
     def last(self, count: int) -> None:
-        """A tuple of the last ones."""
+        """Make a tuple of the last `count` values."""
         items = self.stack[-count:]
         if len(items) < count:
             raise LookupError
@@ -294,7 +294,7 @@ class _Scan:
 
 _Effect = str | Callable[[_Scan, bytes], None]
 _PUSH, _MEMOIZE, _GET, _GLOBAL, _STOP = "PUSH", "MEMOIZE", "GET", "GLOBAL", "STOP"
-# All others that a `Dialect` may have only push a value.
+# All other opcodes of a `Dialect` only push a value.
 _EFFECTS: Final[dict[str, _Effect]] = {
     "PROTO": _Scan.protocol,
     "FRAME": lambda *_: None,
@@ -331,7 +331,7 @@ _PREFIXES: Final = {
 
 
 def _described(opcode: pickletools.OpcodeInfo) -> tuple[int, bool, _Effect]:
-    """The bytes of its argument, whether they are the length of what follows, and its effect."""
+    """Return the size of its argument, whether this is a length of what follows, and its effect."""
     length = 0 if opcode.arg is None else opcode.arg.n
     effect = _EFFECTS.get(opcode.name, _PUSH)
     return _PREFIXES.get(length, max(0, length)), length in _PREFIXES, effect

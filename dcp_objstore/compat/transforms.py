@@ -1,11 +1,11 @@
-"""Undo what torch's stream extensions did to an item (zstd), and bound what an item becomes.
+"""Undo torch's stream extensions (zstd), and limit the size to which an item may unpack.
 
-`FileSystemWriter(_extensions=[ZStandard()])` sends each item through a stream of its own and names
-the extension in the item's `transform_descriptors`, as `stream.zstd/1`
-(torch.distributed.checkpoint._extension). The item then has no raw payload: it is fetched whole.
+`FileSystemWriter(_extensions=[ZStandard()])` compresses each item and names the extension in the
+item's `transform_descriptors`, as `stream.zstd/1` (torch.distributed.checkpoint._extension). Such
+an item has no raw payload, so it is fetched whole.
 
-What comes out is an archive, which could be packed once more: torch writes none of its records
-compressed, but reads such ones, a thousand times larger than stored.
+The result is an archive, whose records may be compressed as well: torch does not write such
+records, but reads them, and they may become a thousand times larger.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
 _ZSTD: Final = "stream.zstd"
 _INSTALL: Final = "pip install 'dcp-objstore[zstd]'"
 _STEP_SIZE_BYTES: Final = 1024 * 1024
-# zstd's own limit for streams; a frame may ask for this much of history to be kept.
+# zstd's own limit for streams: a frame may ask for this much history.
 _MAX_WINDOW_LOG: Final = 27
 
 # What `torch.save` adds to a tensor's bytes: 1 to 3 KiB of archive. The rest is for long names.
@@ -32,18 +32,18 @@ _VALUE_RATIO: Final = 100
 
 
 def value_limit_bytes(stored_bytes: int) -> int:
-    """What a value of this stored size may become; it has no shape that would say.
+    """Return the size to which a value may unpack: 100 times the stored size, at least 64 MiB.
 
-    100 times what is stored, and always 64 MiB.
+    A value, unlike a tensor, has no shape that tells its size.
     """
     return max(_VALUE_SIZE_BYTES, _VALUE_RATIO * stored_bytes)
 
 
 def check_transforms(names: Sequence[str], key: str) -> None:
-    """Return if `undo` can undo these extensions here, before anything is fetched.
+    """Check, before anything is fetched, that `undo` can undo these extensions.
 
     Raises:
-        UnsupportedError: an extension that we do not know, or a missing package; says which.
+        UnsupportedError: an extension is unknown, or a package is missing; the message names it.
     """
     for name in names:
         extension, _, version = name.partition("/")
@@ -62,21 +62,21 @@ def check_transforms(names: Sequence[str], key: str) -> None:
 
 
 def undo(body: io.BytesIO, names: Sequence[str], key: str, limit_bytes: int) -> io.BytesIO:
-    """The item as it was before the extensions, which are named in the order of undoing them.
+    """Return an item as it was before its stream extensions.
+
+    This takes at most `limit_bytes` of memory, twice as much while the buffer grows, and 128 MiB
+    for history if a frame asks for it. The GIL is released meanwhile.
 
     Args:
-        body: all of it, as stored. Returned itself where there are no names.
-        names: its `transform_descriptors`.
+        body: the whole item as stored; returned unchanged if there are no names.
+        names: the item's `transform_descriptors`, in the order in which they are undone.
         key: the state-dict key, for errors.
-        limit_bytes: it cannot have been larger.
-
-    Memory: at most `limit_bytes`, twice that while the buffer grows, and 128 MiB of history where
-    a frame asks for it; however little is stored. The GIL is released while bytes are undone.
+        limit_bytes: size of the largest item.
 
     Raises:
-        UnsupportedError: see `check_transforms`.
-        CheckpointCorruptError: damaged, or larger than the limit. A frame that is cut off passes
-            here with what was there; it shows when torch takes the item apart.
+        UnsupportedError: an extension is unknown, or a package is missing.
+        CheckpointCorruptError: the item is damaged, or larger than the limit. A frame that is cut
+            off is not an error here; torch finds it when it decodes the item.
     """
     check_transforms(names, key)
     for _ in names:
@@ -85,10 +85,10 @@ def undo(body: io.BytesIO, names: Sequence[str], key: str, limit_bytes: int) -> 
 
 
 def check_archive(body: io.BytesIO, key: str, limit_bytes: int) -> None:
-    """Return if `torch.load` allocates no more for its records than `limit_bytes` or its own size.
+    """Check that the records of an archive unpack to at most `limit_bytes` or its own size.
 
-    (A view that was saved with all of its storage is larger than its shape.) A body that is no
-    archive passes: torch refuses it, or reads its old format, which packs nothing.
+    (A view that was saved with all of its storage is larger than its shape.) A body that is not an
+    archive is accepted: torch refuses it, or reads it in its old format, which is not compressed.
 
     Raises:
         CheckpointCorruptError: the records are larger, or cannot be listed.
@@ -132,9 +132,9 @@ def _unpacked(body: io.BytesIO, key: str, limit_bytes: int) -> io.BytesIO:
 
 
 def _open_zstd(body: io.BytesIO) -> tuple[IO[bytes], tuple[type[Exception], ...]]:
-    """A stream of what was compressed, and what it raises for damage.
+    """Return a stream of the decompressed bytes, and the errors that it raises for damage.
 
-    With pyzstd torch ends a frame at every flush, so there may be several.
+    There may be several frames: with pyzstd, torch ends a frame at every flush.
     """
     if importlib.util.find_spec("zstandard") is not None:
         import zstandard

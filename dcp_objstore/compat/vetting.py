@@ -1,18 +1,17 @@
-"""What torch would be made to do by the pickle of a value, looked at before torch unpickles it.
+"""Examine the pickle of a value before torch unpickles it.
 
-`weights_only=True` runs no code of the body's, but some that costs: 40 bytes can call
-`bytearray(10**10)`, and a tuple nested a million deep ends the process when it becomes a key,
-since hashing it recurses in C without a limit. (Both seen with torch 2.13.) So the pickle is first
-unpickled with stand-ins (`inert_pickle.py`), and each call is looked at when it would be made. What
-no `torch.save` writes is refused; what torch stops at ends it here too, and it is left to torch to
-say why.
+With `weights_only=True` torch runs no code from the pickle, but it can still be made to do harm: 40
+bytes can call `bytearray(10**10)`, and a tuple that is nested a million deep ends the process when
+it is used as a key, because it is hashed by recursion in C without a limit. (Both were seen with
+torch 2.13.) So the pickle is first unpickled with stand-ins (`inert_pickle`), and each call is
+checked when it would be made. A call that no `torch.save` writes is refused. Where torch would
+stop, this stops too, and torch reports why.
 
-Some common values run nothing when they are unpickled, and torch still refuses them: a `BytesIO`, a
-`datetime`, an array of NumPy's. What Python's pickler writes for these is known exactly
-(`_INERT_CALLS`, `_INERT_STATES`), so that they can be allowed without declaring anything to torch,
-which would hold for the whole process. Only a pickle that consists of nothing but such values and
-what torch allows is known to be harmless; one that departs from these forms is left to torch, which
-refuses it.
+Torch refuses some common values although unpickling them runs no code: a `BytesIO`, a `datetime`, a
+NumPy array. It is known exactly what Python's pickler writes for these (`_INERT_CALLS`,
+`_INERT_STATES`), so they are allowed here. (Declaring them to torch would allow them in the whole
+process.) A pickle is known to be harmless only if it consists of nothing but such values and what
+torch allows. Any other is left to torch, which refuses it.
 """
 
 from __future__ import annotations
@@ -66,18 +65,19 @@ _SIZED: Final = frozenset(
 
 
 def vet(body: bytes | memoryview, key: str | None = None) -> frozenset[str]:
-    """Return if torch may unpickle the value; it may still find it damaged or unsafe.
+    """Check that torch may unpickle a value, although it may still find it damaged or unsafe.
 
     Args:
-        body: what `torch.save` wrote; only the archives that it writes since torch 1.6.
+        body: an archive that `torch.save` wrote (torch 1.6 or later).
+        key: the state-dict key, for errors.
 
     Returns:
-        Names of globals in it that torch refuses by default. With these allowed, the value runs
-        nothing, also where it is unpickled without `weights_only`. Empty where that is not known.
+        The names of the globals in it that torch refuses by default but that run no code, even if
+        the value is unpickled without `weights_only`. Empty if this is not known.
 
     Raises:
-        CheckpointCorruptError: it is no such archive, or asks for what no value that was saved
-            needs: memory without bytes for it, or nesting that would end the process.
+        CheckpointCorruptError: the body is not such an archive, or it needs something that no saved
+            value needs: memory without bytes for it, or nesting that would end the process.
     """
     try:
         archive = Archive(body)
@@ -91,22 +91,18 @@ def vet(body: bytes | memoryview, key: str | None = None) -> frozenset[str]:
         if not is_whole or not trial.is_known or (trial.hashes_items and _DECIMAL in trial.inert):
             return frozenset()
         return frozenset(trial.inert)
-    except ArchiveError as error:
+    except (ArchiveError, HostilePickleError) as error:
         raise CheckpointCorruptError(
             f"the value is damaged, or not what torch.save writes: {error}", key=key
-        ) from error
-    except HostilePickleError as error:
-        raise CheckpointCorruptError(
-            f"the value is not what torch.save writes: {error}", key=key
         ) from error
 
 
 class _EndError(Exception):
-    """Torch goes no further than here."""
+    """Torch goes no further than this point."""
 
 
 class _Made(Node):
-    """What a call gave. It tells its `trial` what is done with it."""
+    """The result of a call, which reports to its `trial` how it is used."""
 
     __slots__ = ()
     trial: _Trial
@@ -146,16 +142,16 @@ def _has_inert(value: object) -> bool:
 
 
 class _Trial(pickle.Unpickler):
-    """Unpickles a value with stand-ins, and looks at what is done with them.
+    """Unpickles a value with stand-ins, and checks how they are used.
 
     Args:
-        pickled: as much of it as `scan` has passed.
-        archive: has the storages.
+        pickled: the part of the pickle that `scan` has passed.
+        archive: the archive with the storages.
 
     Attributes:
-        inert: names of `_INERT` that were met.
-        is_known: whether all of it has only known forms.
-        hashes_items: whether something hashes those of lists, which are not looked into.
+        inert: names of `_INERT` that were found.
+        is_known: whether all parts have known forms.
+        hashes_items: whether something hashes the items of lists, which are not examined.
     """
 
     def __init__(self, pickled: bytes, archive: Archive) -> None:
@@ -167,10 +163,10 @@ class _Trial(pickle.Unpickler):
         self.hashes_items = False
 
     def run(self) -> None:
-        """Look at all that torch would look at.
+        """Unpickle as far as torch would.
 
         Raises:
-            HostilePickleError: see `vet`.
+            HostilePickleError: the pickle needs something that no saved value needs.
         """
         try:
             self.load()
@@ -183,12 +179,12 @@ class _Trial(pickle.Unpickler):
             raise HostilePickleError(f"{type(error).__name__}: {str(error)[:200]}") from error
 
     def know(self, is_known: bool) -> None:
-        """Whether this part of it has a known form."""
+        """Record whether a part of the pickle has a known form."""
         self.is_known = self.is_known and is_known
 
     def find_class(self, module: str, name: str) -> Global:
-        """For GLOBAL."""
-        # As torch does, and pickle after it.
+        """Return the stand-in for a global (GLOBAL)."""
+        # Names of Python 2 are mapped as in torch and pickle.
         if (module, name) in NAME_MAPPING:
             module, name = NAME_MAPPING[module, name]
         else:
@@ -232,7 +228,7 @@ class _Trial(pickle.Unpickler):
             self.check_call(function.name, inner)
 
     def persistent_load(self, place: object) -> object:
-        """For BINPERSID: what stands for the storage of a tensor."""
+        """Return the stand-in for the storage of a tensor (BINPERSID)."""
         if type(place) is not tuple or len(place) < 5:
             raise _EndError
         _, cls, name, _, count = place[:5]
@@ -264,8 +260,8 @@ def _is_text_in_latin_1(args: _Arguments) -> bool:
     return len(args) == 2 and type(args[0]) is str and args[1] in ("latin1", "latin-1")
 
 
-# What Python's pickler writes for these. With a number, or what yields one, they take memory for
-# which there are no bytes; with a tensor they walk through its elements, stored or not.
+# The arguments that Python's pickler writes for these. A number (or something that gives one) would
+# allocate memory without bytes for it; a tensor would be iterated over, whether stored or not.
 _ARGUMENTS: Final[dict[str, Callable[[_Arguments], bool]]] = {
     "_codecs.encode": _is_text_in_latin_1,
     "builtins.bytearray": lambda args: (
@@ -288,7 +284,7 @@ _HASHING: Final = frozenset({"builtins.set", *_DICTIONARIES})
 _DTYPE: Final = "numpy.dtype"
 _ARRAY: Final = "numpy.ndarray"
 _NUMPY: Final = ("numpy._core.multiarray", "numpy.core.multiarray")  # of NumPy 2, and 1
-# Others have elements that are no numbers: text, records, or any Python object.
+# The elements of other dtypes are not numbers but text, records, or any Python objects.
 _NUMPY_DTYPES: Final = {
     "b1": 1,
     **{f"{kind}{size}": size for kind in "iu" for size in (1, 2, 4, 8)},
@@ -304,12 +300,12 @@ _Form = Callable[[_Arguments], bool]
 
 
 def _are(*kinds: type) -> _Form:
-    """Arguments of exactly these types."""
+    """Return a form: arguments of exactly these types."""
     return lambda args: tuple(map(type, args)) == kinds
 
 
 def _is_exactly(value: object, wanted: tuple[object, ...]) -> bool:
-    """Whether these are equal and of the same types; 1, 1.0 and True are not."""
+    """Return whether two tuples have equal items of the same types (1, 1.0 and True differ)."""
     return type(value) is tuple and _are(*map(type, wanted))(value) and value == wanted
 
 
@@ -318,19 +314,19 @@ def _is_made(value: object, *names: str) -> bool:
 
 
 def _size_of(value: object) -> int | None:
-    """The length of bytes; None for anything else."""
+    """Return the length of a bytes value; None for anything else."""
     if isinstance(value, _Made) and value.name == "_codecs.encode":
         return len(value.args[0])  # type: ignore[arg-type]
     return 0 if _is_made(value, "builtins.bytes") else None
 
 
 def _size_of_element(dtype: object) -> int:
-    """Of a dtype, whose form is known."""
+    """Return the element size of a dtype whose form is known."""
     return _NUMPY_DTYPES[dtype.args[0]]  # type: ignore[attr-defined]
 
 
 def _time(size_bytes: int) -> _Form:
-    """Packed into so many bytes; perhaps a time zone."""
+    """Return a form: a time packed into so many bytes, and perhaps a time zone."""
     return lambda args: (
         0 < len(args) <= 2
         and _size_of(args[0]) == size_bytes
@@ -339,7 +335,7 @@ def _time(size_bytes: int) -> _Form:
 
 
 def _is_deque(args: _Arguments) -> bool:
-    """Empty, perhaps with a limit; its items are appended."""
+    """Return whether the deque is empty, perhaps with a limit; its items are appended later."""
     if not args:
         return True
     start = args[0]
@@ -359,7 +355,7 @@ def _is_zone(args: _Arguments) -> bool:
 
 
 def _is_dtype(args: _Arguments) -> bool:
-    """A copy: without that it would be NumPy's own, and its state that of the process."""
+    """Require a copy, because a state would otherwise be set on NumPy's own dtype."""
     return (
         len(args) == 3
         and type(args[0]) is str
@@ -386,7 +382,7 @@ def _is_numpy_scalar(args: _Arguments) -> bool:
 
 
 def _one_of(cls: type[enum.Enum]) -> _Form:
-    """The value of a member; other values could make new members of a flag."""
+    """Return a form: the value of a member. Other values could make new members of a flag."""
     values = frozenset((type(member.value), member.value) for member in cls)
     return lambda args: (
         len(args) == 1 and type(args[0]) in (int, str) and (type(args[0]), args[0]) in values
@@ -402,7 +398,7 @@ _ENUMS: Final = {
     and issubclass(value, enum.Enum)
     and (value.__module__, value.__qualname__) == (module.__name__, name)
 }
-# In some versions of Python members are pickled by the name that they have in their module.
+# Some versions of Python pickle members by their names in the module.
 _MEMBERS: Final = frozenset(
     f"{module.__name__}.{name}"
     for module in _ENUM_MODULES
@@ -415,8 +411,8 @@ _PATHS: Final = frozenset(
     for module in ("pathlib", cls.__module__)
 )
 
-# What Python's pickler writes, by what is called, and what of its arguments it must be sure of:
-# that nothing is iterated over, called or allocated for which there are no bytes.
+# The arguments that Python's pickler writes in each call. They ensure that nothing is called, and
+# that nothing is iterated over or allocated without bytes for it.
 _INERT_CALLS: Final[dict[str, _Form]] = {
     "builtins.bytes": _are(),  # empty; others are made by _codecs.encode
     "builtins.range": _are(int, int, int),
@@ -438,7 +434,7 @@ _INERT: Final = frozenset({*_INERT_CALLS, *_INERT_NEW, *_MEMBERS, _ARRAY})
 
 
 def _is_buffer(_: _Made, state: object) -> bool:
-    """A BytesIO: its bytes, its position, and no attributes."""
+    """Return whether this is the state of a BytesIO: bytes, position, no attributes."""
     if type(state) is not tuple or len(state) != 3:
         return False
     body, position, attributes = state
@@ -452,7 +448,7 @@ def _is_buffer(_: _Made, state: object) -> bool:
 
 
 def _is_dtype_state(_: _Made, state: object) -> bool:
-    """Version, byte order, and nothing that only dtypes with fields have."""
+    """Return whether this is a dtype's state: version, byte order, and no fields."""
     return (
         type(state) is tuple
         and len(state) == 8
@@ -462,7 +458,7 @@ def _is_dtype_state(_: _Made, state: object) -> bool:
 
 
 def _is_array_state(_: _Made, state: object) -> bool:
-    """Version, shape, dtype, order, and as many bytes as these say."""
+    """Return whether this is an array's state: version, shape, dtype, order, and its bytes."""
     if type(state) is not tuple or len(state) != 5:
         return False
     version, shape, dtype, order, body = state
@@ -472,7 +468,7 @@ def _is_array_state(_: _Made, state: object) -> bool:
     return (
         _is_exactly((version,), (1,))
         and len(sizes) == len(shape) <= _MAX_DIMENSIONS
-        # Not only where a size of 0 hides it.
+        # Even if a size of 0 hides it.
         and math.prod(size or 1 for size in sizes) <= _MAX_EXTENT
         and _size_of(body) == math.prod(sizes) * _size_of_element(dtype)
     )
@@ -488,7 +484,7 @@ _INERT_STATES: Final[dict[str, Callable[[_Made, object], bool]]] = {
 
 @functools.cache
 def _itemsize(name: str) -> int | None:
-    """Bytes per element of a storage class by its name, `torch.FloatStorage`; None: no such."""
+    """Return the element size of a storage class by its name; None if there is no such class."""
     if name == "torch.storage.UntypedStorage":
         return 1
     classes = torch_private.storage_classes()

@@ -263,16 +263,6 @@ def test_saving_an_unsafe_value_warns_once_per_key() -> None:
     assert warned == {"a", "b"}
 
 
-def test_without_a_set_of_its_own_the_warning_comes_once_per_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(values, "_warned", set())
-    with pytest.warns(UserWarning) as caught:
-        for _ in range(3):
-            warn_unsafe_value(saved(slice(3)), "key")
-    assert len(caught) == 1
-
-
 def test_equal_small_values_are_test_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[int] = []
     load = torch.load
