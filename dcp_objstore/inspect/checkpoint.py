@@ -26,7 +26,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.inspect.fill import fill, new_tensor, whole
 from dcp_objstore.inspect.selection import Patterns, box_of, matching, nested
-from dcp_objstore.inspect.verify import VerifyReport, verify_source
+from dcp_objstore.inspect.verify import VerifyReport, verify_checkpoint
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.report import size_text
@@ -154,7 +154,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
     def __init__(
         self,
         target: Target,
-        source: StoredCheckpoint,
+        stored: StoredCheckpoint,
         *,
         verify: bool,
         trust_pickle: bool,
@@ -163,7 +163,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         self.url = target.spec.url
         self.last_read: LoadReport | None = None
         self._target = target
-        self._source = source
+        self._stored = stored
         self._verify = verify
         self._trust_pickle = trust_pickle
         self._event_settings = event_settings
@@ -184,44 +184,44 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
     @property
     def commit_id(self) -> str | None:
         """Identifier of the commit; None if another library wrote the checkpoint."""
-        return self._source.commit_id
+        return self._stored.commit_id
 
     @property
     def created_at(self) -> datetime | None:
         """Time of the commit by the committing host's clock; None if another library wrote it."""
-        return None if self._source.marker is None else self._source.marker.created_at
+        return None if self._stored.marker is None else self._stored.marker.created_at
 
     @property
     def world_size(self) -> int | None:
         """Number of ranks that saved the checkpoint; None if another library wrote it."""
-        return None if self._source.marker is None else self._source.marker.world_size
+        return None if self._stored.marker is None else self._stored.marker.world_size
 
     @property
     def user_metadata(self) -> dict[str, Any] | None:
         """The `user_metadata` passed to `save`; None if another library wrote the checkpoint."""
-        return None if self._source.marker is None else dict(self._source.marker.user_metadata)
+        return None if self._stored.marker is None else dict(self._stored.marker.user_metadata)
 
     @property
     def objects(self) -> tuple[str, ...]:
         """Keys of the data objects, relative to the checkpoint."""
-        return self._source.object_keys
+        return self._stored.object_keys
 
     @property
     def total_bytes(self) -> int:
         """Number of bytes of all tensors and pickled values, without framing."""
-        return sum(stored.payload_length for stored in self._source.items.values())
+        return sum(place.payload_length for place in self._stored.items.values())
 
     def __len__(self) -> int:
-        return len(self._source.metadata.state_dict_metadata)
+        return len(self._stored.metadata.state_dict_metadata)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._source.metadata.state_dict_metadata)
+        return iter(self._stored.metadata.state_dict_metadata)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._source.metadata.state_dict_metadata
+        return key in self._stored.metadata.state_dict_metadata
 
     def __getitem__(self, key: str) -> TensorEntry | ValueEntry:
-        saved = self._source.metadata.state_dict_metadata.get(key)
+        saved = self._stored.metadata.state_dict_metadata.get(key)
         if saved is None:
             near = nearest(key, list(self)) if isinstance(key, str) else []
             hint = f"; nearest: {', '.join(near)}" if near else ""
@@ -230,7 +230,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             chunks = tuple((tuple(c.offsets), tuple(c.sizes)) for c in saved.chunks)
             dtype = saved.properties.dtype
             return TensorEntry(self, key, tuple(saved.size), dtype, chunks)
-        return ValueEntry(self, key, self._source.item(MetadataIndex(key)).payload_length)
+        return ValueEntry(self, key, self._stored.item(MetadataIndex(key)).payload_length)
 
     def matching(self, patterns: Patterns = None) -> list[str]:
         """Return the keys that match any of the patterns, in the order of the checkpoint.
@@ -276,7 +276,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         tensors: dict[str, tuple[Box, torch.Tensor]] = {}
         values: list[str] = []
         keys = self.matching(patterns)
-        self._source.check_whole(keys)  # before memory is allocated for missing elements
+        self._stored.check_whole(keys)  # before memory is allocated for missing elements
         for key in keys:
             entry = self[key]
             if isinstance(entry, TensorEntry):
@@ -308,9 +308,9 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         channel = self._event_settings.channel("verify", self.url, *rank_and_world_size())
         channel.show(bar=progress, summary=False)
         with channel.watching():
-            return verify_source(
+            return verify_checkpoint(
                 self._target.spec.open(),
-                self._source,
+                self._stored,
                 self._target.config,
                 channel,
                 deep=deep,
@@ -325,7 +325,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             CheckpointCorruptError: the places that the checkpoint gives contradict each other.
         """
         try:
-            return nested(flat, self._source.metadata.planner_data)
+            return nested(flat, self._stored.metadata.planner_data)
         except CheckpointCorruptError as error:
             raise error.at(url=self.url) from None
 
@@ -342,7 +342,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         with channel.watching():
             self.last_read, found = fill(
                 self._target,
-                self._source,
+                self._stored,
                 tensors,
                 values,
                 verify=self._verify,
@@ -401,11 +401,11 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
     event_settings = EventSettings(on_event, trace)
     channel = event_settings.channel("open", target.spec.url, *rank_and_world_size())
     with channel.watching():
-        source = open_stored_checkpoint(target.spec)
-        channel.emit(Opened, channel.began_at, commit_id=source.commit_id)
+        stored = open_stored_checkpoint(target.spec)
+        channel.emit(Opened, channel.began_at, commit_id=stored.commit_id)
     return Checkpoint(
         target,
-        source,
+        stored,
         verify=verify == "strict",
         trust_pickle=trust_pickle,
         event_settings=event_settings,

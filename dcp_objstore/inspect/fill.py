@@ -81,7 +81,7 @@ def new_tensor(
 
 def fill(
     target: Target,
-    source: StoredCheckpoint,
+    stored: StoredCheckpoint,
     tensors: Mapping[str, tuple[Box, torch.Tensor]],
     values: Iterable[str],
     *,
@@ -93,7 +93,7 @@ def fill(
 
     Args:
         target: the store and settings to read with.
-        source: the opened checkpoint.
+        stored: the opened checkpoint.
         tensors: for each key, the box to read and the tensor to fill.
         values: keys of the values to read.
         verify: whether to check the bytes against their digests.
@@ -110,7 +110,7 @@ def fill(
     """
     items: list[ReadItem] = []
     for key, (box, _) in tensors.items():
-        saved = source.metadata.state_dict_metadata[key]
+        saved = stored.metadata.state_dict_metadata[key]
         assert isinstance(saved, TensorStorageMetadata)
         chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
         found = create_read_items_for_chunk_list(key, saved, [chunk])
@@ -121,7 +121,7 @@ def fill(
         nothing = torch.Size([0])
         items.append(ReadItem(LoadItemType.BYTE_IO, place, nothing, place, nothing, nothing))
     planner = _Filling({key: tensor for key, (_, tensor) in tensors.items()})
-    planned = plan_load(source, items, verify=verify)
+    planned = plan_load(stored, items, verify=verify)
     report = run_load(
         target.spec.open(),
         planned,

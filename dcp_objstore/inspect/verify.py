@@ -130,11 +130,11 @@ class _Framing:
 class _Comparison:
     """Compare arriving bodies with their digests, and collect the damage."""
 
-    def __init__(self, source: StoredCheckpoint) -> None:
+    def __init__(self, stored: StoredCheckpoint) -> None:
         self.damaged: set[Damage] = set()
         self.blocks = 0
         self.total_bytes = 0
-        self._source = source
+        self._stored = stored
         self._lock = threading.Lock()
         # By place, not by identity: a request may arrive in pieces, which are temporary objects.
         self._tried: set[_Place] = set()
@@ -171,7 +171,7 @@ class _Comparison:
 
     def differs(self, span: Span[_Piece]) -> None:
         """Note a damaged block of payload."""
-        object_key = self._source.object_keys[span.object_number]
+        object_key = self._stored.object_keys[span.object_number]
         text = (
             f"{span.tag.key}: block {span.tag.number}, bytes [{span.start}, {span.end}) of"
             f" {object_key}, differs from what was saved"
@@ -180,8 +180,8 @@ class _Comparison:
 
     def missing(self, object_key: str) -> None:
         """Note a missing object and the items whose bytes it held."""
-        number = self._source.object_keys.index(object_key)
-        items = self._source.items.items()
+        number = self._stored.object_keys.index(object_key)
+        items = self._stored.items.items()
         keys = list(dict.fromkeys(k for (k, _), s in items if s.object_number == number))
         more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
         held = f"; it held {', '.join(keys[:_SHOWN])}{more}" if keys else ""
@@ -196,7 +196,7 @@ class _Comparison:
 
     def differing_framing(self) -> dict[int, ObjectEntry]:
         """Return the objects whose framing differs from what was saved."""
-        objects = self._source.objects
+        objects = self._stored.objects
         assert objects is not None
         return {
             number: objects[number]
@@ -205,9 +205,9 @@ class _Comparison:
         }
 
 
-def verify_source(
+def verify_checkpoint(
     store: ObjectStore,
-    source: StoredCheckpoint,
+    stored: StoredCheckpoint,
     config: TransferConfig,
     channel: Channel,
     *,
@@ -217,7 +217,7 @@ def verify_source(
 
     Args:
         store: the store, rooted at the checkpoint.
-        source: the opened checkpoint.
+        stored: the opened checkpoint.
         config: sizes, concurrency, time-outs and the memory budget.
         channel: channel for the events of the verification.
         deep: also compare framing, padding and the marker's counts.
@@ -226,45 +226,45 @@ def verify_source(
         UnsupportedError: another library wrote the checkpoint, without digests.
         CheckpointGoneError: the checkpoint was replaced or deleted since it was opened.
     """
-    if source.objects is None:
+    if stored.objects is None:
         raise UnsupportedError(
             "another library wrote this checkpoint, without digests to verify it with",
             url=store.url,
         )
-    comparison = _Comparison(source)
-    sizes = _sizes(store, source, comparison, config)
-    whole = {n for n, size in sizes.items() if size == source.objects[n].size_bytes}
+    comparison = _Comparison(stored)
+    sizes = _sizes(store, stored, comparison, config)
+    whole = {n for n, size in sizes.items() if size == stored.objects[n].size_bytes}
     spans = []
-    for span in _payload(source):
+    for span in _payload(stored):
         if span.end <= sizes.get(span.object_number, 0):
             spans.append(span)
         elif span.object_number in sizes:  # the object ends before the block
             comparison.differs(span)
-    framing = _between(source, spans, whole) if deep else []
+    framing = _between(stored, spans, whole) if deep else []
     comparison.begin(whole if deep else ())
     requests = plan_requests([*spans, *framing], request_size_bytes=config.request_size_bytes)
     channel.emit(
         Planned,
         channel.began_at,
         operation="verify",
-        items=len(source.items),
+        items=len(stored.items),
         size_bytes=_size(spans) + _size(framing),
         objects=len({request.object_number for request in requests}),
         requests=len(requests),
     )
-    broken = _compare(store, source, requests, comparison, config, channel)
+    broken = _compare(store, stored, requests, comparison, config, channel)
     again = comparison.differing_framing()
     if again:  # read again, as for blocks: the transfer may be damaged, not the checkpoint
         comparison.begin(again)
         framing = [span for span in framing if span.object_number in again]
         requests = plan_requests(framing, request_size_bytes=config.request_size_bytes)
-        broken |= _compare(store, source, requests, comparison, config, channel)
+        broken |= _compare(store, stored, requests, comparison, config, channel)
     for entry in comparison.differing_framing().values():
         if entry.key not in broken:
             text = f"{entry.key}: framing or padding differs from what was saved"
             comparison.damaged.add(Damage(entry.key, "framing", text=text))
     if deep:
-        comparison.damaged.update(_miscounted(source))
+        comparison.damaged.update(_miscounted(stored))
     channel.emit(
         Verified,
         channel.began_at,
@@ -273,8 +273,8 @@ def verify_source(
     )
     return VerifyReport(
         url=store.url,
-        commit_id=source.commit_id,
-        objects=len(source.objects),
+        commit_id=stored.commit_id,
+        objects=len(stored.objects),
         blocks=comparison.blocks,
         total_bytes=comparison.total_bytes,
         deep=deep,
@@ -283,15 +283,15 @@ def verify_source(
 
 
 def _sizes(
-    store: ObjectStore, source: StoredCheckpoint, comparison: _Comparison, config: TransferConfig
+    store: ObjectStore, stored: StoredCheckpoint, comparison: _Comparison, config: TransferConfig
 ) -> dict[int, int]:
     """Return the sizes of existing objects by number; note missing ones and wrong sizes."""
-    assert source.objects is not None
+    assert stored.objects is not None
     sizes = {}
-    check_gone = _GoneCheck(store, source)
-    with DaemonPool(min(config.download_concurrency, len(source.objects)), "head") as pool:
-        answers = [pool.submit(store.head, entry.key) for entry in source.objects]
-        for number, (entry, answer) in enumerate(zip(source.objects, answers, strict=True)):
+    check_gone = _GoneCheck(store, stored)
+    with DaemonPool(min(config.download_concurrency, len(stored.objects)), "head") as pool:
+        answers = [pool.submit(store.head, entry.key) for entry in stored.objects]
+        for number, (entry, answer) in enumerate(zip(stored.objects, answers, strict=True)):
             try:
                 sizes[number] = answer.result().size_bytes
             except ObjectNotFoundError as error:
@@ -306,7 +306,7 @@ def _sizes(
 
 def _compare(
     store: ObjectStore,
-    source: StoredCheckpoint,
+    stored: StoredCheckpoint,
     requests: Sequence[RangeRequest[_Piece]],
     comparison: _Comparison,
     config: TransferConfig,
@@ -317,9 +317,9 @@ def _compare(
     These are left out and the rest goes on, so each of them takes one more round. They existed with
     the right size a moment ago, so there are few of them, or the checkpoint is gone.
     """
-    keys = source.object_keys
+    keys = stored.object_keys
     broken: set[str] = set()
-    check_gone = _GoneCheck(store, source)
+    check_gone = _GoneCheck(store, stored)
     while True:
         left = [
             r for r in requests if keys[r.object_number] not in broken and not comparison.is_done(r)
@@ -352,27 +352,27 @@ def _size(spans: Iterable[Span[_Piece]]) -> int:
     return sum(span.end - span.start for span in spans)
 
 
-def _miscounted(source: StoredCheckpoint) -> Iterator[Damage]:
+def _miscounted(stored: StoredCheckpoint) -> Iterator[Damage]:
     """Yield the damage if the marker's counts are not those of the index."""
-    assert source.marker is not None and source.objects is not None
-    described = source.metadata.state_dict_metadata.values()
+    assert stored.marker is not None and stored.objects is not None
+    described = stored.metadata.state_dict_metadata.values()
     values = sum(isinstance(item, BytesStorageMetadata) for item in described)
     named = Counts(
         tensors=len(described) - values,
         blobs=values,
-        objects=len(source.objects),
-        total_bytes=sum(entry.size_bytes for entry in source.objects),
+        objects=len(stored.objects),
+        total_bytes=sum(entry.size_bytes for entry in stored.objects),
     )
-    if source.marker.counts != named:
-        text = f"{MARKER_KEY}: counts {source.marker.counts}, the index has {named}"
+    if stored.marker.counts != named:
+        text = f"{MARKER_KEY}: counts {stored.marker.counts}, the index has {named}"
         yield Damage(MARKER_KEY, "counts", text=text)
 
 
 class _GoneCheck:
     """A check for whether the checkpoint or only an object is gone, which asks the store once."""
 
-    def __init__(self, store: ObjectStore, source: StoredCheckpoint) -> None:
-        self._ask: Callable[[ObjectNotFoundError], Exception] | None = lambda error: source.explain(
+    def __init__(self, store: ObjectStore, stored: StoredCheckpoint) -> None:
+        self._ask: Callable[[ObjectNotFoundError], Exception] | None = lambda error: stored.explain(
             store, error
         )
 
@@ -385,31 +385,31 @@ class _GoneCheck:
             self._ask = None
 
 
-def _payload(source: StoredCheckpoint) -> Iterator[Span[_Piece]]:
+def _payload(stored: StoredCheckpoint) -> Iterator[Span[_Piece]]:
     """Yield every block of every item."""
-    for (key, _), stored in source.items.items():
-        yield from _blocks(key, stored)
+    for (key, _), location in stored.items.items():
+        yield from _blocks(key, location)
 
 
-def _blocks(key: str, stored: ItemLocation) -> Iterator[Span[_Piece]]:
-    assert stored.digests is not None
-    for number in range(-(-stored.payload_length // BLOCK_SIZE_BYTES)):
+def _blocks(key: str, location: ItemLocation) -> Iterator[Span[_Piece]]:
+    assert location.digests is not None
+    for number in range(-(-location.payload_length // BLOCK_SIZE_BYTES)):
         start = number * BLOCK_SIZE_BYTES
-        end = min(start + BLOCK_SIZE_BYTES, stored.payload_length)
-        digest = stored.digests[number * DIGEST_SIZE_BYTES : (number + 1) * DIGEST_SIZE_BYTES]
+        end = min(start + BLOCK_SIZE_BYTES, location.payload_length)
+        digest = location.digests[number * DIGEST_SIZE_BYTES : (number + 1) * DIGEST_SIZE_BYTES]
         yield Span(
-            stored.object_number,
-            stored.payload_offset + start,
-            stored.payload_offset + end,
+            location.object_number,
+            location.payload_offset + start,
+            location.payload_offset + end,
             _Piece(key, number, digest),
         )
 
 
 def _between(
-    source: StoredCheckpoint, payload: Sequence[Span[_Piece]], object_numbers: Iterable[int]
+    stored: StoredCheckpoint, payload: Sequence[Span[_Piece]], object_numbers: Iterable[int]
 ) -> list[Span[_Piece]]:
     """Return the bytes between the payloads of these objects, in pieces of at most a block."""
-    assert source.objects is not None
+    assert stored.objects is not None
     taken: dict[int, list[tuple[int, int]]] = {number: [] for number in object_numbers}
     for span in payload:
         if span.object_number in taken:
@@ -417,7 +417,7 @@ def _between(
     spans: list[Span[_Piece]] = []
     for object_number, stretches in taken.items():
         position = number = 0
-        ends = (source.objects[object_number].size_bytes,) * 2
+        ends = (stored.objects[object_number].size_bytes,) * 2
         for start, end in [*sorted(stretches), ends]:
             while position < start:
                 stop = min(start, position + BLOCK_SIZE_BYTES)

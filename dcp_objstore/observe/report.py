@@ -140,7 +140,7 @@ class SummaryLine:
         """Do nothing: the line is logged at once."""
 
 
-class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
+class _Tqdm(tqdm):  # type: ignore[misc]  # tqdm has no types
     """tqdm without its thread that redraws bars."""
 
     monitor_interval = 0
@@ -148,7 +148,7 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
 
 # tqdm's own lock belongs to multiprocessing: a killed rank would leave it behind, and a helper
 # process would complain about it. One process draws these bars, so a thread lock is enough.
-_Bar.set_lock(threading.RLock())
+_Tqdm.set_lock(threading.RLock())
 
 
 class Bar:
@@ -173,7 +173,7 @@ class Bar:
         """Start the bar when the size is known, then advance it."""
         match event:
             case Planned():
-                self._bar = _Bar(
+                self._bar = _Tqdm(
                     desc=self._label,
                     total=event.size_bytes,
                     unit="B",

@@ -32,7 +32,7 @@ from dcp_objstore.read import api as load_api
 from dcp_objstore.run import claim_run as run_claim
 from dcp_objstore.run import upkeep
 from dcp_objstore.run.housekeeping import Retainer
-from dcp_objstore.run.preemption import Notice
+from dcp_objstore.run.preemption import PreemptionWatch
 from dcp_objstore.run.resume import ResumeReport, load_newest
 from dcp_objstore.run.retention import RetentionPolicy, as_policy
 from dcp_objstore.run.saves import Busy, RunSaves, check_busy
@@ -213,7 +213,7 @@ class CheckpointManager:
         self._on_busy = on_busy
         self._user_metadata = check_user_metadata(user_metadata)
         self._save_on_preemption = save_on_preemption
-        self._notice = Notice(preemption_signals, preemption_check)
+        self._preemption = PreemptionWatch(preemption_signals, preemption_check)
         self._claims_run = claim_run
         self._group_given = process_group
         self._config = config
@@ -258,7 +258,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         """Start to catch signals. A collective."""
         self._begin()
-        self._notice.install()
+        self._preemption.install()
         return self
 
     def __exit__(
@@ -290,7 +290,7 @@ class CheckpointManager:
                 self._saves.end()
         finally:
             self._end()
-        self._notice.raise_held()
+        self._preemption.raise_held()
 
     def _save_last(self) -> None:
         """Save the last step, unless it was saved or the settings forbid it."""
@@ -317,7 +317,7 @@ class CheckpointManager:
         self._unclosed.detach()
         if self._consensus is not None:
             self._consensus.close()
-        self._notice.restore()
+        self._preemption.restore()
 
     def _abandon(self, error: BaseException) -> None:
         """Wait for the save under way on this rank alone: other ranks may be anywhere."""
@@ -404,9 +404,9 @@ class CheckpointManager:
                 known = saves.knows(step)
                 if not known:
                     self.save(step, state, metrics=metrics, user_metadata=user_metadata)
-                self._notice.raise_held()
+                self._preemption.raise_held()
                 return not known
-            self._notice.raise_held()
+            self._preemption.raise_held()
         if saves.knows(step) or not (due or _TIMER in reasons):
             return False
         return (
@@ -511,7 +511,7 @@ class CheckpointManager:
     def _ask(self) -> frozenset[str]:
         """Return what this rank wants the ranks to agree on. Called in the consensus thread."""
         wanted = set()
-        if not self._preempted and self._notice.came():
+        if not self._preempted and self._preemption.announced():
             wanted.add(_PREEMPTED)
         if self._saves is not None and self._every_seconds is not None and is_first(self._group):
             passed_seconds = time.monotonic() - self._saves.begun_at

@@ -1,4 +1,4 @@
-"""`Notice`: the signals and checks that announce that a job must end soon."""
+"""`PreemptionWatch`: notices the signals and checks that announce that a job must end."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from dcp_objstore.forking import in_forked_child
 from dcp_objstore.observe.report import logger
 
 # A forked child inherits the handlers, but nothing there checks whether a signal came.
-_installed: weakref.WeakSet[Notice] = weakref.WeakSet()
+_installed: weakref.WeakSet[PreemptionWatch] = weakref.WeakSet()
 
 
 def _restore_in_child() -> None:
-    for notice in list(_installed):
-        notice.restore()
+    for watch in list(_installed):
+        watch.restore()
 
 
 in_forked_child(_restore_in_child)
 
 
-class Notice:
-    """Records that a signal came, instead of ending the job, or calls a check.
+class PreemptionWatch:
+    """Records that a signal came, so that it does not end the job, or calls a check.
 
     A handler runs between two instructions of the main thread, even while that holds a lock. So it
     takes no lock: it sets one attribute and calls the Python handler that was installed before.
@@ -48,11 +48,8 @@ class Notice:
         self._warned = False
         self._held: BaseException | None = None
 
-    def came(self) -> bool:
-        """Return whether the job must end. Errors of the check are logged.
-
-        May take as long as the check does.
-        """
+    def announced(self) -> bool:
+        """Return whether the job must end. Calls the check, and logs its errors."""
         if self._signalled or self._check is None:
             return self._signalled
         try:

@@ -40,7 +40,7 @@ _SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Leaf:
     """A value of the state that is not a dict or a list to descend into.
 
     Attributes:
@@ -108,15 +108,15 @@ class ConvertedState:
         self.optimizers: dict[Place, Place] = {}
         self.per_rank: dict[Place, bool] = {}
         self._loading = loading
-        self._parts: list[_Part] = []
+        self._leaves: list[_Leaf] = []
         self.state_dict: dict[str, Any] = {}
         try:
             for path, value in leaves:
-                self._parts.append(self._convert(path, value, modules))
+                self._leaves.append(self._convert(path, value, modules))
             if loading:
-                _refuse_tensors_on_meta(self._parts)
+                _refuse_tensors_on_meta(self._leaves)
             self._check_names_of_ranks()
-            converted = {part.path: _plain(part.given, part.path) for part in self._parts}
+            converted = {leaf.path: _plain(leaf.given, leaf.path) for leaf in self._leaves}
             self.state_dict = _rebuilt(state, converted)
         except BaseException:
             self.undo()
@@ -124,35 +124,35 @@ class ConvertedState:
         if not loading:
             self.undo()
 
-    def _convert(self, path: Path, value: Any, modules: Mapping[Path, torch.nn.Module]) -> _Part:
+    def _convert(self, path: Path, value: Any, modules: Mapping[Path, torch.nn.Module]) -> _Leaf:
         if isinstance(value, torch.nn.Module):
-            return _Part(path, value, _module_state(value))
+            return _Leaf(path, value, _module_state(value))
         if isinstance(value, torch.optim.Optimizer):
             place = _module_of(value, modules, path)
             self.optimizers[_place(path)] = _place(place)
             given = _optimizer_state(value, modules[place], path)
-            return _Part(path, value, given, modules[place])
+            return _Leaf(path, value, given, modules[place])
         if isinstance(value, PerRank):
-            return _Part(path, value, self._convert_per_rank(path, value))
+            return _Leaf(path, value, self._convert_per_rank(path, value))
         if isinstance(value, Stateful):
-            return _Part(path, value, value.state_dict())
+            return _Leaf(path, value, value.state_dict())
         if isinstance(value, tuple) and _has_parts(value):
             raise StateMismatchError(
                 "a tuple is stored as one pickled value; put modules, optimizers, Stateful objects"
                 " and sharded tensors into a list or a dict",
                 key=_name(path),
             )
-        return _Part(path, value, value)
+        return _Leaf(path, value, value)
 
     def _check_names_of_ranks(self) -> None:
         """Refuse a value whose name is also that of a rank's value of a `PerRank`."""
         for place in self.per_rank:
             prefix = _name(place) + "."
-            for part in self._parts:
-                name = _name(part.path)
+            for leaf in self._leaves:
+                name = _name(leaf.path)
                 if name.startswith(prefix) and name.removeprefix(prefix).isdecimal():
                     raise StateMismatchError(
-                        f"{_shown(part.path)} has the same name as a rank's value of the PerRank at"
+                        f"{_shown(leaf.path)} has the same name as a rank's value of the PerRank at"
                         f" {_shown(place)}; rename one of them",
                         key=name,
                     )
@@ -190,37 +190,37 @@ class ConvertedState:
             StateMismatchError: a list of Stateful objects was saved with another length.
             Exception: any error that a `load_state_dict` raises.
         """
-        loaded = [(part, _at(self.state_dict, part.path)) for part in self._parts]
+        loaded = [(leaf, _at(self.state_dict, leaf.path)) for leaf in self._leaves]
         # Modules first: an optimizer's state is matched to its module's parameters.
         for kinds in ((torch.nn.Module,), (torch.optim.Optimizer,), ()):
-            for part, found in loaded:
-                first = isinstance(part.value, torch.nn.Module | torch.optim.Optimizer)
-                if isinstance(part.value, kinds) if kinds else not first:
-                    if isinstance(part.value, PerRank):
-                        part.value.fill(found)
+            for leaf, found in loaded:
+                first = isinstance(leaf.value, torch.nn.Module | torch.optim.Optimizer)
+                if isinstance(leaf.value, kinds) if kinds else not first:
+                    if isinstance(leaf.value, PerRank):
+                        leaf.value.fill(found)
                     else:
-                        self._restore_one(part, _alike(part.given, found), without_state)
+                        self._restore_one(leaf, _alike(leaf.given, found), without_state)
 
     def _restore_one(
-        self, part: _Part, loaded: Any, without_state: Collection[tuple[Place, str]]
+        self, leaf: _Leaf, loaded: Any, without_state: Collection[tuple[Place, str]]
     ) -> None:
-        if isinstance(part.value, torch.nn.Module):
+        if isinstance(leaf.value, torch.nn.Module):
             if loaded:
-                set_model_state_dict(part.value, loaded)
-        elif isinstance(part.value, torch.optim.Optimizer):
-            assert part.module is not None
+                set_model_state_dict(leaf.value, loaded)
+        elif isinstance(leaf.value, torch.optim.Optimizer):
+            assert leaf.module is not None
             for optimizer, parameter in without_state:
-                if optimizer == _place(part.path):
+                if optimizer == _place(leaf.path):
                     del loaded["state"][parameter]
             # Not strict: the planner has already checked the state of each parameter.
             options = StateDictOptions(strict=False)
-            set_optimizer_state_dict(part.module, part.value, loaded, options=options)
-        elif isinstance(part.value, Stateful):
-            part.value.load_state_dict(loaded)
-        elif isinstance(part.value, list) and isinstance(loaded, list):
-            part.value[:] = loaded
-        elif loaded is not part.value:
-            _at(self._state, part.path[:-1], by_str=False)[part.path[-1]] = loaded
+            set_optimizer_state_dict(leaf.module, leaf.value, loaded, options=options)
+        elif isinstance(leaf.value, Stateful):
+            leaf.value.load_state_dict(loaded)
+        elif isinstance(leaf.value, list) and isinstance(loaded, list):
+            leaf.value[:] = loaded
+        elif loaded is not leaf.value:
+            _at(self._state, leaf.path[:-1], by_str=False)[leaf.path[-1]] = loaded
 
 
 def _refuse_module_on_meta(path: Path, module: torch.nn.Module) -> None:
@@ -250,9 +250,9 @@ def _refuse_module_on_meta(path: Path, module: torch.nn.Module) -> None:
     )
 
 
-def _refuse_tensors_on_meta(parts: Iterable[_Part]) -> None:
+def _refuse_tensors_on_meta(leaves: Iterable[_Leaf]) -> None:
     """Raise if tensors of the state, or of a Stateful object's state, have no memory."""
-    names = [name for part in parts for name in _on_meta(part.given, part.path)]
+    names = [name for leaf in leaves for name in _on_meta(leaf.given, leaf.path)]
     if names:
         raise UnsupportedError(
             f"the state has tensors on the meta device, with no memory to load into"

@@ -66,7 +66,7 @@ class _Saves:
 _saves = PerProcess(_Saves)
 
 
-class _Outcome(Future[T]):
+class _WatchedFuture(Future[T]):
     """A future that records whether its result or exception was asked for."""
 
     def __init__(self) -> None:
@@ -107,8 +107,8 @@ class AsyncSaveHandle:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.staging_completion: Future[None] = _Outcome()
-        self.upload_completion: Future[SaveReport] = _Outcome()
+        self.staging_completion: Future[None] = _WatchedFuture()
+        self.upload_completion: Future[SaveReport] = _WatchedFuture()
         self._running = False
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -174,7 +174,7 @@ class AsyncSaveHandle:
 
     @property
     def _error_seen(self) -> bool:
-        return self._raised or cast(_Outcome[SaveReport], self.upload_completion).seen
+        return self._raised or cast(_WatchedFuture[SaveReport], self.upload_completion).seen
 
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
         self._error = error
@@ -198,7 +198,7 @@ class AsyncSaveHandle:
             if not self._running:
                 self._end(None, error)
 
-    def _run(self, save: _Save) -> None:
+    def _run(self, save: _StagedSave) -> None:
         with _saves.here.lock:
             if self.done():
                 return  # Ctrl-C came as the thread was started
@@ -302,11 +302,11 @@ def async_save(
     raise_on_all(refused, aim(writer), calls, _EVERY_RANK)
     assert writer is not None
     return _begin(
-        _Save(writer, saves), state, on_busy, calls, wait_for_staging=bool(wait_for_staging)
+        _StagedSave(writer, saves), state, on_busy, calls, wait_for_staging=bool(wait_for_staging)
     )
 
 
-class _Save:
+class _StagedSave:
     """Everything that one save needs until it has ended."""
 
     def __init__(self, writer: ObjectStoreWriter, group: dist.ProcessGroup | None) -> None:
@@ -355,7 +355,7 @@ class _Save:
 
 
 def _begin(
-    save: _Save,
+    save: _StagedSave,
     state: Mapping[str, Any],
     on_busy: Literal["wait", "raise"],
     calls: dist.ProcessGroup | None,

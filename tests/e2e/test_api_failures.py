@@ -356,8 +356,8 @@ def test_a_background_save_ends_whatever_the_programs_own_code_raises(
 ) -> None:
     url = memory_url()
     dos.save({"w": torch.ones(2)}, url)
-    go_on, run = threading.Event(), async_api._Save.run
-    monkeypatch.setattr(async_api._Save, "run", lambda save: go_on.wait(30) and run(save))
+    go_on, run = threading.Event(), async_api._StagedSave.run
+    monkeypatch.setattr(async_api._StagedSave, "run", lambda save: go_on.wait(30) and run(save))
     if what == "filter":
         monkeypatch.setattr(logging.getLogger("dcp_objstore"), "filters", [end_program])
     state = {"own": RaisesFrozen()} if what == "error" else {"w": torch.ones(2)}

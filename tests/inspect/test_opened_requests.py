@@ -142,7 +142,7 @@ def test_a_pickled_opening_reads_on_and_carries_no_secret() -> None:
     target = Target("s3://bucket/run", options, None)
     private = dos.Checkpoint(
         target,
-        ckpt._source,
+        ckpt._stored,
         verify=True,
         trust_pickle=False,
         event_settings=EventSettings(None, None),

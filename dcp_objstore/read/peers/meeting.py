@@ -73,7 +73,7 @@ class Offer:
 
 def make_offer(
     url: str | None,
-    source: StoredCheckpoint | None,
+    stored: StoredCheckpoint | None,
     planned: PlannedLoad | None,
     group_ranks: tuple[int, ...] | None,
     config: TransferConfig,
@@ -81,7 +81,7 @@ def make_offer(
     verify: bool,
 ) -> Offer:
     """Make this rank's offer; `group_ranks` or `planned` is None if it loads by itself."""
-    commit_id = None if source is None else source.commit_id
+    commit_id = None if stored is None else stored.commit_id
     if planned is None or group_ranks is None:
         return Offer(url, commit_id, current_rank())
     needs, selections = needs_of(planned.reads, planned.spans)
@@ -183,11 +183,11 @@ def open_once(
                 wait_for(broadcast)
                 raise
     wait_for(broadcast)
-    source = found[0]
-    if isinstance(source, DcpObjstoreError):
-        raise source
-    assert source is not None
-    return source
+    stored = found[0]
+    if isinstance(stored, DcpObjstoreError):
+        raise stored
+    assert stored is not None
+    return stored
 
 
 def all_arrived(meeting: str, count: int, config: TransferConfig, url: str) -> bool:

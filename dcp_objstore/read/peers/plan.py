@@ -147,7 +147,7 @@ def plan_exchange(
 
 
 @dataclass(slots=True)
-class _Block:
+class _SharedBlock:
     """A block that several ranks need, with the rows of each rank."""
 
     object_number: int
@@ -156,7 +156,7 @@ class _Block:
     wants: dict[int, list[tuple[int, int, int, int]]]  # rank: (low, high, packed_bytes, read)
 
 
-def _split(needs: Sequence[Needs]) -> tuple[list[_Block], list[int]]:
+def _split(needs: Sequence[Needs]) -> tuple[list[_SharedBlock], list[int]]:
     """Return the shared blocks, ordered by place, and the bytes that each rank alone needs."""
     rows = np.concatenate(list(needs)) if needs else np.empty(0, NEED)
     ranks = np.repeat(np.arange(len(needs)), [len(n) for n in needs])
@@ -181,15 +181,15 @@ def _split(needs: Sequence[Needs]) -> tuple[list[_Block], list[int]]:
             ranks[low : high + 1].tolist(), rows[low : high + 1].tolist(), strict=True
         ):
             wants.setdefault(rank, []).append(row[3:])
-        blocks.append(_Block(number, start, end, wants))
+        blocks.append(_SharedBlock(number, start, end, wants))
     return blocks, loads.tolist()
 
 
 def _merge(
-    blocks: Sequence[_Block], request_size_bytes: int, gap_bytes: int
-) -> Iterator[list[_Block]]:
+    blocks: Sequence[_SharedBlock], request_size_bytes: int, gap_bytes: int
+) -> Iterator[list[_SharedBlock]]:
     """Group neighbouring blocks that the same ranks need, up to the size of a request."""
-    run: list[_Block] = []
+    run: list[_SharedBlock] = []
     end = 0
     for block in blocks:
         if (
@@ -209,7 +209,7 @@ def _merge(
         yield run
 
 
-def _assign(runs: Iterator[list[_Block]], loads: list[int]) -> Iterator[SharedRequest]:
+def _assign(runs: Iterator[list[_SharedBlock]], loads: list[int]) -> Iterator[SharedRequest]:
     """Assign each run to the rank that has the least to fetch among those that need it."""
     sequences = [0] * len(loads)
     for run in runs:
@@ -229,7 +229,7 @@ def _assign(runs: Iterator[list[_Block]], loads: list[int]) -> Iterator[SharedRe
         sequences[fetcher] += 1
 
 
-def _message(run: Sequence[_Block], rank: int) -> tuple[Segment, ...]:
+def _message(run: Sequence[_SharedBlock], rank: int) -> tuple[Segment, ...]:
     """Return the message for `rank`; stretches with small gaps between them become one."""
     rows = [(block, *row) for block in run for row in block.wants[rank]]
     packed = [Segment(b.start, b.end, size, read) for b, _, _, size, read in rows if size]
