@@ -62,6 +62,7 @@ from dcp_objstore.errors import (
     RetryableError,
     SupersededError,
 )
+from dcp_objstore.observe.report import first_few
 from dcp_objstore.stores.protocol import ObjectStore, Version
 from dcp_objstore.transfer.workers import WAVE, in_waves
 
@@ -353,11 +354,10 @@ def _log_dropped(run: ObjectStore, dropped: Sequence[Step]) -> None:
         return
     names = [step.name for step in reversed(dropped)]
     _log.warning(
-        "%s: this job went back to an earlier step, so these %d steps no longer count: %s%s",
+        "%s: this job went back to an earlier step, so these %d steps no longer count: %s",
         run.url,
         len(names),
-        ", ".join(names[:8]),
-        ", ..." if len(names) > 8 else "",
+        first_few(names, 8),
     )
     for step in dropped:
         if step.marker.pins:

@@ -22,6 +22,7 @@ import torch
 from dcp_objstore.compat.archive import ZIP_START
 from dcp_objstore.compat.vetting import vet
 from dcp_objstore.errors import CheckpointCorruptError, UntrustedPickleError
+from dcp_objstore.observe.report import first_few
 
 # Optimizers store thousands of equal numbers (lr, betas, eps) as equal bodies, and a test-load
 # takes about 60 microseconds. So results are kept for 1024 bodies of up to 4 KiB.
@@ -161,9 +162,7 @@ def refused_globals(
     if not unsafe:
         # Torch names no global. The value is damaged if the checksums, which torch ignores, differ.
         return "a pickle that torch refuses by weights_only=True" if _is_whole(body) else None
-    names = sorted(unsafe - inert or unsafe)
-    shown = ", ".join(name[:200] for name in names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+    return first_few([name[:200] for name in sorted(unsafe - inert or unsafe)], 5)
 
 
 def _unsafe_globals(body: bytes) -> set[str] | None:

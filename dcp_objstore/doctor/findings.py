@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from dcp_objstore.config import MIB
 from dcp_objstore.errors import (
     BucketNotFoundError,
     CorruptDataError,
@@ -131,13 +130,6 @@ def summary(error: DcpObjstoreError) -> str:
     answer, said = answer_of(error), advice_on(type(error))
     text = f"{said}: {answer}" if answer and said else error.message
     return textwrap.shorten(text, _LONGEST_TEXT, placeholder=" …")
-
-
-def size_text(count_bytes: int) -> str:
-    """Format a number of bytes in MiB or GiB."""
-    if count_bytes >= 1024 * MIB:
-        return f"{count_bytes / (1024 * MIB):.1f} GiB"
-    return f"{count_bytes / MIB:.1f} MiB"
 
 
 def advice_for(check: str, error: DcpObjstoreError, url: StoreUrl) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import probe
 from dcp_objstore.config import MIB
-from dcp_objstore.doctor.findings import Finding, failed, size_text, summary
+from dcp_objstore.doctor.findings import Finding, failed, summary
 from dcp_objstore.errors import (
     CredentialsError,
     DcpObjstoreError,
@@ -17,6 +17,7 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     PermissionDeniedError,
 )
+from dcp_objstore.observe.report import size_text
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 
 if TYPE_CHECKING:

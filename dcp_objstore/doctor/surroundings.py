@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from dcp_objstore.doctor.findings import Finding, failed, size_text, summary
+from dcp_objstore.doctor.findings import Finding, failed, summary
 from dcp_objstore.errors import (
     BucketNotFoundError,
     ConfigError,
@@ -22,6 +22,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
+from dcp_objstore.observe.report import size_text
 from dcp_objstore.stores.diagnosis.identity import Identity, identify
 from dcp_objstore.stores.diagnosis.server import ask_server, named_server
 from dcp_objstore.stores.fsspec.errors import status_and_code

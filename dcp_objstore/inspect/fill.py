@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
@@ -19,7 +19,7 @@ from dcp_objstore.inspect.selection import check_covered
 from dcp_objstore.read.plan import plan_load
 from dcp_objstore.read.session import run_load
 from dcp_objstore.state.geometry import Box
-from dcp_objstore.state.memory import is_quantized
+from dcp_objstore.state.memory import is_quantized, narrow
 
 if TYPE_CHECKING:
     import io
@@ -141,12 +141,8 @@ class _Filling(LoadPlanner):
         self.values: dict[str, Any] = {}
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        tensor = self._tensors[read_item.dest_index.fqn]
-        for dim, (offset, size) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            tensor = tensor.narrow(dim, offset, size)
-        return tensor
+        box = Box(tuple(read_item.dest_offsets), tuple(read_item.lengths))
+        return narrow(self._tensors[read_item.dest_index.fqn], box)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         pass
@@ -165,14 +161,7 @@ class _Filling(LoadPlanner):
                 f"the value cannot be loaded: {type(error).__name__}: {error}", key=key
             ) from error
 
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
+    def _no_plan(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("this planner makes no plans")
 
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError("this planner makes no plans")
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        raise NotImplementedError("this planner makes no plans")
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        raise NotImplementedError("this planner makes no plans")
+    set_up_planner = create_local_plan = create_global_plan = finish_plan = _no_plan

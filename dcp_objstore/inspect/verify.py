@@ -20,6 +20,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.observe.events import Planned, Verified
+from dcp_objstore.observe.report import first_few
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, block_digest
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
@@ -183,8 +184,7 @@ class _Comparison:
         number = self._stored.object_keys.index(object_key)
         items = self._stored.items.items()
         keys = list(dict.fromkeys(k for (k, _), s in items if s.object_number == number))
-        more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-        held = f"; it held {', '.join(keys[:_SHOWN])}{more}" if keys else ""
+        held = f"; it held {first_few(keys, _SHOWN)}" if keys else ""
         text = f"{object_key}: the object is missing{held}"
         self.damaged.add(Damage(object_key, "missing", text=text))
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -109,6 +110,12 @@ def size_text(count_bytes: float) -> str:
         if count_bytes >= size:
             return f"{count_bytes / size:.2f} {unit}"
     return f"{count_bytes:.0f} B"
+
+
+def first_few(names: Sequence[str], most: int) -> str:
+    """Join names with commas; of more than `most`, only the first ones and the number of others."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 class SummaryLine:

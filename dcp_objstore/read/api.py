@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
@@ -19,10 +19,10 @@ from dcp_objstore.distributed.failures import (
 from dcp_objstore.distributed.groups import count_ranks, current_rank, sync_group
 from dcp_objstore.distributed.plugin import aim, reporting_failures, single_process_is_fine
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError
-from dcp_objstore.observe.report import logger
+from dcp_objstore.observe.report import first_few, logger
 from dcp_objstore.read.planner import AgreeingLoadPlanner
 from dcp_objstore.read.reader import ObjectStoreReader
-from dcp_objstore.state.state_dict import ConvertedState, Place
+from dcp_objstore.state.state_dict import ConvertedState
 
 if TYPE_CHECKING:
     import os
@@ -160,29 +160,22 @@ def _run_load(
             raise
         raise extended(error, _PARTLY).with_traceback(error.__traceback__) from error.__cause__
     if strict:
-        _warn_of_missing_state(url, planner.without_state)
+        if planner.without_state and not current_rank():
+            logger.warning(
+                "%s has no optimizer state for %d parameters; the optimizer starts without it (%s)",
+                url,
+                len(planner.without_state),
+                first_few([name for _, name in sorted(planner.without_state)], 5),
+            )
     elif planner.missing and not current_rank():
         logger.warning(
-            "%s does not have %d keys of the state; their values stay as they are (%s%s)",
+            "%s does not have %d keys of the state; their values stay as they are (%s)",
             url,
             len(planner.missing),
-            ", ".join(planner.missing[:5]),
-            ", ..." if len(planner.missing) > 5 else "",
+            first_few(planner.missing, 5),
         )
     if reader.last_load is None:  # read_data leaves the raising to the rank that failed
         raise RankFailedError("another rank has failed without reporting its error", url=url)
     return dataclasses.replace(
         reader.last_load, missing=planner.missing, unexpected=planner.unexpected
     )
-
-
-def _warn_of_missing_state(url: str, without_state: Collection[tuple[Place, str]]) -> None:
-    if without_state and not current_rank():
-        first = ", ".join(name for _, name in sorted(without_state)[:5])
-        logger.warning(
-            "%s has no optimizer state for %d parameters; the optimizer starts without it (%s%s)",
-            url,
-            len(without_state),
-            first,
-            ", ..." if len(without_state) > 5 else "",
-        )

@@ -182,11 +182,12 @@ def _sweep_one(
             base=base,
             dry_run=dry_run,
         )
-    except LostRaceError as error:
-        return CheckpointSweep(url=spec.url, outcome="lost", reason=error.message, dry_run=dry_run)
-    except (CorruptDataError, UnsupportedError) as error:
+    except (LostRaceError, CorruptDataError, UnsupportedError) as error:
         return CheckpointSweep(
-            url=spec.url, outcome="damaged", reason=error.message, dry_run=dry_run
+            url=spec.url,
+            outcome="lost" if isinstance(error, LostRaceError) else "damaged",
+            reason=error.message,
+            dry_run=dry_run,
         )
 
 

@@ -42,8 +42,6 @@ from dcp_objstore.stores.target import Target
 from dcp_objstore.write import async_save as async_api
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.observe.events import OnEvent
 
@@ -261,12 +259,7 @@ class CheckpointManager:
         self._preemption.install()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Close the run; after an error in the body, wait for the save under way on this rank."""
         if error is None:
             self.close()

@@ -127,36 +127,40 @@ class KeepBest(RetentionPolicy):
         return frozenset(step for _, step in heapq.nlargest(self.n, ranked))
 
 
-class KeepAny(RetentionPolicy):
+class _Combination(RetentionPolicy):
+    """A policy that combines others."""
+
+    def __init__(self, *policies: RetentionPolicy) -> None:
+        name = type(self).__name__
+        if not policies:
+            raise ConfigError(f"{name} needs at least one policy")
+        for policy in policies:
+            if not isinstance(policy, RetentionPolicy):
+                raise ConfigError(f"{name} takes retention policies, got {policy!r}")
+        self.policies = policies
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}{self.policies!r}"
+
+
+class KeepAny(_Combination):
     """Keeps the steps that at least one of the policies keeps.
 
     Raises:
         ConfigError: there is no argument, or one is not a policy.
     """
 
-    def __init__(self, *policies: RetentionPolicy) -> None:
-        self.policies = _checked("KeepAny", policies)
-
-    def __repr__(self) -> str:
-        return f"KeepAny{self.policies!r}"
-
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
         """Return the steps that any of the policies keeps."""
         return frozenset().union(*(policy.keeps(steps) for policy in self.policies))
 
 
-class KeepAll(RetentionPolicy):
+class KeepAll(_Combination):
     """Keeps the steps that every one of the policies keeps.
 
     Raises:
         ConfigError: there is no argument, or one is not a policy.
     """
-
-    def __init__(self, *policies: RetentionPolicy) -> None:
-        self.policies = _checked("KeepAll", policies)
-
-    def __repr__(self) -> str:
-        return f"KeepAll{self.policies!r}"
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
         """Return the steps that all of the policies keep."""
@@ -204,14 +208,3 @@ def plan_deletions(
 def _check_count(name: str, n: object) -> None:
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ConfigError(f"{name} needs a whole number of at least 1, got {n!r}")
-
-
-def _checked(name: str, policies: tuple[object, ...]) -> tuple[RetentionPolicy, ...]:
-    if not policies:
-        raise ConfigError(f"{name} needs at least one policy")
-    found = []
-    for policy in policies:
-        if not isinstance(policy, RetentionPolicy):
-            raise ConfigError(f"{name} takes retention policies, got {policy!r}")
-        found.append(policy)
-    return tuple(found)

@@ -32,8 +32,6 @@ from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.ranges import RangeRequest
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Buffer
 
     from dcp_objstore.config import TransferConfig
@@ -258,12 +256,7 @@ class Inbound:
     def __enter__(self) -> Inbound:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         with ExitStack() as stack:  # finish each lane, even if another raises
             for lane in self._lanes.values():
                 stack.callback(self._finish, lane, failed=error is not None)

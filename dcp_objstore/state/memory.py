@@ -36,16 +36,20 @@ def byte_memory(tensor: torch.Tensor) -> ByteArray | None:
     worker thread. (`tensor.numpy()` is not used, because the storage could not be resized after it,
     nor `np.from_dlpack`, which makes read-only arrays in older versions of NumPy.)
     """
-    if (
-        tensor.device.type != "cpu"
-        or type(tensor) is not torch.Tensor
-        or tensor.is_conj()
-        or tensor.is_neg()
-        or not tensor.is_contiguous()
-        or not tensor.numel()
-    ):
+    if tensor.device.type != "cpu" or not _is_raw(tensor):
         return None
     return np.asarray(_Exposed(tensor))
+
+
+def _is_raw(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has elements, and its memory holds their values one after the other."""
+    return (
+        type(tensor) is torch.Tensor
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.is_contiguous()
+        and tensor.numel() > 0
+    )
 
 
 class _Lent:
@@ -73,13 +77,7 @@ def lend(array: ByteArray, give_back: Callable[[], object]) -> ByteArray:
 
 def device_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the bytes of a contiguous tensor of any device as a view; None if impossible."""
-    if (
-        type(tensor) is not torch.Tensor
-        or tensor.is_conj()
-        or tensor.is_neg()
-        or not tensor.is_contiguous()
-        or not tensor.numel()
-    ):
+    if not _is_raw(tensor):
         return None
     # Not `view(-1)`, which keeps the stride of a single element that lies in a larger tensor.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

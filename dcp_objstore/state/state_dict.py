@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
 from dcp_objstore.errors import StateMismatchError, UnsupportedError
+from dcp_objstore.observe.report import first_few
 from dcp_objstore.state.per_rank import PerRank
 
 # A path in the state: keys of dicts as the user has them, and numbers in lists.
@@ -241,9 +242,11 @@ def _refuse_module_on_meta(path: Path, module: torch.nn.Module) -> None:
     if not saved:
         return
     fill = [name for name in on_meta if name in unsaved]
-    then = f". Then compute the buffers that no checkpoint has ({_first(fill)})" if fill else ""
+    then = (
+        f". Then compute the buffers that no checkpoint has ({first_few(fill, 3)})" if fill else ""
+    )
     raise UnsupportedError(
-        f"this module is on the meta device and has no memory to load into ({_first(saved)});"
+        f"this module is on the meta device and has no memory to load into ({first_few(saved, 3)});"
         ' before you load, and before you make its optimizer, call to_empty(device="cuda") on it,'
         f" or name another device{then}",
         key=_name(path),
@@ -256,7 +259,7 @@ def _refuse_tensors_on_meta(leaves: Iterable[_Leaf]) -> None:
     if names:
         raise UnsupportedError(
             f"the state has tensors on the meta device, with no memory to load into"
-            f" ({_first(names)}); replace each with torch.empty_like(tensor, device=...)",
+            f" ({first_few(names, 3)}); replace each with torch.empty_like(tensor, device=...)",
             key=names[0],
         )
 
@@ -270,11 +273,6 @@ def _on_meta(value: Any, path: Path) -> Iterator[str]:
             yield from _on_meta(item, (*path, number))
     elif isinstance(value, torch.Tensor) and value.device.type == "meta":
         yield _name(path)
-
-
-def _first(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _module_state(module: torch.nn.Module) -> dict[str, Any]:
@@ -393,19 +391,26 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
-def same_name(state_dict: Mapping[str, Any]) -> StateMismatchError | None:
-    """Return the error for two values with the same name in a checkpoint; None if all differ."""
-    places: dict[str, Path] = {}
-    for path, _ in _leaves(state_dict):
-        name = _name(path)
-        if name in places:
-            return StateMismatchError(
-                f"{_shown(places[name])} and {_shown(path)} have the same name in a checkpoint;"
-                " rename one of them",
-                key=name,
-            )
-        places[name] = path
-    return None
+@contextlib.contextmanager
+def naming_what_clashes(state_dict: Mapping[str, Any]) -> Iterator[None]:
+    """Name both values if DCP's flattening raises because they have the same name.
+
+    DCP's ValueError contains only the name.
+    """
+    try:
+        yield
+    except ValueError:
+        places: dict[str, Path] = {}
+        for path, _ in _leaves(state_dict):
+            name = _name(path)
+            if name in places:
+                raise StateMismatchError(
+                    f"{_shown(places[name])} and {_shown(path)} have the same name in a checkpoint;"
+                    " rename one of them",
+                    key=name,
+                ) from None
+            places[name] = path
+        raise
 
 
 def _shown(path: Path) -> str:
@@ -482,18 +487,3 @@ def _at(value: Any, path: Path, *, by_str: bool = True) -> Any:
                 key=_name(path[:number]),
             )
     return value
-
-
-@contextlib.contextmanager
-def naming_what_clashes(state_dict: Mapping[str, Any]) -> Iterator[None]:
-    """Name both values when DCP's flattening finds that they have one name.
-
-    DCP's ValueError contains only the name.
-    """
-    try:
-        yield
-    except ValueError:
-        clash = same_name(state_dict)
-        if clash is None:
-            raise
-        raise clash from None

@@ -36,8 +36,6 @@ from dcp_objstore.transfer.workers import DaemonPool
 from dcp_objstore.waiting import STEP_SECONDS, result_of, wait_in_steps
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Buffer
 
     from dcp_objstore.read.plan import PlannedLoad
@@ -247,12 +245,7 @@ class Exchange:
     def __enter__(self) -> Exchange:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Send an error to the other ranks, if they still wait for this rank."""
         with self._thread:
             if error is not None:
