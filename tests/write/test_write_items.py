@@ -1,4 +1,4 @@
-"""Write items that are kept from save to save are those that DCP would make anew."""
+"""Write items that are kept from save to save are those that DCP would make again."""
 
 from __future__ import annotations
 
