@@ -68,7 +68,7 @@ def reporting_failures(plugin: Plugin | None) -> Iterator[None]:
         raise
 
 
-def aim(plugin: Plugin | None) -> str | None:
+def url_of(plugin: Plugin | None) -> str | None:
     """Return the checkpoint's URL for errors; None if an argument was refused."""
     return None if plugin is None else plugin.checkpoint_id
 

@@ -17,7 +17,7 @@ from dcp_objstore.distributed.failures import (
     typed_failures,
 )
 from dcp_objstore.distributed.groups import count_ranks, current_rank, sync_group
-from dcp_objstore.distributed.plugin import aim, reporting_failures, single_process_is_fine
+from dcp_objstore.distributed.plugin import reporting_failures, single_process_is_fine, url_of
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError
 from dcp_objstore.observe.report import first_few, logger
 from dcp_objstore.read.planner import AgreeingLoadPlanner
@@ -122,7 +122,7 @@ def load(
         with reporting_failures(reader):
             # With read_once the load begins with a collective, so all ranks must agree on it first.
             raise_on_all(
-                refused or failed, aim(reader), group, advice, {"read_once": bool(read_once)}
+                refused or failed, url_of(reader), group, advice, {"read_once": bool(read_once)}
             )
             assert reader is not None
             assert converted is not None

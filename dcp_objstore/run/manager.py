@@ -36,8 +36,7 @@ from dcp_objstore.run.preemption import PreemptionWatch
 from dcp_objstore.run.resume import ResumeReport, load_newest
 from dcp_objstore.run.retention import RetentionPolicy, as_policy
 from dcp_objstore.run.saves import Busy, RunSaves, check_busy
-from dcp_objstore.run.steps import step_numbers, step_url
-from dcp_objstore.run.values import check_step, intervals
+from dcp_objstore.run.steps import check_step, step_numbers, step_url
 from dcp_objstore.stores.target import Target
 from dcp_objstore.write import async_save as async_api
 
@@ -206,7 +205,7 @@ class CheckpointManager:
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
         self._url = Target(url, storage_options, config).spec.url.rstrip("/")
-        self._every, self._every_seconds = intervals(save_every, save_every_seconds)
+        self._every, self._every_seconds = _intervals(save_every, save_every_seconds)
         check_busy(on_busy)
         self._on_busy = on_busy
         self._user_metadata = check_user_metadata(user_metadata)
@@ -622,3 +621,24 @@ class CheckpointManager:
         self._begin()
         left = on_first(change, self._url, self._group)
         self._retainer.set_pinned(step, pinned=bool(left))
+
+
+def _intervals(
+    every: int | timedelta | None, every_seconds: float | None
+) -> tuple[int | None, float | None]:
+    """Return the interval between saves in steps and in seconds; None for one that is not given.
+
+    Raises:
+        ConfigError: an interval is not positive, or there are two times.
+    """
+    if isinstance(every, timedelta):
+        if every_seconds is not None:
+            raise ConfigError("save_every is a time, so save_every_seconds must be left out")
+        return _intervals(None, every.total_seconds())
+    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+        raise ConfigError(
+            f"save_every must be a number of steps of at least 1, or a timedelta, got {every!r}"
+        )
+    if every_seconds is not None and not every_seconds > 0:
+        raise ConfigError(f"the time between saves must be positive, got {every_seconds!r}")
+    return every, every_seconds

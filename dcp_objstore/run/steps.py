@@ -1,16 +1,18 @@
-"""The steps of a run: their names, and `steps`, which lists those that count. No torch.
+"""The steps of a run: numbers, names, values, and `steps`, which lists those that count. No torch.
 
 The rules are those of `checkpoint.claim`; the functions here take URLs.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.checkpoint import claim as rule
+from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.target import Target
@@ -103,6 +105,12 @@ def steps(
     )
 
 
+def check_step(step: object) -> None:
+    """Raise ConfigError unless the step is a whole number, 0 or more."""
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
+        raise ConfigError(f"a step must be a whole number, 0 or more, got {step!r}")
+
+
 def step_url(run_url: str, step: int) -> str:
     """Return the URL of a step's checkpoint."""
     return f"{run_url.rstrip('/')}/step-{step}"
@@ -132,3 +140,45 @@ def step_numbers(run_url: str, newest: int | None, **access: Any) -> tuple[int, 
 def opener(run: StoreSpec) -> Callable[[str], ObjectStore]:
     """Return a function that opens the store of a step of the run, by the step's name."""
     return lambda name: run.at(f"{run.url}/{name}").open()
+
+
+def described_by(
+    step: int,
+    of_run: Mapping[str, Any],
+    of_step: Mapping[str, object] | None,
+    metrics: Mapping[str, object] | None,
+) -> dict[str, Any]:
+    """Return the user's values for the marker of a step, which `ls` shows.
+
+    Args:
+        step: number of the step.
+        of_run: the values that all steps of the run have.
+        of_step: the values of this step.
+        metrics: the metrics of this step.
+
+    Raises:
+        ConfigError: a value cannot be stored as JSON.
+    """
+    found = {"step": step, **of_run, **(of_step or {})}
+    if metrics is not None:
+        if not isinstance(metrics, Mapping):
+            raise ConfigError(f"metrics must be a mapping, got {type(metrics).__name__}")
+        found["metrics"] = {name: _number(name, value) for name, value in metrics.items()}
+    return check_user_metadata(found)
+
+
+def _number(name: object, value: object) -> object:
+    """Convert a metric to a JSON value.
+
+    A tensor or NumPy number becomes its value. NaN and infinities, which JSON cannot hold, become
+    text: a loss that has diverged is no reason to lose a checkpoint.
+    """
+    item = getattr(value, "item", None)
+    if callable(item):
+        try:
+            value = item()
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"the metric {name!r} is not a single number: {error}") from error
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -16,7 +16,7 @@ from dcp_objstore.distributed.failures import (
     typed_failures,
 )
 from dcp_objstore.distributed.groups import count_ranks, sync_group
-from dcp_objstore.distributed.plugin import aim, reporting_failures, single_process_is_fine
+from dcp_objstore.distributed.plugin import reporting_failures, single_process_is_fine, url_of
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.write.planner import AgreeingSavePlanner
 from dcp_objstore.write.writer import ObjectStoreWriter
@@ -109,7 +109,7 @@ def save(
     # Also on a rank whose arguments were refused: some modules make their state in collectives.
     converted, failed = capture(lambda: ConvertedState(state, loading=False))
     with reporting_failures(writer):
-        raise_on_all(refused or failed, aim(writer), group, advice)
+        raise_on_all(refused or failed, url_of(writer), group, advice)
         assert writer is not None
         assert converted is not None
         return run_save(writer, converted.state_dict, group)
