@@ -1,7 +1,7 @@
-"""State of this process, and what becomes of it in a forked child.
+"""State of this process, which a forked child must make again.
 
-A child has none of its parent's threads: a lock that one of them held stays held, and a transfer
-that one of them ran never ends.
+A forked child does not have its parent's threads. A lock that one of them held stays locked there,
+and a transfer that one of them ran never ends.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ def in_forked_child(renew: Callable[[], object]) -> None:
 
 
 class PerProcess(Generic[T]):
-    """Holds one object per process; a forked child makes its own.
+    """Holds an object of this process; a forked child makes its own.
 
-    Use it at module level only: it is never collected.
+    It is never collected, so use it at module level only.
 
     Args:
-        make: called at once, and in each child.
+        make: makes the object. Called at once, and in each forked child.
 
     Attributes:
-        here: the object.
+        here: the object of this process.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        # A parent's object is not freed in a child: its finalizers may need what does not work
-        # there, such as calls of CUDA, which unpin memory.
+        # The parent's object is not freed in a child, because its finalizers may not work there:
+        # those of pinned memory call CUDA.
         self._inherited: list[T] = []
         self.here = make()
         in_forked_child(self._renew)

@@ -1,9 +1,8 @@
 """Everything that the package uses of torch's private API.
 
-Private names may move in any release, so each stands here once, behind a name of this project, and
-`tests/test_torch_private.py` calls each on the torch that is installed. A docstring names the
-releases in which it was found. Names of classes inside pickles are data, not API; those stay in
-`compat`.
+Private names may change in any release. So each is used only here, behind a name of this project,
+and `tests/test_torch_private.py` calls each with the installed torch. The docstrings name the
+releases that have it. The names of classes in pickles are data, not API; they are in `compat`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def is_registered(group: dist.ProcessGroup) -> bool:
 
 
 def count_groups() -> int:
-    """Return how many groups this rank is in. The next group's name has it. torch 2.9 to 2.14."""
+    """Return the number of groups of this rank, part of the next one's name. torch 2.9 to 2.14."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
@@ -61,7 +60,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def local_tensor(value: DTensor) -> torch.Tensor:
-    """Return this rank's shard as it is held; no autograd and no waiting. torch 2.9 to 2.14.
+    """Return this rank's shard itself, without autograd or waiting. torch 2.9 to 2.14.
 
     `DTensor.to_local` makes a new tensor, and waits for a collective that is under way.
     """
@@ -69,12 +68,12 @@ def local_tensor(value: DTensor) -> torch.Tensor:
 
 
 def spec_of(value: DTensor) -> Any:
-    """Return its mesh, placements, and global shape and strides. torch 2.9 to 2.14."""
+    """Return the mesh, placements, global shape and strides of a DTensor. torch 2.9 to 2.14."""
     return value._spec
 
 
 def dtensor(local: torch.Tensor, spec: Any) -> DTensor:
-    """Make a `DTensor` of a shard and what `spec_of` returned. Not a collective. torch 2.9 to 2.14.
+    """Make a `DTensor` of a shard and a spec. Not a collective. torch 2.9 to 2.14.
 
     `DTensor.from_local` would need the strides, and cannot take uneven shards without them.
     """
@@ -82,7 +81,7 @@ def dtensor(local: torch.Tensor, spec: Any) -> DTensor:
 
 
 def wait_for_collective(tensor: torch.Tensor) -> None:
-    """Wait for the collective whose result this is, if it is one's. torch 2.9 to 2.14."""
+    """Wait for the collective that makes this tensor, if there is one. torch 2.9 to 2.14."""
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor.wait()
 
@@ -93,10 +92,10 @@ def non_persistent_buffers(module: torch.nn.Module) -> Collection[str]:
 
 
 class StagesAtOnce:
-    """Base of an `AsyncStager` whose `stage` returns when all is copied. torch 2.9 to 2.14.
+    """Base of an `AsyncStager` whose `stage` copies everything. torch 2.9 to 2.14.
 
-    `AsyncStager` is a protocol with a private member: without it, `dcp.async_save` does not take a
-    writer for a stager.
+    `AsyncStager` is a protocol with a private member. Without that member, `dcp.async_save` does
+    not accept a writer as a stager.
     """
 
     _synchronize_after_execute = False
@@ -107,12 +106,12 @@ class StagesAtOnce:
         return self._synchronize_after_execute
 
 
-# What pickles hold.
+# Names in pickles.
 
-# `StorageInfo`, where an item lies, and `MemoryFormatEncoding` stand in each `.metadata`:
-# torch 2.9 to 2.14, under their own private names.
+# Each `.metadata` contains `StorageInfo` (the place of an item) and `MemoryFormatEncoding`, under
+# their private names. torch 2.9 to 2.14.
 
-# The function by which a pickle names a layout, such as `torch.strided`; torch 2.9 to 2.14.
+# The function by which a pickle refers to a layout, such as `torch.strided`. torch 2.9 to 2.14.
 layout_by_name = torch.serialization._get_layout
 
 

@@ -1,9 +1,9 @@
-"""Waiting, in steps where something must be looked at meanwhile.
+"""Wait for futures, events and queues, in short steps where that is necessary.
 
-Ctrl-C reaches the main thread only. A signal that comes in the instant before a thread begins to
-wait interrupts nothing, and Python looks at it again only when the waiting ends; so the main thread
-waits in short steps. Another thread waits without waking unless it has something to look at: each
-waking takes the GIL from a training loop.
+Ctrl-C reaches the main thread only. A signal that comes just before that thread begins to wait
+interrupts nothing, and Python handles it only when the wait ends. So the main thread waits in short
+steps. Other threads wait in one step, unless they have to check something meanwhile: each time a
+thread wakes up, it takes the GIL from the training loop.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# The longest that Ctrl-C goes unseen, or that another thread's request to stop does.
+# The longest time until Ctrl-C, or another thread's request to stop, is noticed.
 STEP_SECONDS = 0.25
-# Between two looks at whether a transfer has stalled, where no Ctrl-C can come.
+# The time between two checks for a stalled transfer, in threads that Ctrl-C does not reach.
 WATCH_SECONDS = 1.0
 
 
@@ -41,10 +41,10 @@ def wait_in_steps(
     """Call `wait` until it returns True or the time is over; return whether it did.
 
     Args:
-        wait: blocks for at most that many seconds, or without end for None.
-        timeout_seconds: None: no limit.
-        look: called between two steps. What it raises ends the waiting.
-        step_seconds: the length of a step outside the main thread. None: one step.
+        wait: blocks for at most the given number of seconds; without a limit if it is None.
+        timeout_seconds: how long to wait. Default: without a limit.
+        look: called between two steps. If it raises, the wait ends.
+        step_seconds: length of a step outside the main thread. Default: a single step.
     """
     step = STEP_SECONDS if in_main_thread() else step_seconds
     if step is None:
@@ -67,7 +67,7 @@ def result_of(
     look: Callable[[], object] | None = None,
     step_seconds: float | None = None,
 ) -> T:
-    """Return `future.result(timeout_seconds)`; for the arguments see `wait_in_steps`."""
+    """Return `future.result(timeout_seconds)`; the arguments are those of `wait_in_steps`."""
     ended = partial(_has_ended, future)
     if wait_in_steps(ended, timeout_seconds, look=look, step_seconds=step_seconds):
         return future.result(0)
@@ -93,7 +93,7 @@ def take(
     look: Callable[[], object] | None = None,
     step_seconds: float | None = None,
 ) -> T:
-    """Return `source.get()`; for the other arguments see `wait_in_steps`."""
+    """Return `source.get()`; the other arguments are those of `wait_in_steps`."""
     taken: list[T] = []
 
     def get(timeout_seconds: float | None) -> bool:

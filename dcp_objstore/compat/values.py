@@ -4,7 +4,7 @@ DCP stores a value that is not a tensor with `torch.save`, and its planner reads
 `weights_only=False`, which executes any code in the pickle. So each value is first test-loaded with
 `weights_only=True`. A value is accepted if torch allows its types (including those that the user
 has declared with `torch.serialization.add_safe_globals`), or if they are on this package's list of
-types that run no code (`vetting`). Nothing process-wide is changed.
+types that run no code (`compat.vet`). Nothing process-wide is changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 import torch
 
 from dcp_objstore.compat.archive import ZIP_START
-from dcp_objstore.compat.vetting import vet
+from dcp_objstore.compat.vet import vet
 from dcp_objstore.errors import CheckpointCorruptError, UntrustedPickleError
 from dcp_objstore.observe.report import first_few
 

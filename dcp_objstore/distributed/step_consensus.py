@@ -109,7 +109,7 @@ class StepConsensus:
 
     def start(self) -> None:
         """Start polling in a daemon thread."""
-        spawn(self._watch, "boundaries")
+        spawn(self._watch, "step-consensus")
 
     def reached(self) -> frozenset[str]:
         """Count a boundary. The main thread of every rank calls this at each boundary.

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from dcp_objstore.compat.values import refused_globals
-from dcp_objstore.compat.vetting import vet
+from dcp_objstore.compat.vet import vet
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     DcpObjstoreError,

@@ -24,7 +24,7 @@ from dcp_objstore.transfer.digests import block_digests
 from dcp_objstore.transfer.parts import part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
-from dcp_objstore.transfer.upload import Uploaded, upload_object
+from dcp_objstore.transfer.upload import upload_object
 from dcp_objstore.transfer.workers import DaemonPool, wait_for, worker_number
 from dcp_objstore.write.layout import ChangedSlice, Layout, item_bytes
 from dcp_objstore.write.planner import AgreeingSavePlanner
@@ -107,7 +107,10 @@ def upload_items(
             finally:
                 layout.is_over = True
             _check_changed(store, key, layout.changed)
-            stored = _stored_object(key, uploaded, layout, save.spec.url)
+            entry = ix.ObjectEntry(
+                key, uploaded.size_bytes, uploaded.version.e_tag, layout.framing_digest
+            )
+            stored = StoredObject(entry, uploaded.parts, save.spec.url)
             objects.append(stored)
             results.extend(_write_results(stored, layout))
     return results, objects
@@ -147,11 +150,6 @@ def _emitting(channel: Channel) -> Callable[[ByteArray], bytes]:
         return digests
 
     return digests_of
-
-
-def _stored_object(key: str, uploaded: Uploaded, layout: Layout, url: str) -> StoredObject:
-    entry = ix.ObjectEntry(key, uploaded.size_bytes, uploaded.version.e_tag, layout.framing_digest)
-    return StoredObject(entry, uploaded.parts, url)
 
 
 def _write_results(stored: StoredObject, layout: Layout) -> list[WriteResult]:

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 from dcp_objstore.compat import values
 from dcp_objstore.compat.values import check_safe, warn_unsafe_value
-from dcp_objstore.compat.vetting import vet
+from dcp_objstore.compat.vet import vet
 from dcp_objstore.errors import CheckpointCorruptError, UntrustedPickleError
 from tests.support import hostile, hostile_cases
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from dcp_objstore import torch_private
-from dcp_objstore.distributed.failures import typed_failures
-from dcp_objstore.distributed.groups import current_rank
+from dcp_objstore.distributed.failures import from_first, typed_failures
+from dcp_objstore.distributed.groups import current_rank, is_first
 from dcp_objstore.distributed.plugin import typed
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.report import logger
@@ -168,26 +168,20 @@ def open_once(
         DcpObjstoreError: opening failed; all ranks raise the same error.
         RankFailedError: a rank has died.
     """
-    found: list[StoredCheckpoint | DcpObjstoreError | None] = [None]
-
-    def broadcast() -> None:
-        with typed_failures(url, group):
-            dist.broadcast_object_list(found, group=group, group_src=0)
-
-    if dist.get_rank(group) == 0:
+    found: StoredCheckpoint | DcpObjstoreError | None = None
+    if is_first(group):
         try:
-            found = [open_it()]
+            found = open_it()
         except BaseException as error:
-            found = [typed(error, current_rank(), url)]
+            found = typed(error, current_rank(), url)
             if not isinstance(error, Exception):  # on this rank Ctrl-C is raised as it is
-                wait_for(broadcast)
+                wait_for(from_first, found, url, group)
                 raise
-    wait_for(broadcast)
-    stored = found[0]
-    if isinstance(stored, DcpObjstoreError):
-        raise stored
-    assert stored is not None
-    return stored
+    found = wait_for(from_first, found, url, group)
+    if isinstance(found, DcpObjstoreError):
+        raise found
+    assert found is not None
+    return found
 
 
 def all_arrived(meeting: str, count: int, config: TransferConfig, url: str) -> bool:
