@@ -114,11 +114,6 @@ class Ring:
         self._lock = threading.Lock()
         self._made = 0
 
-    @property
-    def made(self) -> int:
-        """Number of slots allocated so far."""
-        return self._made
-
     def try_acquire(self) -> Slot | None:
         """Return a slot to write to, or None if all slots are in use."""
         try:

@@ -46,7 +46,6 @@ _GATHERED_BYTES = 8 * MIB
 # More than the framing of a small payload.
 _FRAMING_BYTES = 64 * 1024
 
-
 # One word in this many bytes of a large tensor's memory is compared again after its upload. That
 # takes 1.5 ms of processor time per GiB, and finds every change of at least this many contiguous
 # bytes.
@@ -261,17 +260,22 @@ class Layout:
         offset = self._position + padding
         payload_offset = self._position + len(lead)
         self._position = payload_offset + size_bytes + len(frame.trailer)
+        self._place(item, offset, payload_offset, size_bytes, payload.dtype, digest)
+
+    def _place(
+        self,
+        item: WriteItem,
+        offset: int,
+        payload_offset: int,
+        size_bytes: int,
+        dtype: torch.dtype,
+        digests: bytes | list[Future[bytes]],
+    ) -> None:
+        """Note the place of an item that ends here, with a raw payload."""
+        length = self._position - offset
+        name = constant_name(dtype)
         self.placed.append(
-            Placed(
-                item,
-                offset,
-                self._position - offset,
-                payload_offset,
-                size_bytes,
-                False,
-                constant_name(payload.dtype),
-                digest,
-            )
+            Placed(item, offset, length, payload_offset, size_bytes, False, name, digests)
         )
 
     def _large_tensor(
@@ -302,18 +306,7 @@ class Layout:
         digests = hashing if known is None else known
         self._position += size_bytes
         self._frame(frame.trailer)
-        self.placed.append(
-            Placed(
-                item,
-                offset,
-                self._position - offset,
-                payload_offset,
-                size_bytes,
-                False,
-                constant_name(payload.dtype),
-                digests,
-            )
-        )
+        self._place(item, offset, payload_offset, size_bytes, payload.dtype, digests)
 
     def _watched(self, piece: ByteArray, words: ByteArray, found: ChangedSlice) -> ByteArray:
         """Return the slice; compare its words again when the transport releases it."""
