@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor import empty as empty_dtensor
+from torch.distributed.tensor import DTensor, Shard, empty as empty_dtensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from benchmarks.settings import GIB, Settings

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING
 
 from dcp_objstore.config import TransferConfig

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_objstore.checkpoint import commit
-from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint import commit, index as ix
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
 from dcp_objstore.checkpoint.read import explain_object
 from dcp_objstore.compat.foreign import decode_metadata

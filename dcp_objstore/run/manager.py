@@ -29,8 +29,7 @@ from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.report import LoadReport, SaveReport, logger
 from dcp_objstore.read import api as load_api
-from dcp_objstore.run import claim_run as run_claim
-from dcp_objstore.run import upkeep
+from dcp_objstore.run import claim_run as run_claim, upkeep
 from dcp_objstore.run.housekeeping import Retainer
 from dcp_objstore.run.preemption import PreemptionWatch
 from dcp_objstore.run.resume import ResumeReport, load_newest

@@ -22,8 +22,7 @@ from dcp_objstore.run import claim_run as run_claim
 from dcp_objstore.run.housekeeping import Retainer
 from dcp_objstore.run.steps import check_step, described_by, step_url
 from dcp_objstore.transfer.workers import spawn
-from dcp_objstore.write import api
-from dcp_objstore.write import async_save as async_api
+from dcp_objstore.write import api, async_save as async_api
 
 if TYPE_CHECKING:
     import torch.distributed as dist

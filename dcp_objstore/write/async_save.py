@@ -14,8 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
 
 from dcp_objstore.distributed.failures import (

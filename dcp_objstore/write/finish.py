@@ -9,8 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from dcp_objstore.checkpoint import commit
-from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint import commit, index as ix
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.compat.dot_metadata import encode_metadata

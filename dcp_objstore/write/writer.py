@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_objstore.checkpoint import commit, probe
-from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint import commit, index as ix, probe
 from dcp_objstore.checkpoint.claim import check_claim, confirm, refuse_uncounted
 from dcp_objstore.checkpoint.clock import deadline_seconds_for
 from dcp_objstore.checkpoint.marker import check_user_metadata

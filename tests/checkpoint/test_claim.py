@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dcp_objstore.checkpoint import claim as rule
-from dcp_objstore.checkpoint import commit as commits
+from dcp_objstore.checkpoint import claim as rule, commit as commits
 from dcp_objstore.checkpoint.claim import ClaimRecord, RunClaim, decode_claim, encode_claim
 from dcp_objstore.checkpoint.commit import CommitResult
 from dcp_objstore.checkpoint.delete import delete
@@ -47,8 +46,7 @@ from tests.support.memory_store import (
     Put,
     TickingClock,
 )
-from tests.support.upkeep import DESCRIBED, AgedStore, loose, named, upload
-from tests.support.upkeep import finish as finish_upload
+from tests.support.upkeep import DESCRIBED, AgedStore, finish as finish_upload, loose, named, upload
 
 
 class Dead(BaseException):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError, UnsupportedError

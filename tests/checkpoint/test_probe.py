@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dcp_objstore.checkpoint import commit as commits
-from dcp_objstore.checkpoint import probe as probes
+from dcp_objstore.checkpoint import commit as commits, probe as probes
 from dcp_objstore.checkpoint.commit import BeginToken
 from dcp_objstore.errors import (
     BucketNotFoundError,

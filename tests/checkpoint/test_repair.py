@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_objstore.checkpoint import commit as commits
-from dcp_objstore.checkpoint import probe
+from dcp_objstore.checkpoint import commit as commits, probe
 from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
 from dcp_objstore.checkpoint.repair import RepairReport, repair

@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint import metadata as stock
+from hypothesis import given, settings, strategies as st
+from torch.distributed.checkpoint import filesystem, metadata as stock
 
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.errors import (

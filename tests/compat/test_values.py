@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dcp_objstore.compat import values
 from dcp_objstore.compat.values import check_safe, warn_unsafe_value

@@ -21,8 +21,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint import index as ix
@@ -31,8 +30,7 @@ from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.compat.transforms import check_archive
 from dcp_objstore.compat.values import check_safe
 from dcp_objstore.read.stored_checkpoint import open_rooted
-from tests.support import hostile
-from tests.support import pickles as p
+from tests.support import hostile, pickles as p
 from tests.support.memory_store import MemoryStore
 from tests.support.stock_checkpoints import check_promises
 

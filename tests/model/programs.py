@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
-from dcp_objstore.checkpoint import commit as commits
-from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint import commit as commits, index as ix
 from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.pins import pin, unpin
 from dcp_objstore.checkpoint.read import explain_missing

@@ -21,8 +21,7 @@ from typing import Any, TypeAlias
 from unittest import mock
 
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.checkpoint.marker import Marker as RealMarker
-from dcp_objstore.checkpoint.marker import decode_marker
+from dcp_objstore.checkpoint.marker import Marker as RealMarker, decode_marker
 from dcp_objstore.checkpoint.names import is_beacon_key, is_ours, parse_data_key, parse_index_key
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.errors import DcpObjstoreError, PreconditionFailedError

@@ -25,8 +25,7 @@ from dcp_objstore.errors import (
     RetryableError,
 )
 from tests.model import reference
-from tests.model.actors import BELIEVED
-from tests.model.actors import Actor as ModelActor
+from tests.model.actors import BELIEVED, Actor as ModelActor
 from tests.model.configs import CODE_LACKS
 from tests.model.faults import CRASH, KINDS, Fault
 from tests.model.firsts import (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dcp_objstore.read.peers.plan import NEED, Needs, SharedRequest, plan_exchange
 

@@ -22,8 +22,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
-from dcp_objstore.run import housekeeping as retaining
-from dcp_objstore.run import manager
+from dcp_objstore.run import housekeeping as retaining, manager
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import async_save as async_api
 from tests.support.servers import Bucket

@@ -6,8 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.run.retention import (

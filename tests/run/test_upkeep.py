@@ -14,8 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint import commit as commits
-from dcp_objstore.checkpoint import probe as probes
+from dcp_objstore.checkpoint import commit as commits, probe as probes
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, data_key, new_nonce
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.read import open_committed

@@ -5,8 +5,7 @@ import math
 
 import numpy as np
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dcp_objstore.state.geometry import Box, Selection, collapse, plan_copies
 

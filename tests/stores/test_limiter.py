@@ -7,8 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dcp_objstore.errors import TransferStalledError
 from dcp_objstore.stores.admission.bounds import (

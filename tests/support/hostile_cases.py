@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from dcp_objstore.checkpoint import index as ix
-from tests.support import hostile as h
-from tests.support import pickles as p
+from tests.support import hostile as h, pickles as p
 from tests.support.hostile import add, add_all
 
 BIG = 1 << 62

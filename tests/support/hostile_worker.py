@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import filesystem, planner
-from torch.distributed.checkpoint import metadata as stock
+from torch.distributed.checkpoint import filesystem, metadata as stock, planner
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_objstore as dos

@@ -7,8 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TypeAlias
 
-from dcp_objstore.checkpoint import commit as commits
-from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint import commit as commits, index as ix
 from dcp_objstore.checkpoint.commit import BeginToken, CommitResult
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import data_key, is_ours, new_nonce

@@ -28,10 +28,12 @@ from dcp_objstore.observe.events import AnyEvent, Hashed
 from dcp_objstore.observe.report import size_text
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.wrappers import Request, Verb, WrappedStore
-from dcp_objstore.write import finish as committing
-from dcp_objstore.write import layout
-from dcp_objstore.write import upload_items as uploading
-from dcp_objstore.write import writer as writer_module
+from dcp_objstore.write import (
+    finish as committing,
+    layout,
+    upload_items as uploading,
+    writer as writer_module,
+)
 from tests.support.checkpoints import cause
 from tests.support.servers import Bucket
 from tests.support.wrapped_stores import Fault, FaultStore

@@ -22,10 +22,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 import dcp_objstore as dos
 from dcp_objstore.transfer import digests
-from dcp_objstore.write import async_save as async_api
-from dcp_objstore.write import upload_items as uploading
-from dcp_objstore.write.staging import regions, stager
-from dcp_objstore.write.staging import state as staging
+from dcp_objstore.write import async_save as async_api, upload_items as uploading
+from dcp_objstore.write.staging import regions, stager, state as staging
 from dcp_objstore.write.staging.memory import StagingMemory
 from dcp_objstore.write.staging.state import StagedState, Staging, stage
 from tests.support.checkpoints import HookPlanner
