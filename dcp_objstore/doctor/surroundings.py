@@ -97,9 +97,7 @@ def versions(spec: StoreSpec) -> Finding:
 
 def _over_fsspec(spec: StoreSpec) -> bool:
     """Whether fsspec carries the requests."""
-    own = spec.parsed.scheme in (*_LOCAL, *_OTHER_TOOLS) and "fs" not in (
-        spec.storage_options or {}
-    )
+    own = spec.parsed.scheme in (*_LOCAL, *_OTHER_TOOLS) and "fs" not in spec.storage_options
     return spec.config.transport == "fsspec" or not own
 
 

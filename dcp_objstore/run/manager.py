@@ -34,7 +34,7 @@ from dcp_objstore.run.resume import ResumeReport, SkippedStep, load_newest
 from dcp_objstore.run.retention import RetentionPolicy, as_policy
 from dcp_objstore.run.saves import Busy, RunSaves, check_busy
 from dcp_objstore.run.values import check_step, intervals
-from dcp_objstore.stores.target import Target
+from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import async_save as async_api
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class CheckpointManager:
         on_event: OnEvent | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._url = Target(url, storage_options, config).spec.url.rstrip("/")
+        self._url = StoreSpec(url, storage_options, config).url.rstrip("/")
         self._every, self._every_seconds = intervals(save_every, save_every_seconds)
         check_busy(on_busy)
         self._on_busy = on_busy

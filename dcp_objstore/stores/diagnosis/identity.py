@@ -58,15 +58,13 @@ def identify(spec: StoreSpec) -> Identity | None:
     if scheme == "gs":
         return _gcs(spec)
     if scheme == "az":
-        azure = find_azure_credentials(
-            parse(AzureOptions, spec.storage_options or {}), spec.stripped
-        )
+        azure = find_azure_credentials(parse(AzureOptions, spec.storage_options), spec.stripped)
         return Identity(azure.source, account=azure.account_name)
     return None
 
 
 def _s3(spec: StoreSpec) -> Identity:
-    settings = s3_options(spec.storage_options or {})
+    settings = s3_options(spec.storage_options)
     found = find_s3_credentials(settings, spec.stripped)
     endpoint, region = s3_server(settings, found)
     if settings.anon:
@@ -126,7 +124,7 @@ def _caller(settings: S3Options, region: str) -> tuple[str | None, str | None]:
 
 
 def _gcs(spec: StoreSpec) -> Identity:
-    options = parse(GcsOptions, spec.storage_options or {})
+    options = parse(GcsOptions, spec.storage_options)
     found = find_gcs_credentials(options, gcs_endpoint(options), spec.stripped)
     if found.anonymous:
         return Identity(found.source)

@@ -78,7 +78,7 @@ def named_server(spec: StoreSpec) -> str | None:
         CredentialsError, ConfigError: as for the store.
     """
     endpoint = spec.open().endpoint_url
-    options = spec.storage_options or {}
+    options = spec.storage_options
     if endpoint is None and spec.parsed.scheme == "s3" and "fs" not in options:
         settings = s3_options(options)
         named, _ = s3_server(settings, find_s3_credentials(settings, spec.stripped))
@@ -98,7 +98,7 @@ def _ahead_seconds(date: str | None, ours: datetime) -> float | None:
 
 
 def _bucket_url(spec: StoreSpec) -> tuple[str | None, bool | str]:
-    url, options = spec.parsed, spec.storage_options or {}
+    url, options = spec.parsed, spec.storage_options
     endpoint = named_server(spec)
     verify = options.get("verify", True)
     if url.scheme == "s3":

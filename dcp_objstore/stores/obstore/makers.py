@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import ConfigError
+from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.endpoint import (
     CHECKSUM_VARIABLE,
     gcs_endpoint,
@@ -43,9 +44,8 @@ Make = Callable[[dict[str, Any], dict[str, Any]], "S3Store | GCSStore | AzureSto
 # Checksums that obstore does not have.
 _OF_BOTO3 = ("CRC32", "CRC32C")
 
-_memory: dict[str, MemoryStore] = {}
-_memory_lock = threading.Lock()
-_environ_lock = threading.Lock()
+_memory: PerProcess[dict[str, MemoryStore]] = PerProcess(dict)
+_environ_lock = PerProcess(threading.Lock)
 
 
 def memory_maker(url: StoreUrl) -> Make:
@@ -54,8 +54,7 @@ def memory_maker(url: StoreUrl) -> Make:
     def make(_timeouts: dict[str, Any], _retry: dict[str, Any]) -> MemoryStore:
         from obstore.store import MemoryStore
 
-        with _memory_lock:
-            return _memory.setdefault(url.bucket, MemoryStore())
+        return _memory.here.setdefault(url.bucket, MemoryStore())
 
     return make
 
@@ -128,7 +127,7 @@ def _checksum_variable_unread() -> Iterator[None]:
     It passes over values that are no text. To change a variable in place is harmless to C code that
     reads the environment meanwhile; to remove it and put it back would not be.
     """
-    with _environ_lock:
+    with _environ_lock.here:
         named = os.environ.get(CHECKSUM_VARIABLE)
         if named is None:
             yield

@@ -75,7 +75,7 @@ def open_gcs_uploads(spec: StoreSpec) -> GcsUploads:
             "boto3 is not installed, which lists unfinished uploads to gs://, too: pip install"
             " 'dcp-objstore[gcs,s3]'"
         )
-    url, options = spec.parsed, parse(GcsOptions, spec.storage_options or {})
+    url, options = spec.parsed, parse(GcsOptions, spec.storage_options)
     endpoint = gcs_endpoint(options)
     token = find_gcs_token(options, endpoint, spec.stripped)
     base = server_url(endpoint, use_ssl=True) if endpoint else _GOOGLE

@@ -45,7 +45,7 @@ def open_bucket_uploads(spec: StoreSpec) -> S3Uploads:
     if (
         url.scheme == "gs"
         and spec.config.transport == "native"
-        and "fs" not in (spec.storage_options or {})
+        and "fs" not in spec.storage_options
     ):
         return open_gcs_uploads(spec)
     if url.scheme != "s3":
