@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, InvalidUrlError, RankFailedError
-from dcp_objstore.stores.options.schemes import public_options
+from dcp_objstore.stores.options.schemes import are_known, public_options
 from dcp_objstore.stores.spec import StoreSpec, checked_config
 
 _NO_GROUP_TEXT = "torch.distributed is disabled"
@@ -169,13 +169,14 @@ class Target:
     def __deepcopy__(self, memo: dict[int, Any]) -> Target:
         """Aimed as this thread's is, with secrets: it stays in this process."""
         del memo
-        restore, arguments = _reduce_for_child(self)
-        return restore(*arguments)
+        return _restore_target(self._aimed(), self._storage_options, self.config)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = self._storage_options
-        kept = None if options is None else public_options(options, mask=False)
-        return _restore_target, (self._aimed(), kept, self.config)
+        spec, options = self._aimed(), self._storage_options
+        if spec is not None or options is None:
+            return _restore_target, (spec, None, self.config)  # a spec has the options
+        kept = public_options(options, mask=False, foreign=not are_known(options))
+        return _restore_target, (None, kept, self.config)
 
 
 def _restore_target(

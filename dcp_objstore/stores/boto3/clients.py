@@ -21,8 +21,9 @@ from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.credentials.aws import no_s3_credentials, open_boto3_session
 from dcp_objstore.stores.credentials.base import Credentials
-from dcp_objstore.stores.endpoint import is_virtual, s3_requester_pays, s3_server, server_url
-from dcp_objstore.stores.options.s3 import S3Options, s3_options
+from dcp_objstore.stores.endpoint import is_virtual, s3_server
+from dcp_objstore.stores.options.parse import parse
+from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.s3.checksums import checksums_for
 
 if TYPE_CHECKING:
@@ -81,20 +82,13 @@ class Boto3Clients:
         if importlib.util.find_spec("boto3") is None:
             raise ConfigError("boto3 is not installed: pip install 'dcp-objstore[s3]'")
         self._url = url
-        self._settings = s3_options(options)
+        self._settings = parse(S3Options, options)
         self._config = config
         self._stripped = stripped
         self.max_retries = config.max_retries
         self._of_process: dict[int, _OfProcess] = {}
-        payer = s3_requester_pays(self._settings)
-        self.payer = {"RequestPayer": "requester"} if payer else {}
-        self.sealing: dict[str, str | bool] = {}
-        if self._settings.sse is not None:
-            self.sealing["ServerSideEncryption"] = self._settings.sse
-        if self._settings.sse_kms_key_id is not None:
-            self.sealing["SSEKMSKeyId"] = self._settings.sse_kms_key_id
-        if self._settings.sse_bucket_key is not None:
-            self.sealing["BucketKeyEnabled"] = self._settings.sse_bucket_key
+        self.payer = {"RequestPayer": "requester"} if self._settings.requester_pays else {}
+        self.sealing = self._settings.encryption
         self.endpoint_url = self._mine().endpoint_url
         self.checksums = checksums_for(self._settings, self.endpoint_url)
 
@@ -132,8 +126,6 @@ class Boto3Clients:
             raise no_s3_credentials(self._stripped)
         known = Credentials("boto3", region=found.region, endpoint_url=found.endpoint_url)
         endpoint, region = s3_server(settings, known)
-        if endpoint is not None:
-            endpoint = server_url(endpoint, use_ssl=settings.use_ssl)
         return _OfProcess(found.session, endpoint, region)
 
     def _make(self, name: str, mine: _OfProcess) -> Any:

@@ -1,8 +1,8 @@
-"""Where credentials for GCS come from, in order; nothing here ever prints one.
+"""Find credentials for GCS; nothing here ever prints one.
 
-`anon`; `token`, in every form that gcsfs takes; the GOOGLE_* variables that obstore names; google's
-Application Default Credentials, a machine's metadata service last. All but bare access tokens are
-read by google-auth (extra `gcs`).
+In this order: `anon`; `token`, in every form that gcsfs takes; the GOOGLE_* variables that obstore
+names; Google's Application Default Credentials, a machine's metadata service last. google-auth
+(extra `gcs`) reads all but bare access tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
-from dcp_objstore.stores.credentials.base import Credentials, lost, without_text
+from dcp_objstore.stores.credentials.base import (
+    ANONYMOUS,
+    Credentials,
+    fixed,
+    lost,
+    without_text,
+)
 from dcp_objstore.stores.options.gcs import GcsOptions
 
 _INSTALL = "pip install 'dcp-objstore[gcs]'"
@@ -34,33 +40,30 @@ _ADVICE = (
 )
 
 
-def find_gcs_credentials(
-    options: GcsOptions, base_url: str | None, stripped: tuple[str, ...] = ()
-) -> Credentials:
+def find_gcs_credentials(options: GcsOptions, stripped: tuple[str, ...] = ()) -> Credentials:
     """Find credentials for GCS in the order of the module's docstring.
+
+    An endpoint other than Google's gets no token of the machine's metadata service, unless `token`
+    asks for one.
 
     Args:
         options: the user's options.
-        base_url: an endpoint other than Google's. It gets no token of the machine's metadata
-            service, unless `token` asks for one.
         stripped: names of options that were left behind when the spec was pickled.
 
     Raises:
         CredentialsError: there are none, or google-auth is needed and is not installed.
-        ConfigError: `token` has a form that we do not know.
+        ConfigError: `token` has an unknown form.
     """
-    return replace(_find(options, base_url, stripped), advice=_ADVICE)
+    return replace(_find(options, stripped), advice=_ADVICE)
 
 
-def find_gcs_token(
-    options: GcsOptions, base_url: str | None, stripped: tuple[str, ...] = ()
-) -> Callable[[], str] | None:
-    """What gives an access token each time, for requests of our own; None: anonymous.
+def find_gcs_token(options: GcsOptions, stripped: tuple[str, ...] = ()) -> Callable[[], str] | None:
+    """Return what gives an access token each time it is called; None: anonymous.
 
     Raises:
         CredentialsError, ConfigError: as `find_gcs_credentials`; the first also when it is called.
     """
-    found = find_gcs_credentials(options, base_url, stripped)
+    found = find_gcs_credentials(options, stripped)
     provider = found.provider
     if provider is None:
         return None
@@ -71,28 +74,28 @@ def find_gcs_token(
         except DcpObjstoreError:
             raise
         except Exception as error:
-            # It asks Google or another service, by libraries that raise what they like.
+            # The libraries that ask Google or another service raise errors of any kind.
             raise CredentialsError(f"{found.source}: {error}") from error
 
     return token
 
 
-def _find(options: GcsOptions, base_url: str | None, stripped: tuple[str, ...]) -> Credentials:
+def _find(options: GcsOptions, stripped: tuple[str, ...]) -> Credentials:
     token = options.token
     if options.anon or token == "anon":
-        return Credentials("anonymous", config={"skip_signature": True})
+        return ANONYMOUS
     if token == "cloud":
         return _from_google_auth(_machine_credentials, "the machine's credentials (token='cloud')")
     if token is not None and token != "google_default":
         return _from_token(token)
-    return _from_variables() or _from_defaults(base_url, stripped)
+    return _from_variables() or _from_defaults(options.endpoint_url, stripped)
 
 
 def _from_variables() -> Credentials | None:
-    """By the variables of obstore's: a token, a key, or the path of one."""
+    """Read obstore's variables: a token, a key, or the path of one."""
     bearer = os.environ.get("GOOGLE_BEARER_TOKEN")
     if bearer:
-        return _bare("GOOGLE_BEARER_TOKEN in the environment", bearer)
+        return fixed("GOOGLE_BEARER_TOKEN in the environment", token=bearer)
     for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH"):
         path = os.environ.get(name)
         if path:
@@ -127,7 +130,7 @@ def _from_defaults(base_url: str | None, stripped: tuple[str, ...]) -> Credentia
 
 
 def _from_token(token: object) -> Credentials:
-    """Every form of gcsfs's `token` but the names of methods that are others' business."""
+    """Read any form of gcsfs's `token` but the names of its own ways to log in."""
     what = "the key in storage_options['token']"
     if isinstance(token, Mapping):
         return _from_key(dict(token), what)
@@ -145,7 +148,7 @@ def _from_token(token: object) -> Credentials:
             return _from_key(_parsed(_text(path, what), what), what)
         if token.endswith(".json"):
             raise CredentialsError("the credentials named by storage_options['token'] are missing")
-        return _bare("storage_options", token)
+        return fixed("storage_options", token=token)
     if hasattr(token, "refresh"):
         return _from_google_auth(lambda _: token, "storage_options")
     raise ConfigError(
@@ -155,12 +158,8 @@ def _from_token(token: object) -> Credentials:
     )
 
 
-def _bare(source: str, token: str) -> Credentials:
-    return Credentials(source, lambda: {"token": token, "expires_at": None})
-
-
 def _from_key(key: Mapping[str, Any], what: str) -> Credentials:
-    """By the content of a key; `what` says where it is from."""
+    """Read the content of a key; `what` says where it is from."""
     # gcsfs takes a user's refresh token without the type that gcloud writes with it.
     guessed = "authorized_user" if "refresh_token" in key else "service_account"
     kind = str(key.get("type") or guessed)
@@ -207,7 +206,7 @@ def _text(path: Path, what: str) -> str:
 
 
 def _existing(token: str) -> Path | None:
-    """The key that a token names, if it does; a token may be too long for a name, for one."""
+    """The file that a token names, if any; a token may be too long for a file name."""
     try:
         path = Path(token).expanduser()
         return path if path.is_file() else None
@@ -225,7 +224,7 @@ def _google_auth_is_there() -> bool:
 def _from_google_auth(
     load: Callable[[list[str]], Any], source: str, *, advice: str = _ADVICE
 ) -> Credentials:
-    """By google-auth; `load` gets the scopes, and imports what it needs of it."""
+    """Read credentials by google-auth; `load` gets the scopes and imports what it needs."""
     if not _google_auth_is_there():
         raise CredentialsError(
             f"{source}: google-auth, which reads them, is not installed: {_INSTALL}; or {advice}"
@@ -234,7 +233,7 @@ def _from_google_auth(
 
     try:
         provider = _Provider(source, load([_SCOPE]))
-        return Credentials(source, provider, renewable=True, renew=provider.renew)
+        return Credentials(source, provider, renew=provider.renew)
     except GoogleAuthError as error:
         wrong = f"{source}: {error}"
     except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -245,9 +244,9 @@ def _from_google_auth(
 
 
 class _Provider:
-    """obstore's provider, asked only for a token that is not valid (for long) any more.
+    """obstore's provider; it renews only a token that has ended, or soon will.
 
-    obstore's own always renews, which credentials made of a bare token cannot.
+    The one that comes with obstore always renews, which credentials of a bare token cannot.
     """
 
     def __init__(self, source: str, credentials: Any) -> None:
@@ -266,7 +265,7 @@ class _Provider:
         return {"token": found.token, "expires_at": expires_at}
 
     def renew(self) -> None:
-        """Have another token: the one that we have was refused, however long it is said to last.
+        """Get another token: the present one was refused, however long it is said to last.
 
         Raises:
             CredentialsError: google-auth gives none.

@@ -1,7 +1,7 @@
-"""What any server says in the header of an answer: its clock, and AWS also the bucket's region.
+"""What any server says in the head of an answer: its clock, and AWS also the bucket's region.
 
-Asked without credentials and with Python's own HTTP client, because the transport does not show
-headers. Nothing but a diagnosis may rest on it.
+The request is sent without credentials and by Python's own HTTP client, because the transport does
+not show headers. Nothing but a diagnosis may rest on it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 from dcp_objstore.errors import StoreUnavailableError
 from dcp_objstore.stores.credentials.aws import find_s3_credentials
 from dcp_objstore.stores.credentials.azure import find_azure_credentials
-from dcp_objstore.stores.endpoint import s3_server, server_url, tls_context
+from dcp_objstore.stores.endpoint import s3_server, tls_context
 from dcp_objstore.stores.options.azure import AzureOptions
 from dcp_objstore.stores.options.parse import parse
-from dcp_objstore.stores.options.s3 import s3_options
+from dcp_objstore.stores.options.s3 import S3Options
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.spec import StoreSpec
@@ -44,17 +44,18 @@ class ServerAnswer:
 
 
 def ask_server(spec: StoreSpec) -> ServerAnswer | None:
-    """One HEAD of the bucket, without credentials; None where there is no server.
+    """Send one HEAD of the bucket, without credentials; return None where there is no server.
 
     Raises:
-        StoreUnavailableError: no answer within 5 s (or only through a proxy that we do not know).
+        StoreUnavailableError: no answer within 5 s; one may come only through a proxy.
         CredentialsError, ConfigError: as for the store.
     """
-    url, verify = _bucket_url(spec)
-    if url is None:
+    base = named_server(spec) or _own_server(spec)
+    if base is None or urlsplit(base).scheme not in ("http", "https"):
         return None
-    request = urllib.request.Request(url, method="HEAD")
-    handler = urllib.request.HTTPSHandler(context=tls_context(verify))
+    bucket_url = f"{base.rstrip('/')}/{spec.parsed.bucket}"
+    request = urllib.request.Request(bucket_url, method="HEAD")
+    handler = urllib.request.HTTPSHandler(context=tls_context(_verify(spec)))
     before = datetime.now(UTC)
     try:
         with urllib.request.build_opener(handler).open(request, timeout=_TIMEOUT_SECONDS) as answer:
@@ -78,12 +79,35 @@ def named_server(spec: StoreSpec) -> str | None:
         CredentialsError, ConfigError: as for the store.
     """
     endpoint = spec.open().endpoint_url
-    options = spec.storage_options
-    if endpoint is None and spec.parsed.scheme == "s3" and "fs" not in options:
-        settings = s3_options(options)
-        named, _ = s3_server(settings, find_s3_credentials(settings, spec.stripped))
-        endpoint = server_url(named, use_ssl=settings.use_ssl) if named else None
+    if endpoint is None and spec.parsed.scheme == "s3" and "fs" not in spec.storage_options:
+        endpoint, _ = _s3_server(spec)
     return endpoint
+
+
+def _s3_server(spec: StoreSpec) -> tuple[str | None, str]:
+    settings = parse(S3Options, spec.storage_options)
+    return s3_server(settings, find_s3_credentials(settings, spec.stripped))
+
+
+def _verify(spec: StoreSpec) -> bool | str:
+    if spec.parsed.scheme == "s3" and "fs" not in spec.storage_options:
+        return parse(S3Options, spec.storage_options).verify
+    verify = spec.storage_options.get("verify", True)
+    return verify if isinstance(verify, str) else bool(verify)
+
+
+def _own_server(spec: StoreSpec) -> str | None:
+    """The provider's own server for the bucket; None where there is none, or it is not known."""
+    scheme, options = spec.parsed.scheme, spec.storage_options
+    if scheme == "gs":
+        return "https://storage.googleapis.com"
+    if scheme == "s3" and "fs" not in options:
+        _, region = _s3_server(spec)
+        return f"https://s3.{region}.amazonaws.com"
+    if scheme == "az" and "fs" not in options:
+        found = find_azure_credentials(parse(AzureOptions, options), spec.stripped)
+        return f"https://{found.account_name}.blob.core.windows.net"
+    return None
 
 
 def _ahead_seconds(date: str | None, ours: datetime) -> float | None:
@@ -95,26 +119,3 @@ def _ahead_seconds(date: str | None, ours: datetime) -> float | None:
         return None
     # The header is cut to whole seconds.
     return (theirs.astimezone(UTC) + timedelta(seconds=0.5) - ours).total_seconds()
-
-
-def _bucket_url(spec: StoreSpec) -> tuple[str | None, bool | str]:
-    url, options = spec.parsed, spec.storage_options
-    endpoint = named_server(spec)
-    verify = options.get("verify", True)
-    if url.scheme == "s3":
-        settings = s3_options(options)
-        verify = settings.verify
-        if endpoint is None:
-            found = find_s3_credentials(settings, spec.stripped)
-            _, region = s3_server(settings, found)
-            endpoint = f"https://s3.{region}.amazonaws.com"
-    elif url.scheme == "gs":
-        endpoint = endpoint or "https://storage.googleapis.com"
-    elif url.scheme == "az" and endpoint is None:
-        account = find_azure_credentials(parse(AzureOptions, options), spec.stripped).account_name
-        endpoint = f"https://{account}.blob.core.windows.net"
-    if endpoint is None or urlsplit(endpoint).scheme not in ("http", "https"):
-        return None, True
-    return f"{endpoint.rstrip('/')}/{url.bucket}", verify if isinstance(verify, str) else bool(
-        verify
-    )

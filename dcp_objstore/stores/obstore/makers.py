@@ -16,22 +16,18 @@ from typing import TYPE_CHECKING, Any
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.endpoint import (
-    CHECKSUM_VARIABLE,
-    gcs_endpoint,
-    gcs_payer,
     is_directory_bucket,
     is_virtual,
     s3_checksum,
-    s3_requester_pays,
     s3_server,
     server_url,
     virtual_url,
 )
+from dcp_objstore.stores.options.s3 import CHECKSUM_VARIABLE
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
 
-    from dcp_objstore.stores.credentials.azure import AzureCredentials
     from dcp_objstore.stores.credentials.base import Credentials
     from dcp_objstore.stores.options.azure import AzureOptions
     from dcp_objstore.stores.options.gcs import GcsOptions
@@ -82,29 +78,25 @@ def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> tuple[Ma
     virtual = is_virtual(settings, endpoint, url.bucket)
     config["virtual_hosted_style_request"] = virtual
     client: dict[str, Any] = dict(_tls(settings.verify))
-    base: str | None = None
     if endpoint is not None:
-        base = server_url(endpoint, use_ssl=settings.use_ssl)
-        client["allow_http"] = base.startswith("http://")
+        client["allow_http"] = endpoint.startswith("http://")
         # This field wins over every other, also over those of the environment.
-        config["aws_endpoint_url_s3"] = virtual_url(base, url.bucket) if virtual else base
-    if s3_requester_pays(settings):
+        place = virtual_url(endpoint, url.bucket) if virtual else endpoint
+        config["aws_endpoint_url_s3"] = place
+    if settings.requester_pays:
         config["request_payer"] = True
-    if settings.sse is not None:
-        config["server_side_encryption"] = settings.sse
-    if settings.sse_kms_key_id is not None:
-        config["sse_kms_key_id"] = settings.sse_kms_key_id
-    if settings.sse_bucket_key is not None:
-        config["sse_bucket_key_enabled"] = settings.sse_bucket_key
-    checksum = s3_checksum(settings, base)
+    for name in ("sse", "sse_kms_key_id", "sse_bucket_key"):
+        if (value := getattr(settings, name)) is not None:
+            config[settings.option(name).native[0]] = value
+    checksum = s3_checksum(settings, endpoint)
     if checksum is not None:
-        if checksum.upper() in _OF_BOTO3:
+        if checksum in _OF_BOTO3:
             raise ConfigError(
                 f"transport 'native' sends CRC64NVME or SHA256, not {checksum}; transport 'boto3'"
                 " does"
             )
         config["checksum_algorithm"] = checksum
-    if is_directory_bucket(url.bucket) and base is None:
+    if is_directory_bucket(url.bucket) and endpoint is None:
         # Sessions (CreateSession) and the endpoint of its zone.
         config["s3_express"] = True
 
@@ -117,7 +109,7 @@ def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> tuple[Ma
                 credential_provider=found.provider,
             )
 
-    return make, base
+    return make, endpoint
 
 
 @contextmanager
@@ -147,16 +139,14 @@ def gcs_maker(url: StoreUrl, options: GcsOptions, found: Credentials) -> tuple[M
     """
     from obstore.store import GCSStore
 
-    endpoint = gcs_endpoint(options)
     config: dict[str, Any] = {"bucket": url.bucket, "skip_signature": False, **found.config}
     client: dict[str, Any] = dict(_tls(options.verify))
-    if endpoint is not None:
-        config["base_url"] = server_url(endpoint, use_ssl=True)
+    if options.endpoint_url is not None:
+        config["base_url"] = server_url(options.endpoint_url, use_ssl=True)
         client["allow_http"] = config["base_url"].startswith("http://")
-    payer = gcs_payer(options)
-    if payer:
+    if options.payer:
         # "HTTP headers" of the XML API: the project that is billed.
-        client["default_headers"] = {"x-goog-user-project": payer}
+        client["default_headers"] = {"x-goog-user-project": options.payer}
 
     def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> GCSStore:
         return GCSStore(
@@ -170,7 +160,7 @@ def gcs_maker(url: StoreUrl, options: GcsOptions, found: Credentials) -> tuple[M
 
 
 def azure_maker(
-    url: StoreUrl, options: AzureOptions, found: AzureCredentials
+    url: StoreUrl, options: AzureOptions, found: Credentials
 ) -> tuple[Make, str | None]:
     """For a container of Azure Blob Storage; and its endpoint, None for the provider's own.
 

@@ -27,7 +27,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores.credentials.google import find_gcs_token
-from dcp_objstore.stores.endpoint import gcs_endpoint, gcs_payer, server_url, tls_context
+from dcp_objstore.stores.endpoint import server_url, tls_context
 from dcp_objstore.stores.errors import advice_on, kind_of_answer
 from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.parse import parse
@@ -76,10 +76,9 @@ def open_gcs_uploads(spec: StoreSpec) -> GcsUploads:
             " 'dcp-objstore[gcs,s3]'"
         )
     url, options = spec.parsed, parse(GcsOptions, spec.storage_options)
-    endpoint = gcs_endpoint(options)
-    token = find_gcs_token(options, endpoint, spec.stripped)
-    base = server_url(endpoint, use_ssl=True) if endpoint else _GOOGLE
-    payer = gcs_payer(options)
+    token = find_gcs_token(options, spec.stripped)
+    base = server_url(options.endpoint_url or _GOOGLE, use_ssl=True)
+    payer = options.payer
 
     if payer and not _fits_header(payer):
         raise ConfigError(f"the project that pays is no project's name: {payer!r}", url=spec.url)
