@@ -36,7 +36,7 @@ from dcp_objstore.write.claim import above
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores.uploads.local import LocalUploads
+    from dcp_objstore.stores.local import LocalUploads
     from dcp_objstore.stores.uploads.s3 import S3Uploads
 
 
