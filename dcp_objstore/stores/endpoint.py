@@ -79,10 +79,10 @@ def is_virtual(settings: S3Options, endpoint: str | None, bucket: str) -> bool:
 
 
 def server_url(text: str, *, use_ssl: bool) -> str:
-    """An endpoint as a URL.
+    """Make a URL of an endpoint.
 
     Raises:
-        ConfigError: it is none, holds credentials, or has a host or port that there cannot be.
+        ConfigError: it is not one, it holds credentials, or its host or port cannot exist.
     """
     base = text if "://" in text else f"{'https' if use_ssl else 'http'}://{text}"
     scheme, _, host = base.rstrip("/").partition("://")
@@ -96,7 +96,7 @@ def server_url(text: str, *, use_ssl: bool) -> str:
 
 
 def virtual_url(base: str, bucket: str) -> str:
-    """Where a bucket is that is addressed by its own host name.
+    """The URL of a bucket that is addressed by its own host name.
 
     Raises:
         ConfigError: the endpoint's host is an address, which has no names below it.
@@ -130,9 +130,9 @@ def tls_context(verify: bool | str) -> ssl.SSLContext:
 
 
 def _wrong_with(place: str) -> str | None:
-    """What is wrong with what stands behind `://`; None: nothing.
+    """What is wrong with the part behind `://`; None: nothing.
 
-    What passes here, obstore can make a request of; for what does not, it panics.
+    obstore panics on a URL that does not pass here.
     """
     if _OF_URLS.fullmatch(place) is None:
         return "has a space, or another character that a URL cannot have"
@@ -140,12 +140,12 @@ def _wrong_with(place: str) -> str | None:
         return "has no host, or no port after its ':'"
     try:
         parts = urlsplit(f"//{place}")
-        parts.port  # noqa: B018  raises for none that there can be
+        parts.port  # noqa: B018  raises for one that cannot exist
     except ValueError as error:
         return f"cannot be read ({error})"
     name = parts.hostname or ""
     if not _is_address(name) and (":" in name or _HOST_NAME.fullmatch(name) is None):
-        return f"has no host name that there can be ({name!r})"
+        return f"has a host name that cannot exist ({name!r})"
     return None
 
 

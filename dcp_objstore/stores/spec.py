@@ -257,7 +257,7 @@ def _with_transport(
     chosen = options.get("transport") if isinstance(options, Mapping) else None
     if options is None or chosen is None:
         return options, config
-    # What is not "native" was said, not left as it was.
+    # "native" is the default, so it may not have been chosen.
     if config.transport not in ("native", chosen):
         raise ConfigError(
             f"storage_options say transport={chosen!r}, TransferConfig says {config.transport!r};"

@@ -9,7 +9,6 @@ Azure documentation says ("Configure Azure Storage connection strings").
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from dcp_objstore.stores.credentials.base import (
     Credentials,
     asked_by_clients,
     fixed,
+    is_installed,
     lost,
     metadata_answers,
 )
@@ -160,7 +160,7 @@ def _from_environment(endpoint: str | None) -> Credentials | None:
     for names in _IDENTITIES:
         if all(os.environ.get(name) for name in names):
             return Credentials(f"{names[0]} in the environment", renew=asked_by_clients)
-    if _azure_identity_is_there():
+    if is_installed("azure.identity"):
         return _identity("azure-identity's DefaultAzureCredential", None)
     if endpoint is None and metadata_answers(
         "http://169.254.169.254",
@@ -172,15 +172,8 @@ def _from_environment(endpoint: str | None) -> Credentials | None:
     return None
 
 
-def _azure_identity_is_there() -> bool:
-    return (
-        importlib.util.find_spec("azure") is not None
-        and importlib.util.find_spec("azure.identity") is not None
-    )
-
-
 def _identity(source: str, credential: Any) -> Credentials:
-    if not _azure_identity_is_there():
+    if not is_installed("azure.identity"):
         raise CredentialsError(f"'credential' needs azure-identity, not installed: {_INSTALL}")
     provider = _Identity(credential)
     return Credentials(source, provider, renew=provider.renew)
@@ -199,8 +192,8 @@ class _Identity:
     def renew(self) -> None:
         """Ask for a new token next time.
 
-        A new default chain is made, which has no cached tokens. The user's own object is asked
-        again. It has no call that clears its cache, so it gives what it believes is valid.
+        A new default chain has no cached tokens. The user's own object has no call that clears its
+        cache, so it gives what it believes is valid.
         """
         from obstore.auth.azure import AzureCredentialProvider
 
@@ -208,7 +201,7 @@ class _Identity:
 
 
 def _sas(source: str, token: str) -> Credentials:
-    """A shared access signature; it says itself when it ends ("Create a service SAS": `se`)."""
+    """A shared access signature, which names its own end ("Create a service SAS": `se`)."""
     token = token.removeprefix("?")
     ends = parse_qs(token).get("se")
     until = f": a signature that ends at {ends[0]}" if ends else ""
@@ -216,17 +209,17 @@ def _sas(source: str, token: str) -> Credentials:
 
 
 def _connection_of_environment(account: str | None) -> dict[str, str]:
-    """AZURE_STORAGE_CONNECTION_STRING, unless it is of another account than the one named."""
+    """Parse AZURE_STORAGE_CONNECTION_STRING, unless another account is named than its own."""
     text = AzureOptions.option("connection_string").from_environment()
     parts = _connection_parts(text) if text else {}
     return parts if account in (None, parts.get("accountname")) else {}
 
 
 def _connection_parts(text: str) -> dict[str, str]:
-    """The settings in a connection string, by their names in lower case.
+    """Parse a connection string into its settings, by their names in lower case.
 
     Raises:
-        ConfigError: it is none. It is not repeated: it holds a key.
+        ConfigError: it has another form. It is not repeated: it holds a key.
     """
     parts: dict[str, str] = {}
     for item in text.strip().strip(";").split(";"):
@@ -247,7 +240,7 @@ def _connection_parts(text: str) -> dict[str, str]:
 
 
 def _endpoint(options: AzureOptions, parts: Mapping[str, str]) -> str | None:
-    """Of the blob service, or None for the public cloud's."""
+    """The endpoint of the blob service, or None for the public cloud's."""
     named = options.endpoint_url or parts.get("blobendpoint")
     if named:
         return named

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -66,7 +67,7 @@ def asked_by_clients() -> None:
 
 
 def lost(stripped: tuple[str, ...]) -> str:
-    """What an error adds about options that pickling has left behind."""
+    """What an error adds about the options that pickling left out."""
     if not stripped:
         return ""
     return (
@@ -86,9 +87,9 @@ def without_text(error: Exception) -> str:
 
 
 def metadata_answers(base: str, method: str, path: str, headers: dict[str, str]) -> bool:
-    """Whether a machine's metadata service is there.
+    """Whether this machine has a metadata service.
 
-    obstore would try for minutes to find out; a laptop or a container without one is common.
+    obstore would try for minutes to find out; many laptops and containers have none.
     """
     host = base.removeprefix("http://").rstrip("/")
     for _ in range(_METADATA_TRIES):
@@ -101,3 +102,9 @@ def metadata_answers(base: str, method: str, path: str, headers: dict[str, str])
         finally:
             connection.close()
     return False
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module of a namespace package is installed; it is not imported."""
+    package = module.partition(".")[0]
+    return all(importlib.util.find_spec(name) is not None for name in (package, module))

@@ -7,7 +7,6 @@ names; Google's Application Default Credentials, a machine's metadata service la
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from dcp_objstore.stores.credentials.base import (
     ANONYMOUS,
     Credentials,
     fixed,
+    is_installed,
     lost,
     without_text,
 )
@@ -99,13 +99,9 @@ def _from_variables() -> Credentials | None:
     for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH"):
         path = os.environ.get(name)
         if path:
-            what = f"the key that {name} names"
-            return _from_key(_parsed(_text(Path(path), what), what), what)
+            return _from_file(Path(path), f"the key that {name} names")
     key = os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY")
-    if key:
-        what = "the key in GOOGLE_SERVICE_ACCOUNT_KEY"
-        return _from_key(_parsed(key, what), what)
-    return None
+    return _from_text(key, "the key in GOOGLE_SERVICE_ACCOUNT_KEY") if key else None
 
 
 def _from_defaults(base_url: str | None, stripped: tuple[str, ...]) -> Credentials:
@@ -121,7 +117,7 @@ def _from_defaults(base_url: str | None, stripped: tuple[str, ...]) -> Credentia
         found = google.auth.default(scopes=scopes)[0]
         if base_url is not None and isinstance(found, compute_engine.Credentials):
             raise CredentialsError(
-                f"no credentials for GCS at {base_url}, which is not sent a token of this machine:"
+                f"no credentials for GCS at {base_url}, where no token of this machine is sent:"
                 f" {advice}"
             )
         return found
@@ -141,11 +137,10 @@ def _from_token(token: object) -> Credentials:
                 " application-default login` and leave 'token' out"
             )
         if token.lstrip().startswith("{"):
-            return _from_key(_parsed(token, what), what)
+            return _from_text(token, what)
         path = _existing(token)
         if path is not None:
-            what = "the key that storage_options['token'] names"
-            return _from_key(_parsed(_text(path, what), what), what)
+            return _from_file(path, "the key that storage_options['token'] names")
         if token.endswith(".json"):
             raise CredentialsError("the credentials named by storage_options['token'] are missing")
         return fixed("storage_options", token=token)
@@ -159,7 +154,7 @@ def _from_token(token: object) -> Credentials:
 
 
 def _from_key(key: Mapping[str, Any], what: str) -> Credentials:
-    """Read the content of a key; `what` says where it is from."""
+    """Read the content of a key; `what` names it in messages."""
     # gcsfs takes a user's refresh token without the type that gcloud writes with it.
     guessed = "authorized_user" if "refresh_token" in key else "service_account"
     kind = str(key.get("type") or guessed)
@@ -174,35 +169,37 @@ def _from_key(key: Mapping[str, Any], what: str) -> Credentials:
         import google.auth
         from google.oauth2 import credentials, service_account
 
-        # One loader for each kind that has one: Google advises against the general one.
-        by_user: Any = credentials.Credentials
-        by_service: Any = service_account.Credentials
-        general: Any = google.auth
+        # A kind with a loader of its own is loaded by that: Google advises against the general one.
+        user: Any = credentials.Credentials.from_authorized_user_info
+        service: Any = service_account.Credentials.from_service_account_info
+        general: Any = google.auth.load_credentials_from_dict
         if kind == "authorized_user":
-            return by_user.from_authorized_user_info(key, scopes)
+            return user(key, scopes)
         if kind == "service_account":
-            return by_service.from_service_account_info(key, scopes=scopes)
-        return general.load_credentials_from_dict(key, scopes=scopes)[0]
+            return service(key, scopes=scopes)
+        return general(key, scopes=scopes)[0]
 
     return _from_google_auth(load, f"{what} ({kind})")
 
 
-def _parsed(text: str, what: str) -> dict[str, Any]:
+def _from_file(path: Path, what: str) -> Credentials:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        wrong = without_text(error)
+    else:
+        return _from_text(text, what)
+    raise CredentialsError(f"{what} cannot be read: {wrong}")
+
+
+def _from_text(text: str, what: str) -> Credentials:
     try:
         content = json.loads(text)
     except ValueError:
         content = None  # a JSONDecodeError carries the whole document
     if not isinstance(content, dict):
         raise CredentialsError(f"{what} is not a key in JSON")
-    return content
-
-
-def _text(path: Path, what: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        wrong = without_text(error)
-    raise CredentialsError(f"{what} cannot be read: {wrong}")
+    return _from_key(content, what)
 
 
 def _existing(token: str) -> Path | None:
@@ -214,18 +211,11 @@ def _existing(token: str) -> Path | None:
         return None
 
 
-def _google_auth_is_there() -> bool:
-    return (
-        importlib.util.find_spec("google") is not None
-        and importlib.util.find_spec("google.auth") is not None
-    )
-
-
 def _from_google_auth(
     load: Callable[[list[str]], Any], source: str, *, advice: str = _ADVICE
 ) -> Credentials:
     """Read credentials by google-auth; `load` gets the scopes and imports what it needs."""
-    if not _google_auth_is_there():
+    if not is_installed("google.auth"):
         raise CredentialsError(
             f"{source}: google-auth, which reads them, is not installed: {_INSTALL}; or {advice}"
         )
@@ -237,9 +227,9 @@ def _from_google_auth(
     except GoogleAuthError as error:
         wrong = f"{source}: {error}"
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        # What google-auth raises for a file that is no key; its text may quote one.
+        # google-auth raises these for a file that is no key; their text may quote one.
         wrong = f"{source} cannot be used: {without_text(error)}"
-    # Outside of the handler: what it was raised from may carry the whole key.
+    # Outside of the handler: its error may carry the whole key.
     raise CredentialsError(f"{wrong.removesuffix('.')}; {advice}")
 
 
@@ -265,7 +255,7 @@ class _Provider:
         return {"token": found.token, "expires_at": expires_at}
 
     def renew(self) -> None:
-        """Get another token: the present one was refused, however long it is said to last.
+        """Get another token: the present one was refused.
 
         Raises:
             CredentialsError: google-auth gives none.

@@ -31,11 +31,11 @@ _TIMEOUT_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ServerAnswer:
-    """What the headers said.
+    """What the headers hold.
 
     Attributes:
-        ahead_seconds: how far the server's clock is ahead of ours (negative: behind), to about a
-            second; None: it sent no Date.
+        ahead_seconds: how far the server's clock is ahead of this machine's (negative: behind), to
+            about a second; None: it sent no Date.
         bucket_region: where the bucket is, by AWS's `x-amz-bucket-region`; None elsewhere.
     """
 
@@ -66,8 +66,8 @@ def ask_server(spec: StoreSpec) -> ServerAnswer | None:
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise StoreUnavailableError(f"{type(error).__name__}: {reason}", url=spec.url) from error
-    ours = before + (datetime.now(UTC) - before) / 2
-    return ServerAnswer(_ahead_seconds(headers["Date"], ours), headers["x-amz-bucket-region"])
+    here = before + (datetime.now(UTC) - before) / 2
+    return ServerAnswer(_ahead_seconds(headers["Date"], here), headers["x-amz-bucket-region"])
 
 
 def named_server(spec: StoreSpec) -> str | None:
@@ -110,12 +110,12 @@ def _own_server(spec: StoreSpec) -> str | None:
     return None
 
 
-def _ahead_seconds(date: str | None, ours: datetime) -> float | None:
+def _ahead_seconds(date: str | None, here: datetime) -> float | None:
     try:
-        theirs = parsedate_to_datetime(date) if date else None
+        there = parsedate_to_datetime(date) if date else None
     except ValueError:
         return None
-    if theirs is None:
+    if there is None:
         return None
     # The header is cut to whole seconds.
-    return (theirs.astimezone(UTC) + timedelta(seconds=0.5) - ours).total_seconds()
+    return (there.astimezone(UTC) + timedelta(seconds=0.5) - here).total_seconds()

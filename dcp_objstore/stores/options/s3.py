@@ -85,7 +85,7 @@ class S3Options(Schema):
         native=("virtual_hosted_style_request", "aws_virtual_hosted_style_request"),
     )
     requester_pays: bool = option(
-        "we pay for the requests",
+        "True: the caller pays for the requests, not the bucket's owner",
         default=False,
         native=("request_payer", "aws_request_payer"),
         environment=("AWS_REQUEST_PAYER",),

@@ -44,8 +44,8 @@ _NAMES: Final = frozenset(
     for option in schema.options().values()
     for spelling in option.spellings
 )
-# Names that fsspec's filesystems give to what is no secret. Any other option of a scheme that has
-# no schema is taken for one.
+# Names of fsspec's filesystems for options that are no secrets. Without a schema, any other option
+# may be one.
 _PUBLIC_NAMES: Final = {
     "account_name",
     "anon",
@@ -104,10 +104,10 @@ def is_secret(name: str, value: object = None, *, foreign: bool = False) -> bool
     Args:
         name: of the option.
         value: of the option.
-        foreign: the scheme has no schema, so only what is known to be public is.
+        foreign: whether the scheme has no schema; then all but well-known options are secrets.
     """
     if name == _FILESYSTEM:
-        return True  # its own options hold what it logs in with
+        return True  # it holds its own credentials
     if foreign:
         odd = isinstance(value, str) and any(character in value for character in "@?")
         return name not in _PUBLIC_NAMES or isinstance(value, Mapping) or odd
