@@ -447,6 +447,16 @@ def test_a_server_that_the_environment_names_is_the_one_told(
     assert found["clock"].status == "ok"  # asked of that server, too
 
 
+@pytest.mark.backends("seaweed")
+def test_a_filesystem_object_has_its_own_credentials_and_server(bucket: Bucket) -> None:
+    s3fs = pytest.importorskip("s3fs")
+    fs = s3fs.S3FileSystem(**bucket.storage_options, skip_instance_cache=True)
+    spec = StoreSpec(bucket.url, {"fs": fs}, IMPATIENT)
+    found = {one.check: one for one in Surroundings(spec).access()}
+    assert {one.status for one in found.values()} == {"ok"}
+    assert found["endpoint"].details["endpoint_url"] == bucket.storage_options["endpoint_url"]
+
+
 def test_a_transport_that_is_not_installed_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = pytest.importorskip("fsspec.registry")
     monkeypatch.delitem(registry._registry, "s3", raising=False)
