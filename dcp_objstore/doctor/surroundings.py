@@ -123,6 +123,8 @@ class Surroundings:
             return
         try:
             identity = identify(self._spec)
+        except ConfigError:
+            identity = None  # the first request fails alike
         except DcpObjstoreError as error:
             shown = _OTHER_TOOLS.get(self._url.scheme, "")
             yield replace(failed("credentials", error, self._url), advice=shown)

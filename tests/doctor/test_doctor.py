@@ -447,6 +447,25 @@ def test_a_server_that_the_environment_names_is_the_one_told(
     assert found["clock"].status == "ok"  # asked of that server, too
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("AWS_ENDPOINT_URL", "ftp://host"), ("AWS_CHECKSUM_ALGORITHM", "md5"), ("verify", "/nowhere")],
+)
+def test_a_wrong_setting_is_not_taken_for_missing_credentials(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = dict(STORES["s3"])
+    if name == "verify":
+        options["verify"] = value
+    else:
+        monkeypatch.setenv(name, value)
+    around = Surroundings(StoreSpec("s3://bucket/run", options, IMPATIENT))
+    found = {one.check: one for one in around.access()}
+    assert found["endpoint"].status == "failed"
+    assert names(found, "failed") == {"endpoint"}
+    assert around.blocked
+
+
 @pytest.mark.backends("seaweed")
 def test_a_filesystem_object_has_its_own_credentials_and_server(bucket: Bucket) -> None:
     s3fs = pytest.importorskip("s3fs")

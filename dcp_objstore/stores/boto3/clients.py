@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcp_objstore.config import TransferConfig
@@ -138,7 +137,8 @@ class Boto3Clients:
             endpoint_url=mine.endpoint_url,
             region_name=mine.region,
             use_ssl=settings.use_ssl,
-            verify=_verify(settings),
+            # None leaves it to AWS_CA_BUNDLE and the profile.
+            verify=None if settings.verify is True else settings.verify,
             config=_botocore_config(
                 settings,
                 virtual=is_virtual(settings, mine.endpoint_url, self._url.bucket),
@@ -231,15 +231,3 @@ def _botocore_config(settings: S3Options, *, virtual: bool, **transfer: Any) -> 
         **({"signature_version": botocore.UNSIGNED} if settings.anon else {}),
         **transfer,
     )
-
-
-def _verify(settings: S3Options) -> bool | str | None:
-    """What boto3 takes; None leaves it to AWS_CA_BUNDLE and the profile."""
-    if isinstance(settings.verify, bool):
-        return None if settings.verify else False
-    path = Path(settings.verify).expanduser()
-    try:
-        path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"the certificates named by 'verify' cannot be read: {error}") from error
-    return str(path)

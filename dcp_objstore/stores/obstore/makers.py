@@ -58,7 +58,7 @@ def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> tuple[Ma
     """For a bucket of S3, or of a server that speaks it; and its endpoint, None for AWS itself.
 
     Raises:
-        ConfigError: an endpoint, a region or a certificate that cannot be used.
+        ConfigError: an endpoint or a region that cannot be used.
     """
     from obstore.store import S3Store
 
@@ -101,7 +101,7 @@ def gcs_maker(url: StoreUrl, options: GcsOptions, found: Credentials) -> tuple[M
     """For a bucket of Google Cloud Storage; and its endpoint, None for the provider's own.
 
     Raises:
-        ConfigError: an endpoint or certificate that cannot be used.
+        ConfigError: an endpoint that cannot be used.
     """
     from obstore.store import GCSStore
 
@@ -120,7 +120,7 @@ def azure_maker(
     """For a container of Azure Blob Storage; and its endpoint, None for the provider's own.
 
     Raises:
-        ConfigError: an endpoint or certificate that cannot be used.
+        ConfigError: an endpoint that cannot be used.
     """
     from obstore.store import AzureStore
 
@@ -144,12 +144,7 @@ def _maker(
     if verify is False:
         client["allow_invalid_certificates"] = True
     elif verify is not True:
-        try:
-            client["root_certificate"] = Path(verify).expanduser().read_bytes()
-        except OSError as error:
-            raise ConfigError(
-                f"the certificates named by 'verify' cannot be read: {error}"
-            ) from error
+        client["root_certificate"] = Path(verify).read_bytes()
     if endpoint is not None:
         client["allow_http"] = endpoint.startswith("http://")
     if headers:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.parse import check_endpoint
+from dcp_objstore.stores.options.parse import check_certificates, check_endpoint
 from dcp_objstore.stores.options.schema import Schema, option, transport
 
 
@@ -99,3 +99,11 @@ class AzureOptions(Schema):
                 )
         if self.endpoint_url is not None:
             check_endpoint(self.endpoint_url)
+
+    def resolved(self) -> AzureOptions:
+        """These options; account and endpoint of the environment are found with the credentials.
+
+        Raises:
+            ConfigError: the certificates to trust cannot be read.
+        """
+        return replace(self, verify=check_certificates(self.verify))

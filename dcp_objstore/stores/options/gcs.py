@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.parse import check_endpoint
+from dcp_objstore.stores.options.parse import check_certificates, check_endpoint
 from dcp_objstore.stores.options.schema import Schema, option, transport
 
 
@@ -65,8 +65,13 @@ class GcsOptions(Schema):
             check_endpoint(self.endpoint_url)
 
     def resolved(self) -> GcsOptions:
-        """These options, with the endpoint that the environment names if they have none."""
-        return replace(self, endpoint_url=self.or_environment("endpoint_url"))
+        """These options, with the endpoint that the environment names if they have none.
+
+        Raises:
+            ConfigError: the certificates to trust cannot be read.
+        """
+        endpoint_url = self.or_environment("endpoint_url")
+        return replace(self, endpoint_url=endpoint_url, verify=check_certificates(self.verify))
 
     @property
     def payer(self) -> str | None:

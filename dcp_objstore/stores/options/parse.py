@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from dcp_objstore.errors import ConfigError
@@ -68,6 +69,22 @@ def check_endpoint(text: str) -> None:
     """
     if any(character in text for character in "@?#"):
         raise ConfigError("an endpoint must read http(s)://host[:port], without credentials")
+
+
+def check_certificates(verify: bool | str) -> bool | str:
+    """Return `verify`, a path with the user's home put in.
+
+    Raises:
+        ConfigError: the certificates cannot be read.
+    """
+    if isinstance(verify, bool):
+        return verify
+    path = Path(verify).expanduser()
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the certificates named by 'verify' cannot be read: {error}") from error
+    return str(path)
 
 
 def _the_one(spelled: Mapping[str, Any]) -> Any:

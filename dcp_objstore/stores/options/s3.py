@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.parse import check_endpoint
+from dcp_objstore.stores.options.parse import check_certificates, check_endpoint
 from dcp_objstore.stores.options.schema import Schema, option, transport
 
 # "none" is not S3's: it turns the default off.
@@ -154,9 +154,9 @@ class S3Options(Schema):
         """These options, completed with the settings of the environment, credentials excepted.
 
         Raises:
-            ConfigError: the environment asks for a checksum or an encryption that does not exist,
-                or names a key that nothing would encrypt with (obstore would send it with AES256 as
-                well, which AWS refuses).
+            ConfigError: the certificates to trust cannot be read; the environment asks for a
+                checksum or an encryption that does not exist, or names a key that nothing would
+                encrypt with (obstore would send it with AES256 as well, which AWS refuses).
         """
         payer = self.option("requester_pays").from_environment() or ""
         found = replace(
@@ -164,6 +164,7 @@ class S3Options(Schema):
             endpoint_url=self.or_environment("endpoint_url"),
             region=self.or_environment("region"),
             requester_pays=self.requester_pays or payer.lower() in ("requester", "true"),
+            verify=check_certificates(self.verify),
             sse=self.or_environment("sse"),
             checksum_algorithm=self.checksum_algorithm or _checksum_of_environment(),
         )

@@ -113,7 +113,7 @@ class Schema:
         Credentials of the environment have an order of their own; see `stores.credentials`.
 
         Raises:
-            ConfigError: the environment has a wrong value.
+            ConfigError: the environment has a wrong value, or a file cannot be read.
         """
         return self
 
