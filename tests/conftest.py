@@ -69,8 +69,8 @@ def _is_about_stores(module: ModuleType) -> bool:
 def memory_is_given_back() -> Iterator[None]:
     """What a module put into `memory://` stores goes with it, some gigabytes in all."""
     yield
-    spec._cache.clear()
-    makers._memory.clear()
+    spec._clients.here.clear()
+    makers._memory.here.clear()
 
 
 @pytest.fixture(scope="session")

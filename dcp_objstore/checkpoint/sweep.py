@@ -56,8 +56,7 @@ from dcp_objstore.checkpoint.sweep_plan import (
     check_grace,
     plan_sweep,
 )
-from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
-from dcp_objstore.stores.uploads.unfinished import Uploads
+from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, Uploads
 
 # A marker, and the metadata of its object.
 _Seen: TypeAlias = tuple[Marker, ObjectMeta]

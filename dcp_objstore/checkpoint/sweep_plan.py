@@ -20,8 +20,7 @@ from dcp_objstore.checkpoint.names import (
     parse_index_key,
 )
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.protocol import ObjectMeta
-from dcp_objstore.stores.uploads.unfinished import UnfinishedUpload
+from dcp_objstore.stores.protocol import ObjectMeta, UnfinishedUpload
 
 GRACE_SECONDS: Final = 24 * 3600.0
 LEAST_GRACE_SECONDS: Final = 3600.0

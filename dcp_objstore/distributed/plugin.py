@@ -1,14 +1,19 @@
-"""What writer and reader share as DCP plug-ins: their errors, and the calls of DCP around them."""
+"""What writer and reader share as DCP plug-ins: target, errors, and DCP's calls around them."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
-from dcp_objstore.errors import DcpObjstoreError, InvalidUrlError, RankFailedError
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import ConfigError, DcpObjstoreError, InvalidUrlError, RankFailedError
+from dcp_objstore.stores.options.schemes import are_known, public_options
+from dcp_objstore.stores.spec import StoreSpec, checked_config
 
 _NO_GROUP_TEXT = "torch.distributed is disabled"
 # The entry that `warnings.filters` holds for it.
@@ -81,3 +86,110 @@ def single_process_is_fine() -> None:
     """
     if _NO_GROUP_WARNING not in warnings.filters:
         warnings.filterwarnings("ignore", message=_NO_GROUP_TEXT, category=UserWarning)
+
+
+class Target:
+    """Which checkpoint a writer or reader is aimed at: URL, storage options and settings.
+
+    DCP re-aims one writer with `reset(checkpoint_id)` and makes all calls of one save from one
+    thread. So the aim is kept per thread: a save in one thread is not re-aimed by another.
+
+    It is pickled without secrets, except for a child that `multiprocessing` starts. A deep copy
+    keeps them.
+
+    Args:
+        url: the checkpoint, or None until `aim` gives it.
+        storage_options: in fsspec spelling; checked when there is a URL.
+        config: settings of the transfers.
+
+    Raises:
+        InvalidUrlError, ConfigError: see `StoreSpec`.
+    """
+
+    def __init__(
+        self,
+        url: str | None,
+        storage_options: Mapping[str, object] | None,
+        config: TransferConfig | None,
+    ) -> None:
+        self.config = checked_config(config)
+        self._storage_options = storage_options
+        self._spec = None if url is None else StoreSpec(url, storage_options, self.config)
+        # An unused URL is no leftover of an earlier save: another one contradicts it.
+        self._unused = url is not None
+        self._of_thread = threading.local()
+
+    def aim(self, url: str) -> None:
+        """Aim this thread, and threads that were never aimed, at another checkpoint.
+
+        Raises:
+            ConfigError: it was made with another URL, which has not been used yet.
+        """
+        if self._spec is None:
+            spec = StoreSpec(url, self._storage_options, self.config)
+        else:
+            spec = self._spec.at(url)
+        if self._unused and self._spec is not None and spec.url != self._spec.url:
+            raise ConfigError(
+                f"two URLs: the writer or reader was made with {self._spec.url}, and"
+                f" checkpoint_id= is {spec.url}; leave one of them out",
+                url=spec.url,
+            )
+        self._of_thread.spec = self._spec = spec
+
+    @property
+    def url(self) -> str | None:
+        """The checkpoint that this thread is aimed at."""
+        spec = self._aimed()
+        return None if spec is None else spec.url
+
+    @property
+    def spec(self) -> StoreSpec:
+        """The store of that checkpoint.
+
+        Raises:
+            ConfigError: no URL was given yet.
+        """
+        spec = self._aimed()
+        if spec is None:
+            raise ConfigError(
+                "no checkpoint URL: pass one when making the writer or reader, or as"
+                " checkpoint_id= to the DCP call"
+            )
+        return spec
+
+    def begin(self) -> StoreSpec:
+        """The store of the checkpoint, of a save or load that begins now."""
+        self._unused = False
+        return self.spec
+
+    def _aimed(self) -> StoreSpec | None:
+        return getattr(self._of_thread, "spec", None) or self._spec
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Target:
+        """Aimed as this thread's is, with secrets: it stays in this process."""
+        del memo
+        return _restore_target(self._aimed(), self._storage_options, self.config)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        spec, options = self._aimed(), self._storage_options
+        if spec is not None or options is None:
+            return _restore_target, (spec, None, self.config)  # a spec has the options
+        kept = public_options(options, mask=False, foreign=not are_known(options))
+        return _restore_target, (None, kept, self.config)
+
+
+def _restore_target(
+    spec: StoreSpec | None, storage_options: Mapping[str, object] | None, config: TransferConfig
+) -> Target:
+    target = Target(None, storage_options, config)
+    target._spec = spec
+    return target
+
+
+def _reduce_for_child(target: Target) -> tuple[Any, ...]:
+    return _restore_target, (target._aimed(), target._storage_options, target.config)
+
+
+# `multiprocessing` pickles with this class: credentials reach the children that it starts.
+ForkingPickler.register(Target, _reduce_for_child)

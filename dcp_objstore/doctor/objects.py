@@ -79,15 +79,13 @@ class ObjectChecks:
             )
             return
         self._written = True
-        unsigned = self._url.scheme == "s3" and not (self._spec.storage_options or {}).get(
-            "sign_payload"
-        )
+        unsigned = self._url.scheme == "s3" and not self._spec.storage_options.get("sign_payload")
         how = " (with an unsigned body, which is faster)" if unsigned else ""
         yield Finding("put", "ok", f"an object was written{how}")
 
     def _signed_put_works(self) -> bool:
         """Whether a PUT works if its body is signed: some servers refuse unsigned bodies."""
-        options = dict(self._spec.storage_options or {})
+        options = dict(self._spec.storage_options)
         if self._url.scheme != "s3" or options.get("sign_payload"):
             return False
         signing = replace(self._scratch.spec, storage_options={**options, "sign_payload": True})

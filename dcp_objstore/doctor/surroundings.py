@@ -98,9 +98,7 @@ def versions(spec: StoreSpec) -> Finding:
 
 def _over_fsspec(spec: StoreSpec) -> bool:
     """Whether fsspec carries the requests."""
-    own = spec.parsed.scheme in (*_LOCAL, *_OTHER_TOOLS) and "fs" not in (
-        spec.storage_options or {}
-    )
+    own = spec.parsed.scheme in (*_LOCAL, *_OTHER_TOOLS) and "fs" not in spec.storage_options
     return spec.config.transport == "fsspec" or not own
 
 
@@ -126,6 +124,8 @@ class Surroundings:
             return
         try:
             identity = identify(self._spec)
+        except ConfigError:
+            identity = None  # the first request fails alike
         except DcpObjstoreError as error:
             shown = _OTHER_TOOLS.get(self._url.scheme, "")
             yield replace(failed("credentials", error, self._url), advice=shown)

@@ -33,7 +33,7 @@ from dcp_objstore.observe.report import size_text
 from dcp_objstore.read.planner import nearest
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.state.geometry import Box
-from dcp_objstore.stores.target import Target
+from dcp_objstore.stores import StoreSpec
 
 if TYPE_CHECKING:
     import os
@@ -153,16 +153,16 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
 
     def __init__(
         self,
-        target: Target,
+        spec: StoreSpec,
         stored: StoredCheckpoint,
         *,
         verify: bool,
         trust_pickle: bool,
         event_settings: EventSettings,
     ) -> None:
-        self.url = target.spec.url
+        self.url = spec.url
         self.last_read: LoadReport | None = None
-        self._target = target
+        self._spec = spec
         self._stored = stored
         self._verify = verify
         self._trust_pickle = trust_pickle
@@ -309,9 +309,9 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         channel.show(bar=progress, summary=False)
         with channel.watching():
             return verify_checkpoint(
-                self._target.spec.open(),
+                self._spec.open(),
                 self._stored,
-                self._target.config,
+                self._spec.config,
                 channel,
                 deep=deep,
             )
@@ -341,7 +341,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         channel.show(bar=progress, summary=False)
         with channel.watching():
             self.last_read, found = fill(
-                self._target,
+                self._spec,
                 self._stored,
                 tensors,
                 values,
@@ -397,14 +397,14 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
     """
     if verify not in ("strict", "off"):
         raise ConfigError(f"verify must be 'strict' or 'off', got {verify!r}")
-    target = Target(url, storage_options, config)
+    spec = StoreSpec(url, storage_options, config)
     event_settings = EventSettings(on_event, trace)
-    channel = event_settings.channel("open", target.spec.url, *rank_and_world_size())
+    channel = event_settings.channel("open", spec.url, *rank_and_world_size())
     with channel.watching():
-        stored = open_stored_checkpoint(target.spec)
+        stored = open_stored_checkpoint(spec)
         channel.emit(Opened, channel.began_at, commit_id=stored.commit_id)
     return Checkpoint(
-        target,
+        spec,
         stored,
         verify=verify == "strict",
         trust_pickle=trust_pickle,

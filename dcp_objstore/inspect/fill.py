@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.report import LoadReport
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
-    from dcp_objstore.stores.target import Target
+    from dcp_objstore.stores import StoreSpec
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -80,7 +80,7 @@ def new_tensor(
 
 
 def fill(
-    target: Target,
+    spec: StoreSpec,
     stored: StoredCheckpoint,
     tensors: Mapping[str, tuple[Box, torch.Tensor]],
     values: Iterable[str],
@@ -92,7 +92,7 @@ def fill(
     """Read boxes of tensors into memory of their size, and values, in one parallel read.
 
     Args:
-        target: the store and settings to read with.
+        spec: the store and settings to read with.
         stored: the opened checkpoint.
         tensors: for each key, the box to read and the tensor to fill.
         values: keys of the values to read.
@@ -123,10 +123,10 @@ def fill(
     planner = _Filling({key: tensor for key, (_, tensor) in tensors.items()})
     planned = plan_load(stored, items, verify=verify)
     report = run_load(
-        target.spec.open(),
+        spec.open(),
         planned,
         planner,
-        target.config,
+        spec.config,
         trust_pickle=trust_pickle,
         channel=channel,
     )

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_objstore.distributed.groups import current_rank, own_group, rank_and_world_size
-from dcp_objstore.distributed.plugin import plugin_errors
+from dcp_objstore.distributed.plugin import Target, plugin_errors
 from dcp_objstore.errors import (
     CheckpointGoneError,
     ConfigError,
@@ -35,7 +35,6 @@ from dcp_objstore.read.peers.meeting import Offer, all_arrived, make_offer, open
 from dcp_objstore.read.plan import PlannedLoad, plan_load
 from dcp_objstore.read.session import run_load
 from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
-from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.urls import is_supported_url
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.groups import sync_group
 from dcp_objstore.run.steps import opener, step_number
-from dcp_objstore.stores.target import Target
+from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def claim_run(
     group = sync_group(process_group, config)
 
     def make() -> RunClaim:
-        spec = Target(run_url, storage_options, config).spec
+        spec = StoreSpec(run_url, storage_options, config)
         run = spec.open()
         wait_for(require_rewrites, run, "no run can be claimed")
         return RunClaim(spec.url, wait_for(rule.claim_run, run, opener(spec)))
@@ -92,7 +92,7 @@ def go_back(
         SupersededError: another job has claimed the run; nothing was changed.
         DcpObjstoreError: the store refused or failed; this job may have lost its claim.
     """
-    spec = Target(claim.run_url, storage_options, config).spec
+    spec = StoreSpec(claim.run_url, storage_options, config)
 
     def keeps(name: str) -> bool:
         number = step_number(name)

@@ -29,15 +29,14 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.observe.report import logger
-from dcp_objstore.stores.target import Target
+from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
 from dcp_objstore.stores.uploads.open import open_uploads
 from dcp_objstore.transfer.interruptible import InterruptibleStore
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores import StoreSpec
-    from dcp_objstore.stores.uploads.local import LocalUploads
+    from dcp_objstore.stores.local import LocalUploads
     from dcp_objstore.stores.uploads.s3 import S3Uploads
 
 
@@ -127,7 +126,7 @@ def sweep(
         DcpObjstoreError: the store refused or failed. A damaged checkpoint is reported, not raised.
     """
     check_grace(grace_seconds)
-    spec = Target(url, storage_options, config).spec
+    spec = StoreSpec(url, storage_options, config)
     store = InterruptibleStore(spec.open())
     listed = [meta.key for meta in store.list()]
     uploads: S3Uploads | LocalUploads | None = None

@@ -23,7 +23,7 @@ from dcp_objstore.run.gc import sweep
 from dcp_objstore.run.retention import RetentionPolicy, StepFacts, plan_deletions
 from dcp_objstore.run.steps import step_number, step_url, steps
 from dcp_objstore.run.upkeep import delete_step
-from dcp_objstore.stores.target import Target
+from dcp_objstore.stores import StoreSpec
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunClaim
@@ -160,7 +160,7 @@ class Retainer:
         try:
             # It is not the newest: the plan was made with a list of the whole run.
             delete_step(
-                Target(url, self._storage_options, self._config).spec,
+                StoreSpec(url, self._storage_options, self._config),
                 self.claim.number if self.claim is not None else 0,
                 now=self._now,
                 even_newest=True,

@@ -36,7 +36,7 @@ from dcp_objstore.run.resume import ResumeReport, load_newest
 from dcp_objstore.run.retention import RetentionPolicy, as_policy
 from dcp_objstore.run.saves import Busy, RunSaves, check_busy
 from dcp_objstore.run.steps import check_step, step_numbers, step_url
-from dcp_objstore.stores.target import Target
+from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import async_save as async_api
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class CheckpointManager:
         on_event: OnEvent | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._url = Target(url, storage_options, config).spec.url.rstrip("/")
+        self._url = StoreSpec(url, storage_options, config).url.rstrip("/")
         self._every, self._every_seconds = _intervals(save_every, save_every_seconds)
         check_busy(on_busy)
         self._on_busy = on_busy

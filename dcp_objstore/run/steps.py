@@ -15,7 +15,6 @@ from dcp_objstore.checkpoint import claim as rule
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.target import Target
 from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def steps(
     """
     if newest is not None and (not isinstance(newest, int) or newest < 1):
         raise ConfigError(f"newest must be a number of steps, at least 1, got {newest!r}")
-    spec = Target(run_url, storage_options, config).spec
+    spec = StoreSpec(run_url, storage_options, config)
     found = wait_for(rule.list_steps, spec.open(), opener(spec), newest=newest)
     return tuple(
         RunStep(

@@ -18,7 +18,7 @@ from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.checkpoint.repair import repair as repair_checkpoint
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.errors import InputError
-from dcp_objstore.stores.target import Target
+from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.interruptible import InterruptibleStore
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dcp_objstore.checkpoint.marker import Marker
     from dcp_objstore.checkpoint.repair import RepairReport
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores import ObjectStore, StoreSpec
+    from dcp_objstore.stores import ObjectStore
 
 Options = Mapping[str, object]
 
@@ -72,7 +72,7 @@ def delete(
         UnsupportedError: the store has no conditional writes.
         DcpObjstoreError: the store refused or failed.
     """
-    spec = Target(url, storage_options, config).spec
+    spec = StoreSpec(url, storage_options, config)
     return delete_step(
         spec, check_claim(claim, spec), now=now, even_newest=even_newest, dry_run=dry_run
     )
@@ -165,7 +165,7 @@ def repair(
         RetryableError: no success before the deadline; repair it again.
         DcpObjstoreError: the store refused or failed.
     """
-    store = InterruptibleStore(Target(url, storage_options, config).spec.open())
+    store = InterruptibleStore(StoreSpec(url, storage_options, config).open())
     return repair_checkpoint(store, dot_metadata=StockDotMetadata(), dry_run=dry_run)
 
 
@@ -229,7 +229,7 @@ def unpin(
 def _pinnable(
     url: str, storage_options: Options | None, config: TransferConfig | None
 ) -> ObjectStore:
-    store = InterruptibleStore(Target(url, storage_options, config).spec.open())
+    store = InterruptibleStore(StoreSpec(url, storage_options, config).open())
     if read_marker(store) is not None:
         require_rewrites(store, "no pin can be set or removed")
     return store

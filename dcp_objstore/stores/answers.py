@@ -7,8 +7,8 @@ from typing import Final
 from dcp_objstore.errors import CorruptDataError
 from dcp_objstore.stores.protocol import Version
 
-# A HEAD's answer has no body, so these say too little: is the key or the bucket missing, is the
-# secret wrong or the right missing?
+# A HEAD's answer has no body, so these do not say whether the key or the bucket is missing, or
+# whether the secret is wrong or a right is missing.
 UNCLEAR_IN_HEAD: Final = (400, 403, 404, 409)
 
 
@@ -33,6 +33,6 @@ def check_came(came_bytes: int, start: int, end: int) -> None:
 
 
 def version_of(e_tag: str | None, version: str | None) -> Version:
-    """The token of a state, from an ETag and a version as S3 names them."""
-    # moto and unversioned buckets say 'null' after a multipart upload and nothing in a HEAD.
+    """Make the token of a state of an ETag and a version, as S3 names them."""
+    # moto and unversioned buckets answer 'null' after a multipart upload, and nothing to a HEAD.
     return Version(e_tag, None if version == "null" else version)

@@ -1,4 +1,4 @@
-"""`BaseStore`: what all adapters are, a store rooted at one URL whose errors say where."""
+"""`BaseStore`: the common part of the adapters: one root, and errors that say where."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BaseStore:
     def _located(
         self, key: str | None, translate: Callable[[Exception], DcpObjstoreError]
     ) -> Iterator[None]:
-        """Translate what is raised, and say in it which object of which store it was about."""
+        """Translate what the block raises, and add the object and the store that it is about."""
         try:
             yield
         except DcpObjstoreError as error:

@@ -1,27 +1,22 @@
-"""Which server is meant, and what requests to an S3 server say of themselves.
-
-From the options, the environment and the profile; the same for every client library.
-"""
+"""The server that requests go to, and how a bucket is addressed there; for every client library."""
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import socket
 import ssl
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.parse import check_endpoint
-from dcp_objstore.stores.options.s3 import CHECKSUMS, S3Options
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.credentials.base import Credentials
+    from dcp_objstore.stores.options.s3 import S3Options
 
-(CHECKSUM_VARIABLE,) = S3Options.option("checksum_algorithm").environment
 _DEFAULT_REGION = "us-east-1"
 _REGION = re.compile(r"[A-Za-z0-9._-]+")
 # RFC 3986, without those that `check_endpoint` refuses.
@@ -32,37 +27,23 @@ _HOST_NAME = re.compile(r"(?:[A-Za-z0-9_-]+\.)*(?!(?:\d+|0[xX][0-9a-fA-F]*)\.?$)
 
 
 def s3_server(settings: S3Options, found: Credentials) -> tuple[str | None, str]:
-    """Endpoint and region: from the options, the environment, then the profile.
+    """Endpoint and region: from the options and the environment, then from the profile.
 
     Returns:
-        The endpoint as it was given, None for AWS itself, and the region.
+        The endpoint as a URL, None for AWS itself, and the region.
 
     Raises:
-        ConfigError: a region that cannot be one.
+        ConfigError: an endpoint or a region that cannot be one.
     """
-    endpoint = (
-        settings.endpoint_url
-        or S3Options.option("endpoint_url").from_environment()
-        or found.endpoint_url
-    )
-    region = (
-        settings.region
-        or S3Options.option("region").from_environment()
-        or found.region
-        or _DEFAULT_REGION
-    )
+    endpoint = settings.endpoint_url or found.endpoint_url
+    region = settings.region or found.region or _DEFAULT_REGION
     if _REGION.fullmatch(region) is None:
         raise ConfigError(
             f"the region {region!r} cannot be one: letters, digits, '-', '_' and '.' (it is taken"
-            " from storage_options, AWS_REGION, AWS_DEFAULT_REGION, or the profile)"
+            f" from storage_options, {', '.join(settings.option('region').environment)}, or the"
+            " profile)"
         )
-    return endpoint, region
-
-
-def s3_requester_pays(settings: S3Options) -> bool:
-    """Whether requests say that we pay for them."""
-    named = S3Options.option("requester_pays").from_environment() or ""
-    return settings.requester_pays or named.lower() in ("requester", "true")
+    return endpoint and server_url(endpoint, use_ssl=settings.use_ssl), region
 
 
 def s3_checksum(settings: S3Options, endpoint: str | None) -> str | None:
@@ -71,48 +52,17 @@ def s3_checksum(settings: S3Options, endpoint: str | None) -> str | None:
     On AWS CRC64NVME, its own default ("Checking object integrity", Amazon S3 user guide); it took
     0.11 CPU-seconds per GiB, SHA-256 0.85 (2 cores, loopback). Other servers may not know it, and
     get none unless one is asked for.
-
-    Raises:
-        ConfigError: AWS_CHECKSUM_ALGORITHM names none that there is.
     """
     chosen = settings.checksum_algorithm
-    named = os.environ.get(CHECKSUM_VARIABLE)
-    if chosen is None and named is not None:
-        chosen = next((known for known in CHECKSUMS if known.lower() == named.lower()), None)
-        if chosen is None:
-            raise ConfigError(
-                f"{CHECKSUM_VARIABLE} is {named!r} in the environment; it must be one of"
-                f" {', '.join(CHECKSUMS)}, or not be set"
-            )
     if chosen is None and is_aws(endpoint):
-        chosen = "CRC64NVME"
+        return "CRC64NVME"
     return None if chosen == "none" else chosen
-
-
-def gcs_endpoint(options: GcsOptions) -> str | None:
-    """The server for `gs://` as the user names it, or None for Google's own."""
-    return options.endpoint_url or GcsOptions.option("endpoint_url").from_environment()
-
-
-def gcs_payer(options: GcsOptions) -> str | None:
-    """The project that pays for requests to `gs://`, None: the bucket's owner.
-
-    Raises:
-        ConfigError: `requester_pays` is True, and no project is named.
-    """
-    if isinstance(options.requester_pays, str):
-        return options.requester_pays
-    if options.requester_pays and options.project is None:
-        raise ConfigError("'requester_pays': name the project that pays in 'project' as well")
-    return options.project if options.requester_pays else None
 
 
 def is_aws(endpoint: str | None) -> bool:
     """Whether an endpoint is AWS itself: None, or one of its hosts."""
-    if endpoint is None:
-        return True
-    host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").hostname or ""
-    return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+    host = urlsplit(endpoint or "").hostname or ""
+    return endpoint is None or host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
 
 def is_directory_bucket(name: str) -> bool:
@@ -129,10 +79,10 @@ def is_virtual(settings: S3Options, endpoint: str | None, bucket: str) -> bool:
 
 
 def server_url(text: str, *, use_ssl: bool) -> str:
-    """An endpoint as a URL.
+    """Make a URL of an endpoint.
 
     Raises:
-        ConfigError: it is none, holds credentials, or has a host or port that there cannot be.
+        ConfigError: it is not one, it holds credentials, or its host or port cannot exist.
     """
     base = text if "://" in text else f"{'https' if use_ssl else 'http'}://{text}"
     scheme, _, host = base.rstrip("/").partition("://")
@@ -146,7 +96,7 @@ def server_url(text: str, *, use_ssl: bool) -> str:
 
 
 def virtual_url(base: str, bucket: str) -> str:
-    """Where a bucket is that is addressed by its own host name.
+    """The URL of a bucket that is addressed by its own host name.
 
     Raises:
         ConfigError: the endpoint's host is an address, which has no names below it.
@@ -162,14 +112,16 @@ def virtual_url(base: str, bucket: str) -> str:
 
 
 def tls_context(verify: bool | str) -> ssl.SSLContext:
-    """For Python's own HTTP client: True: the usual certificates; False: any; else their place.
+    """For Python's own HTTP client: True: the usual certificates; False: any; else their path.
 
     Raises:
         ConfigError: they cannot be read.
     """
     try:
-        context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
-    except (OSError, ssl.SSLError) as error:
+        context = ssl.create_default_context(
+            cafile=Path(verify).expanduser() if isinstance(verify, str) else None
+        )
+    except OSError as error:
         raise ConfigError(f"the certificates named by 'verify' cannot be read: {error}") from error
     if verify is False:
         context.check_hostname = False
@@ -178,9 +130,9 @@ def tls_context(verify: bool | str) -> ssl.SSLContext:
 
 
 def _wrong_with(place: str) -> str | None:
-    """What is wrong with what stands behind `://`; None: nothing.
+    """What is wrong with the part behind `://`; None: nothing.
 
-    What passes here, obstore can make a request of; for what does not, it panics.
+    obstore panics on a URL that does not pass here.
     """
     if _OF_URLS.fullmatch(place) is None:
         return "has a space, or another character that a URL cannot have"
@@ -188,12 +140,12 @@ def _wrong_with(place: str) -> str | None:
         return "has no host, or no port after its ':'"
     try:
         parts = urlsplit(f"//{place}")
-        parts.port  # noqa: B018  raises for none that there can be
+        parts.port  # noqa: B018  raises for one that cannot exist
     except ValueError as error:
         return f"cannot be read ({error})"
     name = parts.hostname or ""
     if not _is_address(name) and (":" in name or _HOST_NAME.fullmatch(name) is None):
-        return f"has no host name that there can be ({name!r})"
+        return f"has a host name that cannot exist ({name!r})"
     return None
 
 

@@ -1,23 +1,22 @@
 """`ObjectStore` over a local or shared file system, for `file://`.
 
-obstore's own local store has no conditional update and does not sync, so this one is ours. What
-it guarantees, on a POSIX file system:
+obstore's own local store has no conditional update and does not sync. This one guarantees, on a
+POSIX file system:
 - An object appears whole or not at all: it is written under a temporary name, synced, then renamed.
 - `IfAbsent` is `link`, which fails if the name exists, also between machines on NFS.
 - Every change of an existing object (rename, conditional or not, and delete) happens under an
   exclusive `flock` of its folder, so compare-and-swap is atomic between threads and processes.
-- A version is (mtime in ns, inode, size). The mtime is set by us from the clock in full
-  nanoseconds, so rewriting equal content gives another version.
+- A version is (mtime in ns, inode, size). The mtime is set from the clock in full nanoseconds, so
+  rewriting equal content gives another version.
 - A process that is killed leaves a temporary object at most, which `list` never shows and a sweep
-  removes (`uploads.local`). Its lock goes with it.
+  removes (`LocalUploads`). Its lock goes with it.
 
 On a shared file system all of that is as good as its rename, link and locks. NFS keeps them (Linux
 sends `flock` to the server as a lock of the whole file) unless it is mounted with `nolock` or
 `local_lock=flock`: then a lock keeps out only writers on the same machine, and updates by jobs on
-different machines may both succeed; creating (a commit of a new step) stays safe. A server that
-keeps times in less than nanoseconds makes the version that `put` returned look changed: an update
-then fails instead of succeeding twice. FUSE mounts of buckets keep none of it: use the bucket's
-URL.
+different machines may both succeed; creating (a commit of a new step) stays safe. If a server keeps
+times in less than nanoseconds, the version that `put` returned looks changed: an update then fails
+instead of succeeding twice. FUSE mounts of buckets keep none of it: use the bucket's URL.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
     CorruptDataError,
@@ -52,6 +51,7 @@ from dcp_objstore.stores.protocol import (
     IfVersion,
     ObjectMeta,
     Precondition,
+    UnfinishedUpload,
     Version,
 )
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 
 _OURS = ".dcp-objstore."  # names that start so are temporary or locks, and are no objects
 _LOCK_NAME = f"{_OURS}lock"
-# Random digits, then the name of the object that it becomes.
-TEMPORARY = f"{_OURS}tmp.*"
+# Random digits and the name of the object that it becomes follow.
+_TEMPORARY = f"{_OURS}tmp."
 _NAME_BYTES = 255
 
 _BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
@@ -219,19 +219,64 @@ class LocalStore(BaseStore):
             raise _translate(error).at(object_key=key, url=self.url) from error
 
 
-def _temporary_name(name: str) -> str:
-    start = f"{_OURS}tmp.{secrets.token_hex(8)}."
-    fits = len(os.fsencode(start + name)) <= _NAME_BYTES
-    return start + (name if fits else "")
+class LocalUploads:
+    """The temporary objects below a folder: what unfinished uploads are on S3.
 
-
-def key_of_temporary(name: str) -> str:
-    """The name of the object that a temporary one would have become; its own if that is unknown.
+    An upload is `initiated` at the last write: one that is still growing is young.
 
     Args:
-        name: matches `TEMPORARY`.
+        root: the folder.
     """
-    return name.removeprefix(f"{_OURS}tmp.").partition(".")[2] or name
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def below(self, prefix: str) -> LocalUploads:
+        """The same, of a folder further down; an empty prefix is this one."""
+        return LocalUploads(self._root / prefix)
+
+    def list(self) -> Sequence[UnfinishedUpload]:
+        """See `Uploads`.
+
+        Raises:
+            StoreUnavailableError: the file system failed.
+        """
+        found = []
+        for place in sorted(self._root.rglob(f"{_TEMPORARY}*")):
+            try:
+                status = place.stat()
+            except FileNotFoundError:
+                continue  # renamed or removed since the folder was read
+            except OSError as error:
+                raise StoreUnavailableError(f"{error}", url=f"file://{self._root}") from error
+            upload_id = place.relative_to(self._root)
+            # Its own name where the object's was too long for both.
+            name = place.name.removeprefix(_TEMPORARY).partition(".")[2] or place.name
+            written = datetime.fromtimestamp(status.st_mtime, tz=UTC)
+            key = str(upload_id.parent / name)
+            found.append(UnfinishedUpload(key, str(upload_id), written, status.st_size))
+        return found
+
+    def abort(self, upload: UnfinishedUpload) -> None:
+        """See `Uploads`.
+
+        Raises:
+            StoreUnavailableError: it cannot be removed.
+        """
+        try:
+            (self._root / upload.upload_id).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreUnavailableError(f"{error}", url=f"file://{self._root}") from error
+
+    def lifecycle_rules(self) -> Sequence[Mapping[str, Any]]:
+        """A folder has none."""
+        return ()
+
+
+def _temporary_name(name: str) -> str:
+    start = f"{_TEMPORARY}{secrets.token_hex(8)}."
+    fits = len(os.fsencode(start + name)) <= _NAME_BYTES
+    return start + (name if fits else "")
 
 
 def _translate(error: Exception) -> DcpObjstoreError:

@@ -66,6 +66,35 @@ class ObjectMeta:
 
 
 @dataclass(frozen=True, slots=True)
+class UnfinishedUpload:
+    """A multipart upload that was neither completed nor aborted: unseen, and billed.
+
+    Attributes:
+        key: of the object that it would become, relative to the root of the `Uploads`.
+        upload_id: the store's.
+        initiated: when it began, by the store's clock (timezone-aware).
+        size_bytes: of its parts.
+    """
+
+    key: str
+    upload_id: str
+    initiated: datetime
+    size_bytes: int
+
+
+class Uploads(Protocol):
+    """The unfinished uploads below one root."""
+
+    def list(self) -> Sequence[UnfinishedUpload]:
+        """Those in progress or orphaned."""
+        ...
+
+    def abort(self, upload: UnfinishedUpload) -> None:
+        """Remove its parts; one that has gone meanwhile is no error."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What an adapter claims; the default is everything.
 

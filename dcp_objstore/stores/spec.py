@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.forking import in_forked_child
+from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.options.schemes import (
     check_options,
     is_foreign,
@@ -32,21 +32,35 @@ if TYPE_CHECKING:
 C = TypeVar("C")
 
 _MAX_CACHED_CLIENTS = 32
-_cache: OrderedDict[object, object] = OrderedDict()
-_cache_lock = threading.Lock()
+# The providers' variables: credentials and settings come from them.
+_VARIABLES = ("AWS_", "GOOGLE_", "CLOUDSDK_", "AZURE_")
 
 
-def _forget_after_fork() -> None:
-    """Empty the cache and replace its lock, which a thread of the parent may hold."""
-    global _cache_lock  # noqa: PLW0603  the parent's may be held by a thread that is not here
-    _cache_lock = threading.Lock()
-    _cache.clear()
+class _ClientCache:
+    """The clients of this process, the least recently used first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: OrderedDict[object, object] = OrderedDict()
+
+    def get(self, key: object, make: Callable[[], C]) -> C:
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = make()
+                if len(self._made) > _MAX_CACHED_CLIENTS:
+                    self._made.popitem(last=False)
+            self._made.move_to_end(key)
+            return cast("C", self._made[key])
+
+    def clear(self) -> None:
+        with self._lock:
+            self._made.clear()
 
 
-in_forked_child(_forget_after_fork)
+_clients = PerProcess(_ClientCache)
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@dataclass(frozen=True, repr=False, eq=False, init=False)
 class StoreSpec:
     """A store's URL, options and settings; immutable.
 
@@ -56,35 +70,44 @@ class StoreSpec:
     Attributes:
         url: the root, in its normal form.
         storage_options: in fsspec spelling; see `dcp_objstore.stores.options`. Or
-            `{"fs": filesystem}`, a filesystem of fsspec, which then carries the requests; it counts
-            as a secret as a whole.
-        config: time-outs and retries; and the transport, also where it was given as a storage
-            option.
+            `{"fs": filesystem}`: a filesystem of fsspec, which then carries the requests. It counts
+            as a secret as a whole. Empty where none were given.
+        config: time-outs and retries, and the transport, even if that was given as a storage
+            option. Default `TransferConfig()`.
+        stripped: names of the credentials that pickling left out.
+        parsed: the URL taken apart.
 
     Raises:
         InvalidUrlError: see `parse_url`.
-        ConfigError: an unknown or contradictory storage option; a transport that does not fit.
+        ConfigError: an unknown or contradictory storage option; a transport that does not fit;
+            `config` is no TransferConfig.
     """
 
     url: str
-    storage_options: Mapping[str, object] | None = None
-    config: TransferConfig = field(default_factory=TransferConfig)
-    stripped: tuple[str, ...] = ()
+    storage_options: Mapping[str, object]
+    config: TransferConfig
+    stripped: tuple[str, ...]
+    parsed: StoreUrl = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        url: str,
+        storage_options: Mapping[str, object] | None = None,
+        config: TransferConfig | None = None,
+        stripped: tuple[str, ...] = (),
+    ) -> None:
         """Check everything that needs no connection."""
-        parsed = parse_url(self.url, _schemes_of(self.storage_options))
-        given, config = _with_transport(self.storage_options, self.config)
+        parsed = parse_url(url, _schemes_of(storage_options))
+        given, config = _with_transport(storage_options, checked_config(config))
         options = _checked(parsed.scheme, given)
         _opener(parsed.scheme, options, config)
-        object.__setattr__(self, "url", str(parsed))
-        object.__setattr__(self, "storage_options", options)
-        object.__setattr__(self, "config", config)
-
-    @property
-    def parsed(self) -> StoreUrl:
-        """The URL taken apart."""
-        return parse_url(self.url, _schemes_of(self.storage_options))
+        vars(self).update(
+            url=str(parsed),
+            storage_options=options,
+            config=config,
+            stripped=stripped,
+            parsed=parsed,
+        )
 
     def at(self, url: str) -> StoreSpec:
         """The same options and settings for another URL.
@@ -102,15 +125,16 @@ class StoreSpec:
         return self.at(url), name
 
     def open(self) -> ObjectStore:
-        """The store. Clients are made on first use and shared by all specs that agree in all
-        but the prefix, in this process.
+        """Open the store.
+
+        Clients are made on first use and shared by all specs of this process that agree in all but
+        the prefix.
 
         Raises:
             CredentialsError: there are no credentials.
             ForkedProcessError: in a child forked after a store was used.
         """
-        options = self.storage_options or {}
-        return _opener(self.parsed.scheme, options, self.config)(self)
+        return _opener(self.parsed.scheme, self.storage_options, self.config)(self)
 
     def boto3_clients(self) -> Boto3Clients:
         """Clients of boto3 for an s3:// URL, whatever the transport; shared like those of `open`.
@@ -124,30 +148,17 @@ class StoreSpec:
 
     def _shared(self, make: Callable[..., C]) -> C:
         """The clients that `make` made for this bucket, options, settings and environment."""
-        url = self.parsed
+        url, options = self.parsed, self.storage_options
         # The environment is part of the key: credentials in it may have been renewed.
         environment = tuple(
-            sorted(
-                (name, value)
-                for name, value in os.environ.items()
-                if name.startswith(("AWS_", "GOOGLE_", "CLOUDSDK_", "AZURE_"))
-            )
+            sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
         )
-        options = self.storage_options or {}
         key = (make, url.scheme, url.bucket, _frozen(options), self.config, environment)
-        with _cache_lock:
-            found = _cache.get(key)
-            if found is None:
-                found = make(url, options, self.config, self.stripped)
-                _cache[key] = found
-                while len(_cache) > _MAX_CACHED_CLIENTS:
-                    _cache.popitem(last=False)
-            _cache.move_to_end(key)
-        return cast("C", found)
+        return _clients.here.get(key, lambda: make(url, options, self.config, self.stripped))
 
     def __repr__(self) -> str:
         foreign = is_foreign(self.parsed.scheme)
-        shown = public_options(self.storage_options or {}, mask=True, foreign=foreign)
+        shown = public_options(self.storage_options, mask=True, foreign=foreign)
         return f"StoreSpec({self.url!r}, storage_options={shown!r}, config={self.config!r})"
 
     def __eq__(self, other: object) -> bool:
@@ -167,19 +178,32 @@ class StoreSpec:
 
     def __reduce__(self) -> tuple[object, ...]:
         """For `pickle.dumps`: without secrets, but with their names, for a helpful error."""
-        options = self.storage_options or {}
-        foreign = is_foreign(self.parsed.scheme)
+        options, foreign = self.storage_options, is_foreign(self.parsed.scheme)
         kept = public_options(options, mask=False, foreign=foreign)
         gone = tuple(sorted({*self.stripped, *secret_names(options, foreign=foreign)}))
         return StoreSpec, (self.url, kept, self.config, gone)
 
 
 def _reduce_for_child(spec: StoreSpec) -> tuple[Any, ...]:
-    return StoreSpec, (spec.url, dict(spec.storage_options or {}), spec.config, spec.stripped)
+    return StoreSpec, (spec.url, spec.storage_options, spec.config, spec.stripped)
 
 
 # `multiprocessing` pickles with this class: for spawned children and over its pipes and queues.
 ForkingPickler.register(StoreSpec, _reduce_for_child)
+
+
+def checked_config(config: TransferConfig | None) -> TransferConfig:
+    """Return the settings, the default ones for None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if config is not None and not isinstance(config, TransferConfig):
+        raise ConfigError(
+            f"config must be a TransferConfig, got {type(config).__name__}; write"
+            " config=TransferConfig(max_retries=2), for example"
+        )
+    return config or TransferConfig()
 
 
 def _open_local(spec: StoreSpec) -> ObjectStore:
@@ -240,7 +264,7 @@ def _with_transport(
     chosen = options.get("transport") if isinstance(options, Mapping) else None
     if options is None or chosen is None:
         return options, config
-    # What is not "native" was said, not left as it was.
+    # "native" is the default, so it may not have been chosen.
     if config.transport not in ("native", chosen):
         raise ConfigError(
             f"storage_options say transport={chosen!r}, TransferConfig says {config.transport!r};"
@@ -300,7 +324,7 @@ def open_store(
     Raises:
         InvalidUrlError, ConfigError, CredentialsError, ForkedProcessError: see `StoreSpec`.
     """
-    return StoreSpec(url, storage_options, config or TransferConfig()).open()
+    return StoreSpec(url, storage_options, config).open()
 
 
 def _frozen(value: object) -> object:

@@ -1,4 +1,4 @@
-"""Store URLs: taken apart and checked once, here.
+"""Store URLs, parsed and checked.
 
 A URL is taken literally, as the AWS command line and fsspec do: `%`, `?`, `#` and spaces after
 the bucket are part of the key. Nothing is percent-decoded.
@@ -18,6 +18,7 @@ from dcp_objstore.errors import InvalidUrlError
 
 Scheme = Literal["s3", "gs", "az", "file", "memory"]
 SCHEMES: tuple[Scheme, ...] = ("s3", "gs", "az", "file", "memory")
+_SHOWN = ", ".join(f"{scheme}://" for scheme in SCHEMES)
 _ALIASES: dict[str, Scheme] = {
     "s3": "s3",
     "gs": "gs",
@@ -29,8 +30,8 @@ _ALIASES: dict[str, Scheme] = {
     "file": "file",
     "memory": "memory",
 }
-# Spellings that other tools use for what we have under another name.
-_FOREIGN = {
+# Names that other tools give to these schemes; they are not taken.
+_OTHER_NAMES = {
     "s3a": "s3",
     "s3n": "s3",
     "minio": "s3",
@@ -40,8 +41,8 @@ _FOREIGN = {
     "local": "file",
     "mem": "memory",
 }
-# They stand around another filesystem or inside one object, or are no stores at all. What they
-# need more than a URL, only a filesystem object has: storage_options={"fs": filesystem}.
+# These wrap another filesystem, lie inside one object, or are no stores. They need more than a URL,
+# so they are taken as an object: storage_options={"fs": filesystem}.
 _ONLY_AS_OBJECTS = frozenset(
     {
         "async_wrapper",
@@ -81,10 +82,10 @@ class StoreUrl:
     """A checked URL.
 
     Attributes:
-        scheme: one of `SCHEMES`; `gcs` became `gs`, and `azure`, `abfs` and `abfss` became `az`. Or
-            a foreign one, that fsspec knows.
+        scheme: one of `SCHEMES` (`gs` for `gcs`; `az` for `azure`, `abfs` and `abfss`), or one that
+            only fsspec knows.
         bucket: the bucket (Azure: the container); for `memory` the name of the store; empty for
-            `file`. Of a foreign scheme all that stands before the first slash: a host, a container,
+            `file`. With another scheme all that stands before the first slash: a host, a container,
             or nothing.
         prefix: what all keys start with, without slashes at its ends; for `file` the absolute
             path of the root.
@@ -102,14 +103,14 @@ class StoreUrl:
 
 
 def parse_url(url: object, also: Collection[str] = ()) -> StoreUrl:
-    """Take a URL apart.
+    """Parse a URL.
 
     Args:
         url: `s3://bucket/prefix`, `gs://` or `gcs://bucket/prefix`, `az://container/prefix` (also
             `azure`, `abfs` and `abfss`), `file:///absolute/path` or `memory://name/prefix`; or one
             of a scheme that fsspec knows (`sftp://host/prefix`, `hf://…`). A slash at the end is
             dropped.
-        also: schemes that are known besides: those of a filesystem that the caller has.
+        also: further schemes that are known: those of a filesystem that the caller has.
 
     Raises:
         InvalidUrlError: not a `str`, no or an unknown scheme, no bucket, credentials inside the
@@ -125,49 +126,21 @@ def parse_url(url: object, also: Collection[str] = ()) -> StoreUrl:
             f"{_shown(url)} chains filesystems; make the outer one yourself, with fsspec, and pass"
             " storage_options={'fs': filesystem}"
         )
-    scheme = _ALIASES.get(head.lower())
-    if scheme is None:
-        if head.lower() in also or (
-            head.lower() not in _FOREIGN and is_known_to_fsspec(head.lower())
-        ):
-            return _foreign_url(url, head.lower(), rest)
-        raise InvalidUrlError(_unknown_scheme(head))
+    name = head.lower()
+    scheme = _ALIASES.get(name)
     if scheme == "file":
         return _file_url(url, rest)
-    bucket, _, prefix = rest.partition("/")
-    if "@" in bucket:
-        azure = _AZURE_ACCOUNT.match(bucket) if scheme == "az" else None
-        if azure:
-            raise InvalidUrlError(
-                f"the storage account does not belong in an az:// URL: write"
-                f" {_shown(f'az://{azure[1]}/{prefix}')} with storage_options="
-                f"{{'account_name': {azure[2]!r}}}"
-            )
-        # The URL is not repeated: what stands before the @ may be a secret.
-        raise InvalidUrlError(
-            f"credentials do not belong in a {scheme}:// URL; pass storage_options="
-            "{'key': …, 'secret': …} or set the environment"
-        )
-    if not bucket:
-        what = {"memory": "store name", "az": "container"}.get(scheme, "bucket")
-        raise InvalidUrlError(
-            f"{_shown(url)} names no {what}; write {scheme}://{what.rsplit(maxsplit=1)[-1]}/prefix"
-        )
-    if not _BUCKET.match(bucket):
-        raise InvalidUrlError(
-            f"{_shown(url)} has no bucket name: letters, digits, '.', '-' and '_' only"
-        )
-    if scheme == "az" and "\\" in prefix:
-        raise InvalidUrlError(f"{_shown(url)} has a backslash, which Azure makes a '/'; remove it")
-    return StoreUrl(
-        scheme, bucket, _check_segments(prefix.removesuffix("/"), _shown(url), empty_ok=True)
-    )
+    if scheme is not None:
+        return _bucket_url(url, scheme, rest)
+    if name in also or (name not in _OTHER_NAMES and is_known_to_fsspec(name)):
+        return _fsspec_url(url, name, rest)
+    raise InvalidUrlError(_unknown_scheme(head))
 
 
 def is_known_to_fsspec(scheme: str) -> bool:
-    """Whether fsspec itself or an installed package brings a filesystem for the scheme.
+    """Whether fsspec itself or an installed package has a filesystem for the scheme.
 
-    Known does not mean installed: the package may be missing still, which opening it tells.
+    Known does not mean installed: if its package is missing, opening the store fails.
     """
     if scheme in _ONLY_AS_OBJECTS or find_spec("fsspec") is None:
         return False
@@ -214,14 +187,46 @@ def _shown(url: str) -> str:
     return repr(f"{head}{found}{rest}{'?***' if query else ''}")
 
 
-def _check_segments(text: str, shown: str, *, empty_ok: bool = False) -> str:
-    if empty_ok and not text:
-        return text
+def _check_segments(text: str, shown: str) -> str:
     if any(segment in ("", ".", "..") for segment in text.split("/")):
         raise InvalidUrlError(f"{shown} has an empty, '.' or '..' segment; remove it")
     if _CONTROL.search(text):
         raise InvalidUrlError(f"{shown} contains a control character")
     return text
+
+
+def _check_prefix(prefix: str, url: str) -> str:
+    prefix = prefix.removesuffix("/")
+    return prefix and _check_segments(prefix, _shown(url))
+
+
+def _bucket_url(url: str, scheme: Scheme, rest: str) -> StoreUrl:
+    bucket, _, prefix = rest.partition("/")
+    azure = _AZURE_ACCOUNT.match(bucket) if scheme == "az" else None
+    if azure:
+        raise InvalidUrlError(
+            f"the storage account does not belong in an az:// URL: write"
+            f" {_shown(f'az://{azure[1]}/{prefix}')} with storage_options="
+            f"{{'account_name': {azure[2]!r}}}"
+        )
+    if "@" in bucket:
+        # The URL is not repeated: what stands before the @ may be a secret.
+        raise InvalidUrlError(
+            f"credentials do not belong in a {scheme}:// URL; pass storage_options="
+            "{'key': …, 'secret': …} or set the environment"
+        )
+    if not bucket:
+        what = {"memory": "store name", "az": "container"}.get(scheme, "bucket")
+        raise InvalidUrlError(
+            f"{_shown(url)} names no {what}; write {scheme}://{what.rsplit(maxsplit=1)[-1]}/prefix"
+        )
+    if not _BUCKET.match(bucket):
+        raise InvalidUrlError(
+            f"{_shown(url)} has no bucket name: letters, digits, '.', '-' and '_' only"
+        )
+    if scheme == "az" and "\\" in prefix:
+        raise InvalidUrlError(f"{_shown(url)} has a backslash, which Azure makes a '/'; remove it")
+    return StoreUrl(scheme, bucket, _check_prefix(prefix, url))
 
 
 def _file_url(url: str, rest: str) -> StoreUrl:
@@ -239,14 +244,11 @@ def _file_url(url: str, rest: str) -> StoreUrl:
     return StoreUrl("file", "", "/" + _check_segments(trimmed, _shown(url)))
 
 
-# Where `org:repo@branch` is no user with a password.
-_COLON_IS_NO_PASSWORD = ("github",)
-
-
-def _foreign_url(url: str, scheme: str, rest: str) -> StoreUrl:
+def _fsspec_url(url: str, scheme: str, rest: str) -> StoreUrl:
     authority, _, prefix = rest.partition("/")
     user, at, _ = authority.rpartition("@")
-    if at and ":" in user and scheme not in _COLON_IS_NO_PASSWORD:
+    # github://org:repo@branch holds no password.
+    if at and ":" in user and scheme != "github":
         # Not repeated: it is a password.
         raise InvalidUrlError(
             f"a password does not belong in a {scheme}:// URL; pass it in storage_options"
@@ -260,10 +262,7 @@ def _foreign_url(url: str, scheme: str, rest: str) -> StoreUrl:
         raise InvalidUrlError(f"{_shown(url)} names no place; write {scheme}://place/prefix")
     if authority:
         _check_segments(authority, _shown(url))
-    shown = _shown(url)
-    return StoreUrl(
-        scheme, authority, _check_segments(prefix.removesuffix("/"), shown, empty_ok=True)
-    )
+    return StoreUrl(scheme, authority, _check_prefix(prefix, url))
 
 
 def _not_a_string(url: object) -> str:
@@ -281,17 +280,11 @@ def _no_scheme(url: str) -> str:
     if broken and (broken[1].lower() in _ALIASES or is_known_to_fsspec(broken[1].lower())):
         whole = f"{broken[1]}://{broken[2]}"
         return f"{_shown(url)} has lost a slash (pathlib does that): write {_shown(whole)}"
-    known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-    return f"{_shown(url)} has no scheme; use one of {known} (for a local folder: file:///path)"
+    return f"{_shown(url)} has no scheme; use one of {_SHOWN} (for a local folder: file:///path)"
 
 
 def _unknown_scheme(head: str) -> str:
     close = difflib.get_close_matches(head.lower(), list(_ALIASES), n=1, cutoff=0.5)
-    nearest = _FOREIGN.get(head.lower(), close[0] if close else None)
-    hint = f"; did you mean {nearest}://?" if nearest else ""
-    known = ", ".join(f"{scheme}://" for scheme in SCHEMES) + " and those of fsspec"
-    return (
-        f"unknown scheme '{head}://'{hint} Known are {known}."
-        if hint
-        else (f"unknown scheme '{head}://'; known are {known}")
-    )
+    nearest = _OTHER_NAMES.get(head.lower(), close[0] if close else None)
+    hint = f"did you mean {nearest}://? Known" if nearest else "known"
+    return f"unknown scheme '{head}://'; {hint} are {_SHOWN} and those of fsspec"

@@ -21,7 +21,7 @@ from dcp_objstore.checkpoint.claim import check_claim, confirm, refuse_uncounted
 from dcp_objstore.checkpoint.clock import deadline_seconds_for
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.distributed.groups import rank_and_world_size
-from dcp_objstore.distributed.plugin import plugin_errors, same_url
+from dcp_objstore.distributed.plugin import Target, plugin_errors, same_url
 from dcp_objstore.errors import (
     CorruptDataError,
     InputError,
@@ -33,7 +33,6 @@ from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Saved
 from dcp_objstore.observe.report import SaveReport, logger
 from dcp_objstore.state.dcp_metadata import build_index, stock_metadata
-from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.write.finish import commit_save, publish_for_stock_readers

@@ -34,8 +34,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec
-from dcp_objstore.stores.protocol import ObjectMeta, Version
-from dcp_objstore.stores.uploads.unfinished import UnfinishedUpload
+from dcp_objstore.stores.protocol import ObjectMeta, UnfinishedUpload, Version
 from tests.support.memory_store import LOST, UNANSWERED, MemoryStore, Put, TickingClock
 from tests.support.servers import Bucket
 from tests.support.upkeep import (

@@ -20,9 +20,9 @@ from dcp_objstore.stores.protocol import (
     IfVersion,
     ObjectMeta,
     Precondition,
+    UnfinishedUpload,
     Version,
 )
-from dcp_objstore.stores.uploads.unfinished import UnfinishedUpload
 from tests.support.memory_bucket import Bucket
 
 if TYPE_CHECKING:

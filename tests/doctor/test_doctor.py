@@ -447,6 +447,35 @@ def test_a_server_that_the_environment_names_is_the_one_told(
     assert found["clock"].status == "ok"  # asked of that server, too
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("AWS_ENDPOINT_URL", "ftp://host"), ("AWS_CHECKSUM_ALGORITHM", "md5"), ("verify", "/nowhere")],
+)
+def test_a_wrong_setting_is_not_taken_for_missing_credentials(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = dict(STORES["s3"])
+    if name == "verify":
+        options["verify"] = value
+    else:
+        monkeypatch.setenv(name, value)
+    around = Surroundings(StoreSpec("s3://bucket/run", options, IMPATIENT))
+    found = {one.check: one for one in around.access()}
+    assert found["endpoint"].status == "failed"
+    assert names(found, "failed") == {"endpoint"}
+    assert around.blocked
+
+
+@pytest.mark.backends("seaweed")
+def test_a_filesystem_object_has_its_own_credentials_and_server(bucket: Bucket) -> None:
+    s3fs = pytest.importorskip("s3fs")
+    fs = s3fs.S3FileSystem(**bucket.storage_options, skip_instance_cache=True)
+    spec = StoreSpec(bucket.url, {"fs": fs}, IMPATIENT)
+    found = {one.check: one for one in Surroundings(spec).access()}
+    assert {one.status for one in found.values()} == {"ok"}
+    assert found["endpoint"].details["endpoint_url"] == bucket.storage_options["endpoint_url"]
+
+
 def test_a_transport_that_is_not_installed_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = pytest.importorskip("fsspec.registry")
     monkeypatch.delitem(registry._registry, "s3", raising=False)

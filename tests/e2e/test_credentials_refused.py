@@ -333,4 +333,4 @@ def test_the_end_of_a_signature_is_told() -> None:
     sas = generate_container_sas(ACCOUNT, BUCKET, KEY, permission="r", expiry=end)
     found = find_azure_credentials(parse(AzureOptions, {"account_name": ACCOUNT, "sas_token": sas}))
     assert found.source == "storage_options: a signature that ends at 2030-01-02T03:04:05Z"
-    assert not found.renewable
+    assert found.renew is None

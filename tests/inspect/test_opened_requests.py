@@ -20,7 +20,6 @@ from dcp_objstore.config import MIB
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.wrappers import Request
 from tests.support.states import same_bits, seeded
 from tests.support.wrapped_stores import RecordingStore
@@ -139,9 +138,9 @@ def test_a_pickled_opening_reads_on_and_carries_no_secret() -> None:
     assert (copied.url, copied.commit_id) == (ckpt.url, ckpt.commit_id)
     assert same_bits(entry_of(copied, "w").read(), torch.ones(2))
     options = {"key": "AKIAEXAMPLE", "secret": "very-secret-indeed"}
-    target = Target("s3://bucket/run", options, None)
+    spec = StoreSpec("s3://bucket/run", options)
     private = dos.Checkpoint(
-        target,
+        spec,
         ckpt._stored,
         verify=True,
         trust_pickle=False,

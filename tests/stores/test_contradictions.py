@@ -8,7 +8,8 @@ import pytest
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import StoreSpec, open_store
-from dcp_objstore.stores.options.s3 import s3_options
+from dcp_objstore.stores.options.parse import parse
+from dcp_objstore.stores.options.s3 import S3Options
 
 KEYS = {"key": "KEYOFMINE", "secret": "SECRETOFMINE"}
 
@@ -96,7 +97,7 @@ def test_two_values_for_one_setting_are_refused(
 def test_the_same_value_twice_is_no_contradiction() -> None:
     client = {"aws_access_key_id": "KEYOFMINE", "region_name": "r", "verify": False}
     options = {**KEYS, "region": "r", "region_name": "r", "client_kwargs": client}
-    found = s3_options(StoreSpec("s3://b", options).storage_options or {})
+    found = parse(S3Options, StoreSpec("s3://b", options).storage_options)
     assert (found.key, found.region, found.verify) == ("KEYOFMINE", "r", False)
 
 

@@ -215,16 +215,16 @@ def test_forms_of_a_google_token(bare_environment: Path) -> None:
     path = bare_environment / "key.json"
     key = {"refresh_token": "r", "client_id": "1", "client_secret": "s"}
     path.write_text(json.dumps(key))
-    assert find_gcs_credentials(GcsOptions(token="anon"), None).config == {"skip_signature": True}
-    assert find_gcs_credentials(GcsOptions(anon=True), None).config == {"skip_signature": True}
+    assert find_gcs_credentials(GcsOptions(token="anon")).config == {"skip_signature": True}
+    assert find_gcs_credentials(GcsOptions(anon=True)).config == {"skip_signature": True}
     for form in (str(path), key, json.dumps(key)):
-        found: Any = find_gcs_credentials(GcsOptions(token=form), None).provider
+        found: Any = find_gcs_credentials(GcsOptions(token=form)).provider
         assert found.credentials.refresh_token == "r"
-    provider = find_gcs_credentials(GcsOptions(token="ya29.x"), None).provider
+    provider = find_gcs_credentials(GcsOptions(token="ya29.x")).provider
     assert provider is not None
     assert provider() == {"token": "ya29.x", "expires_at": None}
-    assert "ya29" not in repr(find_gcs_credentials(GcsOptions(token="ya29.x"), None))
+    assert "ya29" not in repr(find_gcs_credentials(GcsOptions(token="ya29.x")))
     with pytest.raises(CredentialsError, match="missing"):
-        find_gcs_credentials(GcsOptions(token="/nowhere/key.json"), None)
+        find_gcs_credentials(GcsOptions(token="/nowhere/key.json"))
     with pytest.raises(ConfigError, match="token"):
-        find_gcs_credentials(GcsOptions(token=7), None)
+        find_gcs_credentials(GcsOptions(token=7))

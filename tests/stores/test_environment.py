@@ -7,11 +7,10 @@ import pytest
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import StoreSpec, open_store
-from dcp_objstore.stores.endpoint import gcs_payer
 from dcp_objstore.stores.fsspec.filesystems import make_filesystems
 from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.parse import parse
-from dcp_objstore.stores.options.s3 import s3_options
+from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.urls import parse_url
 from tests.support.servers import Bucket
 from tests.support.tampering import Asked, TamperingProxy
@@ -96,7 +95,7 @@ def test_encryption_that_would_not_take_place_is_refused(
                 "s3://bucket", {**KEYS, "transport": transport, "s3_additional_kwargs": extra}
             )
     monkeypatch.setenv(name, "")
-    assert s3_options(KEYS).sse is None
+    assert parse(S3Options, KEYS).sse is None
 
 
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"])
@@ -150,10 +149,9 @@ def test_s3fs_sends_the_checksum_that_is_asked_for(bucket: Bucket, algorithm: st
 def test_gcsfs_names_the_project_that_pays(options: dict[str, object], payer: str | None) -> None:
     given = {"anon": True, "endpoint_url": "http://127.0.0.1:1", **options}
     fs = make_filesystems(parse_url("gs://bucket"), given, TransferConfig()).fs
-    assert fs._get_params({}).get("userProject") == payer == gcs_payer(parse(GcsOptions, options))
+    assert fs._get_params({}).get("userProject") == payer == parse(GcsOptions, options).payer
 
 
 def test_gcsfs_refuses_requester_pays_without_a_project() -> None:
-    spec = StoreSpec("gs://b", {"anon": True, "requester_pays": True, "transport": "fsspec"})
     with pytest.raises(ConfigError, match="project"):
-        spec.open()
+        StoreSpec("gs://b", {"anon": True, "requester_pays": True, "transport": "fsspec"})

@@ -218,24 +218,24 @@ REFRESHED = {"refresh_token": "SECRET", "client_id": "c", "client_secret": "SECR
 def test_gcsfs_forms_of_a_token_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    user = find_gcs_credentials(GcsOptions(token=REFRESHED), None)
+    user = find_gcs_credentials(GcsOptions(token=REFRESHED))
     provider: Any = user.provider
     assert provider.credentials.refresh_token == "SECRET"
     assert "SECRET" not in repr(user)
-    as_text = find_gcs_credentials(GcsOptions(token=json.dumps(REFRESHED)), None)
+    as_text = find_gcs_credentials(GcsOptions(token=json.dumps(REFRESHED)))
     assert as_text.provider is not None
     path = tmp_path / "key"
     path.write_text(json.dumps({**REFRESHED, "type": "authorized_user"}))
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/somebody/elses.json")
-    by_path: Any = find_gcs_credentials(GcsOptions(token=str(path)), None).provider
+    by_path: Any = find_gcs_credentials(GcsOptions(token=str(path))).provider
     assert by_path.credentials.refresh_token == "SECRET"
-    machine: Any = find_gcs_credentials(GcsOptions(token="cloud"), None).provider
+    machine: Any = find_gcs_credentials(GcsOptions(token="cloud")).provider
     assert "compute_engine" in type(machine.credentials).__module__
 
 
 def test_a_token_of_google_auth_is_renewed_only_when_it_has_to_be() -> None:
     def answer(credentials: Credentials) -> Any:
-        provider = find_gcs_credentials(GcsOptions(token=credentials), None).provider
+        provider = find_gcs_credentials(GcsOptions(token=credentials)).provider
         assert provider is not None
         return provider()
 
@@ -256,7 +256,7 @@ def test_a_broken_key_is_refused_and_not_shown(tmp_path: Path, content: str) -> 
     path = tmp_path / "key"
     path.write_text(content)
     with pytest.raises(CredentialsError) as caught:
-        find_gcs_credentials(GcsOptions(token=str(path)), None)
+        find_gcs_credentials(GcsOptions(token=str(path)))
     assert "SECRET" not in f"{caught.value} {caught.value.__cause__} {caught.value.__context__}"
 
 

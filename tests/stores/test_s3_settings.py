@@ -14,6 +14,7 @@ from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.endpoint import s3_checksum
+from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.s3.checksums import Checksums, checksums_for
 from tests.support.s3_requests import carrying, requests_of
@@ -200,7 +201,7 @@ def test_boto3_sends_aws_a_checksum_by_default_where_it_can(
     assert checksums_for(S3Options(), other).beginning == {}
     assert checksums_for(S3Options(checksum_algorithm="none"), None).beginning == {}
     monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "sha256")
-    assert checksums_for(S3Options(), other).beginning == {"ChecksumAlgorithm": "SHA256"}
+    assert checksums_for(parse(S3Options, {}), other).beginning == {"ChecksumAlgorithm": "SHA256"}
     monkeypatch.delenv("AWS_CHECKSUM_ALGORITHM")
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None)
     assert checksums_for(S3Options(), None).beginning == {}

@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from multiprocessing.reduction import ForkingPickler
@@ -22,6 +23,7 @@ from dcp_objstore.errors import (
     ForkedProcessError,
 )
 from dcp_objstore.stores import StoreSpec, open_store
+from dcp_objstore.stores.spec import _clients as clients_of_process
 from tests.support.servers import Bucket
 
 SECRETS = ("AKIA-secret-0", "hunter2-secret-1", "session-secret-2")
@@ -194,6 +196,19 @@ def test_a_forked_child_raises_and_does_not_hang(bucket: Bucket, scheme: str) ->
     options = [str(bucket.storage_options[name]) for name in ("key", "secret", "endpoint_url")]
     command = [sys.executable, "-W", "ignore", "-c", _FORK, url, *options]
     subprocess.run(command, check=True, timeout=60)
+
+
+def test_a_forked_child_makes_its_own_clients_while_a_thread_of_its_parent_makes_some() -> None:
+    """That thread, and with it its lock's release, is not in the child."""
+    spec = StoreSpec("s3://forked/run", {**OPTIONS, "transport": "boto3"})
+    clients = spec.boto3_clients()
+    with clients_of_process.here._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # a hang ends as a failure
+            os._exit(int(spec.boto3_clients() is clients))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert spec.boto3_clients() is clients
 
 
 def test_the_fork_error_is_an_error_of_ours() -> None:

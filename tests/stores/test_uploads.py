@@ -19,9 +19,9 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.protocol import UnfinishedUpload
 from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
 from dcp_objstore.stores.uploads.open import open_uploads
-from dcp_objstore.stores.uploads.unfinished import UnfinishedUpload
 from tests.support.bucket_rules import incomplete_upload_rule, versioning
 from tests.support.scripted import Scripted
 from tests.support.servers import READ_ONLY, Bucket

@@ -246,7 +246,7 @@ def test_a_service_account_gives_tokens_wherever_its_key_is(
     tokens = []
 
     def ask(**options: object) -> None:
-        token = find_gcs_token(parse(GcsOptions, options), None)
+        token = find_gcs_token(parse(GcsOptions, options))
         assert token is not None
         tokens.append(token())
         assert token() == tokens[-1]  # asked for once
@@ -266,7 +266,7 @@ def test_a_service_account_gives_tokens_wherever_its_key_is(
     assert len(set(tokens)) == 6
     assert all(token.startswith("ya29.handed-out-") for token in tokens)
     monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "ya29.given")
-    given = find_gcs_token(GcsOptions(), None)
+    given = find_gcs_token(GcsOptions())
     assert given is not None
     assert given() == "ya29.given"
 

@@ -10,7 +10,8 @@ import pytest
 
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec, open_store
-from dcp_objstore.stores.options.s3 import s3_options
+from dcp_objstore.stores.options.parse import parse
+from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.urls import parse_url
 
 
@@ -86,7 +87,7 @@ def test_credentials_inside_a_url_are_refused_and_not_repeated() -> None:
         ({"access_key_id": "x"}, "did you mean 'key'?"),
         ({"zzzzzz": 1}, "Known: key, secret"),
         ({"client_kwargs": {"region": "x"}}, "did you mean 'region_name'?"),
-        ({"client_kwargs": "x"}, "must be Mapping"),
+        ({"client_kwargs": "x"}, "must be a mapping"),
         ({"anon": "yes"}, "must be bool"),
         ({"key": "x"}, "'secret' is missing"),
         ({"secret": "x"}, "'key' is missing"),
@@ -120,10 +121,12 @@ def test_an_endpoint_that_is_none_is_refused() -> None:
 
 
 def test_fsspec_spellings_mean_the_same() -> None:
-    plain = s3_options(
-        {"key": "k", "secret": "s", "token": "t", "endpoint_url": "http://e", "region": "r"}
+    plain = parse(
+        S3Options,
+        {"key": "k", "secret": "s", "token": "t", "endpoint_url": "http://e", "region": "r"},
     )
-    nested = s3_options(
+    nested = parse(
+        S3Options,
         {
             "client_kwargs": {
                 "aws_access_key_id": "k",
@@ -132,11 +135,11 @@ def test_fsspec_spellings_mean_the_same() -> None:
                 "endpoint_url": "http://e",
                 "region_name": "r",
             }
-        }
+        },
     )
     assert plain == nested
-    assert s3_options({"config_kwargs": {"s3": {"addressing_style": "virtual"}}}) == s3_options(
-        {"addressing_style": "virtual"}
+    assert parse(S3Options, {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}) == parse(
+        S3Options, {"addressing_style": "virtual"}
     )
 
 

@@ -13,6 +13,7 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.endpoint import s3_checksum
+from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.options.s3 import S3Options
 from tests.support.s3_requests import carrying, requests_of
 from tests.support.servers import Bucket
@@ -113,7 +114,7 @@ def test_the_environment_can_say_that_no_checksum_goes_with_bodies(
     store.put("k", b"body")
     assert bucket.get("k") == b"body"
     assert os.environ["AWS_CHECKSUM_ALGORITHM"] == named
-    assert s3_checksum(S3Options(), None) is None
+    assert s3_checksum(parse(S3Options, {}), None) is None
 
 
 @pytest.mark.backends("moto")

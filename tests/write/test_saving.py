@@ -297,6 +297,17 @@ def test_deep_copies_work_with_the_credentials_that_were_given(bucket: Bucket, a
     assert secret not in pickle.dumps(reader)
 
 
+@pytest.mark.parametrize("url", ["sftp://host/run/step-1", None])
+def test_a_pickle_holds_no_option_that_only_a_filesystem_knows(url: str | None) -> None:
+    options = {"host": "host", "password": "very-secret-indeed"}
+    for made in (
+        dos.ObjectStoreWriter(url, storage_options=options),
+        dos.ObjectStoreReader(url, storage_options=options),
+    ):
+        assert b"very-secret" not in pickle.dumps(made)
+        assert b"very-secret" not in pickle.dumps(copy.deepcopy(made))
+
+
 def test_a_pickled_reader_keeps_its_settings() -> None:
     url = memory_url()
     reader = dos.ObjectStoreReader(url, verify="off", trust_pickle=True, progress=False)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
-from dcp_objstore.forking import in_forked_child
+from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.admission.bounds import Bounds
 from dcp_objstore.waiting import STEP_SECONDS
 
@@ -226,14 +226,13 @@ class AdmissionSlot:
             self._limiter.throttled(begun_at)
 
 
-_limiters: dict[tuple[str | None, str, str], Limiter] = {}
-_lock = threading.Lock()
+# By endpoint, scheme and bucket.
+_limiters: PerProcess[dict[tuple[str | None, str, str], Limiter]] = PerProcess(dict)
 
 
 def limiter_at(endpoint_url: str | None, scheme: str, bucket: str) -> Limiter:
     """Return the limiter of a bucket at an endpoint (None: the provider's own)."""
-    with _lock:
-        return _limiters.setdefault((endpoint_url, scheme, bucket), Limiter())
+    return _limiters.here.setdefault((endpoint_url, scheme, bucket), Limiter())
 
 
 def limiter_of(store: ObjectStore) -> Limiter:
@@ -254,12 +253,3 @@ def admission_slot(store: ObjectStore, verb: str) -> AdmissionSlot:
 def reports_retries(store: ObjectStore) -> bool:
     """Whether the adapter reports every retry of a read; some transports retry out of sight."""
     return "get_range" in store.reports_throttling
-
-
-def _forget_after_fork() -> None:
-    global _lock  # noqa: PLW0603  the parent's may be held by a thread that is not here
-    _lock = threading.Lock()
-    _limiters.clear()
-
-
-in_forked_child(_forget_after_fork)

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcp_objstore.config import TransferConfig
@@ -21,8 +20,9 @@ from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.credentials.aws import no_s3_credentials, open_boto3_session
 from dcp_objstore.stores.credentials.base import Credentials
-from dcp_objstore.stores.endpoint import is_virtual, s3_requester_pays, s3_server, server_url
-from dcp_objstore.stores.options.s3 import S3Options, s3_options
+from dcp_objstore.stores.endpoint import is_virtual, s3_server
+from dcp_objstore.stores.options.parse import parse
+from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.s3.checksums import checksums_for
 
 if TYPE_CHECKING:
@@ -81,20 +81,13 @@ class Boto3Clients:
         if importlib.util.find_spec("boto3") is None:
             raise ConfigError("boto3 is not installed: pip install 'dcp-objstore[s3]'")
         self._url = url
-        self._settings = s3_options(options)
+        self._settings = parse(S3Options, options)
         self._config = config
         self._stripped = stripped
         self.max_retries = config.max_retries
         self._of_process: dict[int, _OfProcess] = {}
-        payer = s3_requester_pays(self._settings)
-        self.payer = {"RequestPayer": "requester"} if payer else {}
-        self.sealing: dict[str, str | bool] = {}
-        if self._settings.sse is not None:
-            self.sealing["ServerSideEncryption"] = self._settings.sse
-        if self._settings.sse_kms_key_id is not None:
-            self.sealing["SSEKMSKeyId"] = self._settings.sse_kms_key_id
-        if self._settings.sse_bucket_key is not None:
-            self.sealing["BucketKeyEnabled"] = self._settings.sse_bucket_key
+        self.payer = {"RequestPayer": "requester"} if self._settings.requester_pays else {}
+        self.sealing = self._settings.encryption
         self.endpoint_url = self._mine().endpoint_url
         self.checksums = checksums_for(self._settings, self.endpoint_url)
 
@@ -132,8 +125,6 @@ class Boto3Clients:
             raise no_s3_credentials(self._stripped)
         known = Credentials("boto3", region=found.region, endpoint_url=found.endpoint_url)
         endpoint, region = s3_server(settings, known)
-        if endpoint is not None:
-            endpoint = server_url(endpoint, use_ssl=settings.use_ssl)
         return _OfProcess(found.session, endpoint, region)
 
     def _make(self, name: str, mine: _OfProcess) -> Any:
@@ -146,7 +137,8 @@ class Boto3Clients:
             endpoint_url=mine.endpoint_url,
             region_name=mine.region,
             use_ssl=settings.use_ssl,
-            verify=_verify(settings),
+            # None leaves it to AWS_CA_BUNDLE and the profile.
+            verify=None if settings.verify is True else settings.verify,
             config=_botocore_config(
                 settings,
                 virtual=is_virtual(settings, mine.endpoint_url, self._url.bucket),
@@ -239,15 +231,3 @@ def _botocore_config(settings: S3Options, *, virtual: bool, **transfer: Any) -> 
         **({"signature_version": botocore.UNSIGNED} if settings.anon else {}),
         **transfer,
     )
-
-
-def _verify(settings: S3Options) -> bool | str | None:
-    """What boto3 takes; None leaves it to AWS_CA_BUNDLE and the profile."""
-    if isinstance(settings.verify, bool):
-        return None if settings.verify else False
-    path = Path(settings.verify).expanduser()
-    try:
-        path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"the certificates named by 'verify' cannot be read: {error}") from error
-    return str(path)

@@ -13,7 +13,6 @@ Facts about boto3 1.44 that shape this module (each is pinned by a test):
 from __future__ import annotations
 
 import http.client
-import os
 import random
 import threading
 import time
@@ -22,6 +21,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
+from dcp_objstore.forking import PerProcess
 from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.boto3.bodies import JoinedBuffers, body_of, receive
 from dcp_objstore.stores.buffers import check_range
@@ -39,9 +39,8 @@ if TYPE_CHECKING:
 # Of a body that breaks off, the first pause is random up to this, and twice as long each time.
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 10.0
-# By process, endpoint and bucket. A forked child makes its own: its parent's may be held by
-# a thread that the child does not have.
-_conditional_writes: dict[tuple[int, str | None, str], threading.Lock] = {}
+# By endpoint and bucket.
+_conditional_writes: PerProcess[dict[tuple[str | None, str], threading.Lock]] = PerProcess(dict)
 
 
 class Boto3Store(S3Store):
@@ -74,8 +73,8 @@ class Boto3Store(S3Store):
         create an object there, two could win. A server sees to this itself; there such writes are
         so few that it does not matter.
         """
-        place = (os.getpid(), self.endpoint_url, self._url.bucket)
-        return _conditional_writes.setdefault(place, threading.Lock())
+        place = (self.endpoint_url, self._url.bucket)
+        return _conditional_writes.here.setdefault(place, threading.Lock())
 
     def _read_whole(
         self, target: Mapping[str, str], max_size_bytes: int

@@ -1,9 +1,9 @@
-"""Where credentials for S3 come from, in order; nothing here ever prints one.
+"""Find credentials for S3; nothing here ever prints one.
 
-`anon`; `key` and `secret`; `profile`; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY;
+In this order: `anon`; `key` and `secret`; `profile`; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY;
 AWS_PROFILE; web identity and container variables; the shared AWS files; instance metadata.
-Profiles, SSO and the shared files are read by boto3 (extra `s3`), as they are by every other tool;
-the rest obstore does itself.
+boto3 (extra `s3`) reads profiles, SSO and the shared files, as every other tool does; obstore does
+the rest.
 """
 
 from __future__ import annotations
@@ -11,13 +11,20 @@ from __future__ import annotations
 import configparser
 import importlib.util
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dcp_objstore.errors import CredentialsError
-from dcp_objstore.stores.credentials.base import Credentials, lost, metadata_answers, without_text
+from dcp_objstore.stores.credentials.base import (
+    ANONYMOUS,
+    Credentials,
+    asked_by_clients,
+    fixed,
+    lost,
+    metadata_answers,
+    without_text,
+)
 from dcp_objstore.stores.credentials.renewal import Renewing
 from dcp_objstore.stores.options.s3 import S3Options
 
@@ -34,6 +41,7 @@ _PROFILE_CREDENTIALS = (
     "sso_start_url",
     "web_identity_token_file",
 )
+# obstore reads these, and what they lead to.
 _NATIVE_VARIABLES = (
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
@@ -52,9 +60,51 @@ def find_s3_credentials(settings: S3Options, stripped: tuple[str, ...] = ()) -> 
         CredentialsError: there are none, or the profile does not exist, or boto3 is needed to
             read them and is not installed.
     """
-    found = _from_s3_options(settings) or _from_aws_environment()
-    if found is not None:
-        return found
+    found = _from_options(settings) or _from_environment() or _from_machine()
+    if found is None:
+        raise no_s3_credentials(stripped)
+    return found
+
+
+def no_s3_credentials(stripped: tuple[str, ...]) -> CredentialsError:
+    """The error where none are found."""
+    return CredentialsError(
+        "no credentials for S3: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,"
+        " or pass storage_options={'key': …, 'secret': …} ({'anon': True} for a public bucket)"
+        + lost(stripped)
+    )
+
+
+def _from_options(settings: S3Options) -> Credentials | None:
+    if settings.anon:
+        return ANONYMOUS
+    if settings.key is not None:
+        return fixed(
+            "storage_options",
+            access_key_id=settings.key,
+            secret_access_key=settings.secret,
+            token=settings.token,
+        )
+    if settings.profile is not None:
+        return _from_boto3(settings.profile, f"profile {settings.profile!r}")
+    return None
+
+
+def _from_environment() -> Credentials | None:
+    key, secret, profile = (
+        S3Options.option(name).from_environment() for name in ("key", "secret", "profile")
+    )
+    if key and secret:
+        return Credentials("AWS_ACCESS_KEY_ID in the environment")
+    if profile:
+        return _from_boto3(profile, f"AWS_PROFILE={profile}")
+    for name in _NATIVE_VARIABLES:
+        if os.environ.get(name):
+            return Credentials(f"{name} in the environment", renew=asked_by_clients)
+    return None
+
+
+def _from_machine() -> Credentials | None:
     if _default_profile_has_credentials():
         return _from_boto3(None, "the default profile of the shared AWS files")
     disabled = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
@@ -64,52 +114,8 @@ def find_s3_credentials(settings: S3Options, stripped: tuple[str, ...] = ()) -> 
         "/latest/api/token",
         {"X-aws-ec2-metadata-token-ttl-seconds": "60"},
     ):
-        return Credentials("instance metadata", renewable=True)
-    raise no_s3_credentials(stripped)
-
-
-def no_s3_credentials(stripped: tuple[str, ...]) -> CredentialsError:
-    """What to raise where none are found."""
-    return CredentialsError(
-        "no credentials for S3: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,"
-        " or pass storage_options={'key': …, 'secret': …} ({'anon': True} for a public bucket)"
-        + lost(stripped)
-    )
-
-
-def _from_s3_options(settings: S3Options) -> Credentials | None:
-    if settings.anon:
-        return Credentials("anonymous", config={"skip_signature": True})
-    if settings.key is not None and settings.secret is not None:
-        return Credentials("storage_options", _static(settings))
-    if settings.profile is not None:
-        return _from_boto3(settings.profile, f"profile {settings.profile!r}")
+        return Credentials("instance metadata", renew=asked_by_clients)
     return None
-
-
-def _from_aws_environment() -> Credentials | None:
-    environ = os.environ
-    if environ.get("AWS_ACCESS_KEY_ID") and environ.get("AWS_SECRET_ACCESS_KEY"):
-        return Credentials("AWS_ACCESS_KEY_ID in the environment")
-    profile = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
-    if profile:
-        return _from_boto3(profile, f"AWS_PROFILE={profile}")
-    for name in _NATIVE_VARIABLES:
-        if environ.get(name):
-            return Credentials(f"{name} in the environment", renewable=True)
-    return None
-
-
-def _static(settings: S3Options) -> Callable[[], Any]:
-    # A provider, not the config fields: those would be mixed with an AWS_SESSION_TOKEN of the
-    # environment that belongs to another key.
-    answer = {
-        "access_key_id": settings.key,
-        "secret_access_key": settings.secret,
-        "token": settings.token,
-        "expires_at": None,
-    }
-    return lambda: dict(answer)
 
 
 def _from_boto3(profile: str | None, source: str) -> Credentials:
@@ -126,7 +132,6 @@ def _from_boto3(profile: str | None, source: str) -> Credentials:
     return Credentials(
         source,
         provider,
-        renewable=True,
         renew=provider.renew,
         region=found.region,
         endpoint_url=found.endpoint_url,
@@ -151,7 +156,7 @@ class Boto3Session:
 
 
 def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
-    """A session of boto3, which reads the AWS files and finds credentials now.
+    """Make a session of boto3, which reads the AWS files and finds credentials now.
 
     Args:
         source: what is read, in words, for messages.

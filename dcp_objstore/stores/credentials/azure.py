@@ -1,24 +1,31 @@
-"""Which Azure storage account, at which endpoint, and with what credentials, in order.
+"""Find the Azure storage account, its endpoint and credentials; nothing here ever prints one.
 
-`anon`; `connection_string`; `account_key`; `sas_token`; `client_id` with `client_secret` and
-`tenant_id`; `credential`; AZURE_STORAGE_CONNECTION_STRING; the AZURE_* variables that obstore reads
-itself; azure-identity's DefaultAzureCredential (extra `azure`); a machine's managed identity.
-The names are those of adlfs; `connection_string` is taken apart as the Azure documentation says
-("Configure Azure Storage connection strings"). Nothing here ever prints a credential.
+In this order: `anon`; `connection_string`; `account_key`; `sas_token`; `client_id` with
+`client_secret` and `tenant_id`; `credential`; AZURE_STORAGE_CONNECTION_STRING; the AZURE_*
+variables that obstore reads itself; azure-identity's DefaultAzureCredential (extra `azure`); a
+machine's managed identity. The names are those of adlfs; `connection_string` is taken apart as the
+Azure documentation says ("Configure Azure Storage connection strings").
 """
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qs
 
 from dcp_objstore.errors import ConfigError, CredentialsError
-from dcp_objstore.stores.credentials.base import Credentials, lost, metadata_answers
+from dcp_objstore.stores.credentials.base import (
+    ANONYMOUS,
+    Credentials,
+    asked_by_clients,
+    fixed,
+    is_installed,
+    lost,
+    metadata_answers,
+)
 from dcp_objstore.stores.options.azure import AzureOptions
 
 _INSTALL = "pip install 'dcp-objstore[azure]'"
@@ -28,60 +35,38 @@ _EMULATOR = (
     "AccountName=devstoreaccount1;AccountKey=Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVEr"
     "Cz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==;BlobEndpoint=http://127.0.0.1:10000/devstoreaccount1"
 )
-# With one of these groups in the environment obstore has all it needs.
-_NATIVE_VARIABLES = (
-    ("AZURE_STORAGE_TOKEN",),
-    ("AZURE_STORAGE_ACCOUNT_KEY",),
-    ("AZURE_STORAGE_ACCESS_KEY",),
-    ("AZURE_STORAGE_MASTER_KEY",),
-    ("AZURE_STORAGE_SAS_TOKEN",),
-    ("AZURE_STORAGE_SAS_KEY",),
-    ("AZURE_STORAGE_CLIENT_ID", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_STORAGE_TENANT_ID"),
-    ("AZURE_CLIENT_ID", "AZURE_CLIENT_SECRET", "AZURE_TENANT_ID"),
+# With one of these in the environment obstore has all it needs.
+_KEYS = (
+    "AZURE_STORAGE_TOKEN",
+    *AzureOptions.option("account_key").environment,
+    *AzureOptions.option("sas_token").environment,
+)
+# With all of one of these it asks Azure AD for tokens.
+_APPLICATION = ("client_id", "client_secret", "tenant_id")
+_IDENTITIES = (
+    *zip(*(AzureOptions.option(name).environment for name in _APPLICATION), strict=True),
     ("AZURE_FEDERATED_TOKEN_FILE", "AZURE_CLIENT_ID", "AZURE_TENANT_ID"),
     ("AZURE_USE_AZURE_CLI",),
 )
-
-
 _ADVICE = (
     "log in again (az login), or use a source that renews them itself: a managed identity, an"
     " application's client_secret, credentials of azure-identity"
 )
-# Read by obstore, which asks Azure AD for tokens with them.
-_ASKED_FOR_TOKENS = (
-    "AZURE_STORAGE_CLIENT_ID",
-    "AZURE_CLIENT_ID",
-    "AZURE_FEDERATED_TOKEN_FILE",
-    "AZURE_USE_AZURE_CLI",
-)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AzureCredentials(Credentials):
-    """What to give obstore; `endpoint_url` is None for Azure's public cloud.
-
-    Attributes:
-        account_name: the storage account.
-    """
-
-    account_name: str
-
-    def __repr__(self) -> str:
-        return f"AzureCredentials(source={self.source!r}, account_name={self.account_name!r})"
-
-
-def find_azure_credentials(
-    options: AzureOptions, stripped: tuple[str, ...] = ()
-) -> AzureCredentials:
+def find_azure_credentials(options: AzureOptions, stripped: tuple[str, ...] = ()) -> Credentials:
     """Find account, endpoint and credentials in the order of the module's docstring.
 
     Args:
         options: as checked by `check_options`.
         stripped: names of options that were left behind when the spec was pickled.
 
+    Returns:
+        They name the account, and the endpoint if that is not of Azure's public cloud.
+
     Raises:
         CredentialsError: there are none, or azure-identity is needed and is not installed.
-        ConfigError: no account is named, or options contradict each other.
+        ConfigError: no account is named, or options have no effect.
     """
     given = _from_options(options)
     if options.client_secret is None and "client_secret" not in stripped:
@@ -92,10 +77,10 @@ def find_azure_credentials(
                 " 'client_secret'; for an identity without a secret pass a 'credential' of"
                 " azure-identity"
             )
-    parts = (
-        {} if options.connection_string is None else _connection_parts(options.connection_string)
-    )
-    if given is None and not parts:
+    parts = {}
+    if options.connection_string is not None:
+        parts = _connection_parts(options.connection_string)
+    elif given is None:
         parts = _connection_of_environment(options.account_name)
     endpoint = _endpoint(options, parts)
     account = (
@@ -117,63 +102,35 @@ def find_azure_credentials(
             " pass storage_options={'account_name': …, 'account_key': …} ({'anon': True} for a"
             " public container)" + lost(stripped)
         )
-    return AzureCredentials(
-        source=found.source,
-        provider=found.provider,
-        config=found.config,
-        renewable=found.renewable,
-        renew=found.renew,
-        advice=_ADVICE,
-        endpoint_url=endpoint,
-        account_name=account,
-    )
+    return replace(found, advice=_ADVICE, endpoint_url=endpoint, account_name=account)
 
 
 def _from_options(options: AzureOptions) -> Credentials | None:
-    """By explicit options; None where only a connection string, or nothing, is given."""
-    trio = {
-        "client_id": options.client_id,
-        "client_secret": options.client_secret,
-        "tenant_id": options.tenant_id,
-    }
-    ways = [
-        name
-        for name in ("account_key", "sas_token", "connection_string", "credential")
-        if getattr(options, name) is not None
-    ]
+    """Read explicit options; None where only a connection string, or nothing, is given."""
     if options.anon:
-        ways.append("anon")
-    if options.client_secret is not None:
-        ways.append("client_secret")
-        missing = [name for name, value in trio.items() if value is None]
-        if missing:
-            raise ConfigError(
-                f"storage_options need 'client_id', 'client_secret' and 'tenant_id';"
-                f" {', '.join(map(repr, missing))} missing"
-            )
-    if len(ways) > 1:
-        raise ConfigError(f"choose one of {', '.join(map(repr, ways))} in storage_options")
-    if options.anon:
-        return Credentials("anonymous", config={"skip_signature": True})
+        return ANONYMOUS
     if options.account_key is not None:
-        return Credentials("storage_options", _account_key(options.account_key))
+        return fixed("storage_options", access_key=options.account_key)
     if options.sas_token is not None:
         return _sas("storage_options", options.sas_token)
     if options.client_secret is not None:
-        # The type, so that a key in the environment does not win.
-        config = {**trio, "credential_type": "client_secret"}
-        return Credentials("storage_options", config=config, renewable=True)
-    if options.credential is not None:
-        return _from_credential(options.credential)
-    return None
+        config = {
+            "client_id": options.client_id,
+            "client_secret": options.client_secret,
+            "tenant_id": options.tenant_id,
+            # So that a key in the environment does not win.
+            "credential_type": "client_secret",
+        }
+        return Credentials("storage_options", config=config, renew=asked_by_clients)
+    return None if options.credential is None else _from_credential(options.credential)
 
 
 def _from_credential(credential: object) -> Credentials:
-    """adlfs's `credential`: an object of azure-identity, or the text of a SAS or an account key."""
+    """Read adlfs's `credential`: an object of azure-identity, or the text of a SAS or a key."""
     if isinstance(credential, str):
         if "sig=" in credential:
             return _sas("storage_options", credential)
-        return Credentials("storage_options", _account_key(credential))
+        return fixed("storage_options", access_key=credential)
     get_token = getattr(credential, "get_token", None)
     if get_token is None:
         raise ConfigError(
@@ -182,7 +139,7 @@ def _from_credential(credential: object) -> Credentials:
         )
     if inspect.iscoroutinefunction(get_token):
         raise ConfigError(
-            "'credential' is one of azure.identity.aio, whose tokens can only be had inside its own"
+            "'credential' is one of azure.identity.aio, which gives tokens only inside its own"
             " event loop; pass the class of the same name from azure.identity"
         )
     return _identity("storage_options", credential)
@@ -190,18 +147,20 @@ def _from_credential(credential: object) -> Credentials:
 
 def _from_connection(parts: Mapping[str, str]) -> Credentials | None:
     if "accountkey" in parts:
-        return Credentials("the connection string", _account_key(parts["accountkey"]))
+        return fixed("the connection string", access_key=parts["accountkey"])
     if "sharedaccesssignature" in parts:
         return _sas("the connection string", parts["sharedaccesssignature"])
     return None
 
 
 def _from_environment(endpoint: str | None) -> Credentials | None:
-    for names in _NATIVE_VARIABLES:
+    for name in _KEYS:
+        if os.environ.get(name):
+            return Credentials(f"{name} in the environment")
+    for names in _IDENTITIES:
         if all(os.environ.get(name) for name in names):
-            renewable = names[0] in _ASKED_FOR_TOKENS
-            return Credentials(f"{names[0]} in the environment", renewable=renewable)
-    if _azure_identity_is_there():
+            return Credentials(f"{names[0]} in the environment", renew=asked_by_clients)
+    if is_installed("azure.identity"):
         return _identity("azure-identity's DefaultAzureCredential", None)
     if endpoint is None and metadata_answers(
         "http://169.254.169.254",
@@ -209,22 +168,15 @@ def _from_environment(endpoint: str | None) -> Credentials | None:
         "/metadata/instance?api-version=2021-02-01",
         {"Metadata": "true"},
     ):
-        return Credentials("managed identity", renewable=True)
+        return Credentials("managed identity", renew=asked_by_clients)
     return None
 
 
-def _azure_identity_is_there() -> bool:
-    return (
-        importlib.util.find_spec("azure") is not None
-        and importlib.util.find_spec("azure.identity") is not None
-    )
-
-
 def _identity(source: str, credential: Any) -> Credentials:
-    if not _azure_identity_is_there():
+    if not is_installed("azure.identity"):
         raise CredentialsError(f"'credential' needs azure-identity, not installed: {_INSTALL}")
     provider = _Identity(credential)
-    return Credentials(source, provider, renewable=True, renew=provider.renew)
+    return Credentials(source, provider, renew=provider.renew)
 
 
 class _Identity:
@@ -240,41 +192,34 @@ class _Identity:
     def renew(self) -> None:
         """Ask for a new token next time.
 
-        A new default chain is made, which has no cached tokens. The user's own object is asked
-        again. It has no call that clears its cache, so it gives what it believes is valid.
+        A new default chain has no cached tokens. The user's own object has no call that clears its
+        cache, so it gives what it believes is valid.
         """
         from obstore.auth.azure import AzureCredentialProvider
 
         self._ask = AzureCredentialProvider(self._credential)
 
 
-def _account_key(key: str) -> Callable[[], Any]:
-    # Providers, not the config fields: those would be mixed with what the environment holds.
-    answer = {"access_key": key, "expires_at": None}
-    return lambda: dict(answer)
-
-
 def _sas(source: str, token: str) -> Credentials:
-    """A shared access signature; it says itself when it ends ("Create a service SAS": `se`)."""
+    """A shared access signature, which names its own end ("Create a service SAS": `se`)."""
     token = token.removeprefix("?")
-    answer = {"sas_token": token, "expires_at": None}
     ends = parse_qs(token).get("se")
     until = f": a signature that ends at {ends[0]}" if ends else ""
-    return Credentials(source + until, lambda: dict(answer))
+    return fixed(source + until, sas_token=token)
 
 
 def _connection_of_environment(account: str | None) -> dict[str, str]:
-    """AZURE_STORAGE_CONNECTION_STRING, unless it is of another account than the one named."""
+    """Parse AZURE_STORAGE_CONNECTION_STRING, unless another account is named than its own."""
     text = AzureOptions.option("connection_string").from_environment()
     parts = _connection_parts(text) if text else {}
     return parts if account in (None, parts.get("accountname")) else {}
 
 
 def _connection_parts(text: str) -> dict[str, str]:
-    """The settings in a connection string, by their names in lower case.
+    """Parse a connection string into its settings, by their names in lower case.
 
     Raises:
-        ConfigError: it is none. It is not repeated: it holds a key.
+        ConfigError: it has another form. It is not repeated: it holds a key.
     """
     parts: dict[str, str] = {}
     for item in text.strip().strip(";").split(";"):
@@ -295,8 +240,8 @@ def _connection_parts(text: str) -> dict[str, str]:
 
 
 def _endpoint(options: AzureOptions, parts: Mapping[str, str]) -> str | None:
-    """Of the blob service, or None for the public cloud's."""
-    named = options.server or parts.get("blobendpoint")
+    """The endpoint of the blob service, or None for the public cloud's."""
+    named = options.endpoint_url or parts.get("blobendpoint")
     if named:
         return named
     suffix = parts.get("endpointsuffix", "core.windows.net")

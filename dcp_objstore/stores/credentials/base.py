@@ -1,13 +1,14 @@
-"""`Credentials` as every finder gives them, and what the finders have in common."""
+"""`Credentials`: what every finder returns, and what the finders share."""
 
 from __future__ import annotations
 
 import http.client
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
-# Time to establish a connection to the metadata service, two tries, as boto3 does by default one.
+# Of each try to connect to the metadata service. boto3 waits as long, and tries once.
 _METADATA_TIMEOUT_SECONDS = 1.0
 _METADATA_TRIES = 2
 
@@ -20,24 +21,25 @@ class Credentials:
         source: where they come from, in words, for messages.
         provider: called by obstore for credentials; None where obstore finds them itself.
         config: additional settings of obstore's store.
-        renewable: whether asking for them again may give others.
-        renew: makes `provider` ask its source again; None where each call, or each new client of
-            obstore's, asks it. Raises `CredentialsError` if there are no others.
+        renew: makes the next client of obstore, or the next call of `provider`, ask the source
+            again, and raises `CredentialsError` if there is nothing else to get. None: what was
+            given is all there is.
         advice: what to do once they are refused and there are no others.
         region: the profile's region, or None.
-        endpoint_url: the profile's endpoint, or None.
+        endpoint_url: the endpoint that a profile or a connection string names, or None.
+        account_name: the storage account (Azure alone), or None.
     """
 
     source: str
     provider: Callable[[], Any] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
-    renewable: bool = False
     renew: Callable[[], None] | None = None
     advice: str = (
         "log in again (aws sso login), or use a source that renews them itself: a profile, a role"
     )
     region: str | None = None
     endpoint_url: str | None = None
+    account_name: str | None = None
 
     def __repr__(self) -> str:
         return f"Credentials(source={self.source!r})"
@@ -48,8 +50,24 @@ class Credentials:
         return bool(self.config.get("skip_signature"))
 
 
+ANONYMOUS: Final = Credentials("anonymous", config={"skip_signature": True})
+
+
+def fixed(source: str, **credential: str | None) -> Credentials:
+    """Credentials that are given once, under obstore's names.
+
+    They are a provider's answer. obstore would mix settings of its store with credentials in the
+    environment, such as an AWS_SESSION_TOKEN that belongs to another key.
+    """
+    return Credentials(source, lambda: {**credential, "expires_at": None})
+
+
+def asked_by_clients() -> None:
+    """`Credentials.renew` of a source that each new client of obstore asks by itself."""
+
+
 def lost(stripped: tuple[str, ...]) -> str:
-    """What an error adds about options that pickling has left behind."""
+    """What an error adds about the options that pickling left out."""
     if not stripped:
         return ""
     return (
@@ -59,9 +77,9 @@ def lost(stripped: tuple[str, ...]) -> str:
 
 
 def without_text(error: Exception) -> str:
-    """Of an error whose text may quote a line with a secret in it: its class, and where.
+    """The class of an error, and a line number: its text may quote a line with a secret.
 
-    What is raised with it is raised outside of the handler: the error must not be its context.
+    Raise the error for the user outside of the handler, so that this one is not its context.
     """
     lines = [str(number) for number, _ in getattr(error, "errors", ())]
     lines += [str(error.lineno)] if getattr(error, "lineno", None) else []  # type: ignore[attr-defined]
@@ -69,9 +87,9 @@ def without_text(error: Exception) -> str:
 
 
 def metadata_answers(base: str, method: str, path: str, headers: dict[str, str]) -> bool:
-    """Whether a machine's metadata service is there.
+    """Whether this machine has a metadata service.
 
-    obstore would try for minutes to find out; a laptop or a container without one is common.
+    obstore would try for minutes to find out; many laptops and containers have none.
     """
     host = base.removeprefix("http://").rstrip("/")
     for _ in range(_METADATA_TRIES):
@@ -84,3 +102,9 @@ def metadata_answers(base: str, method: str, path: str, headers: dict[str, str])
         finally:
             connection.close()
     return False
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module of a namespace package is installed; it is not imported."""
+    package = module.partition(".")[0]
+    return all(importlib.util.find_spec(name) is not None for name in (package, module))

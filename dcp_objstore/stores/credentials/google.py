@@ -1,13 +1,12 @@
-"""Where credentials for GCS come from, in order; nothing here ever prints one.
+"""Find credentials for GCS; nothing here ever prints one.
 
-`anon`; `token`, in every form that gcsfs takes; the GOOGLE_* variables that obstore names; google's
-Application Default Credentials, a machine's metadata service last. All but bare access tokens are
-read by google-auth (extra `gcs`).
+In this order: `anon`; `token`, in every form that gcsfs takes; the GOOGLE_* variables that obstore
+names; Google's Application Default Credentials, a machine's metadata service last. google-auth
+(extra `gcs`) reads all but bare access tokens.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -17,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
-from dcp_objstore.stores.credentials.base import Credentials, lost, without_text
+from dcp_objstore.stores.credentials.base import (
+    ANONYMOUS,
+    Credentials,
+    fixed,
+    is_installed,
+    lost,
+    without_text,
+)
 from dcp_objstore.stores.options.gcs import GcsOptions
 
 _INSTALL = "pip install 'dcp-objstore[gcs]'"
@@ -34,33 +40,30 @@ _ADVICE = (
 )
 
 
-def find_gcs_credentials(
-    options: GcsOptions, base_url: str | None, stripped: tuple[str, ...] = ()
-) -> Credentials:
+def find_gcs_credentials(options: GcsOptions, stripped: tuple[str, ...] = ()) -> Credentials:
     """Find credentials for GCS in the order of the module's docstring.
+
+    An endpoint other than Google's gets no token of the machine's metadata service, unless `token`
+    asks for one.
 
     Args:
         options: the user's options.
-        base_url: an endpoint other than Google's. It gets no token of the machine's metadata
-            service, unless `token` asks for one.
         stripped: names of options that were left behind when the spec was pickled.
 
     Raises:
         CredentialsError: there are none, or google-auth is needed and is not installed.
-        ConfigError: `token` has a form that we do not know.
+        ConfigError: `token` has an unknown form.
     """
-    return replace(_find(options, base_url, stripped), advice=_ADVICE)
+    return replace(_find(options, stripped), advice=_ADVICE)
 
 
-def find_gcs_token(
-    options: GcsOptions, base_url: str | None, stripped: tuple[str, ...] = ()
-) -> Callable[[], str] | None:
-    """What gives an access token each time, for requests of our own; None: anonymous.
+def find_gcs_token(options: GcsOptions, stripped: tuple[str, ...] = ()) -> Callable[[], str] | None:
+    """Return what gives an access token each time it is called; None: anonymous.
 
     Raises:
         CredentialsError, ConfigError: as `find_gcs_credentials`; the first also when it is called.
     """
-    found = find_gcs_credentials(options, base_url, stripped)
+    found = find_gcs_credentials(options, stripped)
     provider = found.provider
     if provider is None:
         return None
@@ -71,38 +74,34 @@ def find_gcs_token(
         except DcpObjstoreError:
             raise
         except Exception as error:
-            # It asks Google or another service, by libraries that raise what they like.
+            # The libraries that ask Google or another service raise errors of any kind.
             raise CredentialsError(f"{found.source}: {error}") from error
 
     return token
 
 
-def _find(options: GcsOptions, base_url: str | None, stripped: tuple[str, ...]) -> Credentials:
+def _find(options: GcsOptions, stripped: tuple[str, ...]) -> Credentials:
     token = options.token
     if options.anon or token == "anon":
-        return Credentials("anonymous", config={"skip_signature": True})
+        return ANONYMOUS
     if token == "cloud":
         return _from_google_auth(_machine_credentials, "the machine's credentials (token='cloud')")
     if token is not None and token != "google_default":
         return _from_token(token)
-    return _from_variables() or _from_defaults(base_url, stripped)
+    return _from_variables() or _from_defaults(options.endpoint_url, stripped)
 
 
 def _from_variables() -> Credentials | None:
-    """By the variables of obstore's: a token, a key, or the path of one."""
+    """Read obstore's variables: a token, a key, or the path of one."""
     bearer = os.environ.get("GOOGLE_BEARER_TOKEN")
     if bearer:
-        return _bare("GOOGLE_BEARER_TOKEN in the environment", bearer)
+        return fixed("GOOGLE_BEARER_TOKEN in the environment", token=bearer)
     for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH"):
         path = os.environ.get(name)
         if path:
-            what = f"the key that {name} names"
-            return _from_key(_parsed(_text(Path(path), what), what), what)
+            return _from_file(Path(path), f"the key that {name} names")
     key = os.environ.get("GOOGLE_SERVICE_ACCOUNT_KEY")
-    if key:
-        what = "the key in GOOGLE_SERVICE_ACCOUNT_KEY"
-        return _from_key(_parsed(key, what), what)
-    return None
+    return _from_text(key, "the key in GOOGLE_SERVICE_ACCOUNT_KEY") if key else None
 
 
 def _from_defaults(base_url: str | None, stripped: tuple[str, ...]) -> Credentials:
@@ -118,7 +117,7 @@ def _from_defaults(base_url: str | None, stripped: tuple[str, ...]) -> Credentia
         found = google.auth.default(scopes=scopes)[0]
         if base_url is not None and isinstance(found, compute_engine.Credentials):
             raise CredentialsError(
-                f"no credentials for GCS at {base_url}, which is not sent a token of this machine:"
+                f"no credentials for GCS at {base_url}, where no token of this machine is sent:"
                 f" {advice}"
             )
         return found
@@ -127,7 +126,7 @@ def _from_defaults(base_url: str | None, stripped: tuple[str, ...]) -> Credentia
 
 
 def _from_token(token: object) -> Credentials:
-    """Every form of gcsfs's `token` but the names of methods that are others' business."""
+    """Read any form of gcsfs's `token` but the names of its own ways to log in."""
     what = "the key in storage_options['token']"
     if isinstance(token, Mapping):
         return _from_key(dict(token), what)
@@ -138,14 +137,13 @@ def _from_token(token: object) -> Credentials:
                 " application-default login` and leave 'token' out"
             )
         if token.lstrip().startswith("{"):
-            return _from_key(_parsed(token, what), what)
+            return _from_text(token, what)
         path = _existing(token)
         if path is not None:
-            what = "the key that storage_options['token'] names"
-            return _from_key(_parsed(_text(path, what), what), what)
+            return _from_file(path, "the key that storage_options['token'] names")
         if token.endswith(".json"):
             raise CredentialsError("the credentials named by storage_options['token'] are missing")
-        return _bare("storage_options", token)
+        return fixed("storage_options", token=token)
     if hasattr(token, "refresh"):
         return _from_google_auth(lambda _: token, "storage_options")
     raise ConfigError(
@@ -155,12 +153,8 @@ def _from_token(token: object) -> Credentials:
     )
 
 
-def _bare(source: str, token: str) -> Credentials:
-    return Credentials(source, lambda: {"token": token, "expires_at": None})
-
-
 def _from_key(key: Mapping[str, Any], what: str) -> Credentials:
-    """By the content of a key; `what` says where it is from."""
+    """Read the content of a key; `what` names it in messages."""
     # gcsfs takes a user's refresh token without the type that gcloud writes with it.
     guessed = "authorized_user" if "refresh_token" in key else "service_account"
     kind = str(key.get("type") or guessed)
@@ -175,39 +169,41 @@ def _from_key(key: Mapping[str, Any], what: str) -> Credentials:
         import google.auth
         from google.oauth2 import credentials, service_account
 
-        # One loader for each kind that has one: Google advises against the general one.
-        by_user: Any = credentials.Credentials
-        by_service: Any = service_account.Credentials
-        general: Any = google.auth
+        # A kind with a loader of its own is loaded by that: Google advises against the general one.
+        user: Any = credentials.Credentials.from_authorized_user_info
+        service: Any = service_account.Credentials.from_service_account_info
+        general: Any = google.auth.load_credentials_from_dict
         if kind == "authorized_user":
-            return by_user.from_authorized_user_info(key, scopes)
+            return user(key, scopes)
         if kind == "service_account":
-            return by_service.from_service_account_info(key, scopes=scopes)
-        return general.load_credentials_from_dict(key, scopes=scopes)[0]
+            return service(key, scopes=scopes)
+        return general(key, scopes=scopes)[0]
 
     return _from_google_auth(load, f"{what} ({kind})")
 
 
-def _parsed(text: str, what: str) -> dict[str, Any]:
+def _from_file(path: Path, what: str) -> Credentials:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        wrong = without_text(error)
+    else:
+        return _from_text(text, what)
+    raise CredentialsError(f"{what} cannot be read: {wrong}")
+
+
+def _from_text(text: str, what: str) -> Credentials:
     try:
         content = json.loads(text)
     except ValueError:
         content = None  # a JSONDecodeError carries the whole document
     if not isinstance(content, dict):
         raise CredentialsError(f"{what} is not a key in JSON")
-    return content
-
-
-def _text(path: Path, what: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        wrong = without_text(error)
-    raise CredentialsError(f"{what} cannot be read: {wrong}")
+    return _from_key(content, what)
 
 
 def _existing(token: str) -> Path | None:
-    """The key that a token names, if it does; a token may be too long for a name, for one."""
+    """The file that a token names, if any; a token may be too long for a file name."""
     try:
         path = Path(token).expanduser()
         return path if path.is_file() else None
@@ -215,18 +211,11 @@ def _existing(token: str) -> Path | None:
         return None
 
 
-def _google_auth_is_there() -> bool:
-    return (
-        importlib.util.find_spec("google") is not None
-        and importlib.util.find_spec("google.auth") is not None
-    )
-
-
 def _from_google_auth(
     load: Callable[[list[str]], Any], source: str, *, advice: str = _ADVICE
 ) -> Credentials:
-    """By google-auth; `load` gets the scopes, and imports what it needs of it."""
-    if not _google_auth_is_there():
+    """Read credentials by google-auth; `load` gets the scopes and imports what it needs."""
+    if not is_installed("google.auth"):
         raise CredentialsError(
             f"{source}: google-auth, which reads them, is not installed: {_INSTALL}; or {advice}"
         )
@@ -234,20 +223,20 @@ def _from_google_auth(
 
     try:
         provider = _Provider(source, load([_SCOPE]))
-        return Credentials(source, provider, renewable=True, renew=provider.renew)
+        return Credentials(source, provider, renew=provider.renew)
     except GoogleAuthError as error:
         wrong = f"{source}: {error}"
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        # What google-auth raises for a file that is no key; its text may quote one.
+        # google-auth raises these for a file that is no key; their text may quote one.
         wrong = f"{source} cannot be used: {without_text(error)}"
-    # Outside of the handler: what it was raised from may carry the whole key.
+    # Outside of the handler: its error may carry the whole key.
     raise CredentialsError(f"{wrong.removesuffix('.')}; {advice}")
 
 
 class _Provider:
-    """obstore's provider, asked only for a token that is not valid (for long) any more.
+    """obstore's provider; it renews only a token that has ended, or soon will.
 
-    obstore's own always renews, which credentials made of a bare token cannot.
+    The one that comes with obstore always renews, which credentials of a bare token cannot.
     """
 
     def __init__(self, source: str, credentials: Any) -> None:
@@ -266,7 +255,7 @@ class _Provider:
         return {"token": found.token, "expires_at": expires_at}
 
     def renew(self) -> None:
-        """Have another token: the one that we have was refused, however long it is said to last.
+        """Get another token: the present one was refused.
 
         Raises:
             CredentialsError: google-auth gives none.

@@ -2,9 +2,9 @@
 
 boto3 knows when temporary credentials end (SSO, an assumed role, `credential_process`), and renews
 them in their last 10 minutes, but only when it is asked. obstore's own helper asks every half hour,
-so credentials of an hour, or fewer minutes, expire in the middle of a save. Here they are asked for
-again some time before they end: 10 minutes, or a third of what they last. That is longer than a
-request with all its retries takes, which are sent as they were signed at first.
+so credentials that last an hour or less expire in the middle of a save. `Renewing` asks 10 minutes
+before they end, or once two thirds of a shorter life are over. A request with all its retries,
+which keep their first signature, takes less time than what is left then.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dcp_objstore.errors import CredentialsError
 
 _log = logging.getLogger("dcp_objstore")
 
-# boto3 renews what it is asked for this long before it ends, not earlier.
+# boto3 renews credentials this long before they end, not earlier.
 _MARGIN = timedelta(minutes=10)
 _AGAIN_AFTER = timedelta(seconds=10)
 
 
 class Renewing:
-    """Called by obstore for credentials, which it keeps until what we say is their end.
+    """A provider of obstore, which calls it again when `expires_at` has come.
 
     Args:
         source: where they come from, in words.
@@ -33,7 +33,7 @@ class Renewing:
         now: the time, for tests.
     """
 
-    # obstore would call for every request in the last 5 minutes; we name an earlier end instead.
+    # obstore's default, 5 minutes, calls for each request in that time; `expires_at` is early.
     refresh_threshold = timedelta(0)
 
     def __init__(
@@ -57,7 +57,7 @@ class Renewing:
         """Credentials for now.
 
         Raises:
-            CredentialsError: there are none (any more); says what to do.
+            CredentialsError: there are none, or none any more.
         """
         with self._lock:
             kept = self._kept
@@ -101,7 +101,7 @@ class Renewing:
         }
 
     def _as_before(self, failure: str) -> dict[str, Any]:
-        """What we have, while it lasts: what failed may work next time."""
+        """Return the present credentials while they last: the next renewal may succeed."""
         now = self._now()
         if self._kept is not None and self._ends_at is not None and now < self._ends_at:
             _log.warning("%s: the credentials could not be renewed (%s)", self._source, failure)

@@ -1,1 +1,1 @@
-"""What a diagnosis asks of a store: who we are there, and what its server says."""
+"""For a diagnosis: whose credentials a store is asked with, and what its server answers."""

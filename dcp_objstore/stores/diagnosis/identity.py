@@ -1,4 +1,4 @@
-"""Who we are to a store, and from where that comes: for diagnosis; no secret is ever returned."""
+"""Whose credentials a store is asked with, and where they come from; never a secret."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores.credentials.aws import find_s3_credentials
 from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
-from dcp_objstore.stores.endpoint import gcs_endpoint, is_aws, s3_server
+from dcp_objstore.stores.endpoint import is_aws, s3_server
 from dcp_objstore.stores.options.azure import AzureOptions
 from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.parse import parse
-from dcp_objstore.stores.options.s3 import S3Options, s3_options
+from dcp_objstore.stores.options.s3 import S3Options
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.spec import StoreSpec
@@ -26,11 +26,11 @@ _STS_TIMEOUT_SECONDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who we are to a store.
+    """Whose credentials a store is asked with.
 
     Attributes:
         source: where the credentials come from, in words.
-        access_key: the id of an S3 access key, shortened; None where we do not see it.
+        access_key: the id of an S3 access key, shortened; None where it is not seen here.
         account: an ARN, an e-mail address or a storage account; None if it is not known.
         unknown: why `account` is not known, or None.
         region: the region that requests are signed for; None where there are none.
@@ -44,29 +44,32 @@ class Identity:
 
 
 def identify(spec: StoreSpec) -> Identity | None:
-    """Who we are to the store at a URL; None where a store knows no credentials.
+    """Find out whose credentials requests to a store are sent with.
 
-    On AWS it is STS that tells (GetCallerIdentity, which needs no permission), through boto3.
+    On AWS it asks STS (GetCallerIdentity, which needs no permission), through boto3.
+
+    Returns:
+        None for a store without credentials, and for a filesystem object, which has its own.
 
     Raises:
         CredentialsError: there are no credentials, or they cannot be read.
         ConfigError: see `StoreSpec`.
     """
     scheme = spec.parsed.scheme
+    if "fs" in spec.storage_options:
+        return None
     if scheme == "s3":
         return _s3(spec)
     if scheme == "gs":
         return _gcs(spec)
     if scheme == "az":
-        azure = find_azure_credentials(
-            parse(AzureOptions, spec.storage_options or {}), spec.stripped
-        )
+        azure = find_azure_credentials(parse(AzureOptions, spec.storage_options), spec.stripped)
         return Identity(azure.source, account=azure.account_name)
     return None
 
 
 def _s3(spec: StoreSpec) -> Identity:
-    settings = s3_options(spec.storage_options or {})
+    settings = parse(S3Options, spec.storage_options)
     found = find_s3_credentials(settings, spec.stripped)
     endpoint, region = s3_server(settings, found)
     if settings.anon:
@@ -88,12 +91,12 @@ def _access_key(provider: Any, source: str) -> str | None:
     try:
         return shortened(provider().get("access_key_id"))
     except Exception as error:
-        # It asks SSO, a process or another service: whatever is wrong there, it has no key for us.
+        # It asks SSO, a process or another service, which fail with errors of any kind.
         raise CredentialsError(f"{source}: {error}") from error
 
 
 def shortened(access_key: str | None) -> str | None:
-    """Enough of an access key's id to recognise it by; it is no secret, but need not be shown."""
+    """Enough of an access key's id to recognise it by. It is no secret."""
     if not access_key:
         return None
     if len(access_key) < 16:
@@ -102,7 +105,7 @@ def shortened(access_key: str | None) -> str | None:
 
 
 def _caller(settings: S3Options, region: str) -> tuple[str | None, str | None]:
-    """The ARN that STS tells, and why it does not."""
+    """The ARN that STS answers, or None and why it does not."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
@@ -126,8 +129,8 @@ def _caller(settings: S3Options, region: str) -> tuple[str | None, str | None]:
 
 
 def _gcs(spec: StoreSpec) -> Identity:
-    options = parse(GcsOptions, spec.storage_options or {})
-    found = find_gcs_credentials(options, gcs_endpoint(options), spec.stripped)
+    options = parse(GcsOptions, spec.storage_options)
+    found = find_gcs_credentials(options, spec.stripped)
     if found.anonymous:
         return Identity(found.source)
     # Credentials of google-auth; a bare token has none.

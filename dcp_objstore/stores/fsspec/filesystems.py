@@ -22,13 +22,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores.credentials.base import Credentials
-from dcp_objstore.stores.endpoint import (
-    gcs_endpoint,
-    gcs_payer,
-    s3_requester_pays,
-    s3_server,
-    server_url,
-)
+from dcp_objstore.stores.endpoint import s3_server, server_url
 from dcp_objstore.stores.fsspec.errors import translate_fsspec
 from dcp_objstore.stores.fsspec.greeting import (
     ANSWER_TIMEOUT_SECONDS,
@@ -38,7 +32,7 @@ from dcp_objstore.stores.fsspec.greeting import (
 from dcp_objstore.stores.fsspec.kinds import is_gcsfs, is_s3fs
 from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.parse import parse
-from dcp_objstore.stores.options.s3 import s3_options
+from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.options.schemes import is_foreign, is_secret
 from dcp_objstore.stores.s3.checksums import Checksums, checksums_for
 
@@ -170,18 +164,17 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
     plain = {"use_listings_cache": False, "skip_instance_cache": True}
     if url.scheme == "s3":
         cls = get_filesystem_class("s3")
-        given = _s3(options, config)
+        settings = parse(S3Options, options)
+        given = _s3(settings, config)
         endpoint_url = given["endpoint_url"]
         fs = cls(**given, **plain)
         _set_tries(fs, 1 + config.max_retries)
-        checksums = checksums_for(s3_options(options), endpoint_url)
+        checksums = checksums_for(settings, endpoint_url)
         found = replace(_with_once(fs, endpoint_url=endpoint_url), checksums=checksums)
         return _with_greeting(found, url, config)
     if url.scheme == "gs":
         gcs = parse(GcsOptions, options)
-        endpoint_url = gcs_endpoint(gcs)
-        if endpoint_url is not None:
-            endpoint_url = server_url(endpoint_url, use_ssl=True)
+        endpoint_url = gcs.endpoint_url and server_url(gcs.endpoint_url, use_ssl=True)
         cls = get_filesystem_class("gs")
         if endpoint_url is not None:
             # The newer class asks Google over gRPC what kind of bucket it is: a minute of
@@ -264,29 +257,22 @@ def _forget_listings(fs: Any) -> None:
     fs.invalidate_cache()
 
 
-def _s3(options: Mapping[str, Any], config: TransferConfig) -> dict[str, Any]:
-    settings = s3_options(options)
+def _s3(settings: S3Options, config: TransferConfig) -> dict[str, Any]:
     style = settings.addressing_style
     # What is not told here, botocore looks up in the profile.
     endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
-    region = settings.region or os.environ.get("AWS_REGION")
-    extra = {
-        "ServerSideEncryption": settings.sse,
-        "SSEKMSKeyId": settings.sse_kms_key_id,
-        "BucketKeyEnabled": settings.sse_bucket_key,
-    }
     given: dict[str, Any] = {
         "anon": settings.anon,
         "key": settings.key,
         "secret": settings.secret,
         "token": settings.token,
-        "endpoint_url": endpoint_url and server_url(endpoint_url, use_ssl=settings.use_ssl),
+        "endpoint_url": endpoint_url,
         "use_ssl": settings.use_ssl,
-        "requester_pays": s3_requester_pays(settings),
-        "s3_additional_kwargs": {name: value for name, value in extra.items() if value is not None},
+        "requester_pays": settings.requester_pays,
+        "s3_additional_kwargs": settings.encryption,
         "client_kwargs": {
             "verify": None if settings.verify is True else settings.verify,
-            **({"region_name": region} if region else {}),
+            **({"region_name": settings.region} if settings.region else {}),
         },
         "config_kwargs": {
             # Bodies are not signed unless asked for, as over the native transport: that and
@@ -323,9 +309,8 @@ def _gs(options: GcsOptions, endpoint_url: str | None, config: TransferConfig) -
     }
     if options.project is not None:
         given["project"] = options.project
-    payer = gcs_payer(options)
-    if payer is not None:
-        given["requester_pays"] = payer
+    if options.payer is not None:
+        given["requester_pays"] = options.payer
     return given
 
 

@@ -27,6 +27,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
+from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.answers import check_came, check_fits, check_whole
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import (
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 _OURS = ".dcp-objstore."  # names that start so are being written, and are no objects
 _GET_TRIES = 5
 # fsspec's memory filesystem has no lock of its own; writers of this process take this one.
-_memory_lock = threading.RLock()
+_memory_lock = PerProcess(threading.RLock)
 
 
 class FsspecStore(BaseStore):
@@ -193,7 +194,7 @@ class FsspecStore(BaseStore):
 
     def _write(self, path: str, body: bytes) -> None:
         if self._ways.create == "lock":
-            with _memory_lock:
+            with _memory_lock.here:
                 self._fs.pipe_file(path, body)
         elif self._ways.whole:
             self._fs.pipe_file(path, body)
@@ -209,7 +210,7 @@ class FsspecStore(BaseStore):
                 self._fs.link(temporary, path)
                 self._fs.rm_file(temporary)
         elif self._ways.create == "lock":
-            with _memory_lock:
+            with _memory_lock.here:
                 if self._fs.exists(path):
                     raise PreconditionFailedError("there is such an object already")
                 self._fs.pipe_file(path, body)
@@ -324,7 +325,7 @@ class FsspecStore(BaseStore):
         from fsspec import AbstractFileSystem
 
         if self._ways.create == "lock":
-            with _memory_lock:
+            with _memory_lock.here:
                 self._fs.cp_file(temporary, path)
         elif type(self._fs).mv is not AbstractFileSystem.mv:
             self._fs.mv(temporary, path)

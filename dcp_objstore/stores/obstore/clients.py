@@ -14,7 +14,6 @@ from dcp_objstore.stores.credentials.aws import find_s3_credentials
 from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
-from dcp_objstore.stores.endpoint import gcs_endpoint, s3_requester_pays
 from dcp_objstore.stores.obstore.direct import SIGNED_FOR_SECONDS, DirectLane
 from dcp_objstore.stores.obstore.errors import (
     http_code,
@@ -39,7 +38,7 @@ from dcp_objstore.stores.obstore.retries import (
 from dcp_objstore.stores.options.azure import AzureOptions
 from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.parse import parse
-from dcp_objstore.stores.options.s3 import s3_options
+from dcp_objstore.stores.options.s3 import S3Options
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl
@@ -166,7 +165,7 @@ class Clients:
         found = self._credentials
         if found is None or found.anonymous:
             return False
-        gone = found.renewable and is_unknown_key(error)
+        gone = found.renew is not None and is_unknown_key(error)
         return gone or is_expired(error) or is_refused_token(error)
 
     def renew(self, error: Exception, seen: int | None = None) -> None:
@@ -181,13 +180,12 @@ class Clients:
             CredentialsError: there are no others.
         """
         found = self._credentials
-        if found is None or not found.renewable:
+        if found is None or found.renew is None:
             raise self._expired(error, "they cannot be refreshed from here") from error
         with self._lock:
             if seen is not None and seen != self._renewals:
                 return
-            if found.renew is not None:
-                found.renew()
+            found.renew()
             self._renewals += 1
             self._made.clear()  # obstore keeps credentials per client
             self._lane = self._new_lane()
@@ -297,21 +295,20 @@ def make_clients(
         limiter = limiter_at(None, url.scheme, url.bucket)
         return Clients(memory_maker(url), config, limiter)
     direct = False
-    found: Credentials
     if url.scheme == "gs":
         # To sign a URL, GCS would ask for a private key or make a request.
         gcs = parse(GcsOptions, options)
-        found = find_gcs_credentials(gcs, gcs_endpoint(gcs), stripped)
+        found = find_gcs_credentials(gcs, stripped)
         make, endpoint_url = gcs_maker(url, gcs, found)
     elif url.scheme == "az":
         azure = parse(AzureOptions, options)
-        found = of_azure = find_azure_credentials(azure, stripped)
-        make, endpoint_url = azure_maker(url, azure, of_azure)
+        found = find_azure_credentials(azure, stripped)
+        make, endpoint_url = azure_maker(url, azure, found)
     else:
-        settings = s3_options(options)
+        settings = parse(S3Options, options)
         found = find_s3_credentials(settings, stripped)
         make, endpoint_url = s3_maker(url, settings, found)
         plain = endpoint_url is not None and endpoint_url.startswith("http://")
-        direct = plain and not settings.anon and not s3_requester_pays(settings)
+        direct = plain and not settings.anon and not settings.requester_pays
     limiter = limiter_at(endpoint_url, url.scheme, url.bucket)
     return Clients(make, config, limiter, endpoint_url, direct=direct, credentials=found)

@@ -8,44 +8,39 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import ConfigError
+from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.endpoint import (
-    CHECKSUM_VARIABLE,
-    gcs_endpoint,
-    gcs_payer,
     is_directory_bucket,
     is_virtual,
     s3_checksum,
-    s3_requester_pays,
     s3_server,
     server_url,
     virtual_url,
 )
+from dcp_objstore.stores.options.s3 import CHECKSUM_VARIABLE
 
 if TYPE_CHECKING:
-    from obstore.store import AzureStore, GCSStore, MemoryStore, S3Store
+    from obstore.store import MemoryStore
 
-    from dcp_objstore.stores.credentials.azure import AzureCredentials
     from dcp_objstore.stores.credentials.base import Credentials
     from dcp_objstore.stores.options.azure import AzureOptions
     from dcp_objstore.stores.options.gcs import GcsOptions
     from dcp_objstore.stores.options.s3 import S3Options
     from dcp_objstore.stores.urls import StoreUrl
 
-# Client options and the retry configuration to a client.
-Make = Callable[[dict[str, Any], dict[str, Any]], "S3Store | GCSStore | AzureStore | MemoryStore"]
+# From time-outs and the retry configuration to a store of obstore.
+Make = Callable[[dict[str, Any], dict[str, Any]], Any]
 
 # Checksums that obstore does not have.
 _OF_BOTO3 = ("CRC32", "CRC32C")
 
-_memory: dict[str, MemoryStore] = {}
-_memory_lock = threading.Lock()
-_environ_lock = threading.Lock()
+_memory: PerProcess[dict[str, MemoryStore]] = PerProcess(dict)
+_environ_lock = PerProcess(threading.Lock)
 
 
 def memory_maker(url: StoreUrl) -> Make:
@@ -54,8 +49,7 @@ def memory_maker(url: StoreUrl) -> Make:
     def make(_timeouts: dict[str, Any], _retry: dict[str, Any]) -> MemoryStore:
         from obstore.store import MemoryStore
 
-        with _memory_lock:
-            return _memory.setdefault(url.bucket, MemoryStore())
+        return _memory.here.setdefault(url.bucket, MemoryStore())
 
     return make
 
@@ -64,11 +58,12 @@ def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> tuple[Ma
     """For a bucket of S3, or of a server that speaks it; and its endpoint, None for AWS itself.
 
     Raises:
-        ConfigError: an endpoint, a region or a certificate that we cannot use.
+        ConfigError: an endpoint or a region that cannot be used.
     """
     from obstore.store import S3Store
 
     endpoint, region = s3_server(settings, found)
+    virtual = is_virtual(settings, endpoint, url.bucket)
     config: dict[str, Any] = {
         "bucket": url.bucket,
         "region": region,
@@ -77,137 +72,111 @@ def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> tuple[Ma
         # SHA-256 of every body took 1.0 instead of 0.3 CPU-seconds per GiB (2 cores, loopback).
         # AWS, SeaweedFS and moto take bodies without; TLS and our own digests protect the bytes.
         "unsigned_payload": not settings.sign_payload,
-        "skip_signature": False,
-        **found.config,
+        "virtual_hosted_style_request": virtual,
     }
-    virtual = is_virtual(settings, endpoint, url.bucket)
-    config["virtual_hosted_style_request"] = virtual
-    client: dict[str, Any] = dict(_tls(settings.verify))
-    base: str | None = None
     if endpoint is not None:
-        base = server_url(endpoint, use_ssl=settings.use_ssl)
-        client["allow_http"] = base.startswith("http://")
+        place = virtual_url(endpoint, url.bucket) if virtual else endpoint
         # This field wins over every other, also over those of the environment.
-        config["aws_endpoint_url_s3"] = virtual_url(base, url.bucket) if virtual else base
-    if s3_requester_pays(settings):
+        config["aws_endpoint_url_s3"] = place
+    if settings.requester_pays:
         config["request_payer"] = True
-    if settings.sse is not None:
-        config["server_side_encryption"] = settings.sse
-    if settings.sse_kms_key_id is not None:
-        config["sse_kms_key_id"] = settings.sse_kms_key_id
-    if settings.sse_bucket_key is not None:
-        config["sse_bucket_key_enabled"] = settings.sse_bucket_key
-    checksum = s3_checksum(settings, base)
+    for name in ("sse", "sse_kms_key_id", "sse_bucket_key"):
+        if (value := getattr(settings, name)) is not None:
+            config[settings.option(name).native[0]] = value
+    checksum = s3_checksum(settings, endpoint)
+    if checksum in _OF_BOTO3:
+        raise ConfigError(
+            f"transport 'native' sends CRC64NVME or SHA256, not {checksum}; transport 'boto3' does"
+        )
     if checksum is not None:
-        if checksum.upper() in _OF_BOTO3:
-            raise ConfigError(
-                f"transport 'native' sends CRC64NVME or SHA256, not {checksum}; transport 'boto3'"
-                " does"
-            )
         config["checksum_algorithm"] = checksum
-    if is_directory_bucket(url.bucket) and base is None:
+    if is_directory_bucket(url.bucket) and endpoint is None:
         # Sessions (CreateSession) and the endpoint of its zone.
         config["s3_express"] = True
-
-    def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> S3Store:
-        with _checksum_variable_unread() if checksum is None else nullcontext():
-            return S3Store(
-                config=config,  # type: ignore[arg-type]
-                client_options={**client, **timeouts},  # type: ignore[arg-type]
-                retry_config=retry,  # type: ignore[arg-type]
-                credential_provider=found.provider,
-            )
-
-    return make, base
-
-
-@contextmanager
-def _checksum_variable_unread() -> Iterator[None]:
-    """Keep the variable from obstore, which reads it itself and has no word for no checksum.
-
-    It passes over values that are no text. To change a variable in place is harmless to C code that
-    reads the environment meanwhile; to remove it and put it back would not be.
-    """
-    with _environ_lock:
-        named = os.environ.get(CHECKSUM_VARIABLE)
-        if named is None:
-            yield
-            return
-        os.environ[CHECKSUM_VARIABLE] = "\udcff"
-        try:
-            yield
-        finally:
-            os.environ[CHECKSUM_VARIABLE] = named
+    make = _maker(S3Store, config, found, endpoint, settings.verify)
+    return (make if checksum is not None else _without_variable(make)), endpoint
 
 
 def gcs_maker(url: StoreUrl, options: GcsOptions, found: Credentials) -> tuple[Make, str | None]:
     """For a bucket of Google Cloud Storage; and its endpoint, None for the provider's own.
 
     Raises:
-        ConfigError: an endpoint or certificate that cannot be used; no project that pays.
+        ConfigError: an endpoint that cannot be used.
     """
     from obstore.store import GCSStore
 
-    endpoint = gcs_endpoint(options)
-    config: dict[str, Any] = {"bucket": url.bucket, "skip_signature": False, **found.config}
-    client: dict[str, Any] = dict(_tls(options.verify))
+    config = {"bucket": url.bucket}
+    endpoint = options.endpoint_url and server_url(options.endpoint_url, use_ssl=True)
     if endpoint is not None:
-        config["base_url"] = server_url(endpoint, use_ssl=True)
-        client["allow_http"] = config["base_url"].startswith("http://")
-    payer = gcs_payer(options)
-    if payer:
-        # "HTTP headers" of the XML API: the project that is billed.
-        client["default_headers"] = {"x-goog-user-project": payer}
-
-    def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> GCSStore:
-        return GCSStore(
-            config=config,  # type: ignore[arg-type]
-            client_options={**client, **timeouts},  # type: ignore[arg-type]
-            retry_config=retry,  # type: ignore[arg-type]
-            credential_provider=found.provider,
-        )
-
-    return make, config.get("base_url")
+        config["base_url"] = endpoint
+    # "HTTP headers" of the XML API: the project that is billed.
+    headers = {"x-goog-user-project": options.payer} if options.payer else {}
+    return _maker(GCSStore, config, found, endpoint, options.verify, headers), endpoint
 
 
 def azure_maker(
-    url: StoreUrl, options: AzureOptions, found: AzureCredentials
+    url: StoreUrl, options: AzureOptions, found: Credentials
 ) -> tuple[Make, str | None]:
     """For a container of Azure Blob Storage; and its endpoint, None for the provider's own.
 
     Raises:
-        ConfigError: an endpoint or certificate that we cannot use.
+        ConfigError: an endpoint that cannot be used.
     """
     from obstore.store import AzureStore
 
-    config: dict[str, Any] = {
-        "container_name": url.bucket,
-        "account_name": found.account_name,
-        "skip_signature": False,
-        **found.config,
-    }
-    client: dict[str, Any] = dict(_tls(options.verify))
-    if found.endpoint_url is not None:
-        config["endpoint"] = server_url(found.endpoint_url, use_ssl=True)
-        client["allow_http"] = config["endpoint"].startswith("http://")
+    config: dict[str, Any] = {"container_name": url.bucket, "account_name": found.account_name}
+    endpoint = found.endpoint_url and server_url(found.endpoint_url, use_ssl=True)
+    if endpoint is not None:
+        config["endpoint"] = endpoint
+    return _maker(AzureStore, config, found, endpoint, options.verify), endpoint
 
-    def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> AzureStore:
-        return AzureStore(
-            config=config,  # type: ignore[arg-type]
-            client_options={**client, **timeouts},  # type: ignore[arg-type]
-            retry_config=retry,  # type: ignore[arg-type]
+
+def _maker(
+    store: Callable[..., Any],
+    config: Mapping[str, Any],
+    found: Credentials,
+    endpoint: str | None,
+    verify: bool | str,
+    headers: Mapping[str, str] | None = None,
+) -> Make:
+    """What the makers of all providers have in common."""
+    client: dict[str, Any] = {}
+    if verify is False:
+        client["allow_invalid_certificates"] = True
+    elif verify is not True:
+        client["root_certificate"] = Path(verify).read_bytes()
+    if endpoint is not None:
+        client["allow_http"] = endpoint.startswith("http://")
+    if headers:
+        client["default_headers"] = headers
+
+    def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> Any:
+        return store(
+            config={"skip_signature": False, **config, **found.config},
+            client_options={**client, **timeouts},
+            retry_config=retry,
             credential_provider=found.provider,
         )
 
-    return make, config.get("endpoint")
+    return make
 
 
-def _tls(verify: bool | str) -> dict[str, Any]:
-    if verify is True:
-        return {}
-    if verify is False:
-        return {"allow_invalid_certificates": True}
-    try:
-        return {"root_certificate": Path(verify).expanduser().read_bytes()}
-    except OSError as error:
-        raise ConfigError(f"the certificates named by 'verify' cannot be read: {error}") from error
+def _without_variable(make: Make) -> Make:
+    """Keep the checksum's variable from obstore, which reads it itself and has no word for none.
+
+    obstore passes over values that are no text. To change a variable in place is harmless to C code
+    that reads the environment meanwhile; to remove it and put it back would not be.
+    """
+
+    def make_without(timeouts: dict[str, Any], retry: dict[str, Any]) -> Any:
+        with _environ_lock.here:
+            named = os.environ.get(CHECKSUM_VARIABLE)
+            if named is None:
+                return make(timeouts, retry)
+            os.environ[CHECKSUM_VARIABLE] = "\udcff"
+            try:
+                return make(timeouts, retry)
+            finally:
+                os.environ[CHECKSUM_VARIABLE] = named
+
+    return make_without

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dcp_objstore.stores.options.parse import check_endpoint, the_one
-from dcp_objstore.stores.options.schema import Schema, option
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores.options.parse import check_certificates, check_endpoint
+from dcp_objstore.stores.options.schema import Schema, option, transport
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -22,7 +23,11 @@ class AzureOptions(Schema):
         "its key",
         native=("access_key", "azure_storage_account_key", "azure_storage_access_key"),
         called=("key",),
-        environment=("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY"),
+        environment=(
+            "AZURE_STORAGE_ACCOUNT_KEY",
+            "AZURE_STORAGE_ACCESS_KEY",
+            "AZURE_STORAGE_MASTER_KEY",
+        ),
         secret=True,
     )
     sas_token: str | None = option(
@@ -37,7 +42,7 @@ class AzureOptions(Schema):
         secret=True,
     )
     credential: object = option(
-        "credentials of azure-identity, or a token",
+        "credentials of azure-identity, a shared access signature, or the account's key",
         called=("bearer_token", "credentials", "token"),
         secret=True,
     )
@@ -63,11 +68,9 @@ class AzureOptions(Schema):
         native=("skip_signature",),
         called=("anonymous",),
     )
-    account_host: str | None = option(
-        "the account's host, in another cloud than Azure's public one"
-    )
     endpoint_url: str | None = option(
-        "the account's URL",
+        "the account's URL or host, in another cloud than Azure's public one or on another server",
+        also=("account_host",),
         native=("endpoint", "azure_storage_endpoint"),
         called=("account_url",),
         environment=("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
@@ -77,14 +80,30 @@ class AzureOptions(Schema):
         default=True,
         native=("allow_invalid_certificates", "root_certificate"),
     )
-
-    @property
-    def server(self) -> str | None:
-        """The server that the options name, in either of the two ways."""
-        return self.endpoint_url or self.account_host
+    transport: str | None = transport()
 
     def check(self) -> None:
         """Raise `ConfigError` for options that contradict each other."""
-        the_one({"endpoint_url": self.endpoint_url, "account_host": self.account_host})
-        if self.server is not None:
-            check_endpoint(self.server)
+        ways = ("account_key", "sas_token", "connection_string", "credential", "client_secret")
+        chosen = [name for name in ways if getattr(self, name) is not None]
+        chosen += ["anon"] if self.anon else []
+        if len(chosen) > 1:
+            raise ConfigError(f"choose one of {', '.join(map(repr, chosen))} in storage_options")
+        if self.client_secret is not None:
+            application = ("client_id", "tenant_id")
+            missing = [repr(name) for name in application if getattr(self, name) is None]
+            if missing:
+                raise ConfigError(
+                    "storage_options need 'client_id', 'client_secret' and 'tenant_id';"
+                    f" {', '.join(missing)} missing"
+                )
+        if self.endpoint_url is not None:
+            check_endpoint(self.endpoint_url)
+
+    def resolved(self) -> AzureOptions:
+        """These options; account and endpoint of the environment are found with the credentials.
+
+        Raises:
+            ConfigError: the certificates to trust cannot be read.
+        """
+        return replace(self, verify=check_certificates(self.verify))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.parse import check_endpoint
-from dcp_objstore.stores.options.s3 import TRANSPORT
-from dcp_objstore.stores.options.schema import Schema, option
+from dcp_objstore.stores.options.parse import check_certificates, check_endpoint
+from dcp_objstore.stores.options.schema import Schema, option, transport
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -20,10 +19,11 @@ class GcsOptions(Schema):
         native=("service_account_key", "service_account", "application_credentials"),
         called=("bearer_token", "credentials"),
         environment=(
-            "GOOGLE_APPLICATION_CREDENTIALS",
-            "GOOGLE_SERVICE_ACCOUNT",
-            "GOOGLE_SERVICE_ACCOUNT_KEY",
             "GOOGLE_BEARER_TOKEN",
+            "GOOGLE_SERVICE_ACCOUNT",
+            "GOOGLE_SERVICE_ACCOUNT_PATH",
+            "GOOGLE_SERVICE_ACCOUNT_KEY",
+            "GOOGLE_APPLICATION_CREDENTIALS",
         ),
         secret=True,
     )
@@ -50,7 +50,7 @@ class GcsOptions(Schema):
         default=True,
         native=("allow_invalid_certificates", "root_certificate"),
     )
-    transport: str | None = option(TRANSPORT)
+    transport: str | None = transport()
 
     def check(self) -> None:
         """Raise `ConfigError` for options that contradict each other."""
@@ -59,5 +59,23 @@ class GcsOptions(Schema):
             raise ConfigError(
                 "'requester_pays' and 'project' name two projects that are to pay; say it once"
             )
+        if payer is True and self.project is None:
+            raise ConfigError("'requester_pays': name the project that pays in 'project' as well")
         if self.endpoint_url is not None:
             check_endpoint(self.endpoint_url)
+
+    def resolved(self) -> GcsOptions:
+        """These options, with the endpoint that the environment names if they have none.
+
+        Raises:
+            ConfigError: the certificates to trust cannot be read.
+        """
+        endpoint_url = self.or_environment("endpoint_url")
+        return replace(self, endpoint_url=endpoint_url, verify=check_certificates(self.verify))
+
+    @property
+    def payer(self) -> str | None:
+        """The project that pays for requests; None: the bucket's owner."""
+        if isinstance(self.requester_pays, str):
+            return self.requester_pays
+        return self.project if self.requester_pays else None

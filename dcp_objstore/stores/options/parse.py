@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Final, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.options.schema import Option, Schema
 
 S = TypeVar("S", bound=Schema)
-# A name leads to an option, or into a nested mapping of names.
-_Names: TypeAlias = "dict[str, tuple[str, Option] | _Names]"
 
 # Settings of obstore that need no option here, and why.
 _NEEDLESS: Final = {
@@ -29,8 +28,21 @@ _NEEDLESS: Final = {
 }
 
 
-def parse(schema: type[S], options: object, scheme: str = "") -> S:
-    """Parse options into a schema.
+def parse(schema: type[S], options: object) -> S:
+    """Parse options, and complete them with the settings of the environment.
+
+    Args:
+        schema: of the provider.
+        options: as the user gave them; a value of None counts as not given.
+
+    Raises:
+        ConfigError: as `check_by` and `Schema.resolved`.
+    """
+    return check_by(schema, options)[0].resolved()
+
+
+def check_by(schema: type[S], options: object, scheme: str = "") -> tuple[S, dict[str, Any]]:
+    """Parse options; return them with a copy of what was given.
 
     Args:
         schema: of the provider.
@@ -41,34 +53,12 @@ def parse(schema: type[S], options: object, scheme: str = "") -> S:
         ConfigError: an unknown name (with the nearest known one), a wrong type, or options that
             contradict each other. Values are never repeated: they may be secrets.
     """
-    return read(schema, options, scheme)[0]
-
-
-def read(schema: type[S], options: object, scheme: str = "") -> tuple[S, dict[str, Any]]:
-    """Parse options into a schema; return it with a copy of the options as they were given.
-
-    Raises:
-        ConfigError: as `parse`.
-    """
     given: dict[str, dict[str, Any]] = {}
     where = f"storage_options for {scheme}://" if scheme else "storage_options"
-    copied = _read(schema, options, _names(schema), where, "", given)
-    found = schema(**{name: the_one(spelled) for name, spelled in given.items()})
+    copied = _read(schema, options, (), where, given)
+    found = schema(**{name: _the_one(spelled) for name, spelled in given.items()})
     found.check()
     return found, copied
-
-
-def the_one(named: Mapping[str, Any]) -> Any:
-    """Return the value of a setting that may be spelled in several ways; None where none is given.
-
-    Raises:
-        ConfigError: they contradict each other. No value is repeated.
-    """
-    given = {name: value for name, value in named.items() if value is not None}
-    values = list(given.values())
-    if any(value != values[0] for value in values):
-        raise ConfigError(f"storage_options contradict each other: {', '.join(given)}; say it once")
-    return values[0] if values else None
 
 
 def check_endpoint(text: str) -> None:
@@ -81,57 +71,79 @@ def check_endpoint(text: str) -> None:
         raise ConfigError("an endpoint must read http(s)://host[:port], without credentials")
 
 
-def _names(schema: type[Schema]) -> _Names:
-    """The names that a schema takes, as a tree."""
-    names: _Names = {}
-    for field_name, option in schema.options().items():
+def check_certificates(verify: bool | str) -> bool | str:
+    """Return `verify`, a path with the user's home put in.
+
+    Raises:
+        ConfigError: the certificates cannot be read.
+    """
+    if isinstance(verify, bool):
+        return verify
+    path = Path(verify).expanduser()
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the certificates named by 'verify' cannot be read: {error}") from error
+    return str(path)
+
+
+def _the_one(spelled: Mapping[str, Any]) -> Any:
+    """Return the value of an option that may be given in several spellings."""
+    first, *others = spelled.values()
+    if any(value != first for value in others):
+        raise ConfigError(
+            f"storage_options contradict each other: {', '.join(spelled)}; say it once"
+        )
+    return first
+
+
+def _known(schema: type[Schema], path: tuple[str, ...]) -> dict[str, Option | None]:
+    """The names that the mapping at a path takes; None: the name of a mapping inside it."""
+    known: dict[str, Option | None] = {}
+    for option in schema.options().values():
         for spelling in option.spellings:
-            *path, leaf = spelling.split(".")
-            place = names
-            for step in path:
-                inner = place.setdefault(step, {})
-                assert isinstance(inner, dict)
-                place = inner
-            place[leaf] = (field_name, option)
-    return names
+            *above, name = spelling.split(".")
+            if tuple(above) == path:
+                known[name] = option
+            elif tuple(above[: len(path)]) == path:
+                known[above[len(path)]] = None
+    return known
 
 
 def _read(
     schema: type[Schema],
     options: object,
-    names: _Names,
+    path: tuple[str, ...],
     where: str,
-    within: str,
     given: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """Check one mapping and those nested in it; add the values to `given` and return a copy.
+    """Check one mapping and those nested in it; return a copy.
 
     Args:
-        within: the path of the mapping, as Python would write it; empty for the outermost.
-        given: by the names of fields, the values under each spelling.
+        schema: of the provider.
+        options: the mapping.
+        path: the names that lead to it; empty for the outermost.
+        where: for messages.
+        given: by the names of fields, the values under each spelling; they are added here.
     """
     if not isinstance(options, Mapping):
         raise ConfigError(f"{where} must be a mapping, got {type(options).__name__}")
+    known = _known(schema, path)
     copied: dict[str, Any] = {}
     for name, value in options.items():
-        if name not in names:
-            raise ConfigError(_unknown(schema, name, names, where))
+        if name not in known:
+            raise ConfigError(_unknown(schema, name, known, where))
         if value is None:
             continue
-        known = names[name]
-        if isinstance(known, dict):
-            if not isinstance(value, Mapping):
-                raise ConfigError(
-                    f"{name!r} in {where} must be Mapping, got {type(value).__name__}"
-                )
-            place = f"{within}[{name!r}]" if within else name
-            copied[name] = _read(schema, value, known, place, place, given)
-            continue
-        field_name, option = known
-        _check_value(name, value, option, where)
-        spelled = f"{within}[{name!r}]" if within else name
-        given.setdefault(field_name, {})[spelled] = value
-        copied[name] = dict(value) if isinstance(value, Mapping) else value
+        option = known[name]
+        outer, *inner = (*path, name)
+        spelled = outer + "".join(f"[{step!r}]" for step in inner)
+        if option is None:
+            copied[name] = _read(schema, value, (*path, name), spelled, given)
+        else:
+            _check_value(name, value, option, where)
+            given.setdefault(option.field, {})[spelled] = value
+            copied[name] = dict(value) if isinstance(value, Mapping) else value
     return copied
 
 
@@ -149,11 +161,13 @@ def _check_value(name: str, value: object, option: Option, where: str) -> None:
 
 
 def _cannot_be_sent(secret: str) -> bool:
-    """Whether it cannot be in a header, where the transport would panic; a key in JSON is none."""
+    """Whether the transport would panic over it in a header. A key in JSON is not sent in one."""
     return not secret.lstrip().startswith("{") and re.search(r"[\x00-\x1f\x7f]", secret) is not None
 
 
-def _unknown(schema: type[Schema], name: object, known: _Names, where: str) -> str:
+def _unknown(
+    schema: type[Schema], name: object, known: Mapping[str, Option | None], where: str
+) -> str:
     """Say which option may be meant by an unknown name, and which are known."""
     text = str(name)
     if not known:
@@ -163,7 +177,7 @@ def _unknown(schema: type[Schema], name: object, known: _Names, where: str) -> s
         close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
         advice = f"did you mean {close[0]!r}?" if close else None
     said = f"; {advice}" if advice else "."
-    listed = sorted(known, key=lambda one: isinstance(known[one], dict))  # mappings last
+    listed = sorted(known, key=lambda one: known[one] is None)  # mappings last
     return f"unknown option {text!r} in {where}{said} Known: {', '.join(listed)}."
 
 

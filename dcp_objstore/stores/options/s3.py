@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.parse import check_endpoint, parse
-from dcp_objstore.stores.options.schema import Schema, option
+from dcp_objstore.stores.options.parse import check_certificates, check_endpoint
+from dcp_objstore.stores.options.schema import Schema, option, transport
 
 # "none" is not S3's: it turns the default off.
 CHECKSUMS: Final = ("CRC64NVME", "SHA256", "CRC32", "CRC32C", "none")
 _SSE: Final = ("AES256", "aws:kms", "aws:kms:dsse")
 _TRUE: Final = ("1", "true", "on", "yes", "y")
 _FALSE: Final = ("0", "false", "off", "no", "n")
-TRANSPORT: Final = "what carries the requests: `native` (default), `boto3` (S3 alone) or `fsspec`"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -87,7 +85,7 @@ class S3Options(Schema):
         native=("virtual_hosted_style_request", "aws_virtual_hosted_style_request"),
     )
     requester_pays: bool = option(
-        "we pay for the requests",
+        "True: the caller pays for the requests, not the bucket's owner",
         default=False,
         native=("request_payer", "aws_request_payer"),
         environment=("AWS_REQUEST_PAYER",),
@@ -124,7 +122,7 @@ class S3Options(Schema):
         native=("checksum_algorithm", "aws_checksum_algorithm"),
         environment=("AWS_CHECKSUM_ALGORITHM",),
     )
-    transport: str | None = option(TRANSPORT)
+    transport: str | None = transport()
 
     def check(self) -> None:
         """Raise `ConfigError` for options that contradict each other."""
@@ -152,37 +150,69 @@ class S3Options(Schema):
         if self.endpoint_url is not None:
             check_endpoint(self.endpoint_url)
 
+    def resolved(self) -> S3Options:
+        """These options, completed with the settings of the environment, credentials excepted.
 
-def s3_options(options: Mapping[str, Any]) -> S3Options:
-    """Parse the options of s3://, and take from the environment how the store is to encrypt.
+        Raises:
+            ConfigError: the certificates to trust cannot be read; the environment asks for a
+                checksum or an encryption that does not exist, or names a key that nothing would
+                encrypt with (obstore would send it with AES256 as well, which AWS refuses).
+        """
+        payer = self.option("requester_pays").from_environment() or ""
+        found = replace(
+            self,
+            endpoint_url=self.or_environment("endpoint_url"),
+            region=self.or_environment("region"),
+            requester_pays=self.requester_pays or payer.lower() in ("requester", "true"),
+            verify=check_certificates(self.verify),
+            sse=self.or_environment("sse"),
+            checksum_algorithm=self.checksum_algorithm or _checksum_of_environment(),
+        )
+        if found.sse not in (None, *_SSE):
+            raise ConfigError(f"the environment's {_SSE_VARIABLE} must be one of {', '.join(_SSE)}")
+        key, flag = os.environ.get(_KEY_VARIABLE) or None, _flag(_FLAG_VARIABLE)
+        if found.sse in (None, "AES256"):
+            if key is not None or flag:
+                name = _FLAG_VARIABLE if key is None else _KEY_VARIABLE
+                raise ConfigError(
+                    f"the environment's {name} has no effect with {found.sse or 'no encryption'}:"
+                    f" set 'ServerSideEncryption' or {_SSE_VARIABLE} to aws:kms, or unset it"
+                )
+            return found
+        return replace(
+            found,
+            sse_kms_key_id=self.sse_kms_key_id or key,
+            sse_bucket_key=flag if self.sse_bucket_key is None else self.sse_bucket_key,
+        )
 
-    Raises:
-        ConfigError: as `parse`; or the environment asks for an encryption that there is not, or
-            names a key that nothing would encrypt with (obstore would send it with AES256 as well,
-            which AWS refuses).
-    """
-    found = parse(S3Options, options)
-    (sse_variable,) = S3Options.option("sse").environment
-    (key_variable,) = S3Options.option("sse_kms_key_id").environment
-    (flag_variable,) = S3Options.option("sse_bucket_key").environment
-    chosen = found.sse or os.environ.get(sse_variable) or None
-    if chosen not in (None, *_SSE):
-        raise ConfigError(f"the environment's {sse_variable} must be one of {', '.join(_SSE)}")
-    key, flag = os.environ.get(key_variable) or None, _flag(flag_variable)
-    if chosen in (None, "AES256"):
-        if key is not None or flag:
-            name = flag_variable if key is None else key_variable
-            raise ConfigError(
-                f"the environment's {name} has no effect with {chosen or 'no encryption'}: set"
-                f" 'ServerSideEncryption' or {sse_variable} to aws:kms, or unset it"
-            )
-        return replace(found, sse=chosen)
-    return replace(
-        found,
-        sse=chosen,
-        sse_kms_key_id=key if found.sse_kms_key_id is None else found.sse_kms_key_id,
-        sse_bucket_key=flag if found.sse_bucket_key is None else found.sse_bucket_key,
-    )
+    @property
+    def encryption(self) -> dict[str, str | bool]:
+        """How the store is to encrypt, as arguments of S3's requests that write."""
+        asked = {
+            "ServerSideEncryption": self.sse,
+            "SSEKMSKeyId": self.sse_kms_key_id,
+            "BucketKeyEnabled": self.sse_bucket_key,
+        }
+        return {name: value for name, value in asked.items() if value is not None}
+
+
+(CHECKSUM_VARIABLE,) = S3Options.option("checksum_algorithm").environment
+(_SSE_VARIABLE,) = S3Options.option("sse").environment
+(_KEY_VARIABLE,) = S3Options.option("sse_kms_key_id").environment
+(_FLAG_VARIABLE,) = S3Options.option("sse_bucket_key").environment
+
+
+def _checksum_of_environment() -> str | None:
+    named = os.environ.get(CHECKSUM_VARIABLE)
+    if named is None:
+        return None
+    found = next((known for known in CHECKSUMS if known.lower() == named.lower()), None)
+    if found is None:
+        raise ConfigError(
+            f"{CHECKSUM_VARIABLE} is {named!r} in the environment; it must be one of"
+            f" {', '.join(CHECKSUMS)}, or not be set"
+        )
+    return found
 
 
 def _flag(variable: str) -> bool | None:

@@ -9,36 +9,38 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 _KEY = "option"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Option:
     """One option of a store.
 
     Attributes:
         meaning: for users.
-        name: in `storage_options`; a dot leads into a nested mapping.
+        name: in `storage_options`; a dot leads into a nested mapping. Default: the field's name.
         also: other spellings that are taken, as fsspec's filesystems have them.
-        native: what obstore calls it; not taken, but recognized in a hint.
-        called: what other tools call it; not taken, but recognized in a hint.
+        native: obstore's names for it. They are not taken; an error hints at the right name.
+        called: other tools' names for it. They are not taken either.
         environment: variables that set it; the first that is set counts.
         secret: whether it holds a credential.
+        field: its field of the schema; found there, like `kinds`.
         kinds: the types that a value may have.
     """
 
     meaning: str
-    name: str
-    also: tuple[str, ...]
-    native: tuple[str, ...]
-    called: tuple[str, ...]
-    environment: tuple[str, ...]
-    secret: bool
-    kinds: tuple[type, ...]
+    name: str = ""
+    also: tuple[str, ...] = ()
+    native: tuple[str, ...] = ()
+    called: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+    secret: bool = False
+    field: str = ""
+    kinds: tuple[type, ...] = ()
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -50,35 +52,20 @@ class Option:
         return next((os.environ[name] for name in self.environment if os.environ.get(name)), None)
 
 
-def option(
-    meaning: str,
-    *,
-    default: Any = None,
-    name: str = "",
-    also: tuple[str, ...] = (),
-    native: tuple[str, ...] = (),
-    called: tuple[str, ...] = (),
-    environment: tuple[str, ...] = (),
-    secret: bool = False,
-) -> Any:
+def option(meaning: str, *, default: Any = None, **declared: Any) -> Any:
     """Declare a field of a schema.
 
     Args:
         meaning: for users.
         default: the value where none is given.
-        name: in `storage_options`, where it is not the field's own.
-        also, native, called, environment, secret: as in `Option`.
+        declared: further attributes of `Option`.
     """
-    declared = {
-        "meaning": meaning,
-        "name": name,
-        "also": also,
-        "native": native,
-        "called": called,
-        "environment": environment,
-        "secret": secret,
-    }
-    return field(default=default, metadata={_KEY: declared})
+    return field(default=default, metadata={_KEY: Option(meaning, **declared)})
+
+
+def transport() -> Any:
+    """Declare the option that every store in a bucket has; `StoreSpec` moves it to its config."""
+    return option("what carries the requests: `native` (default), `boto3` (S3 alone) or `fsspec`")
 
 
 class Schema:
@@ -97,20 +84,38 @@ class Schema:
     def options(cls) -> Mapping[str, Option]:
         """The options by the names of their fields."""
         types = get_type_hints(cls)
-        found = {}
-        for one in fields(cls):  # type: ignore[arg-type]  # as above
-            declared = one.metadata[_KEY]
-            name = declared["name"] or one.name
-            found[one.name] = Option(**{**declared, "name": name, "kinds": _kinds(types[one.name])})
-        return found
+        return {
+            one.name: replace(
+                one.metadata[_KEY],
+                name=one.metadata[_KEY].name or one.name,
+                field=one.name,
+                kinds=_kinds(types[one.name]),
+            )
+            for one in fields(cls)  # type: ignore[arg-type]  # as above
+        }
 
     @classmethod
     def option(cls, field_name: str) -> Option:
         """The option of a field."""
         return cls.options()[field_name]
 
+    def or_environment(self, field_name: str) -> str | None:
+        """The value of a field, or else that of the environment; None where neither has one."""
+        given: str | None = getattr(self, field_name)
+        return given or self.option(field_name).from_environment()
+
     def check(self) -> None:
         """Raise `ConfigError` for options that contradict each other."""
+
+    def resolved(self) -> Self:
+        """These options, completed with the settings of the environment, credentials excepted.
+
+        Credentials of the environment have an order of their own; see `stores.credentials`.
+
+        Raises:
+            ConfigError: the environment has a wrong value, or a file cannot be read.
+        """
+        return self
 
 
 def _kinds(annotation: Any) -> tuple[type, ...]:

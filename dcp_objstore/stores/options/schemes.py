@@ -14,7 +14,7 @@ from typing import Final
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.options.azure import AzureOptions
 from dcp_objstore.stores.options.gcs import GcsOptions
-from dcp_objstore.stores.options.parse import read
+from dcp_objstore.stores.options.parse import check_by
 from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.options.schema import Schema
 
@@ -38,8 +38,14 @@ _SECRETS: Final = frozenset(
     if option.secret
     for spelling in option.spellings
 )
-# Names that fsspec's filesystems give to what is no secret. Any other option of a scheme that has
-# no schema is taken for one.
+_NAMES: Final = frozenset(
+    spelling.partition(".")[0]
+    for schema in SCHEMAS.values()
+    for option in schema.options().values()
+    for spelling in option.spellings
+)
+# Names of fsspec's filesystems for options that are no secrets. Without a schema, any other option
+# may be one.
 _PUBLIC_NAMES: Final = {
     "account_name",
     "anon",
@@ -73,18 +79,23 @@ def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str
         options: as the user gave them; a value of None counts as not given.
 
     Raises:
-        ConfigError: as `parse`.
+        ConfigError: as `check_by`.
     """
     if options is None:
         return {}
     if is_foreign(scheme):
         return _foreign(options, scheme)
-    return read(SCHEMAS[scheme], options, scheme)[1]
+    return check_by(SCHEMAS[scheme], options, scheme)[1]
 
 
 def is_foreign(scheme: str) -> bool:
     """Whether only a filesystem of fsspec knows the options of a scheme."""
     return scheme not in SCHEMAS
+
+
+def are_known(options: Mapping[str, object]) -> bool:
+    """Whether schemas have all of the options, of whatever scheme."""
+    return _NAMES.issuperset(options)
 
 
 def is_secret(name: str, value: object = None, *, foreign: bool = False) -> bool:
@@ -93,10 +104,10 @@ def is_secret(name: str, value: object = None, *, foreign: bool = False) -> bool
     Args:
         name: of the option.
         value: of the option.
-        foreign: the scheme has no schema, so only what is known to be public is.
+        foreign: whether the scheme has no schema; then all but well-known options are secrets.
     """
     if name == _FILESYSTEM:
-        return True  # its own options hold what it logs in with
+        return True  # it holds its own credentials
     if foreign:
         odd = isinstance(value, str) and any(character in value for character in "@?")
         return name not in _PUBLIC_NAMES or isinstance(value, Mapping) or odd

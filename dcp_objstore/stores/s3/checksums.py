@@ -9,13 +9,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
-import os
 import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.endpoint import CHECKSUM_VARIABLE, s3_checksum
+from dcp_objstore.stores.endpoint import s3_checksum
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.options.s3 import S3Options
@@ -80,13 +79,9 @@ def checksums_for(settings: S3Options, endpoint_url: str | None) -> Checksums:
     Raises:
         ConfigError: see `Checksums`.
     """
-    algorithm = s3_checksum(settings, endpoint_url)
-    if algorithm is None:
+    if settings.checksum_algorithm is None and importlib.util.find_spec("awscrt") is None:
         return Checksums(None)
-    asked = settings.checksum_algorithm or os.environ.get(CHECKSUM_VARIABLE)
-    if asked is None and importlib.util.find_spec("awscrt") is None:
-        return Checksums(None)
-    return Checksums(algorithm.upper())
+    return Checksums(s3_checksum(settings, endpoint_url))
 
 
 def _crc(algorithm: str) -> _Crc:

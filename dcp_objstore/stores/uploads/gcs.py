@@ -1,6 +1,6 @@
-"""Unfinished uploads to GCS, and what the bucket does with them, asked with an access token.
+"""Unfinished uploads to GCS, and what the bucket does with them, read with an access token.
 
-GCS's XML API has the calls of S3 for uploads ("XML API multipart uploads"), so boto3 asks them: it
+GCS's XML API has the calls of S3 for uploads ("XML API multipart uploads"), so boto3 sends them: it
 signs nothing, and each request carries the token. The bucket's lifecycle rules and versioning have
 another form than S3's and come from the JSON API ("Buckets: get").
 """
@@ -11,10 +11,9 @@ import http.client
 import importlib.util
 import json
 import os
-import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
@@ -27,7 +26,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores.credentials.google import find_gcs_token
-from dcp_objstore.stores.endpoint import gcs_endpoint, gcs_payer, server_url, tls_context
+from dcp_objstore.stores.endpoint import server_url, tls_context
 from dcp_objstore.stores.errors import advice_on, kind_of_answer
 from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.parse import parse
@@ -41,10 +40,38 @@ _RETRIES = 2
 
 
 class GcsUploads(S3Uploads):
-    """The multipart uploads below one root of a GCS bucket. Made by `open_gcs_uploads`."""
+    """The multipart uploads below one root of a GCS bucket.
+
+    Args:
+        spec: URL, options and settings of the store.
+
+    Raises:
+        UnsupportedError: boto3 is needed and is not installed; says what to do.
+        ConfigError, CredentialsError: as for the store.
+    """
 
     _scheme = "gs"
-    _asks: Callable[[], Mapping[str, Any]]
+
+    def __init__(self, spec: StoreSpec) -> None:
+        if importlib.util.find_spec("boto3") is None:
+            raise UnsupportedError(
+                "boto3 is not installed, which lists unfinished uploads to gs://, too: pip install"
+                " 'dcp-objstore[gcs,s3]'"
+            )
+        options = parse(GcsOptions, spec.storage_options)
+        self._token = find_gcs_token(options, spec.stripped)
+        self._server = server_url(options.endpoint_url or _GOOGLE, use_ssl=True)
+        self._payer = options.payer
+        if self._payer and not _fits_header(self._payer):
+            raise ConfigError(
+                f"the project that pays is no project's name: {self._payer!r}", url=spec.url
+            )
+        self._config = spec.config
+        self._verify = options.verify
+        self._context = tls_context(options.verify)
+        root = f"{spec.parsed.prefix}/" if spec.parsed.prefix else ""
+        with boto_errors(spec.url):
+            super().__init__(self._make_client(), spec.parsed.bucket, root, {})
 
     def lifecycle_rules(self) -> Sequence[Mapping[str, Any]]:
         """The bucket's lifecycle rules, as GCS describes them; none is an empty sequence.
@@ -52,7 +79,7 @@ class GcsUploads(S3Uploads):
         Raises:
             As `list`.
         """
-        return tuple(self._asks().get("lifecycle", {}).get("rule", ()))
+        return tuple(self._ask("lifecycle").get("rule", ()))
 
     def versioning(self) -> Literal["Enabled", "Suspended"] | None:
         """Whether the bucket keeps what is overwritten and deleted; None: not now.
@@ -60,90 +87,86 @@ class GcsUploads(S3Uploads):
         Raises:
             As `list`.
         """
-        return "Enabled" if self._asks().get("versioning", {}).get("enabled") else None
+        return "Enabled" if self._ask("versioning").get("enabled") else None
 
+    def _headers(self) -> dict[str, str]:
+        found = {} if self._payer is None else {"x-goog-user-project": self._payer}
+        if self._token is not None:
+            bearer = self._token()
+            if not _fits_header(bearer):
+                raise CredentialsError(
+                    "the access token cannot be sent: it has a line break, or a character that is"
+                    " not ASCII",
+                    url=self._url,
+                )
+            found["Authorization"] = f"Bearer {bearer}"
+        return found
 
-def open_gcs_uploads(spec: StoreSpec) -> GcsUploads:
-    """Look at the multipart uploads below a URL, and at what the bucket does with them.
+    def _make_client(self) -> Any:
+        import boto3
+        import botocore
+        import botocore.session
+        from botocore.config import Config
 
-    Raises:
-        UnsupportedError: boto3 or google-auth is needed and is not installed; says what to do.
-        ConfigError, CredentialsError: as for the store.
-    """
-    if importlib.util.find_spec("boto3") is None:
-        raise UnsupportedError(
-            "boto3 is not installed, which lists unfinished uploads to gs://, too: pip install"
-            " 'dcp-objstore[gcs,s3]'"
+        config = self._config
+        # Nothing that is set up for AWS counts here: neither its profiles nor its endpoints.
+        unset = (None, None, None, None)
+        nowhere = (None, None, os.devnull, None)
+        core = botocore.session.Session(
+            {"profile": unset, "config_file": nowhere, "credentials_file": nowhere}
         )
-    url, options = spec.parsed, parse(GcsOptions, spec.storage_options or {})
-    endpoint = gcs_endpoint(options)
-    token = find_gcs_token(options, endpoint, spec.stripped)
-    base = server_url(endpoint, use_ssl=True) if endpoint else _GOOGLE
-    payer = gcs_payer(options)
+        client = boto3.Session(botocore_session=core).client(
+            "s3",
+            endpoint_url=self._server,
+            region_name="auto",
+            verify=None if self._verify is True else self._verify,
+            config=Config(
+                signature_version=botocore.UNSIGNED,
+                s3={"addressing_style": "path"},
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                connect_timeout=config.connect_timeout_seconds,
+                read_timeout=config.request_timeout_seconds,
+                retries={
+                    "mode": "standard",
+                    "total_max_attempts": 1 + min(_RETRIES, config.max_retries),
+                },
+            ),
+        )
 
-    if payer and not _fits_header(payer):
-        raise ConfigError(f"the project that pays is no project's name: {payer!r}", url=spec.url)
+        def carry_token(request: Any, **_: object) -> None:
+            for name, value in self._headers().items():
+                request.headers[name] = value
 
-    def headers() -> dict[str, str]:
-        bearer = None if token is None else token()
-        if bearer is not None and not _fits_header(bearer):
-            raise CredentialsError(
-                "the access token cannot be sent: it has a line break, or a character that is not"
-                " ASCII",
-                url=spec.url,
-            )
-        found = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
-        return {**found, **({"x-goog-user-project": payer} if payer else {})}
+        client.meta.events.register("before-send.s3", carry_token)
+        return client
 
-    root = f"{url.prefix}/" if url.prefix else ""
-    context = tls_context(options.verify)
-    with boto_errors(spec.url):
-        client = _client(spec, base, options.verify, headers)
-    uploads = GcsUploads(client, url.bucket, root, {})
-    asked = f"{base}/storage/v1/b/{quote(url.bucket, safe='')}?fields=lifecycle,versioning"
-    seconds = spec.config.request_timeout_seconds
-    uploads._asks = lambda: _bucket(asked, headers(), context, seconds, spec.url)
-    return uploads
-
-
-def _client(
-    spec: StoreSpec, base: str, verify: bool | str, headers: Callable[[], Mapping[str, str]]
-) -> Any:
-    import boto3
-    import botocore
-    import botocore.session
-    from botocore.config import Config
-
-    config = spec.config
-    tries = 1 + min(_RETRIES, config.max_retries)
-    # Nothing that is set up for AWS counts here: neither its profiles nor its endpoints.
-    unset = (None, None, None, None)
-    nowhere = (None, None, os.devnull, None)
-    core = botocore.session.Session(
-        {"profile": unset, "config_file": nowhere, "credentials_file": nowhere}
-    )
-    client = boto3.Session(botocore_session=core).client(
-        "s3",
-        endpoint_url=base,
-        region_name="auto",
-        verify=None if verify is True else verify,
-        config=Config(
-            signature_version=botocore.UNSIGNED,
-            s3={"addressing_style": "path"},
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-            connect_timeout=config.connect_timeout_seconds,
-            read_timeout=config.request_timeout_seconds,
-            retries={"mode": "standard", "total_max_attempts": tries},
-        ),
-    )
-
-    def carry_token(request: Any, **_: object) -> None:
-        for name, value in headers().items():
-            request.headers[name] = value
-
-    client.meta.events.register("before-send.s3", carry_token)
-    return client
+    def _ask(self, field: str) -> Mapping[str, Any]:
+        """One field of the bucket, as the JSON API describes it; empty where it is not set."""
+        bucket = quote(self._bucket, safe="")
+        request = urllib.request.Request(
+            f"{self._server}/storage/v1/b/{bucket}?fields={field}", headers=self._headers()
+        )
+        https = urllib.request.HTTPSHandler(context=self._context)
+        opener = urllib.request.build_opener(https, _NoRedirects)
+        try:
+            with opener.open(request, timeout=self._config.request_timeout_seconds) as answer:
+                body = answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                raise _refused(error.code).at(url=self._url) from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
+            raise StoreUnavailableError(
+                f"{type(error).__name__}: {reason}", url=self._url
+            ) from error
+        try:
+            found: Mapping[str, Any] = json.loads(body).get(field, {})
+        except (ValueError, AttributeError):  # AttributeError: not an object
+            raise UnsupportedError(
+                "the server does not answer as GCS's JSON API does", url=self._url
+            ) from None
+        return found
 
 
 def _fits_header(value: str) -> bool:
@@ -151,33 +174,10 @@ def _fits_header(value: str) -> bool:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Python's own carries `Authorization` to wherever an answer points."""
+    """Python's own sends `Authorization` to wherever an answer points."""
 
     def redirect_request(self, *_: object, **__: object) -> None:
         return None  # the redirect is then raised as an HTTPError
-
-
-def _bucket(
-    url: str, headers: Mapping[str, str], context: ssl.SSLContext, seconds: float, shown: str
-) -> Mapping[str, Any]:
-    request = urllib.request.Request(url, headers=dict(headers))
-    opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), _NoRedirects)
-    try:
-        with opener.open(request, timeout=seconds) as answer:
-            body = answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            raise _refused(error.code).at(url=shown) from error
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        raise StoreUnavailableError(f"{type(error).__name__}: {reason}", url=shown) from error
-    try:
-        found = json.loads(body)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise UnsupportedError("the server does not answer as GCS's JSON API does", url=shown)
-    return found
 
 
 def _refused(status: int) -> DcpObjstoreError:

@@ -1,4 +1,4 @@
-"""A bucket's lifecycle rules for unfinished uploads: what they cover, and the one we advise."""
+"""A bucket's lifecycle rules for unfinished uploads: what they cover, and a rule to add."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def lifecycle_configuration(
             condition["matchesPrefix"] = [prefix]
         advised = {"action": {"type": _GCS_ACTION}, "condition": condition}
         return json.dumps({"rule": [*(rule for rule in rules if rule != advised), advised]})
-    ours = {
+    advised = {
         "ID": _RULE_ID,
         "Status": "Enabled",
         "Filter": {"Prefix": prefix},
         "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": days},
     }
     others = [rule for rule in rules if rule.get("ID") != _RULE_ID]
-    return json.dumps({"Rules": [*others, ours]}, default=str)
+    return json.dumps({"Rules": [*others, advised]}, default=str)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcp_objstore.errors import UnsupportedError
-from dcp_objstore.stores.uploads.gcs import open_gcs_uploads
-from dcp_objstore.stores.uploads.local import LocalUploads
+from dcp_objstore.stores.local import LocalUploads
+from dcp_objstore.stores.uploads.gcs import GcsUploads
 from dcp_objstore.stores.uploads.s3 import S3Uploads, boto_errors
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def open_uploads(spec: StoreSpec) -> S3Uploads | LocalUploads:
-    """Look at the multipart uploads below a URL; on `file://` at temporary objects.
+    """Open the unfinished uploads below a URL; on `file://` the temporary objects.
 
     Raises:
         As `open_bucket_uploads`.
@@ -27,7 +27,7 @@ def open_uploads(spec: StoreSpec) -> S3Uploads | LocalUploads:
 
 
 def open_bucket_uploads(spec: StoreSpec) -> S3Uploads:
-    """Look at the multipart uploads below a URL, and at what the bucket does with them.
+    """Open the multipart uploads below a URL, and what the bucket does with them.
 
     Raises:
         UnsupportedError: it is neither S3 nor GCS, or boto3 is not installed; says what to do
@@ -42,12 +42,9 @@ def open_bucket_uploads(spec: StoreSpec) -> S3Uploads:
             "unfinished uploads to az:// cannot be listed; Azure removes their blocks by itself, a"
             " week after the last one"
         )
-    if (
-        url.scheme == "gs"
-        and spec.config.transport == "native"
-        and "fs" not in (spec.storage_options or {})
-    ):
-        return open_gcs_uploads(spec)
+    own = spec.config.transport == "native" and "fs" not in spec.storage_options
+    if url.scheme == "gs" and own:
+        return GcsUploads(spec)
     if url.scheme != "s3":
         raise UnsupportedError(
             f"unfinished uploads to {url.scheme}:// cannot be listed; a lifecycle rule of the"

@@ -1,9 +1,7 @@
-"""Multipart uploads that were neither completed nor aborted: they are unseen, and billed.
+"""Unfinished uploads to S3, and what the bucket does by itself: lifecycle rules and versioning.
 
-Beside them, what the bucket does by itself: its lifecycle rule for such uploads, and versioning,
-which keeps what is deleted. obstore has no call for any of these, so for S3 this goes through
-boto3 (extra `s3`), with the endpoint and the credentials that obstore gets; `uploads.gcs` has what
-is different on GCS.
+obstore has no calls for these, so they go through boto3 (extra `s3`), with the endpoint and the
+credentials that obstore gets. `uploads.gcs` has what differs on GCS.
 """
 
 from __future__ import annotations
@@ -14,8 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
+from dcp_objstore.stores.protocol import UnfinishedUpload
 from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, translate_botocore
-from dcp_objstore.stores.uploads.unfinished import UnfinishedUpload
 
 if TYPE_CHECKING:
     from typing import Self
@@ -51,7 +49,7 @@ class S3Uploads:
             pages = self._client.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self._bucket, Prefix=self._root, **self._extra
             )
-            # The prefix again, for servers that do not look at it.
+            # Some servers ignore the prefix.
             return [
                 self._described(entry)
                 for page in pages
@@ -128,7 +126,7 @@ class S3Uploads:
 
 @contextmanager
 def boto_errors(url: str) -> Iterator[None]:
-    """Errors of boto3 as ours."""
+    """Translate errors of boto3, and say in them which URL they are about."""
     try:
         yield
     except DcpObjstoreError as error:
