@@ -152,17 +152,20 @@ def test_seaweedfs_that_refuses_its_owner_is_given_up_at_once_with_its_log(
 ) -> None:
     from dcp_objstore.cli import seaweedfs
 
-    asked: list[int] = []
-    ask = seaweedfs.SeaweedServer._request
+    begun: list[object] = []
+    options, start = seaweedfs.SeaweedServer.storage_options, seaweedfs.SeaweedServer._start
 
-    def ask_with_wrong_secret(server: seaweedfs.SeaweedServer, *request, **settings) -> int:
-        server.secret_key = "wrong"
-        asked.append(ask(server, *request, **settings))
-        return asked[-1]
+    def with_wrong_secret(server: seaweedfs.SeaweedServer) -> dict[str, object]:
+        return {**options.__get__(server), "secret": "wrong"}
 
-    monkeypatch.setattr(seaweedfs.SeaweedServer, "_request", ask_with_wrong_secret)
+    def count(server: seaweedfs.SeaweedServer) -> None:
+        begun.append(server)
+        start(server)
+
+    monkeypatch.setattr(seaweedfs.SeaweedServer, "storage_options", property(with_wrong_secret))
+    monkeypatch.setattr(seaweedfs.SeaweedServer, "_start", count)
     with pytest.raises(StoreUnavailableError, match="refuses the credentials") as caught:
         seaweedfs.SeaweedServer(start_timeout_seconds=20)
-    assert asked == [403]
+    assert len(begun) == 1
     (log,) = caught.value.__notes__
     assert len(log.splitlines()) > 5
