@@ -75,10 +75,9 @@ def demo(
     minute on 2 cores.
     """
     with exits():
-        from dcp_objstore.cli.demo.stage import run_demo
-        from dcp_objstore.cli.demo.story import Settings
+        from dcp_objstore.cli.demo.story import run_demo
 
-        run_demo(Settings(ranks=ranks, resume_ranks=resume_ranks), url, keep=keep)
+        run_demo(ranks=ranks, resume_ranks=resume_ranks, url=url, keep=keep)
 
 
 @app.command("ls")

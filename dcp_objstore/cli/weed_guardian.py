@@ -1,10 +1,10 @@
 """Runs a SeaweedFS server for `seaweedfs`, and ends it when its owner ends.
 
-`seaweedfs` runs this file with `python -I -S FILE DIRECTORY COMMAND…`: no site packages, so that it
-starts at once. Standard input is a pipe that only the owner writes to. The guardian kills the server
-when the owner closes the pipe or ends, however it ends, and then removes the directory and the
-server's sockets. If the owner writes a byte first, both stay, for a restart. If the server ends by
-itself, the guardian ends with its status.
+`seaweedfs` runs this file with `python -I -S FILE DIRECTORY COMMAND…`: without site packages it
+starts at once. Standard input is a pipe that only the owner writes to. When the owner closes it or
+ends, however it ends, the guardian kills the server and removes the directory and the server's
+sockets. If the owner writes a byte first, both stay, for a restart. If the server ends by itself,
+the guardian ends with its status.
 
 Linux could end a child with its parent (PR_SET_PDEATHSIG), but "parent" means the thread that
 started the child there, and other systems cannot.
