@@ -104,11 +104,16 @@ def log_failure(url: str | None, error: BaseException) -> None:
 
 
 def size_text(count_bytes: float) -> str:
-    """Format a number of bytes in the largest unit (B, KiB, MiB, GiB) that gives at least 1."""
-    for unit, size in (("GiB", GIB), ("MiB", 1024**2), ("KiB", 1024)):
+    """Format a number of bytes in the largest unit (B, KiB, … TiB) that gives at least 1."""
+    for unit, size in (("TiB", 1024 * GIB), ("GiB", GIB), ("MiB", 1024**2), ("KiB", 1024)):
         if count_bytes >= size:
             return f"{count_bytes / size:.2f} {unit}"
     return f"{count_bytes:.0f} B"
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a number with its noun: `1 rank`, `2 ranks`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class SummaryLine:

@@ -22,7 +22,7 @@ from dcp_objstore.cli.demo import proofs, story
 from dcp_objstore.cli.demo.place import in_bucket
 from dcp_objstore.cli.demo.proofs import ProofFailedError, State
 from dcp_objstore.cli.demo.ranks import Outcome
-from dcp_objstore.cli.demo.report import Printer, Row
+from dcp_objstore.cli.demo.report import Printer
 from dcp_objstore.cli.demo.story import Story, run_demo
 from dcp_objstore.cli.demo.training import (
     CONTEXT,
@@ -319,16 +319,8 @@ def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
     printer = Printer(terminal)
     printer.title("A headline that says what happens in this phase of the whole demo")
     printer.proof("something was shown that needs more than forty columns to be told")
-    printer.rows.append(
-        Row(
-            phase="save, killed",
-            ranks=8,
-            step=24,
-            total_bytes=2**25,
-            seconds=0.5,
-            proof="what it shows, in words",
-        )
-    )
+    proof = "what it shows, in words"
+    printer.add_row("save, killed", 8, 24, proof, total_bytes=2**25, seconds=0.5)
     printer.table()
     lines = re.sub(r"\x1b\[\d+m", "", terminal.getvalue()).splitlines()
     assert max(map(len, lines)) <= columns

@@ -21,9 +21,8 @@ from dcp_objstore.errors import CheckpointCorruptError, ConfigError, Unsupported
 from dcp_objstore.observe.hooks import Hooks
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.target import Target
-from dcp_objstore.stores.wrappers import Request
 from tests.support.states import same_bits, seeded
-from tests.support.wrapped_stores import RecordingStore
+from tests.support.wrapped_stores import RecordingStore, Request
 
 WIDE = (3000, 2000)  # 24 MB: six blocks of 524 rows and a bit
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from dcp_objstore.checkpoint.names import MARKER_KEY, parse_data_key
 from dcp_objstore.cli.demo.ranks import Outcome
-from dcp_objstore.cli.demo.report import counted
 from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError
+from dcp_objstore.observe.report import counted
 
 # Ranks add the same float32 numbers in another order; a wrong weight would change far more.
 _LOSS_TOLERANCE = 1e-4

@@ -18,11 +18,11 @@ from dcp_objstore.cli.demo import proofs
 from dcp_objstore.cli.demo.place import Place, in_bucket, on_loopback
 from dcp_objstore.cli.demo.proofs import Loaded, ProofFailedError, State
 from dcp_objstore.cli.demo.ranks import Job, Outcome, Ranks, Said, warm_up
-from dcp_objstore.cli.demo.report import MIB, Printer, Row, counted
+from dcp_objstore.cli.demo.report import MIB, Printer
 from dcp_objstore.cli.exits import fail
 from dcp_objstore.cli.seaweedfs import SeaweedServer, find_weed
 from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError, UnsupportedError
-from dcp_objstore.observe.report import SaveReport
+from dcp_objstore.observe.report import SaveReport, counted
 from dcp_objstore.stores import ObjectStore
 
 _STEPS = (4, 8, 12)
@@ -152,7 +152,7 @@ class Story:
         self.out.proof(f"{proofs.ended_cleanly(survivors)} in {seconds:.1f} s")
         keys = [meta.key for meta in store.list()]
         self.out.proof(proofs.torn(keys, self.ranks, held_key))
-        self._add_row("save, killed", self.ranks, _DOOMED, "typed error on every survivor")
+        self.out.add_row("save, killed", self.ranks, _DOOMED, "typed error on every survivor")
 
     def _wait_for_the_others(self, store: ObjectStore, held_key: str) -> None:
         """Wait until the others have written, or until it is too late, which the proof detects."""
@@ -201,7 +201,7 @@ class Story:
         identical, same_loss = min(shown)
         self.out.proof(f"step-{_COMMITTED}, saved by {counted(self.ranks, 'rank')}: {identical}")
         self.out.proof(same_loss)
-        self._add_row(
+        self.out.add_row(
             "resume",
             len(loads),
             _COMMITTED,
@@ -218,7 +218,7 @@ class Story:
         saved_by = f"saved by {counted(self.resume_ranks, 'rank')}"
         self.out.proof(f"step-{_DOOMED}, {saved_by}: {identical}")
         self.out.proof(proofs.same_loss(saved, load.state))
-        self._add_row(
+        self.out.add_row(
             "load",
             1,
             _DOOMED,
@@ -238,7 +238,7 @@ class Story:
         for reader, load in loads.items():
             self.out.proof(f"{reader}: {proofs.identical(self.saved[_DOOMED], load.state)}")
             proof = f"{reader}: bit-identical"
-            self._add_row("stock read", 1, _DOOMED, proof, seconds=load.seconds)
+            self.out.add_row("stock read", 1, _DOOMED, proof, seconds=load.seconds)
 
     @contextmanager
     def _training(
@@ -296,7 +296,7 @@ class Story:
             f"step-{state.step} committed: {report.total_bytes / MIB:.1f} MiB in"
             f" {counted(report.objects, 'object')}, {report.seconds:.1f} s{meanwhile}"
         )
-        self._add_row(
+        self.out.add_row(
             "save",
             ranks,
             state.step,
@@ -313,27 +313,6 @@ class Story:
                 continue
             return step
         raise ProofFailedError("no checkpoint of this run is committed")
-
-    def _add_row(
-        self,
-        phase: str,
-        ranks: int,
-        step: int,
-        proof: str,
-        *,
-        total_bytes: int | None = None,
-        seconds: float | None = None,
-    ) -> None:
-        self.out.rows.append(
-            Row(
-                phase=phase,
-                ranks=ranks,
-                step=step,
-                total_bytes=total_bytes,
-                seconds=seconds,
-                proof=proof,
-            )
-        )
 
 
 def _require_success(job: Job) -> None:

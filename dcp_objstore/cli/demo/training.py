@@ -26,6 +26,7 @@ from dcp_objstore.checkpoint.names import parse_data_key
 from dcp_objstore.cli.demo.proofs import Loaded, State
 from dcp_objstore.cli.demo.ranks import say
 from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores.buffers import as_buffers
 from dcp_objstore.stores.wrappers import WrappedStore
 
 if TYPE_CHECKING:
@@ -316,8 +317,7 @@ class _SlowStore(WrappedStore):
 
     def put(self, key: str, data: Any, **settings: Any) -> Any:
         """Hold the upload, if it is of a data object."""
-        pieces = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
-        _hold(key, sum(memoryview(piece).nbytes for piece in pieces))
+        _hold(key, sum(memoryview(piece).nbytes for piece in as_buffers(data)))
         return super().put(key, data, **settings)
 
     def put_stream(self, key: str, buffers: Iterator[Buffer], **settings: Any) -> Any:
