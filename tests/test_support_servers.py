@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -127,12 +128,20 @@ def test_seaweedfs_ends_with_its_owner_even_by_sigkill(seaweed) -> None:
     assert owner.stdout is not None
     _, directory = owner.stdout.readline().split()
     below = psutil.Process(owner.pid).children(recursive=True)
-    assert any(process.name() == "weed" for process in below)
+    (weed,) = [process for process in below if process.name() == "weed"]
+    ports = re.findall(r"\.port\.grpc=(\d+)", " ".join(weed.cmdline()))
+    assert sockets_of(ports)
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
     _, alive = psutil.wait_procs(below, timeout=30)
     assert not alive
     assert not Path(directory).exists()
+    assert sockets_of(ports) == []
+
+
+def sockets_of(ports: list[str]) -> list[Path]:
+    """What SeaweedFS puts into /tmp, whatever its settings say."""
+    return [path for port in ports for path in Path("/tmp").glob(f"seaweedfs-*-grpc-{port}.sock")]
 
 
 def test_seaweedfs_keeps_its_data_over_a_kill() -> None:

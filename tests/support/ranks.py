@@ -25,7 +25,7 @@ from typing import Any
 from dcp_objstore.cli.demo.ranks import Job, Outcome, Ranks, Said
 
 MAX_WORKERS = 8
-_PRELOAD = [
+PRELOAD = [
     "torch",
     "torch.distributed",
     "torch.distributed.checkpoint",
@@ -82,7 +82,7 @@ def try_ranks(
 
 def start_workers() -> Ranks:
     """Workers apart from those of `run_ranks`; use them in a `with` block."""
-    return Ranks(preload=_PRELOAD, reuse=True, store_port=_store().port)
+    return Ranks(preload=PRELOAD, reuse=True, store_port=_store().port)
 
 
 @functools.cache
