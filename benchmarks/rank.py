@@ -1,29 +1,22 @@
-"""One rank of `resume`: it saves or loads what it is told to, together with its fellows.
-
-A job comes on stdin; rank 0 prints all ranks' measurements, as JSON, in its last line of stdout.
-"""
+"""One rank of `resume`: it saves or loads, together with the other ranks of its job."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from benchmarks.child import cpu_seconds, reset_peak_mib, status_mib
 from benchmarks.peers import RESUME_PEERS, DcpPeer
-from benchmarks.rank_job import RankJob
 from benchmarks.resume_state import (
     State,
     blank,
@@ -35,15 +28,37 @@ from benchmarks.resume_state import (
     total_bytes,
     wrong_tensors,
 )
-from benchmarks.settings import MIB
+from benchmarks.settings import MIB, Settings
 from benchmarks.sink import fetch_stats
 from benchmarks.targets import Place
 
 _WARM_UP_BYTES = MIB
 
 
-def run(job: RankJob) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class RankJob:
+    """What all ranks do.
+
+    Attributes:
+        action: `save` (once, not measured) or `load` (measured and checked).
+        peers: by name, in turn.
+        layout: one of `resume_state.LAYOUTS`.
+        rounds: how often each peer loads.
+        place: each peer has a place of its own below it.
+        settings: sizes of the state and of the requests.
+    """
+
+    action: str
+    peers: Sequence[str]
+    layout: str
+    rounds: int
+    place: Place
+    settings: Settings
+
+
+def run(rank: int, world_size: int, job: RankJob) -> dict[str, Any]:  # noqa: ARG001
     """Do the job: the measurements of each peer's rounds, and why others have none."""
+    warnings.simplefilter("ignore")
     warm_up = dataclasses.replace(job.settings, gib=_WARM_UP_BYTES / 2**30, tensors=2)
     states = {
         "warm-up": _Filled(make_state(warm_up, job.layout), job),
@@ -58,12 +73,12 @@ def run(job: RankJob) -> dict[str, Any]:
             try:
                 if job.action == "save":
                     for what, filled in states.items():
-                        _save(job, peers[name], filled, place.at(what))
+                        _save(peers[name], filled, place.at(what), job.settings)
                     continue
                 if turn == 0:
-                    _load(job, peers[name], states["warm-up"], place.at("warm-up"))
+                    _load(peers[name], states["warm-up"], place.at("warm-up"), job.settings)
                 measured[name].append(
-                    _load(job, peers[name], states["measured"], place.at("measured"))
+                    _load(peers[name], states["measured"], place.at("measured"), job.settings)
                 )
             except PeerFailedError as error:
                 problems[name] = f"failed:\n{error}"
@@ -94,23 +109,21 @@ class PeerFailedError(Exception):
     """A rank failed; raised on all of them, with its error as text."""
 
 
-def _save(job: RankJob, peer: DcpPeer, filled: _Filled, place: Place) -> None:
-    error = _error(
-        lambda: save(dict(filled.state), storage_writer=peer.writer(place, job.settings))
-    )
-    _gather(job, {"error": error})
+def _save(peer: DcpPeer, filled: _Filled, place: Place, settings: Settings) -> None:
+    error = _error(lambda: save(dict(filled.state), storage_writer=peer.writer(place, settings)))
+    _gather({"error": error})
 
 
-def _load(job: RankJob, peer: DcpPeer, filled: _Filled, place: Place) -> dict[str, Any]:
+def _load(peer: DcpPeer, filled: _Filled, place: Place, settings: Settings) -> dict[str, Any]:
     """Load once; what it cost all ranks together."""
     state = filled.state
     blank(state)
-    if place.counted and job.rank == 0:
+    if place.counted and dist.get_rank() == 0:
         fetch_stats(str(place.endpoint_url), reset=True)
     reports = []
 
     def act() -> None:
-        reader = peer.reader(place, job.settings)
+        reader = peer.reader(place, settings)
         load(dict(state), storage_reader=reader)
         reports.append(getattr(reader, "last_load", None))
 
@@ -131,7 +144,7 @@ def _load(job: RankJob, peer: DcpPeer, filled: _Filled, place: Place) -> dict[st
         "requests": None if report is None else report.requests,
         "error": error or _error(filled.check),
     }
-    ranks = _gather(job, own)
+    ranks = _gather(own)
     total = {name: _sum(ranks, name) for name in own if name not in ("extra_mib", "error")}
     if place.counted:
         stats = fetch_stats(str(place.endpoint_url))
@@ -150,13 +163,13 @@ def _error(act: Callable[[], object]) -> str | None:
     return None
 
 
-def _gather(job: RankJob, own: dict[str, Any]) -> list[dict[str, Any]]:
+def _gather(own: dict[str, Any]) -> list[dict[str, Any]]:
     """What every rank has, if none has an `error`.
 
     Raises:
         PeerFailedError: on all ranks, with the error of the lowest rank that has one.
     """
-    ranks: list[dict[str, Any]] = [{}] * job.world_size
+    ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     for number, rank in enumerate(ranks):
         if rank["error"] is not None:
@@ -167,20 +180,3 @@ def _gather(job: RankJob, own: dict[str, Any]) -> list[dict[str, Any]]:
 def _sum(ranks: list[dict[str, Any]], name: str) -> float | None:
     values = [rank[name] for rank in ranks]
     return None if None in values else sum(values)
-
-
-def main() -> None:
-    """Read a job from stdin and do it."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    job = RankJob.loads(sys.stdin.read())
-    store = FileStore(job.meeting, job.world_size)
-    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size)
-    found = run(job)
-    dist.barrier()
-    dist.destroy_process_group()
-    print(json.dumps(found if job.rank == 0 else None))
-
-
-if __name__ == "__main__":
-    main()

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import RESUME_PEERS, absent
-from benchmarks.processes import run_module
-from benchmarks.rank_job import RankJob
+from benchmarks.processes import ChildFailedError
+from benchmarks.rank import RankJob, run
 from benchmarks.settings import GIB, Settings
 from benchmarks.table import Result, Table, number
-from benchmarks.targets import Place, open_target
+from benchmarks.targets import open_target
+from dcp_objstore.cli.demo.ranks import Ranks
 
 Measurements = dict[str, list[dict[str, Any]]]
+_PRELOAD = ["benchmarks.resume_state", "torch.distributed.checkpoint"]
+_JOB_SECONDS, _GROUP_SECONDS = 86_400, 1800
 
 
 def resume(
@@ -40,14 +40,21 @@ def resume(
     """
     problems = absent(peers)
     size = {"total_bytes": settings.total_bytes, "tensors": settings.tensors}
-    with open_target(target, keep=True) as place, tempfile.TemporaryDirectory() as folder:
+    with open_target(target, keep=True) as place:
 
         def work(action: str, world_size: int, layout: str) -> Measurements:
             able = [name for name in peers if name not in problems]
             if not able:
                 return {}
-            job = {"action": action, "peers": able, "layout": layout, "rounds": rounds}
-            found = _run_ranks(job, world_size, place, settings, Path(folder) / action)
+            job = RankJob(
+                action=action,
+                peers=able,
+                layout=layout,
+                rounds=rounds,
+                place=place,
+                settings=settings,
+            )
+            found = _run_ranks(world_size, job)
             problems.update(found["problems"])
             size.update({name: found[name] for name in size})
             return {name: found["measured"][name] for name in able if name not in problems}
@@ -74,28 +81,20 @@ def resume(
     }
 
 
-def _run_ranks(
-    job: dict[str, Any], world_size: int, place: Place, settings: Settings, meeting: Path
-) -> dict[str, Any]:
-    jobs = [
-        RankJob(
-            rank=rank,
-            world_size=world_size,
-            place=place,
-            settings=settings,
-            meeting=str(meeting),
-            **job,
-        )
-        for rank in range(world_size)
-    ]
-    with ThreadPoolExecutor(world_size) as pool:
-        waiting = [pool.submit(run_module, "benchmarks.rank", job.dumps()) for job in jobs]
-        # All are waited for; the first failure, in the order of the ranks, is raised.
-        errors = [future.exception() for future in waiting]
-    for error in errors:
-        if error is not None:
-            raise error
-    found: dict[str, Any] = waiting[0].result()
+def _run_ranks(world_size: int, job: RankJob) -> dict[str, Any]:
+    """Do the job in fresh processes; what rank 0 found."""
+    with Ranks(preload=_PRELOAD) as ranks:
+        outcomes = ranks.start(
+            world_size,
+            run,
+            job,
+            timeout_seconds=_JOB_SECONDS,
+            group_timeout_seconds=_GROUP_SECONDS,
+        ).end()
+    for outcome in outcomes:
+        if outcome.failed:
+            raise ChildFailedError(str(outcome))
+    found: dict[str, Any] = outcomes[0].value
     return found
 
 

@@ -6,12 +6,14 @@ import os
 import signal
 import threading
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.support.ranks import RanksFailedError, run_ranks, try_ranks
+from dcp_objstore.cli.demo.ranks import Ranks, say
+from tests.support.ranks import PRELOAD, RanksFailedError, run_ranks, try_ranks
 
 
 def add_ranks(rank: int, world_size: int, start: int) -> tuple[int, int]:
@@ -66,3 +68,44 @@ def test_a_hanging_rank_is_killed_and_its_stack_is_shown() -> None:
     assert outcomes[1].timed_out
     assert "hang_on_one" in outcomes[1].text
     assert [total for total, _ in run_ranks(2, add_ranks, 0)] == [1] * 2
+
+
+def tell(rank: int, world_size: int) -> bool:
+    say("rank", rank, world_size)
+    return dist.is_initialized()
+
+
+def test_ranks_need_no_tcp_store_and_no_import_here() -> None:
+    with Ranks(preload=PRELOAD) as ranks:
+        job = ranks.start(3, f"{__name__}:tell")
+        said = sorted((one.rank, *one.message) for one in job.messages())
+        assert said == [(rank, "rank", rank, 3) for rank in range(3)]
+        assert [outcome.value for outcome in job.end()] == [True] * 3
+        (alone,) = ranks.start(1, tell, grouped=False).end()
+        assert alone.value is False
+    assert not any(psutil.pid_exists(pid) for pid in job.pids)
+
+
+def test_a_rank_that_fails_ends_as_in_a_real_job() -> None:
+    with Ranks(preload=PRELOAD) as ranks:
+        job = ranks.start(2, raise_on_one)
+        assert isinstance(job.end()[1].error, CheckpointException)
+        for _ in range(200):  # it reports the error before it ends
+            if not psutil.pid_exists(job.pids[1]):
+                break
+            threading.Event().wait(0.05)
+        assert [psutil.pid_exists(pid) for pid in job.pids] == [True, False]
+        again = ranks.start(2, add_ranks, 0).end()
+        assert [one.value[0] for one in again] == [1, 1], "it is replaced"
+
+
+def say_and_die(rank: int, world_size: int) -> None:
+    say("last words")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_rank_said_arrives_even_if_it_dies_right_after() -> None:
+    with Ranks(preload=PRELOAD) as ranks:
+        job = ranks.start(1, say_and_die)
+        assert [one.message for one in job.messages()] == [("last words",)]
+        assert job.end()[0].exit_signal == signal.SIGKILL

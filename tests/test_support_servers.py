@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -127,12 +128,20 @@ def test_seaweedfs_ends_with_its_owner_even_by_sigkill(seaweed) -> None:
     assert owner.stdout is not None
     _, directory = owner.stdout.readline().split()
     below = psutil.Process(owner.pid).children(recursive=True)
-    assert any(process.name() == "weed" for process in below)
+    (weed,) = [process for process in below if process.name() == "weed"]
+    ports = re.findall(r"\.port\.grpc=(\d+)", " ".join(weed.cmdline()))
+    assert sockets_of(ports)
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
     _, alive = psutil.wait_procs(below, timeout=30)
     assert not alive
     assert not Path(directory).exists()
+    assert sockets_of(ports) == []
+
+
+def sockets_of(ports: list[str]) -> list[Path]:
+    """What SeaweedFS puts into /tmp, whatever its settings say."""
+    return [path for port in ports for path in Path("/tmp").glob(f"seaweedfs-*-grpc-{port}.sock")]
 
 
 def test_seaweedfs_keeps_its_data_over_a_kill() -> None:
@@ -152,17 +161,20 @@ def test_seaweedfs_that_refuses_its_owner_is_given_up_at_once_with_its_log(
 ) -> None:
     from dcp_objstore.cli import seaweedfs
 
-    asked: list[int] = []
-    ask = seaweedfs.SeaweedServer._request
+    begun: list[object] = []
+    options, start = seaweedfs.SeaweedServer.storage_options, seaweedfs.SeaweedServer._start
 
-    def ask_with_wrong_secret(server: seaweedfs.SeaweedServer, *request, **settings) -> int:
-        server.secret_key = "wrong"
-        asked.append(ask(server, *request, **settings))
-        return asked[-1]
+    def with_wrong_secret(server: seaweedfs.SeaweedServer) -> dict[str, object]:
+        return {**options.__get__(server), "secret": "wrong"}
 
-    monkeypatch.setattr(seaweedfs.SeaweedServer, "_request", ask_with_wrong_secret)
+    def count(server: seaweedfs.SeaweedServer) -> None:
+        begun.append(server)
+        start(server)
+
+    monkeypatch.setattr(seaweedfs.SeaweedServer, "storage_options", property(with_wrong_secret))
+    monkeypatch.setattr(seaweedfs.SeaweedServer, "_start", count)
     with pytest.raises(StoreUnavailableError, match="refuses the credentials") as caught:
         seaweedfs.SeaweedServer(start_timeout_seconds=20)
-    assert asked == [403]
+    assert len(begun) == 1
     (log,) = caught.value.__notes__
     assert len(log.splitlines()) > 5

@@ -71,14 +71,13 @@ def demo(
 
     A language model is trained with FSDP2 on 8 ranks and saved on the way. One rank is killed in
     the middle of a save. The torn checkpoint is invisible, training resumes on 4 ranks from the
-    last committed checkpoint, bit for bit, and stock torch reads what was written. Takes about a
-    minute on 2 cores.
+    last committed checkpoint, bit for bit, and stock torch reads what was written. Takes less than
+    a minute on 2 cores.
     """
     with exits():
-        from dcp_objstore.cli.demo.stage import run_demo
-        from dcp_objstore.cli.demo.story import Settings
+        from dcp_objstore.cli.demo.story import run_demo
 
-        run_demo(Settings(ranks=ranks, resume_ranks=resume_ranks), url, keep=keep)
+        run_demo(ranks=ranks, resume_ranks=resume_ranks, url=url, keep=keep)
 
 
 @app.command("ls")

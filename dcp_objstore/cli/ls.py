@@ -29,10 +29,10 @@ from dcp_objstore.errors import (
     RetryableError,
     UnsupportedError,
 )
+from dcp_objstore.observe.report import size_text
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.transfer.workers import in_waves
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 # The listing starts again if a job claims one of the runs meanwhile, at most this often in all.
 _TRIES = 5
 # If the terminal leaves fewer columns than this for user metadata, it is left out.
@@ -211,7 +211,7 @@ def _print_table(root: str, entries: Sequence[dict[str, Any]]) -> None:
         lines.append(
             (
                 f"{entry['state']}, pinned" if entry.get("pins") else entry["state"],
-                _readable(entry["bytes"]),
+                size_text(entry["bytes"]),
                 str(entry.get("world_size", "-")),
                 datetime.fromisoformat(created).strftime("%Y-%m-%d %H:%M") if created else "-",
                 entry["url"].removeprefix(root).lstrip("/") or ".",
@@ -243,10 +243,3 @@ def _notes(entry: dict[str, Any]) -> str:
 
 def _cut(text: str, columns: int) -> str:
     return text if len(text) <= columns else f"{text[: columns - 3]}..." if columns else ""
-
-
-def _readable(size_bytes: int) -> str:
-    size, unit = float(size_bytes), 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{size_bytes} B"

@@ -9,9 +9,9 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.cli.access import chosen, chosen_arguments
-from dcp_objstore.cli.exits import fail
-from dcp_objstore.errors import ConfigError
-from dcp_objstore.observe.report import size_text
+from dcp_objstore.cli.exits import fail, status_of
+from dcp_objstore.errors import CheckpointCorruptError, ConfigError
+from dcp_objstore.observe.report import counted, size_text
 from dcp_objstore.stores import StoreSpec
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _UNITS_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])\Z")
-_DAMAGED_STATUS = 4  # the status for damaged data in `exits`
 
 
 def remove(url: str, *, now: bool, yes: bool, even_newest: bool, as_json: bool) -> None:
@@ -37,14 +36,14 @@ def remove(url: str, *, now: bool, yes: bool, even_newest: bool, as_json: bool) 
     if as_json:
         _print_json(report)
         return
-    size = f"{_count(report.objects, 'data object')}, {size_text(report.total_bytes)}"
+    size = f"{counted(report.objects, 'data object')}, {size_text(report.total_bytes)}"
     print(f"{'deleted' if yes else 'would delete'} {report.url} ({size})")
     if report.finished:
         print("  its deletion had begun before; this finishes it")
     if report.index_damaged:
         print("  its index is damaged: only gc can remove its objects, after the grace period")
     elif now and yes:
-        print(f"  removed {_count(report.removed_objects, 'object')}, the index among them")
+        print(f"  removed {counted(report.removed_objects, 'object')}, the index among them")
     elif now:
         print("  and remove its objects at once; a job that is reading it gets an error")
     else:
@@ -71,8 +70,9 @@ def collect(url: str, *, grace: str, yes: bool, as_json: bool) -> None:
     else:
         _print_sweep(report, grace)
     if report.damaged:
-        count = _count(len(report.damaged), "checkpoint")
-        fail(f"{count} cannot be read, left alone: {report.damaged[0].url}", _DAMAGED_STATUS)
+        count = counted(len(report.damaged), "checkpoint")
+        text = f"{count} cannot be read, left alone: {report.damaged[0].url}"
+        fail(text, status_of(CheckpointCorruptError(text)))
 
 
 def mend(url: str, *, dry_run: bool, as_json: bool) -> None:
@@ -124,15 +124,15 @@ def _print_sweep(report: SweepReport, grace: str) -> None:
     if not report.checkpoints:
         print("there is no checkpoint here, and nothing that one has left")
         return
-    print(f"{_count(len(report.checkpoints), 'checkpoint')} looked at, nothing to do at {clean}")
+    print(f"{counted(len(report.checkpoints), 'checkpoint')} looked at, nothing to do at {clean}")
     older = f", older than {grace}" if report.deleted else ""
     print(
-        f"{_count(report.deleted, 'object')} ({size_text(report.deleted_bytes)}) {removed}{older}"
+        f"{counted(report.deleted, 'object')} ({size_text(report.deleted_bytes)}) {removed}{older}"
     )
     if report.url.startswith("memory:"):
         pass  # a memory store has no unfinished uploads
     elif report.uploads_unseen is None:
-        uploads = _count(report.uploads_aborted, "unfinished upload")
+        uploads = counted(report.uploads_aborted, "unfinished upload")
         young = sum(one.uploads_young for one in report.checkpoints)
         in_progress = f"; {young} in progress, or younger than {grace}" if young else ""
         print(f"{uploads} ({size_text(report.uploads_bytes)}) {removed}{in_progress}")
@@ -140,7 +140,7 @@ def _print_sweep(report: SweepReport, grace: str) -> None:
         print(f"unfinished uploads were not looked at: {report.uploads_unseen}")
     unknown = [f"{_name(report, one)}/{key}" for one in report.checkpoints for key in one.unknown]
     if unknown:
-        count = _count(len(unknown), "object")
+        count = counted(len(unknown), "object")
         print(f"{count} with unknown names left alone, for example {unknown[0].removeprefix('./')}")
     _print_lifecycle(report)
     has_work = any(one.outcome in ("swept", "mended") or one.uploads_aborted for one in busy)
@@ -153,11 +153,11 @@ def _summary(one: CheckpointSweep) -> str:
     parts = []
     if one.deleted:
         parts.append(
-            f"{_count(one.deleted, 'object')}, {size_text(one.deleted_bytes)}, {would}removed"
+            f"{counted(one.deleted, 'object')}, {size_text(one.deleted_bytes)}, {would}removed"
         )
     if one.uploads_aborted:
         parts.append(
-            f"{_count(one.uploads_aborted, 'unfinished upload')}, {size_text(one.uploads_bytes)},"
+            f"{counted(one.uploads_aborted, 'unfinished upload')}, {size_text(one.uploads_bytes)},"
             f" {would}removed"
         )
     if one.finished_delete:
@@ -178,7 +178,7 @@ def _print_lifecycle(report: SweepReport) -> None:
     if report.lifecycle_days is not None:
         print(
             "the bucket's lifecycle rule removes unfinished uploads after"
-            f" {_count(report.lifecycle_days, 'day')}"
+            f" {counted(report.lifecycle_days, 'day')}"
         )
     elif report.lifecycle_json is not None:
         scheme, _, rest = report.url.partition("://")
@@ -215,10 +215,6 @@ def _print_how(command: list[str]) -> None:
 
 def _print_json(report: Any, **more: object) -> None:
     print(json.dumps({**dataclasses.asdict(report), **more}))
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _seconds(text: str) -> float:

@@ -105,8 +105,8 @@ def log_failure(url: str | None, error: BaseException) -> None:
 
 
 def size_text(count_bytes: float) -> str:
-    """Format a number of bytes in the largest unit (B, KiB, MiB, GiB) that gives at least 1."""
-    for unit, size in (("GiB", GIB), ("MiB", 1024**2), ("KiB", 1024)):
+    """Format a number of bytes in the largest unit (B, KiB, … TiB) that gives at least 1."""
+    for unit, size in (("TiB", 1024 * GIB), ("GiB", GIB), ("MiB", 1024**2), ("KiB", 1024)):
         if count_bytes >= size:
             return f"{count_bytes / size:.2f} {unit}"
     return f"{count_bytes:.0f} B"
@@ -116,6 +116,11 @@ def first_few(names: Sequence[str], most: int) -> str:
     """Join names with commas; of more than `most`, only the first ones and the number of others."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a number with its noun: `1 rank`, `2 ranks`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class SummaryLine:

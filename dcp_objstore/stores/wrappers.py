@@ -1,13 +1,10 @@
-"""`WrappedStore`: a store around a store, which subclasses step into."""
+"""`WrappedStore`: a store around a store, of which subclasses change single verbs."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING
 
-from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers
 from dcp_objstore.stores.protocol import (
     Capabilities,
     ObjectMeta,
@@ -19,41 +16,9 @@ from dcp_objstore.stores.protocol import (
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-Verb = Literal["put", "put_stream", "get", "get_range", "head", "list", "delete"]
-T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Request:
-    """One request, recorded when it has ended.
-
-    Attributes:
-        verb: the method's name.
-        key: the object, or the prefix for `list`.
-        bytes: length of the body sent or received; 0 for `head`, `list` and `delete`.
-        start: first byte of a range, else None.
-        end: end of a range, else None.
-        precondition: of a `put`.
-        retry: of a `put`.
-        buffers: number of buffers that a `put_stream` took.
-        thread: name of the calling thread.
-        error: what it raised, or None.
-    """
-
-    verb: Verb
-    key: str
-    bytes: int = 0
-    start: int | None = None
-    end: int | None = None
-    precondition: Precondition | None = None
-    retry: bool = True
-    buffers: int = 0
-    thread: str = ""
-    error: BaseException | None = None
-
 
 class WrappedStore:
-    """Hands every verb on to the inner store, within `_around`, which subclasses override."""
+    """Hands everything on to the inner store."""
 
     def __init__(self, inner: ObjectStore) -> None:
         self.inner = inner
@@ -81,13 +46,6 @@ class WrappedStore:
         """The inner store's."""
         return self.inner.capabilities
 
-    def _around(self, request: Request) -> AbstractContextManager[None]:  # noqa: ARG002
-        """What happens around a request; raising here raises instead of, or after, it."""
-        return nullcontext()
-
-    def _on_buffer(self, request: Request, buffer: Buffer) -> None:
-        """What happens to each buffer of a `put_stream` before it is handed on."""
-
     def put(
         self,
         key: str,
@@ -97,10 +55,7 @@ class WrappedStore:
         retry: bool = True,
     ) -> Version:
         """See `ObjectStore.put`."""
-        size = sum(memoryview(piece).nbytes for piece in as_buffers(data))
-        request = Request("put", key, size, precondition=precondition, retry=retry)
-        with self._around(request):
-            return self.inner.put(key, data, precondition=precondition, retry=retry)
+        return self.inner.put(key, data, precondition=precondition, retry=retry)
 
     def put_stream(
         self,
@@ -111,50 +66,28 @@ class WrappedStore:
         max_concurrency: int,
     ) -> Version:
         """See `ObjectStore.put_stream`."""
-        request = Request("put_stream", key)
-
-        def seen(buffer: Buffer) -> None:
-            self._on_buffer(request, buffer)
-            request.bytes += memoryview(buffer).nbytes
-            request.buffers += 1
-
-        with self._around(request):
-            return self.inner.put_stream(
-                key,
-                WatchedBuffers(buffers, seen),
-                part_size_bytes=part_size_bytes,
-                max_concurrency=max_concurrency,
-            )
+        return self.inner.put_stream(
+            key, buffers, part_size_bytes=part_size_bytes, max_concurrency=max_concurrency
+        )
 
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         """See `ObjectStore.get`."""
-        request = Request("get", key)
-        with self._around(request):
-            body, meta = self.inner.get(key, max_size_bytes=max_size_bytes)
-            request.bytes = len(body)
-            return body, meta
+        return self.inner.get(key, max_size_bytes=max_size_bytes)
 
     def get_range(
         self, key: str, start: int, end: int, *, into: memoryview | None = None
     ) -> Buffer:
         """See `ObjectStore.get_range`."""
-        request = Request("get_range", key, start=start, end=end)
-        with self._around(request):
-            body = self.inner.get_range(key, start, end, into=into)
-            request.bytes = memoryview(body).nbytes
-            return body
+        return self.inner.get_range(key, start, end, into=into)
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""
-        with self._around(Request("head", key)):
-            return self.inner.head(key)
+        return self.inner.head(key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """See `ObjectStore.list`; the request begins with the first item and ends with the last."""
-        with self._around(Request("list", prefix)):
-            yield from self.inner.list(prefix)
+        """See `ObjectStore.list`."""
+        return self.inner.list(prefix)
 
     def delete(self, key: str) -> None:
         """See `ObjectStore.delete`."""
-        with self._around(Request("delete", key)):
-            self.inner.delete(key)
+        self.inner.delete(key)

@@ -6,18 +6,19 @@ here of pauses holds for a job on a machine that lost its network, too: the requ
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 
 import dcp_objstore as dos
+from dcp_objstore.cli.demo.ranks import Job, Outcome, Ranks
 from dcp_objstore.errors import CheckpointNotFoundError, CommitLostError, LostRaceError
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from tests.support.checkpoints import edition, edition_in, save_edition_here
-from tests.support.killing import Crew, Job
 from tests.support.proxy import Asked, Meant, NetworkProxy
-from tests.support.ranks import Outcome, run_ranks
+from tests.support.ranks import pause as pause_job, run_ranks, start_workers
 from tests.support.servers import Bucket
 from tests.support.upkeep import AgedStore, Ages, loose, named, tear
 
@@ -53,8 +54,8 @@ def delete(rank: int, world_size: int, url: str, options: Options, now: bool) ->
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with Crew() as crew:
+def crew() -> Iterator[Ranks]:
+    with start_workers() as crew:
         yield crew
 
 
@@ -83,11 +84,11 @@ def pause(
     held = proxy.hold(meant)
     job = begin()
     held.wait()
-    job.pause()
+    pause_job(job)
 
     def wake() -> list[Outcome]:
         held.release()
-        job.resume()
+        job.signal(signal.SIGCONT)
         return job.end()
 
     return wake
@@ -116,7 +117,7 @@ MOMENTS: dict[str, Meant] = {
 @pytest.mark.parametrize("there", [False, True], ids=["new", "overwrite"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_zombie_cannot_commit_over_its_successor(
-    bucket: Bucket, proxy: NetworkProxy, crew: Crew, moment: str, there: bool
+    bucket: Bucket, proxy: NetworkProxy, crew: Ranks, moment: str, there: bool
 ) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
     if there:
@@ -137,17 +138,17 @@ def test_a_zombie_cannot_commit_over_its_successor(
 
 @pytest.mark.parametrize("name", ["_COMMIT", ".metadata"])
 def test_a_job_that_is_superseded_right_after_its_commit_leaves_the_successor_alone(
-    bucket: Bucket, proxy: NetworkProxy, crew: Crew, name: str
+    bucket: Bucket, proxy: NetworkProxy, crew: Ranks, name: str
 ) -> None:
     """Its answer is lost, or its `.metadata` is late; it has committed, and is told so."""
     url, options = bucket.at("step-1"), bucket.storage_options
     held = proxy.hold(asks("PUT", name), "answer" if name == "_COMMIT" else "request")
     job = crew.start(2, save, "first", url, proxy.storage_options, False)
     held.wait()
-    job.pause()
+    pause_job(job)
     run_ranks(3, save, "successor", url, options, True)
     held.release()
-    job.resume()
+    job.signal(signal.SIGCONT)
     for outcome in job.end():
         assert outcome.value is None, str(outcome)
         assert not outcome.failed, str(outcome)
@@ -157,7 +158,7 @@ def test_a_job_that_is_superseded_right_after_its_commit_leaves_the_successor_al
 @pytest.mark.parametrize("there", [False, True], ids=["new", "overwrite"])
 @pytest.mark.parametrize("moment", ["uploaded", "at-its-commit"])
 def test_a_writer_that_wakes_up_after_a_sweep_cannot_commit_onto_swept_data(
-    bucket: Bucket, proxy: NetworkProxy, crew: Crew, moment: str, there: bool
+    bucket: Bucket, proxy: NetworkProxy, crew: Ranks, moment: str, there: bool
 ) -> None:
     url, options = bucket.at("run/step-1"), bucket.storage_options
     if there:
@@ -192,7 +193,7 @@ SWEEPER_MOMENTS: dict[str, tuple[Meant, str]] = {
 @pytest.mark.parametrize("there", [False, True], ids=["torn", "overwritten"])
 @pytest.mark.parametrize("moment", SWEEPER_MOMENTS)
 def test_a_sweeper_that_wakes_up_after_a_new_save_removes_nothing_of_it(
-    bucket: Bucket, proxy: NetworkProxy, crew: Crew, moment: str, there: bool
+    bucket: Bucket, proxy: NetworkProxy, crew: Ranks, moment: str, there: bool
 ) -> None:
     url, options = bucket.at("run/step-1"), bucket.storage_options
     store = StoreSpec(url, options).open()
@@ -215,7 +216,7 @@ def test_a_sweeper_that_wakes_up_after_a_new_save_removes_nothing_of_it(
 @pytest.mark.parametrize("now", [False, True], ids=["later", "now"])
 @pytest.mark.parametrize("moment", ["deleting", "removing", "deleted"])
 def test_a_deleter_that_wakes_up_after_a_new_save_does_it_no_damage(
-    bucket: Bucket, proxy: NetworkProxy, crew: Crew, moment: str, now: bool
+    bucket: Bucket, proxy: NetworkProxy, crew: Ranks, moment: str, now: bool
 ) -> None:
     """It stands still before the marker says so; before it removes `.metadata`; before the end."""
     url, options = bucket.at("run/step-1"), bucket.storage_options

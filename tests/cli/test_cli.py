@@ -157,7 +157,7 @@ def test_ls_shows_committed_steps_in_order_and_torn_saves_as_not_committed(
     assert head.split()[:3] == ["state", "size", "ranks"]
     assert [line.split("step-")[1].split()[0] for line in lines] == ["9", "10", "11"]
     assert lines[0].startswith("committed")
-    assert "2.0 KiB" in lines[0]
+    assert "2.00 KiB" in lines[0]
     assert '{"step": 9}' in lines[0]
     assert lines[2].startswith("not committed")
 

@@ -18,37 +18,38 @@ import psutil
 import pytest
 import torch
 
-from dcp_objstore.cli.demo import proofs, stage
-from dcp_objstore.cli.demo.digests import digest_state
-from dcp_objstore.cli.demo.messages import State
-from dcp_objstore.cli.demo.model import (
+from dcp_objstore.cli.demo import proofs, story
+from dcp_objstore.cli.demo.place import in_bucket
+from dcp_objstore.cli.demo.proofs import ProofFailedError, State
+from dcp_objstore.cli.demo.ranks import Outcome
+from dcp_objstore.cli.demo.report import Printer
+from dcp_objstore.cli.demo.story import Story, run_demo
+from dcp_objstore.cli.demo.training import (
     CONTEXT,
     ByteTransformer,
+    choose_batch,
+    digest_state,
     next_byte_loss,
     read_text,
-    training_batch,
 )
-from dcp_objstore.cli.demo.place import Place
-from dcp_objstore.cli.demo.proofs import ProofFailedError
-from dcp_objstore.cli.demo.report import Printer, Row
-from dcp_objstore.cli.demo.story import Settings, Story
 from dcp_objstore.cli.seaweedfs import SeaweedServer
+from dcp_objstore.errors import CheckpointNotFoundError, RankFailedError
 from dcp_objstore.stores import open_store
 from tests.support.servers import BUCKET
 
 COMMAND = [sys.executable, "-m", "dcp_objstore.cli", "demo"]
 PROMISED = [
+    r"step-4 committed: .* 4 objects",
     r"step-8 committed: .* 4 objects",
-    r"step-16 committed: .* 4 objects",
     r"typed error \(RankFailedError\) on 3 of 3 surviving ranks in ",
     r"the torn save left 3 data objects and no _COMMIT marker",
     r"so it does not exist: dos.load raises CheckpointNotFoundError",
-    r"step-16, saved by 4 ranks: state bit-identical: all \d+ SHA-256 digests agree",
+    r"step-8, saved by 4 ranks: state bit-identical: all \d+ SHA-256 digests agree",
     r"loss on the same batch: (\d\.\d+) when it was saved, \1 after the load",
-    r"step-24 committed: .* 2 objects",
-    r"loss goes on falling: .* at step 16, .* at step 24",
-    r"steps 17 to 24 have the losses that they had before the kill",
-    r"step-24, saved by 2 ranks: state bit-identical",
+    r"step-12 committed: .* 2 objects",
+    r"loss goes on falling: .* at step 8, .* at step 12",
+    r"steps 9 to 12 have the losses that they had before the kill",
+    r"step-12, saved by 2 ranks: state bit-identical",
     r"loss on the same batch: (\d\.\d+) when it was saved, \1 after the load",
     r"FileSystemReader: state bit-identical",
     r"dcp_to_torch_save: state bit-identical",
@@ -135,7 +136,7 @@ def test_ctrl_c_ends_everything_and_empties_the_users_prefix(
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if "step-8 committed" in line:
+        if "step-4 committed" in line:
             assert list(store.list()), "something was written"
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
             break
@@ -182,9 +183,9 @@ def test_a_proof_that_fails_ends_the_demo_with_status_1(
         raise ProofFailedError("the state differs")
 
     monkeypatch.setattr(Story, "run", run)
-    monkeypatch.setattr(stage, "warm_up", lambda: None)
+    monkeypatch.setattr(story, "warm_up", lambda preload: None)
     with pytest.raises(SystemExit) as caught:
-        stage.run_demo(Settings(ranks=2, resume_ranks=1), f"file://{tmp_path}", keep=False)
+        run_demo(ranks=2, resume_ranks=1, url=f"file://{tmp_path}", keep=False)
     assert caught.value.code == 1
     shown = capsys.readouterr()
     assert "✗ the state differs" in shown.out
@@ -194,7 +195,7 @@ def test_a_proof_that_fails_ends_the_demo_with_status_1(
 
 def test_keep_leaves_the_users_objects(tmp_path: Path) -> None:
     for keep in (True, False):
-        with Place.in_bucket(f"file://{tmp_path}/{keep}", keep=keep) as place:
+        with in_bucket(f"file://{tmp_path}/{keep}", keep=keep) as place:
             place.open(8).put("object", b"x")
         left = [meta.key for meta in open_store(f"file://{tmp_path}/{keep}").list()]
         assert [key.endswith("/step-8/object") for key in left] == ([True] if keep else [])
@@ -242,10 +243,18 @@ def test_only_a_torn_save_counts_as_torn() -> None:
 
 
 def test_survivors_without_a_typed_error_fail_the_proof() -> None:
-    assert proofs.ended_cleanly(["RankFailedError"], [], 0)
-    for others, late in ((["RuntimeError: gloo"], 0), ([], 1)):
+    typed = Outcome(0, error=RankFailedError("rank 3 has ended"))
+    assert proofs.ended_cleanly([typed, typed])
+    for other in (Outcome(1, error=RuntimeError("gloo")), Outcome(1, timed_out=True), Outcome(1)):
         with pytest.raises(ProofFailedError):
-            proofs.ended_cleanly(["RankFailedError"], others, late)
+            proofs.ended_cleanly([typed, other])
+
+
+def test_a_torn_checkpoint_that_loads_or_fails_otherwise_fails_the_proof() -> None:
+    assert proofs.invisible(Outcome(0, error=CheckpointNotFoundError("none")))
+    for other in (Outcome(0, value="loaded"), Outcome(0, error=RankFailedError("of a rank"))):
+        with pytest.raises(ProofFailedError):
+            proofs.invisible(other)
 
 
 def test_digests_see_every_bit_and_every_value() -> None:
@@ -268,7 +277,7 @@ def test_the_model_reads_real_text_and_learns_from_it() -> None:
     torch.manual_seed(0)
     model = ByteTransformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batch = training_batch(text, 0, 2)
+    batch = choose_batch(text, 0, 2)
     assert batch.shape == (2, CONTEXT + 1)
     losses = []
     for _ in range(4):
@@ -283,7 +292,7 @@ def test_the_model_reads_real_text_and_learns_from_it() -> None:
 
 def test_no_position_of_the_model_sees_the_bytes_after_it() -> None:
     model = ByteTransformer().eval()
-    tokens = training_batch(read_text(), 0, 1)[:, :16]
+    tokens = choose_batch(read_text(), 0, 1)[:, :16]
     changed = tokens.clone()
     changed[0, 10] = (changed[0, 10] + 1) % 256
     with torch.no_grad():
@@ -310,16 +319,8 @@ def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
     printer = Printer(terminal)
     printer.title("A headline that says what happens in this phase of the whole demo")
     printer.proof("something was shown that needs more than forty columns to be told")
-    printer.rows.append(
-        Row(
-            phase="save, killed",
-            ranks=8,
-            step=24,
-            total_bytes=2**25,
-            seconds=0.5,
-            proof="what it shows, in words",
-        )
-    )
+    proof = "what it shows, in words"
+    printer.add_row("save, killed", 8, 24, proof, total_bytes=2**25, seconds=0.5)
     printer.table()
     lines = re.sub(r"\x1b\[\d+m", "", terminal.getvalue()).splitlines()
     assert max(map(len, lines)) <= columns

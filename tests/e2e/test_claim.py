@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,9 +24,8 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import StoreSpec
 from tests.support.checkpoints import cause, edition, edition_in
-from tests.support.killing import Crew
 from tests.support.proxy import Asked, NetworkProxy
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import pause, run_ranks, start_workers, try_ranks
 from tests.support.servers import Bucket
 from tests.support.upkeep import finish, upload
 from tests.support.wrapped_stores import Fault, FaultStore, RecordingStore
@@ -177,11 +177,11 @@ def test_a_zombie_that_wakes_before_its_commit_adds_no_step(bucket: Bucket, beat
         commits += asked.method == "PUT" and asked.name == "_COMMIT"
         return commits == 2
 
-    with Crew() as crew, NetworkProxy(options) as proxy:
+    with start_workers() as crew, NetworkProxy(options) as proxy:
         held = proxy.hold(second_commit)
         job = crew.start(2, save_two, run, proxy.storage_options)
         held.wait()
-        job.pause()
+        pause(job)
         successor = dos.claim_run(run, storage_options=options)
         assert names(run, options) == ["step-1"]
         wanted = ["step-1"]
@@ -189,7 +189,7 @@ def test_a_zombie_that_wakes_before_its_commit_adds_no_step(bucket: Bucket, beat
             saver(successor, options)(2)
             wanted.append("step-2")
         held.release()
-        job.resume()
+        job.signal(signal.SIGCONT)
         for outcome in job.end():
             assert isinstance(outcome.error, (SupersededError, CommitLostError)), str(outcome)
     assert names(run, options) == wanted

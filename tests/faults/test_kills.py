@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import parse_data_key, parse_index_key
 from dcp_objstore.checkpoint.read import read_marker
+from dcp_objstore.cli.demo.ranks import Job, Ranks, say
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.stores import StoreSpec
-from tests.support.killing import Crew, Job, say
 from tests.support.proxy import Asked, Cut, Fault, NetworkProxy
-from tests.support.ranks import run_ranks
+from tests.support.ranks import listen_until, run_ranks, start_workers, wait_for
 from tests.support.servers import Bucket
 from tests.support.states import own_part, same_bits, tensor_state
 
@@ -162,7 +162,7 @@ def take_aim(rng: random.Random) -> Aim:
     return Aim(ranks, kind, rng.randint(1, 5), delay, unsent)
 
 
-def kill_one(crew: Crew, proxy: NetworkProxy, run: str, seed: int, aim: Aim) -> Job:
+def kill_one(crew: Ranks, proxy: NetworkProxy, run: str, seed: int, aim: Aim) -> Job:
     jobs: list[Job] = []
     count = 0
 
@@ -181,8 +181,8 @@ def kill_one(crew: Crew, proxy: NetworkProxy, run: str, seed: int, aim: Aim) -> 
     jobs.append(crew.start(2, save_on_and_on, run, proxy.storage_options, seed))
     (job,) = jobs
     if aim.kind == "any":
-        (begun,) = job.wait_for("begun")[:1]
-        job.listen_until(begun.at + aim.delay_seconds)
+        (begun,) = wait_for(job, "begun")[:1]
+        listen_until(job, begun.at + aim.delay_seconds)
         job.kill(*aim.ranks)
     for outcome in job.end():
         if outcome.rank in aim.ranks:
@@ -212,7 +212,7 @@ def phase(bucket: Bucket, url: str, saved_before: int, *, said_saved: bool) -> s
     return "uploads" if listed.get("Uploads") else "nothing"
 
 
-def kill_and_resume(crew: Crew, proxy: NetworkProxy, bucket: Bucket, seed: int) -> str:
+def kill_and_resume(crew: Ranks, proxy: NetworkProxy, bucket: Bucket, seed: int) -> str:
     """One kill, and all that must hold afterwards; the phase that it fell into."""
     rng = random.Random(f"kill {seed}")
     aim = take_aim(rng)
@@ -245,7 +245,7 @@ def kill_and_resume(crew: Crew, proxy: NetworkProxy, bucket: Bucket, seed: int) 
 def kill_many(bucket: Bucket, seeds: range) -> Counter[str]:
     fell_into: Counter[str] = Counter()
     began = time.monotonic()
-    with Crew() as crew, NetworkProxy(bucket.storage_options) as proxy:
+    with start_workers() as crew, NetworkProxy(bucket.storage_options) as proxy:
         for seed in seeds:
             fell_into[kill_and_resume(crew, proxy, bucket, seed)] += 1
     seconds = time.monotonic() - began

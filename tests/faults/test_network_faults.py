@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 import dcp_objstore as dos
+from dcp_objstore.cli.demo.ranks import Ranks
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import (
     CheckpointNotFoundError,
@@ -27,9 +28,8 @@ from dcp_objstore.errors import (
     TransferStalledError,
 )
 from tests.support.checkpoints import assert_nothing_visible
-from tests.support.killing import Crew
 from tests.support.proxy import Asked, Cut, Fault, Meant, NetworkProxy, Side
-from tests.support.ranks import try_ranks
+from tests.support.ranks import start_workers, try_ranks
 from tests.support.servers import BUCKET, Bucket
 from tests.support.states import fill, tensor_state, wrong_keys
 
@@ -269,8 +269,8 @@ def test_a_stalled_load_fails_soon_and_typed_on_every_rank(
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    with Crew() as crew:
+def crew() -> Iterator[Ranks]:
+    with start_workers() as crew:
         yield crew
 
 
@@ -280,7 +280,7 @@ def crew() -> Iterator[Crew]:
     ids=["stalled-rank", "every-rank"],
 )
 def test_ctrl_c_ends_a_stalled_save_long_before_any_time_out(
-    bucket: Bucket, proxy: NetworkProxy, crew: Crew, everywhere: bool
+    bucket: Bucket, proxy: NetworkProxy, crew: Ranks, everywhere: bool
 ) -> None:
     """The time-outs are minutes; what it takes are the 5 s that the transport has for its abort."""
     url, options = bucket.at("step-1"), bucket.storage_options
@@ -394,7 +394,7 @@ def server() -> Iterator[SeaweedServer]:
     ],
 )
 def test_a_server_that_is_killed_and_restarted_in_mid_save_only_delays_it(
-    server: SeaweedServer, crew: Crew, moment: Meant
+    server: SeaweedServer, crew: Ranks, moment: Meant
 ) -> None:
     bucket = Bucket(
         "seaweed",

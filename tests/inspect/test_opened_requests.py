@@ -20,9 +20,8 @@ from dcp_objstore.config import MIB
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.wrappers import Request
 from tests.support.states import same_bits, seeded
-from tests.support.wrapped_stores import RecordingStore
+from tests.support.wrapped_stores import RecordingStore, Request
 
 WIDE = (3000, 2000)  # 24 MB: six blocks of 524 rows and a bit
 

@@ -18,10 +18,9 @@ from dcp_objstore.errors import CorruptDataError, DcpObjstoreError, ObjectNotFou
 from dcp_objstore.inspect.verify import _Framing
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.local import LocalStore
-from dcp_objstore.stores.wrappers import Verb
 from tests.support.ranks import run_ranks
 from tests.support.states import seeded
-from tests.support.wrapped_stores import Fault, FaultStore
+from tests.support.wrapped_stores import Fault, FaultStore, Verb
 
 
 def save_rows(rank: int, world: int, url: str, options: Mapping[str, object]) -> None:

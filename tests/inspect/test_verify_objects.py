@@ -18,10 +18,9 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec
-from dcp_objstore.stores.wrappers import Request, Verb
 from tests.support.ranks import run_ranks
 from tests.support.states import seeded
-from tests.support.wrapped_stores import Fault, FaultStore, RecordingStore
+from tests.support.wrapped_stores import Fault, FaultStore, RecordingStore, Request, Verb
 
 RANKS = 4
 Through = Callable[[Callable[[ObjectStore], ObjectStore]], None]

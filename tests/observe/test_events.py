@@ -28,13 +28,12 @@ from dcp_objstore.observe.dispatch import Channel
 from dcp_objstore.observe.events import AnyEvent
 from dcp_objstore.observe.report import Bar
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.wrappers import Verb
 from dcp_objstore.write import upload_items as uploading
 from tests.support.listening import Heard, of
 from tests.support.proxy import Asked, Cut, NetworkProxy
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
-from tests.support.wrapped_stores import Fault, FaultStore
+from tests.support.wrapped_stores import Fault, FaultStore, Verb
 
 MIB = 1024 * 1024
 CONFIG = dos.TransferConfig(part_size_bytes=5 * MIB, request_size_bytes=4 * MIB)

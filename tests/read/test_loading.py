@@ -33,10 +33,10 @@ from dcp_objstore.read import item_read as gather
 from dcp_objstore.read.item_read import CompletionQueue, ItemRead
 from dcp_objstore.read.stored_checkpoint import ItemLocation
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.wrappers import Request, WrappedStore
 from dcp_objstore.transfer.progress import Progress
 from tests.support.checkpoints import cause
 from tests.support.states import same_bits, seeded
+from tests.support.wrapped_stores import Request, WatchedStore
 
 MIB = 1024 * 1024
 # As small as they may be: one request of 4 MiB at a time.
@@ -59,7 +59,7 @@ def load(state: dict[str, Any], url: str, **settings: Any) -> None:
     dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
 
 
-class CountingStore(WrappedStore):
+class CountingStore(WatchedStore):
     """Counts the bytes of the ranges that were fetched, and calls `on_bytes` with their sum."""
 
     def __init__(self, inner: Any, on_bytes: Callable[[int], None]) -> None:

@@ -8,9 +8,8 @@ import pytest
 
 from dcp_objstore.errors import ObjectNotFoundError, StoreUnavailableError
 from dcp_objstore.stores import IfAbsent, ObjectStore, open_store
-from dcp_objstore.stores.wrappers import Verb
 from tests.contract import keys, read
-from tests.support.wrapped_stores import Fault, FaultStore, LatencyStore, RecordingStore
+from tests.support.wrapped_stores import Fault, FaultStore, LatencyStore, RecordingStore, Verb
 
 PART = 5 * 1024 * 1024
 

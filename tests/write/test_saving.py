@@ -27,7 +27,6 @@ from dcp_objstore.errors import InputError, PermissionDeniedError, UntrustedPick
 from dcp_objstore.observe.events import AnyEvent, Hashed
 from dcp_objstore.observe.report import size_text
 from dcp_objstore.stores import ObjectStore, StoreSpec
-from dcp_objstore.stores.wrappers import Request, Verb, WrappedStore
 from dcp_objstore.write import (
     finish as committing,
     layout,
@@ -36,7 +35,7 @@ from dcp_objstore.write import (
 )
 from tests.support.checkpoints import cause
 from tests.support.servers import Bucket
-from tests.support.wrapped_stores import Fault, FaultStore
+from tests.support.wrapped_stores import Fault, FaultStore, Request, Verb, WatchedStore
 
 MIB = 1024 * 1024
 
@@ -423,7 +422,7 @@ def test_a_small_tensor_that_changes_while_it_is_saved_leaves_a_checkpoint_that_
     assert loaded["t"].eq(1).all()
 
 
-class ChangingStore(WrappedStore):
+class ChangingStore(WatchedStore):
     """Calls `change` before, or after, it puts an object of tensors."""
 
     def __init__(self, inner: ObjectStore, when: str, change: Callable[[], object]) -> None:

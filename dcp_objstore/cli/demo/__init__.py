@@ -1,5 +1,5 @@
-"""`dcp-objstore demo`: a job is killed in mid-save and resumes, proved step by step.
+"""`dcp-objstore demo`: a job is killed while it saves and resumes, proved step by step.
 
-`story` is the course of the demo, in the launching process, which never imports torch; `worker` is
-the work of a rank; the other modules serve these two.
+`story` is the demo from start to end, in the launching process, which does not import torch;
+`training` is what a rank does. `ranks` starts the ranks, and serves tests and benchmarks, too.
 """

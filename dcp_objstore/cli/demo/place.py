@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from dcp_objstore.checkpoint.probe import require_fencing
 from dcp_objstore.cli.seaweedfs import SeaweedServer
@@ -14,7 +14,6 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import InputError
 from dcp_objstore.stores import ObjectStore, StoreSpec
 
-_BUCKET = "demo"
 # Before any rank starts, a store that does not answer is an error to report at once.
 _IMPATIENT = TransferConfig(
     connect_timeout_seconds=5.0,
@@ -24,7 +23,8 @@ _IMPATIENT = TransferConfig(
 )
 
 
-class Place(AbstractContextManager["Place"]):
+@dataclass(frozen=True, kw_only=True)
+class Place:
     """A run's URL, and how to reach the store there.
 
     Attributes:
@@ -33,54 +33,9 @@ class Place(AbstractContextManager["Place"]):
         server: the server that was started for the demo, or None.
     """
 
-    def __init__(
-        self,
-        run_url: str,
-        storage_options: Mapping[str, object] | None,
-        server: SeaweedServer | None,
-        *,
-        keep: bool,
-    ) -> None:
-        self.run_url = run_url
-        self.storage_options = storage_options
-        self.server = server
-        self._keep = keep
-
-    @classmethod
-    def on_loopback(cls) -> Place:
-        """Start SeaweedFS and make a bucket there.
-
-        Raises:
-            UnsupportedError: SeaweedFS is not installed.
-            StoreUnavailableError: the server did not start.
-        """
-        server = SeaweedServer()
-        try:
-            url = server.create_bucket(_BUCKET)
-        except BaseException:
-            server.stop()
-            raise
-        return cls(f"{url}/run", server.storage_options, server, keep=False)
-
-    @classmethod
-    def in_bucket(cls, url: str, *, keep: bool) -> Place:
-        """Choose a new prefix below the user's URL, with credentials from the environment.
-
-        The bucket must allow to list, put conditionally and delete; this checks it.
-
-        Raises:
-            InputError: the store refused: no such bucket, no credentials, no permission, ….
-            StoreUnavailableError: the store does not answer.
-        """
-        spec = StoreSpec(url, None, _IMPATIENT)
-        if spec.parsed.scheme == "memory":
-            raise InputError("memory:// exists in one process only; the demo has many", url=url)
-        run_url = f"{spec.url}/dcp-objstore-demo-{secrets.token_hex(4)}"
-        store = spec.at(run_url).open()
-        for _ in store.list():  # first, because the probe waits longer for a store that is away
-            break
-        require_fencing(store, overwrite=True, allow_unfenced=False)
-        return cls(run_url, None, None, keep=keep)
+    run_url: str
+    storage_options: Mapping[str, object] | None = None
+    server: SeaweedServer | None = None
 
     @property
     def described(self) -> str:
@@ -89,32 +44,62 @@ class Place(AbstractContextManager["Place"]):
             return self.run_url
         return f"a SeaweedFS server at {self.server.endpoint_url}"
 
+    def step_url(self, step: int) -> str:
+        """Return the URL of a step's checkpoint."""
+        return f"{self.run_url}/step-{step}"
+
     def open(self, step: int | None = None) -> ObjectStore:
         """Open the store, rooted at the run or at one step of it."""
         url = self.run_url if step is None else self.step_url(step)
         return StoreSpec(url, self.storage_options).open()
 
-    def step_url(self, step: int) -> str:
-        """Return the URL of a step's checkpoint."""
-        return f"{self.run_url}/step-{step}"
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self.server is not None:
-            self.server.stop()
-        elif not self._keep:
-            self._remove_all()
+@contextmanager
+def on_loopback() -> Iterator[Place]:
+    """Start SeaweedFS and make a bucket there.
 
-    def _remove_all(self) -> None:
-        """Remove everything below the run's own prefix; if that fails, print what is left."""
-        store = self.open()
-        try:
-            for meta in list(store.list()):
-                store.delete(meta.key)
-        except BaseException:
-            print(f"dcp-objstore: left behind: {self.run_url}", file=sys.stderr)
-            raise
+    Raises:
+        UnsupportedError: SeaweedFS is not installed.
+        StoreUnavailableError: the server did not start.
+    """
+    with SeaweedServer() as server:
+        run_url = f"{server.create_bucket('demo')}/run"
+        yield Place(run_url=run_url, storage_options=server.storage_options, server=server)
+
+
+@contextmanager
+def in_bucket(url: str, *, keep: bool) -> Iterator[Place]:
+    """Choose a new prefix below the user's URL, with credentials from the environment.
+
+    The bucket must allow to list, put conditionally and delete; this checks it. At the end the
+    prefix is emptied, unless `keep`.
+
+    Raises:
+        InputError: the store refused: no such bucket, no credentials, no permission, ….
+        StoreUnavailableError: the store does not answer.
+    """
+    spec = StoreSpec(url, None, _IMPATIENT)
+    if spec.parsed.scheme == "memory":
+        raise InputError("memory:// exists in one process only; the demo has many", url=url)
+    run_url = f"{spec.url}/dcp-objstore-demo-{secrets.token_hex(4)}"
+    store = spec.at(run_url).open()
+    for _ in store.list():  # first, because the probe waits longer for a store that is away
+        break
+    require_fencing(store, overwrite=True, allow_unfenced=False)
+    place = Place(run_url=run_url)
+    try:
+        yield place
+    finally:
+        if not keep:
+            _remove_all(place)
+
+
+def _remove_all(place: Place) -> None:
+    """Remove everything below the run's own prefix; if that fails, print what is left."""
+    store = place.open()
+    try:
+        for meta in list(store.list()):
+            store.delete(meta.key)
+    except BaseException:
+        print(f"dcp-objstore: left behind: {place.run_url}", file=sys.stderr)
+        raise

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from dcp_objstore.checkpoint.names import MARKER_KEY, parse_data_key
-from dcp_objstore.cli.demo.messages import State
-from dcp_objstore.cli.demo.report import counted
+from dcp_objstore.cli.demo.ranks import Outcome
+from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError
+from dcp_objstore.observe.report import counted
 
 # Ranks add the same float32 numbers in another order; a wrong weight would change far more.
 _LOSS_TOLERANCE = 1e-4
@@ -16,6 +18,32 @@ _PATH_TOLERANCE = 1e-2
 
 class ProofFailedError(Exception):
     """A statement that the demo had to prove does not hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The content of a state when it was saved, or after it was loaded.
+
+    Attributes:
+        step: number of training steps done.
+        recorded_loss: loss on the fixed batch, as recorded in the state.
+        fixed_loss: the same loss, computed now from the weights; None if there is no model.
+        digests: SHA-256 of every whole tensor and value, by key.
+    """
+
+    step: int
+    recorded_loss: float
+    fixed_loss: float | None
+    digests: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A finished load; bytes and seconds are those of one rank."""
+
+    state: State
+    total_bytes: int
+    seconds: float
 
 
 def identical(saved: State, loaded: State) -> str:
@@ -104,13 +132,22 @@ def torn(keys: Collection[str], ranks: int, held_key: str) -> str:
     return f"the torn save left {counted(left, 'data object')} and no {MARKER_KEY} marker"
 
 
-def ended_cleanly(typed: Sequence[str], others: Sequence[str], killed_late: int) -> str:
+def ended_cleanly(survivors: Sequence[Outcome]) -> str:
     """Prove that every surviving rank raised a `DcpObjstoreError` by itself."""
-    if others or killed_late:
-        what = f", for example {others[0]}" if others else ""
+    others = [one for one in survivors if not isinstance(one.error, DcpObjstoreError)]
+    if others:
         raise ProofFailedError(
-            f"{len(others)} surviving ranks ended without a typed error{what};"
-            f" {killed_late} had to be ended"
+            f"{len(others)} of {counted(len(survivors), 'surviving rank')} ended without a typed"
+            f" error, for example: {others[0].reason}"
         )
-    kinds = ", ".join(sorted(set(typed)))
-    return f"typed error ({kinds}) on {len(typed)} of {len(typed)} surviving ranks"
+    kinds = ", ".join(sorted({type(one.error).__name__ for one in survivors}))
+    return f"typed error ({kinds}) on {len(survivors)} of {len(survivors)} surviving ranks"
+
+
+def invisible(load: Outcome) -> str:
+    """Prove that the load of the torn checkpoint has found none."""
+    if not load.failed:
+        raise ProofFailedError("the torn checkpoint was loaded")
+    if not isinstance(load.error, CheckpointNotFoundError):
+        raise ProofFailedError(f"the load of the torn checkpoint failed otherwise: {load.reason}")
+    return f"so it does not exist: dos.load raises {type(load.error).__name__}"

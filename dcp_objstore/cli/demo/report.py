@@ -15,58 +15,18 @@ MIB = 1024**2
 GIB = 1024**3
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: `1 rank`, `2 ranks`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of the table. A value that does not apply is None.
-
-    Attributes:
-        phase: what was done.
-        ranks: number of ranks that did it (1: one process without a process group).
-        step: training step.
-        total_bytes: bytes that all ranks together moved.
-        seconds: how long it took.
-        proof: what it has shown.
-    """
-
-    phase: str
-    ranks: int
-    step: int
-    total_bytes: int | None
-    seconds: float | None
-    proof: str
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the cells as text, in the order of the head."""
-        size, seconds = self.total_bytes, self.seconds
-        rate = "-" if not size or not seconds else f"{size / GIB / seconds:.3f}"
-        return (
-            self.phase,
-            str(self.ranks),
-            str(self.step),
-            "-" if size is None else f"{size / MIB:.1f}",
-            "-" if seconds is None else f"{seconds:.2f}",
-            rate,
-            self.proof,
-        )
-
-
 @dataclass
 class Printer:
     """Prints to a stream, with colour only on a terminal, and flushes every line.
 
     Attributes:
         stream: where it prints.
-        rows: the lines of the table, in the order in which they were added.
+        rows: the lines of the table, as cells, in the order in which they were added.
         proofs: number of proofs that were printed.
     """
 
     stream: TextIO = field(default_factory=lambda: sys.stdout)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[tuple[str, ...]] = field(default_factory=list)
     proofs: int = 0
 
     def __post_init__(self) -> None:
@@ -104,9 +64,26 @@ class Printer:
         """Print something that was checked and does not hold."""
         self._print(text, f"  {self._cross} ", _RED)
 
+    def add_row(
+        self,
+        phase: str,
+        ranks: int,
+        step: int,
+        proof: str,
+        *,
+        total_bytes: int | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        """Add a line to the table; `total_bytes` are those of all ranks together."""
+        rate = None if not total_bytes or not seconds else f"{total_bytes / GIB / seconds:.3f}"
+        size = None if total_bytes is None else f"{total_bytes / MIB:.1f}"
+        time = None if seconds is None else f"{seconds:.2f}"
+        figures = (cell or "-" for cell in (size, time, rate))
+        self.rows.append((phase, str(ranks), str(step), *figures, proof))
+
     def table(self) -> None:
         """Print all rows: as columns or, on a narrow terminal, as several lines for each row."""
-        lines = [_HEAD, *(row.cells() for row in self.rows)]
+        lines = [_HEAD, *self.rows]
         widths = [max(len(line[at]) for line in lines) for at in range(len(_HEAD))]
         self.stream.write("\n")
         if sum(widths) + 2 * len(widths) <= self._width():

@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
+import importlib.util
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dcp_objstore.checkpoint.commit import open_committed
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.cli.demo import proofs
-from dcp_objstore.cli.demo.launcher import Crew, SilenceError
-from dcp_objstore.cli.demo.messages import (
-    Ended,
-    LoadAlone,
-    LoadWithStock,
-    RankEvent,
-    RankFailed,
-    Ready,
-    State,
-    StepLoaded,
-    Stepped,
-    StepSaved,
-    Train,
-    Uploading,
-)
-from dcp_objstore.cli.demo.place import Place
-from dcp_objstore.cli.demo.proofs import ProofFailedError
-from dcp_objstore.cli.demo.report import MIB, Printer, Row, counted
-from dcp_objstore.errors import CheckpointNotFoundError
+from dcp_objstore.cli.demo.place import Place, in_bucket, on_loopback
+from dcp_objstore.cli.demo.proofs import Loaded, ProofFailedError, State
+from dcp_objstore.cli.demo.ranks import Job, Outcome, Ranks, Said, warm_up
+from dcp_objstore.cli.demo.report import MIB, Printer
+from dcp_objstore.cli.exits import fail
+from dcp_objstore.cli.seaweedfs import SeaweedServer, find_weed
+from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError, UnsupportedError
+from dcp_objstore.observe.report import SaveReport, counted
 from dcp_objstore.stores import ObjectStore
 
-_STEPS = (8, 16, 24)
+_STEPS = (4, 8, 12)
 _SEQUENCES_PER_STEP = 16
 _COMMITTED, _DOOMED = _STEPS[1], _STEPS[2]
-# Generous, for slow machines: nothing in the demo is silent for longer than a few seconds.
-_SILENCE_SECONDS = 120.0
-# Longer than the time-out of the survivors' process group.
-_SURVIVORS_SECONDS = 75.0
+# What ranks do. This process only names the functions there, because it does not import torch.
+_TRAINING = "dcp_objstore.cli.demo.training"
+# Imported once, before ranks are forked. Otherwise every rank would import the last three at first
+# use; optimizers need torch._dynamo. The only thread that these imports start belongs to NumPy's
+# OpenBLAS, which handles forks.
+_PRELOAD = (_TRAINING, "torch._dynamo", "dcp_objstore.write.async_save", "obstore.store")
+# Generous, for slow machines: no job takes more than half a minute on two cores.
+_JOB_SECONDS = 300.0
+# Collectives of a group with a dead rank end after this, if its closed connections do not end them.
+_GROUP_SECONDS = 60.0
+_SURVIVORS_SECONDS = _GROUP_SECONDS + 15
+_OTHERS_SECONDS = 120.0
 _LISTING_PAUSE_SECONDS = 0.1
+_LOG_TAIL_CHARACTERS = 2000
 
 
 class DemoFailedError(Exception):
@@ -48,29 +49,53 @@ class DemoFailedError(Exception):
 
     def __init__(self, text: str, log: str = "") -> None:
         super().__init__(text)
-        self.log = log
+        self.log = log[-_LOG_TAIL_CHARACTERS:]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The user's choices.
+def run_demo(*, ranks: int, resume_ranks: int, url: str | None, keep: bool) -> None:
+    """Run the demo and print it; exit with status 1 if a proof does not hold.
 
-    Attributes:
+    Args:
         ranks: number of ranks that train first.
         resume_ranks: number of ranks that resume.
-    """
+        url: the URL below which to save; None to start a server on loopback.
+        keep: keep the checkpoints, or the server, for the user to look at.
 
-    ranks: int
-    resume_ranks: int
+    Raises:
+        DcpObjstoreError: the place cannot be used, or a rank raised the error.
+    """
+    began = time.monotonic()
+    if importlib.util.find_spec("pydoc_data") is None:
+        raise UnsupportedError("this Python has no pydoc_data, the text that the demo trains on")
+    out = Printer()
+    out.headline("dcp-objstore demo: train, kill a rank in mid-save, resume, prove")
+    if url is None:
+        find_weed()  # if it is missing, says how to install it, before anything starts
+        warm_up(_PRELOAD)
+    with on_loopback() if url is None else in_bucket(url, keep=keep) as place:
+        warm_up(_PRELOAD)
+        out.say(f"saving to {place.described}")
+        try:
+            Story(place, ranks, resume_ranks, out).run()
+        except (ProofFailedError, DemoFailedError) as error:
+            out.failure(str(error))
+            if isinstance(error, DemoFailedError) and error.log:
+                print(f"the end of that process's output:\n{error.log}", file=sys.stderr)
+            fail(f"the demo failed: {error}")
+        out.table()
+        out.title(f"All {out.proofs} proofs hold, in {time.monotonic() - began:.0f} s.")
+        if keep and place.server is None:
+            out.say(f"kept: {place.run_url}")
+        elif keep and place.server is not None:
+            _wait_for_ctrl_c(place, place.server, out)
 
 
 class Story:
     """One run of the demo at a place."""
 
-    def __init__(self, place: Place, settings: Settings, printer: Printer) -> None:
-        self.place, self.settings, self.out = place, settings, printer
+    def __init__(self, place: Place, ranks: int, resume_ranks: int, out: Printer) -> None:
+        self.place, self.ranks, self.resume_ranks, self.out = place, ranks, resume_ranks, out
         self.saved: dict[int, State] = {}
-        self.losses: dict[int, float] = {}
 
     def run(self) -> None:
         """Run the whole demo.
@@ -80,142 +105,205 @@ class Story:
             DemoFailedError: a process ended before its job was done.
             DcpObjstoreError: a rank raised it.
         """
-        self._train_and_kill()
-        self._show_that_the_torn_step_is_invisible()
-        self._resume()
+        losses = self._train_and_kill()
+        self._resume(losses)
         self._load_alone()
         self._load_with_stock()
 
-    def _train_and_kill(self) -> None:
-        ranks = self.settings.ranks
-        self.out.title(f"1. Train on {counted(ranks, 'rank')} (FSDP2, gloo), save on the way")
-        job = Train(
-            run_url=self.place.run_url,
-            storage_options=self.place.storage_options,
-            resume_url=None,
-            sequences_per_step=_SEQUENCES_PER_STEP,
-            save_steps=_STEPS,
-            doomed_step=_DOOMED,
-        )
-        held: Uploading | None = None
-        with _crew(job, ranks) as crew:
-            for _, event in _reports(crew):
-                if isinstance(event, Uploading):
-                    held = event
-                elif isinstance(event, Stepped):
-                    self.losses[event.step] = event.loss
-                self._show_training(event, ranks)
+    def _train_and_kill(self) -> dict[int, float]:
+        """Train until the last save, and kill a rank there; return the losses by step."""
+        self.out.title(f"1. Train on {counted(self.ranks, 'rank')} (FSDP2, gloo), save on the way")
+        losses: dict[int, float] = {}
+        held: tuple[str, int | None] | None = None
+        with self._training(self.ranks, doomed_step=_DOOMED) as job:
+            for said in job.messages():
+                match said.message:
+                    case ("uploading", key, size_bytes):
+                        held = key, size_bytes
+                    case _:
+                        self._show(said, self.ranks, losses)
                 # Each rank has its own pipe, so the report of this upload may arrive first.
                 if held is not None and _COMMITTED in self.saved:
-                    self._kill_in_mid_save(crew, held)
-                    return
-        raise DemoFailedError("the ranks ended before the last save began")
+                    self._kill_in_mid_save(job, *held)
+                    break
+            else:
+                _require_success(job)
+                raise DemoFailedError("the ranks ended before the last save began")
+        load = self._alone("load", self.place.step_url(_DOOMED), self.place.storage_options)
+        self.out.proof(proofs.invisible(load))
+        return losses
 
-    def _show_training(self, event: RankEvent, ranks: int) -> None:
-        if isinstance(event, Ready):
-            self.out.say(
-                f"a transformer of {event.parameters / 1e6:.1f} M parameters reads"
-                f" {event.text_bytes:,} bytes: Python's own reference"
-            )
-        elif isinstance(event, Stepped) and (event.step == 1 or event.step % 4 == 0):
-            self.out.say(f"step {event.step:3}  loss {event.loss:.3f}")
-        elif isinstance(event, StepSaved):
-            self._note_save(event, ranks)
-
-    def _note_save(self, event: StepSaved, ranks: int) -> None:
-        step = event.state.step
-        self.saved[step] = event.state
-        beside = (
-            f", while {event.steps_meanwhile} more steps were trained"
-            if event.steps_meanwhile
-            else ""
-        )
-        marker, _ = open_committed(self.place.open(step))
-        if (marker.world_size, marker.user_metadata.get("step")) != (ranks, step):
-            raise ProofFailedError(f"the marker of step {step} has a wrong world size or step")
-        self.out.proof(
-            f"step-{step} committed: {event.total_bytes / MIB:.1f} MiB in"
-            f" {counted(event.objects, 'object')}, {event.seconds:.1f} s{beside}"
-        )
-        self.out.rows.append(
-            Row(
-                phase="save",
-                ranks=ranks,
-                step=step,
-                total_bytes=event.total_bytes,
-                seconds=event.seconds,
-                proof="committed by one conditional PUT",
-            )
-        )
-
-    def _kill_in_mid_save(self, crew: Crew, held: Uploading) -> None:
-        """Wait until all ranks but the held one have written, then kill that one."""
-        victim = self.settings.ranks - 1
+    def _kill_in_mid_save(self, job: Job, held_key: str, held_bytes: int | None) -> None:
+        """Kill the held rank when all others have written."""
+        victim = self.ranks - 1
         self.out.title(f"2. SIGKILL rank {victim} in the middle of the save of step-{_DOOMED}")
         store = self.place.open(_DOOMED)
-        self._wait_for_the_others(store, held)
+        self._wait_for_the_others(store, held_key)
+        size = f" of {held_bytes / MIB:.1f} MiB" if held_bytes else ""
         self.out.say(
-            f"{counted(victim, 'rank')} wrote; rank {victim} is held in its upload of"
-            f" {held.size_bytes / MIB:.1f} MiB: kill"
+            f"{counted(victim, 'rank')} wrote; rank {victim} is held in its upload{size}: kill"
         )
         began = time.monotonic()
-        crew.kill(victim)
-        heard, late = crew.end_quietly(_SURVIVORS_SECONDS)
+        job.kill(victim)
+        *survivors, killed = job.end(within_seconds=_SURVIVORS_SECONDS)
         seconds = time.monotonic() - began
-        if Ended(exit_code=-9) not in heard.get(victim, []):
+        if killed.exit_signal != signal.SIGKILL:
             raise ProofFailedError(f"rank {victim} was not ended by SIGKILL")
-        failures = [
-            event
-            for rank, events in heard.items()
-            if rank != victim
-            for event in events
-            if isinstance(event, RankFailed)
-        ]
-        typed = [type(one.error).__name__ for one in failures if one.error is not None]
-        others = [one.text for one in failures if one.error is None]
-        others += ["nothing"] * (victim - len(failures) - len(late))
-        self.out.proof(f"{proofs.ended_cleanly(typed, others, len(late))} in {seconds:.1f} s")
+        self.out.proof(f"{proofs.ended_cleanly(survivors)} in {seconds:.1f} s")
         keys = [meta.key for meta in store.list()]
-        proof = proofs.torn(keys, self.settings.ranks, held.key)
-        self.out.proof(proof)
-        self.out.rows.append(
-            Row(
-                phase="save, killed",
-                ranks=self.settings.ranks,
-                step=_DOOMED,
-                total_bytes=None,
-                seconds=None,
-                proof="typed error on every survivor",
-            )
-        )
+        self.out.proof(proofs.torn(keys, self.ranks, held_key))
+        self.out.add_row("save, killed", self.ranks, _DOOMED, "typed error on every survivor")
 
-    def _wait_for_the_others(self, store: ObjectStore, held: Uploading) -> None:
+    def _wait_for_the_others(self, store: ObjectStore, held_key: str) -> None:
         """Wait until the others have written, or until it is too late, which the proof detects."""
-        deadline = time.monotonic() + _SILENCE_SECONDS
+        deadline = time.monotonic() + _OTHERS_SECONDS
         while time.monotonic() < deadline:
             keys = [meta.key for meta in store.list()]
             others = proofs.ranks_that_wrote(keys)
-            if len(others) == self.settings.ranks - 1 or held.key in keys or MARKER_KEY in keys:
+            if len(others) == self.ranks - 1 or held_key in keys or MARKER_KEY in keys:
                 return
             time.sleep(_LISTING_PAUSE_SECONDS)
         raise ProofFailedError("the objects of the other ranks did not appear on the store")
 
-    def _show_that_the_torn_step_is_invisible(self) -> None:
-        job = LoadAlone(
-            url=self.place.step_url(_DOOMED), storage_options=self.place.storage_options
+    def _resume(self, losses_before: dict[int, float]) -> None:
+        """Load the newest committed step on another number of ranks, and train on."""
+        ranks, step = self.resume_ranks, self._newest_committed()
+        self.out.title(f"3. Resume on {counted(ranks, 'rank')} from the newest committed step")
+        if step != _COMMITTED:
+            raise ProofFailedError(f"step {step} is the newest committed one, not {_COMMITTED}")
+        losses: dict[int, float] = {}
+        loads: list[Loaded] = []
+        with self._training(ranks, resume_step=step) as job:
+            for said in job.messages():
+                match said.message:
+                    case ("loaded", Loaded() as load):
+                        loads.append(load)
+                        if len(loads) == ranks:
+                            self._check_resume(loads)
+                    case ("ready", *_):
+                        pass
+                    case _:
+                        self._show(said, ranks, losses)
+            _require_success(job)
+        if len(loads) != ranks or _DOOMED not in self.saved:
+            raise DemoFailedError("the resumed ranks ended before their job was done")
+        self.out.proof(proofs.falling(self.saved[step], self.saved[_DOOMED]))
+        if all(_SEQUENCES_PER_STEP % number == 0 for number in (ranks, self.ranks)):
+            # Otherwise ranks have unequal shares, and the mean over ranks is not that of the batch.
+            self.out.proof(proofs.same_path(losses_before, losses))
+
+    def _check_resume(self, loads: list[Loaded]) -> None:
+        saved = self.saved[_COMMITTED]
+        shown = {
+            (proofs.identical(saved, load.state), proofs.same_loss(saved, load.state))
+            for load in loads
+        }
+        identical, same_loss = min(shown)
+        self.out.proof(f"step-{_COMMITTED}, saved by {counted(self.ranks, 'rank')}: {identical}")
+        self.out.proof(same_loss)
+        self.out.add_row(
+            "resume",
+            len(loads),
+            _COMMITTED,
+            "bit-identical, loss goes on",
+            total_bytes=sum(load.total_bytes for load in loads),
+            seconds=max(load.seconds for load in loads),
         )
-        with _crew(job, 0) as crew:
-            for _, event in _all_reports(crew):
-                if isinstance(event, StepLoaded):
-                    raise ProofFailedError("the torn checkpoint was loaded")
-                if isinstance(event, RankFailed):
-                    if not isinstance(event.error, CheckpointNotFoundError):
-                        raise ProofFailedError(f"loading the torn checkpoint raised {event.text}")
-                    self.out.proof(
-                        f"so it does not exist: dos.load raises {type(event.error).__name__}"
-                    )
-                    return
-        raise DemoFailedError("the process that had to load the torn checkpoint reported nothing")
+
+    def _load_alone(self) -> None:
+        self.out.title("4. Load in one plain process, without a process group")
+        url, saved = self.place.step_url(_DOOMED), self.saved[_DOOMED]
+        load: Loaded = _value(self._alone("load", url, self.place.storage_options))
+        identical = proofs.identical(saved, load.state)
+        saved_by = f"saved by {counted(self.resume_ranks, 'rank')}"
+        self.out.proof(f"step-{_DOOMED}, {saved_by}: {identical}")
+        self.out.proof(proofs.same_loss(saved, load.state))
+        self.out.add_row(
+            "load",
+            1,
+            _DOOMED,
+            "bit-identical, no process group",
+            total_bytes=load.total_bytes,
+            seconds=load.seconds,
+        )
+
+    def _load_with_stock(self) -> None:
+        self.out.title("5. Read it with stock torch.distributed.checkpoint")
+        with tempfile.TemporaryDirectory(prefix="dcp-objstore-demo-") as directory:
+            count, size = _download(self.place.open(_DOOMED), Path(directory))
+            self.out.say(
+                f"downloaded as they are: {count} objects, {size / MIB:.1f} MiB, torn save included"
+            )
+            loads: dict[str, Loaded] = _value(self._alone("load_with_stock", directory))
+        for reader, load in loads.items():
+            self.out.proof(f"{reader}: {proofs.identical(self.saved[_DOOMED], load.state)}")
+            proof = f"{reader}: bit-identical"
+            self.out.add_row("stock read", 1, _DOOMED, proof, seconds=load.seconds)
+
+    @contextmanager
+    def _training(
+        self, ranks: int, *, resume_step: int | None = None, doomed_step: int | None = None
+    ) -> Iterator[Job]:
+        """Begin the training of a resumed run or of a new one; end its processes in the end."""
+        with Ranks(preload=_PRELOAD) as processes:
+            yield processes.start(
+                ranks,
+                f"{_TRAINING}:train",
+                self.place.run_url,
+                self.place.storage_options,
+                None if resume_step is None else self.place.step_url(resume_step),
+                _SEQUENCES_PER_STEP,
+                _STEPS if resume_step is None else (_DOOMED,),
+                doomed_step,
+                timeout_seconds=_JOB_SECONDS,
+                group_timeout_seconds=_GROUP_SECONDS,
+            )
+
+    def _alone(self, name: str, *args: object) -> Outcome:
+        """Run a function of `training` in one process without a process group."""
+        with Ranks(preload=_PRELOAD) as processes:
+            job = processes.start(
+                1, f"{_TRAINING}:{name}", *args, timeout_seconds=_JOB_SECONDS, grouped=False
+            )
+            return job.end()[0]
+
+    def _show(self, said: Said, ranks: int, losses: dict[int, float]) -> None:
+        """Print what a training rank has said, and keep it."""
+        match said.message:
+            case ("ready", parameters, text_bytes):
+                self.out.say(
+                    f"a transformer of {parameters / 1e6:.1f} M parameters reads"
+                    f" {text_bytes:,} bytes: Python's own reference"
+                )
+            case ("step", step, loss):
+                losses[step] = loss
+                if step == 1 or step % 2 == 0:
+                    self.out.say(f"step {step:3}  loss {loss:.3f}")
+            case ("saved", State() as state, SaveReport() as report, steps_meanwhile):
+                self._note_save(state, report, steps_meanwhile, ranks)
+
+    def _note_save(
+        self, state: State, report: SaveReport, steps_meanwhile: int, ranks: int
+    ) -> None:
+        self.saved[state.step] = state
+        marker, _ = open_committed(self.place.open(state.step))
+        if (marker.world_size, marker.user_metadata.get("step")) != (ranks, state.step):
+            raise ProofFailedError(
+                f"the marker of step {state.step} has a wrong world size or step"
+            )
+        meanwhile = f", while {steps_meanwhile} more steps were trained" if steps_meanwhile else ""
+        self.out.proof(
+            f"step-{state.step} committed: {report.total_bytes / MIB:.1f} MiB in"
+            f" {counted(report.objects, 'object')}, {report.seconds:.1f} s{meanwhile}"
+        )
+        self.out.add_row(
+            "save",
+            ranks,
+            state.step,
+            "committed by one conditional PUT",
+            total_bytes=report.total_bytes,
+            seconds=report.seconds,
+        )
 
     def _newest_committed(self) -> int:
         for step in reversed(_STEPS):
@@ -226,136 +314,22 @@ class Story:
             return step
         raise ProofFailedError("no checkpoint of this run is committed")
 
-    def _resume(self) -> None:
-        ranks = self.settings.resume_ranks
-        step = self._newest_committed()
-        self.out.title(f"3. Resume on {counted(ranks, 'rank')} from the newest committed step")
-        if step != _COMMITTED:
-            raise ProofFailedError(f"step {step} is the newest committed one, not {_COMMITTED}")
-        job = Train(
-            run_url=self.place.run_url,
-            storage_options=self.place.storage_options,
-            resume_url=self.place.step_url(step),
-            sequences_per_step=_SEQUENCES_PER_STEP,
-            save_steps=(_DOOMED,),
-        )
-        loads: dict[int, StepLoaded] = {}
-        losses: dict[int, float] = {}
-        with _crew(job, ranks) as crew:
-            for rank, event in _reports(crew):
-                if isinstance(event, StepLoaded):
-                    loads[rank] = event
-                    if len(loads) == ranks:
-                        self._check_resume(step, list(loads.values()))
-                elif isinstance(event, Stepped):
-                    losses[event.step] = event.loss
-                if not isinstance(event, Ready):
-                    self._show_training(event, ranks)
-        if len(loads) != ranks or _DOOMED not in self.saved:
-            raise DemoFailedError("the resumed ranks ended before their job was done")
-        self.out.proof(proofs.falling(self.saved[step], self.saved[_DOOMED]))
-        if all(_SEQUENCES_PER_STEP % number == 0 for number in (ranks, self.settings.ranks)):
-            # Otherwise ranks have unequal shares, and the mean over ranks is not that of the batch.
-            self.out.proof(proofs.same_path(self.losses, losses))
 
-    def _check_resume(self, step: int, loads: list[StepLoaded]) -> None:
-        saved = self.saved[step]
-        first, *others = loads
-        for other in others:
-            proofs.identical(saved, other.state)
-            proofs.same_loss(saved, other.state)
-        proof = proofs.identical(saved, first.state)
-        self.out.proof(f"step-{step}, saved by {counted(self.settings.ranks, 'rank')}: {proof}")
-        self.out.proof(proofs.same_loss(saved, first.state))
-        self.out.rows.append(
-            Row(
-                phase="resume",
-                ranks=len(loads),
-                step=step,
-                total_bytes=sum(load.total_bytes for load in loads),
-                seconds=max(load.seconds for load in loads),
-                proof="bit-identical, loss goes on",
-            )
-        )
-
-    def _load_alone(self) -> None:
-        self.out.title("4. Load in one plain process, without a process group")
-        job = LoadAlone(
-            url=self.place.step_url(_DOOMED), storage_options=self.place.storage_options
-        )
-        for event in self._loads(job):
-            proof = proofs.identical(self.saved[_DOOMED], event.state)
-            self.out.proof(
-                f"step-{_DOOMED}, saved by {counted(self.settings.resume_ranks, 'rank')}: {proof}"
-            )
-            self.out.proof(proofs.same_loss(self.saved[_DOOMED], event.state))
-            self.out.rows.append(
-                Row(
-                    phase="load",
-                    ranks=1,
-                    step=_DOOMED,
-                    total_bytes=event.total_bytes,
-                    seconds=event.seconds,
-                    proof="bit-identical, no process group",
-                )
-            )
-
-    def _load_with_stock(self) -> None:
-        self.out.title("5. Read it with stock torch.distributed.checkpoint")
-        with tempfile.TemporaryDirectory(prefix="dcp-objstore-demo-") as directory:
-            count, size = _download(self.place.open(_DOOMED), Path(directory))
-            self.out.say(
-                f"downloaded as they are: {count} objects, {size / MIB:.1f} MiB, torn save included"
-            )
-            for event in self._loads(LoadWithStock(directory=directory)):
-                proof = proofs.identical(self.saved[_DOOMED], event.state)
-                self.out.proof(f"{event.reader}: {proof}")
-                self.out.rows.append(
-                    Row(
-                        phase="stock read",
-                        ranks=1,
-                        step=_DOOMED,
-                        total_bytes=None,
-                        seconds=event.seconds,
-                        proof=f"{event.reader}: bit-identical",
-                    )
-                )
-
-    def _loads(self, job: LoadAlone | LoadWithStock) -> list[StepLoaded]:
-        with _crew(job, 0) as crew:
-            loads = [event for _, event in _reports(crew) if isinstance(event, StepLoaded)]
-        if not loads:
-            raise DemoFailedError("the process that had to load the checkpoint loaded nothing")
-        return loads
+def _require_success(job: Job) -> None:
+    """Raise what a rank of a job failed with; its messages have ended, or its time is up."""
+    for outcome in [*job.outcomes.values()]:
+        _value(outcome)
+    for outcome in job.end():
+        _value(outcome)
 
 
-@contextmanager
-def _crew(job: Train | LoadAlone | LoadWithStock, ranks: int) -> Iterator[Crew]:
-    with Crew(job, ranks) as crew:
-        try:
-            yield crew
-        except SilenceError as error:
-            raise DemoFailedError(str(error)) from error
-
-
-def _all_reports(crew: Crew) -> Iterator[tuple[int, RankEvent]]:
-    return crew.events(_SILENCE_SECONDS)
-
-
-def _reports(crew: Crew) -> Iterator[tuple[int, RankEvent]]:
-    """Yield the reports of the ranks; raise when a rank fails."""
-    for rank, event in _all_reports(crew):
-        if isinstance(event, RankFailed):
-            if event.error is not None:
-                raise event.error.at(rank=rank)
-            raise DemoFailedError(f"rank {rank} failed: {event.text}", crew.log_tail(rank))
-        if isinstance(event, Ended):
-            if event.exit_code != 0:
-                raise DemoFailedError(
-                    f"rank {rank} ended with status {event.exit_code}", crew.log_tail(rank)
-                )
-            continue
-        yield rank, event
+def _value(outcome: Outcome) -> Any:
+    """Return what a rank returned; raise if it failed."""
+    if isinstance(outcome.error, DcpObjstoreError):
+        raise outcome.error.at(rank=outcome.rank)
+    if outcome.failed:
+        raise DemoFailedError(outcome.reason, outcome.text)
+    return outcome.value
 
 
 def _download(store: ObjectStore, directory: Path) -> tuple[int, int]:
@@ -370,3 +344,20 @@ def _download(store: ObjectStore, directory: Path) -> tuple[int, int]:
         (directory / meta.key).write_bytes(body)
         count, size = count + 1, size + len(body)
     return count, size
+
+
+def _wait_for_ctrl_c(place: Place, server: SeaweedServer, out: Printer) -> None:
+    """Say how to look at the server, which runs until Ctrl-C."""
+    out.say("the server runs until Ctrl-C; to look around, in another terminal:")
+    try:
+        for name, value in (
+            ("AWS_ENDPOINT_URL", server.endpoint_url),
+            ("AWS_ACCESS_KEY_ID", server.access_key),
+            ("AWS_SECRET_ACCESS_KEY", server.secret_key),
+        ):
+            out.verbatim(f"export {name}={value}")
+        out.verbatim(f"dcp-objstore ls {place.run_url}")
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        out.say("ended")

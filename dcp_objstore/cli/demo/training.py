@@ -1,0 +1,343 @@
+"""What the processes of the demo do: train and save as a rank, load alone or with stock torch."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+import dcp_objstore as dos
+from dcp_objstore.checkpoint.names import parse_data_key
+from dcp_objstore.cli.demo.proofs import Loaded, State
+from dcp_objstore.cli.demo.ranks import say
+from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores.buffers import as_buffers
+from dcp_objstore.stores.wrappers import WrappedStore
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+Options = Mapping[str, object] | None
+
+VOCABULARY = 256
+CONTEXT = 64
+WIDTH = 256
+HEADS = 4
+LAYERS = 3
+FIXED_SEQUENCES = 32
+_LEARNING_RATE = 1e-3
+_SAVE_TIMEOUT_SECONDS = 90.0
+# Far longer than the launching process needs to kill this one; then the upload goes on.
+_HOLD_SECONDS = 120.0
+
+
+def train(
+    rank: int,
+    world_size: int,
+    run_url: str,
+    storage_options: Options,
+    resume_url: str | None,
+    sequences_per_step: int,
+    save_steps: tuple[int, ...],
+    doomed_step: int | None,
+) -> None:
+    """Train to the last step as one rank; each save goes on during the steps that follow it.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        run_url: URL of the run; steps are saved at `{run_url}/step-{n}`.
+        storage_options: options of the store.
+        resume_url: the checkpoint to load first; None to begin at step 0.
+        sequences_per_step: number of sequences of all ranks together; at least one per rank.
+        save_steps: the steps to save, ascending; training ends at the last one.
+        doomed_step: the step in whose save the last rank's upload is held until it is killed.
+    """
+    # Another seed than that of the resumed run, whose values must come from the checkpoint.
+    training = Training(1 if resume_url is None else 2, sharded=True)
+    if rank == 0:
+        say("ready", training.parameters, len(training.text))
+    if resume_url is not None:
+        say("loaded", training.load(resume_url, storage_options))
+    save: tuple[dos.AsyncSaveHandle, State] | None = None
+    while training.step < save_steps[-1]:
+        loss = training.train(sequences_per_step, rank, world_size)
+        if rank == 0:
+            say("step", training.step, loss)
+        if training.step not in save_steps:
+            continue
+        _finish(save, training.step, rank)
+        training.progress["loss"] = training.fixed_loss()
+        state = training.snapshot()
+        if training.step == doomed_step and rank == world_size - 1:
+            hold_uploads()
+        handle = dos.async_save(
+            training.values,
+            f"{run_url}/step-{training.step}",
+            storage_options=storage_options,
+            progress=False,
+            user_metadata={"step": training.step, "loss": round(state.recorded_loss, 4)},
+        )
+        handle.staged()
+        save = handle, state
+    _finish(save, training.step, rank)
+
+
+def _finish(save: tuple[dos.AsyncSaveHandle, State] | None, step: int, rank: int) -> None:
+    if save is None:
+        return
+    handle, state = save
+    report = handle.result(timeout_seconds=_SAVE_TIMEOUT_SECONDS)
+    if rank == 0:
+        say("saved", state, report, step - state.step)
+
+
+def load(rank: int, world_size: int, url: str, storage_options: Options) -> Loaded:  # noqa: ARG001
+    """Load a checkpoint in one process without a process group."""
+    return Training(seed=3).load(url, storage_options)
+
+
+def load_with_stock(rank: int, world_size: int, directory: str) -> dict[str, Loaded]:  # noqa: ARG001
+    """Load a downloaded checkpoint in both ways that torch has without a process group."""
+    state = Training(seed=4).tensors()
+    began = time.monotonic()
+    stock_load(state, storage_reader=FileSystemReader(directory), no_dist=True)
+    loads = {"FileSystemReader": _loaded(state, began)}
+    with tempfile.TemporaryDirectory() as converted:
+        file = Path(converted) / "checkpoint.pt"
+        began = time.monotonic()
+        dcp_to_torch_save(directory, file)
+        loads["dcp_to_torch_save"] = _loaded(torch.load(file, weights_only=True), began)
+    return loads
+
+
+def _loaded(state: dict[str, Any], began: float) -> Loaded:
+    seconds = time.monotonic() - began
+    return Loaded(state=_described(state, fixed_loss=None), total_bytes=0, seconds=seconds)
+
+
+class Training:
+    """A small language model, its optimizer and their progress."""
+
+    def __init__(self, seed: int, *, sharded: bool = False) -> None:
+        torch.manual_seed(seed)
+        self.model = ByteTransformer()
+        self.parameters = sum(one.numel() for one in self.model.parameters())
+        if sharded:
+            for block in self.model.blocks:
+                fully_shard(block)
+            fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE)
+        self.progress: dict[str, Any] = {"step": 0, "loss": 0.0}
+        self.text = read_text()
+
+    @property
+    def step(self) -> int:
+        """The number of training steps done."""
+        return int(self.progress["step"])
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The state that is saved and loaded."""
+        return {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
+
+    def tensors(self) -> dict[str, Any]:
+        """Return the state as nested dicts of tensors and plain values."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "progress": self.progress}
+
+    def train(self, sequences: int, rank: int, world_size: int) -> float:
+        """Do one step of training and return its loss, the mean over all ranks."""
+        batch = choose_batch(self.text, self.step, sequences)
+        loss = next_byte_loss(self.model, batch[rank::world_size])
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.progress["step"] += 1
+        mean = loss.detach() / world_size
+        dist.all_reduce(mean)
+        return mean.item()
+
+    @torch.no_grad()
+    def fixed_loss(self) -> float:
+        """Return the loss on a batch that is always the same; each rank computes its share."""
+        batch = choose_batch(self.text, -1, FIXED_SEQUENCES)
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        share = batch[rank::ranks]
+        total = next_byte_loss(self.model, share).double() * len(share)
+        if ranks > 1:
+            dist.all_reduce(total)
+        return total.item() / len(batch)
+
+    def snapshot(self) -> State:
+        """Describe the state as it is now. All ranks of a group must call this together."""
+        return _described(self.tensors(), self.fixed_loss())
+
+    def load(self, url: str, storage_options: Options) -> Loaded:
+        """Load in place and describe the result."""
+        values = self.values
+        report = dos.load(values, url, storage_options=storage_options, progress=False)
+        self.progress = values["progress"]
+        return Loaded(state=self.snapshot(), total_bytes=report.total_bytes, seconds=report.seconds)
+
+
+def _described(state: dict[str, Any], fixed_loss: float | None) -> State:
+    progress = state["progress"]
+    return State(
+        step=progress["step"],
+        recorded_loss=progress["loss"],
+        fixed_loss=fixed_loss,
+        digests=digest_state(state),
+    )
+
+
+def digest_state(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the SHA-256 of every tensor (type, shape and bytes) and every other value, by key.
+
+    Sharded tensors are gathered, so all ranks of their group must call this together.
+
+    Args:
+        state: nested dicts and lists of tensors and plain values.
+    """
+    return {key: _digest(leaf) for key, leaf in _leaves("", state)}
+
+
+def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        pairs: list[tuple[object, object]] = sorted(value.items())
+    elif isinstance(value, (list, tuple)):
+        pairs = list(enumerate(value))
+    else:
+        yield key, value
+        return
+    for name, inner in pairs:
+        yield from _leaves(f"{key}.{name}" if key else str(name), inner)
+
+
+def _digest(leaf: object) -> str:
+    if isinstance(leaf, DTensor):
+        leaf = leaf.full_tensor()
+    if not isinstance(leaf, Tensor):
+        return hashlib.sha256(repr(leaf).encode()).hexdigest()
+    plain = leaf.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)} ".encode())
+    digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+# The model: a transformer over bytes.
+
+
+class Block(nn.Module):
+    """Pre-norm attention and a perceptron four times as wide, each added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.projection = nn.Linear(width, width, bias=False)
+        self.perceptron_norm = nn.LayerNorm(width)
+        self.perceptron = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, time, width) to the same shape."""
+        batch, time, width = x.shape
+        heads = self.query_key_value(self.attention_norm(x)).view(batch, time, 3, self.heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(mixed.transpose(1, 2).reshape(batch, time, width))
+        return x + self.perceptron(self.perceptron_norm(x))  # type: ignore[no-any-return]
+
+
+class ByteTransformer(nn.Module):
+    """Predicts the next byte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH, HEADS) for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        nn.init.normal_(self.positions.weight, std=0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits (batch, time, 256) for tokens (batch, time)."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.bytes(tokens) + self.positions(places)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def next_byte_loss(model: nn.Module, sequences: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats per byte over sequences (batch, CONTEXT + 1)."""
+    logits = model(sequences[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
+
+
+def read_text() -> Tensor:
+    """Return Python's language reference, part of every installation, as a tensor of bytes."""
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[name] for name in sorted(topics))
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
+
+
+def choose_batch(text: Tensor, number: int, count: int) -> Tensor:
+    """Return `count` sequences of the text, the same ones whenever the number is the same."""
+    generator = torch.Generator().manual_seed(1_000_003 + number)
+    starts = torch.randint(len(text) - CONTEXT - 1, (count,), generator=generator)
+    return torch.stack([text[start : start + CONTEXT + 1] for start in starts])
+
+
+# Slow uploads, so that a rank can be killed in the middle of one.
+
+
+class _SlowStore(WrappedStore):
+    """Says when the upload of a data object begins, and then waits very long."""
+
+    def put(self, key: str, data: Any, **settings: Any) -> Any:
+        """Hold the upload, if it is of a data object."""
+        _hold(key, sum(memoryview(piece).nbytes for piece in as_buffers(data)))
+        return super().put(key, data, **settings)
+
+    def put_stream(self, key: str, buffers: Iterator[Buffer], **settings: Any) -> Any:
+        """Hold the upload, if it is of a data object."""
+        _hold(key, None)
+        return super().put_stream(key, buffers, **settings)
+
+
+def _hold(key: str, size_bytes: int | None) -> None:
+    if parse_data_key(key):
+        say("uploading", key, size_bytes)
+        threading.Event().wait(_HOLD_SECONDS)
+
+
+def hold_uploads() -> None:
+    """Report and then hold all uploads of data objects in this process, from now on."""
+    open_fast = StoreSpec.open
+
+    def open_slow(spec: StoreSpec) -> ObjectStore:
+        return _SlowStore(open_fast(spec))
+
+    # The launching process is about to kill this one, so no other code will use the changed method.
+    StoreSpec.open = open_slow  # type: ignore[method-assign,assignment]
