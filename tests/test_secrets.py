@@ -7,11 +7,9 @@ import io
 import logging
 import os
 import pickle
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ import dcp_objstore as dos
 from dcp_objstore.stores import StoreSpec, open_store
 from tests.support import hostile
 from tests.support.listening import Heard
+from tests.support.scripted import Answer, HttpServer
 from tests.support.servers import Bucket
 from tests.support.tampering import TamperingProxy
 
@@ -93,16 +92,17 @@ def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 # --- a server that tells what it was told --------------------------------------------------------
 
 
-class Telltale(ThreadingHTTPServer):
+class Telltale(HttpServer):
     """Answers every request with `status` and all the headers that came with it."""
 
-    daemon_threads = True
-
     def __init__(self, status: int, code: str, form: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.status, self.code, self.form = status, code, form
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.asked: list[str] = []
+        super().__init__()
+
+    def reply(self, method: str, target: str, headers: dict[str, str], body: bytes) -> Answer:
+        self.asked.append(f"{method} {target}")
+        return Answer(self.status, {}, self.body(" ".join(map(": ".join, headers.items()))))
 
     def body(self, headers: str) -> bytes:
         code, message = f"<Code>{self.code}</Code>", "<Message>no</Message>"
@@ -120,31 +120,10 @@ class Telltale(ThreadingHTTPServer):
         return forms[self.form].encode()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: Telltale
-
-    def _do(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.asked.append(f"{self.command} {self.path}")
-        body = self.server.body(str(self.headers).replace("\n", " "))
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _do  # noqa: N815 - http.server's names
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def telltale(request: pytest.FixtureRequest) -> Iterator[Telltale]:
     with Telltale(*getattr(request, "param", (403, "AccessDenied", "as AWS"))) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
-        server.shutdown()
 
 
 def options(endpoint_url: str) -> dict[str, object]:
@@ -182,7 +161,7 @@ def test_what_a_server_tells_back_is_not_repeated(
     telltale: Telltale, act: str, logs: pytest.LogCaptureFixture, no_environment: Path
 ) -> None:
     with pytest.raises((dos.DcpObjstoreError, CheckpointException)) as caught:
-        ACTS[act]("s3://bucket/run", options(telltale.url))
+        ACTS[act]("s3://bucket/run", options(telltale.endpoint_url))
     assert telltale.asked
     hidden_in_error(caught.value)
 
@@ -369,7 +348,7 @@ def elsewhere(url: str) -> dict[str, hostile.Objects]:
 def test_what_a_checkpoint_says_leads_to_no_other_server_bucket_or_prefix(
     bucket: Bucket, telltale: Telltale, what: str
 ) -> None:
-    for key, body in elsewhere(telltale.url)[what].items():
+    for key, body in elsewhere(telltale.endpoint_url)[what].items():
         bucket.put(f"run/{key}", body)
     with TamperingProxy(bucket.storage_options) as proxy:
         given = proxy.storage_options

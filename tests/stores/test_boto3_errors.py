@@ -24,7 +24,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import IfAbsent, IfVersion, Version, open_store
-from tests.support.scripted import Scripted
+from tests.support.scripted import Scripted, refusing
 from tests.support.servers import READ_ONLY, Bucket
 from tests.support.verbs import READS, VERBS, check
 
@@ -40,10 +40,8 @@ RANGE = {
 @pytest.fixture(scope="module")
 def scripted() -> Iterator[Scripted]:
     """One for all tests here, whose clients are then made once."""
-    found = Scripted()
-    yield found
-    found.server.shutdown()
-    found.server.server_close()
+    with Scripted() as found:
+        yield found
 
 
 @pytest.mark.parametrize(
@@ -134,9 +132,7 @@ def test_an_identity_without_the_right_to_write(bucket: Bucket) -> None:
 
 
 def test_nobody_listens() -> None:
-    with socket.socket() as held:  # bound and not listening: refused, and nobody else gets it
-        held.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
+    with refusing() as endpoint:
         options = {"key": "a", "secret": "b", "endpoint_url": endpoint}
         config = TransferConfig(max_retries=1, transport="boto3")
         store = open_store("s3://bucket/run", options, config)

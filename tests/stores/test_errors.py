@@ -31,7 +31,7 @@ from dcp_objstore.stores import IfAbsent, open_store
 from dcp_objstore.stores.obstore.errors import translate_obstore
 from dcp_objstore.stores.protocol import IfVersion, Version
 from tests.model.faults import ERROR_BODY, UNIX_EPOCH
-from tests.support.scripted import Scripted
+from tests.support.scripted import Scripted, refusing
 from tests.support.servers import MotoServer
 from tests.support.verbs import ONCE, READS, VERBS, check
 
@@ -93,9 +93,7 @@ def test_an_identity_without_the_right_to_write(guarded: SeaweedServer, verb: st
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_nobody_listens(verb: str) -> None:
-    with socket.socket() as held:  # bound and not listening: refused, and nobody else gets it
-        held.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
+    with refusing() as endpoint:
         options = {"key": "a", "secret": "b", "endpoint_url": endpoint}
         store = open_store("s3://bucket/run", options, TransferConfig(max_retries=1))
         with pytest.raises(StoreUnavailableError) as caught:
