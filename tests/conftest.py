@@ -1,8 +1,9 @@
 """Fixtures: real stores, started once per session and only when a test asks for them.
 
-`bucket` is a fresh prefix on SeaweedFS and, for what stores are about, on moto (for the rest in the
-campaign); `@pytest.mark.backends("gcs", "azure", …)` chooses others. `pytest --bucket-url s3://…`
-runs the same tests once, against a bucket of your own; credentials then come from your environment.
+`bucket` is a fresh prefix on SeaweedFS and, where stores are the matter, on moto. With
+`@pytest.mark.backends("gcs", "azure", …)` a test chooses others; unless stores are the matter, all
+but the first are for the campaign. `pytest --bucket-url s3://…` runs the same tests once, against
+a bucket of your own; credentials then come from your environment.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
 import pytest
@@ -53,16 +54,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.config.getoption("--bucket-url"):
         # A test that names one of our servers needs something of that server: it is skipped.
         kinds = ("user",) if set(DEFAULT_BACKENDS) <= set(kinds) else ()
-    # Both speak S3: what is no matter of a store's own is tried on the second in the campaign.
-    second = "moto" if "seaweed" in kinds and not _is_about_stores(metafunc.module) else None
+    default = _default_kinds(metafunc.module, kinds)
     chosen_kinds = [
-        pytest.param(kind, marks=pytest.mark.campaign) if kind == second else kind for kind in kinds
+        kind if kind in default else pytest.param(kind, marks=pytest.mark.campaign)
+        for kind in kinds
     ]
     metafunc.parametrize("bucket", chosen_kinds, indirect=True)
 
 
-def _is_about_stores(module: ModuleType) -> bool:
-    return module.__name__.startswith(("tests.stores.", "tests.doctor."))
+def _default_kinds(module: ModuleType, kinds: Sequence[str]) -> Sequence[str]:
+    """The stores of the default suite: all where stores are the matter, elsewhere the first.
+
+    Each provider is saved to, loaded from and overwritten in every run (moto speaks S3, too).
+    """
+    if module.__name__.startswith(("tests.stores.", "tests.doctor.")):
+        return kinds
+    if module.__name__ in ("tests.e2e.test_commit", "tests.e2e.test_reshard"):
+        return [kind for kind in kinds if kind != "moto" or "seaweed" not in kinds]
+    return kinds[:1]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint import probe
 from dcp_objstore.errors import CheckpointExistsError, RetryableError, SaveInProgressError
 from dcp_objstore.write.staging.state import staging_memory
+from tests.support.campaign import cases
 from tests.support.checkpoints import (
     HookPlanner,
     Options,
@@ -153,7 +155,7 @@ def save_async_in_a_row(
     return made
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("kind", cases(["thread", "process"], default=["thread"]))
 @pytest.mark.backends("seaweed")
 def test_async_saves_begun_in_a_row_wait_for_one_another_in_the_memory_of_one(
     bucket: Bucket, kind: str
@@ -300,45 +302,49 @@ def test_the_one_line_calls_save_load_and_save_in_the_background(bucket: Bucket)
     assert found == "again"
 
 
-BLOCKED_CALL = """
-import sys
+BLOCKED_CALLS = """
+import sys, traceback
 import torch
 import torch.distributed.checkpoint as dcp
 import dcp_objstore as dos
 
-what, endpoint = sys.argv[1:]
-options = {"key": "k", "secret": "s", "endpoint_url": endpoint}
-url = "s3://bucket/step-1"
+options = {"key": "k", "secret": "s"}
 state = {"t": torch.zeros(10)}
-print("ready", flush=True)
-if what == "save":
-    dcp.save(state, storage_writer=dos.ObjectStoreWriter(url, storage_options=options))
-else:
-    dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=options))
+saving, loading = ({**options, "endpoint_url": endpoint} for endpoint in sys.argv[1:])
+url = "s3://bucket/step-1"
+try:
+    dcp.save(state, storage_writer=dos.ObjectStoreWriter(url, storage_options=saving))
+except BaseException as error:  # DCP puts it into a CheckpointException
+    told = "KeyboardInterrupt" in "".join(traceback.format_exception(error))
+    print("ended" if told else "failed", flush=True)
+dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=loading))
 """
 
 
-@pytest.mark.parametrize("what", ["save", "load"])
-def test_ctrl_c_ends_a_call_that_waits_for_the_store(what: str) -> None:
-    """The server takes the connection and never answers."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+def test_ctrl_c_ends_a_call_that_waits_for_the_store() -> None:
+    """The servers, one for the save and one for the load, take the connection and never answer."""
+    with contextlib.ExitStack() as stack:
+        listeners = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in ("save", "load")
+        ]
+        endpoints = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in listeners]
         process = subprocess.Popen(
-            [sys.executable, "-c", BLOCKED_CALL, what, endpoint],
+            [sys.executable, "-c", BLOCKED_CALLS, *endpoints],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        try:
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        for listener, said in zip(listeners, ["ended\n", ""], strict=True):
             listener.settimeout(60)
             connection, _ = listener.accept()
             with connection:
                 assert connection.recv(1), "the request is under way"
                 process.send_signal(signal.SIGINT)
-                _, errors = process.communicate(timeout=10)
-        finally:
-            process.kill()
-            process.wait()
+                assert process.stdout is not None
+                assert process.stdout.readline() == said
+        _, errors = process.communicate(timeout=10)
     assert process.returncode != 0
     assert "KeyboardInterrupt" in errors
 

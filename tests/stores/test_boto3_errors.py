@@ -134,8 +134,7 @@ def test_an_identity_without_the_right_to_write(bucket: Bucket) -> None:
 def test_nobody_listens() -> None:
     with refusing() as endpoint:
         options = {"key": "a", "secret": "b", "endpoint_url": endpoint}
-        config = TransferConfig(max_retries=1, transport="boto3")
-        store = open_store("s3://bucket/run", options, config)
+        store = open_store("s3://bucket/run", options, ONCE)
         for name, verb in VERBS.items():
             with pytest.raises(StoreUnavailableError, match="no connection") as caught:
                 verb(store)
