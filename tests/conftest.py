@@ -46,8 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "backends(*kinds): stores that the `bucket` fixture uses")
 
 
-# The files that take longest, in seconds from 50 to 20: begun first, so that no process is left alone
-# with one of them at the end.
+# The files that take longest (50 to 20 s): begun first, so that no process is left alone with one
+# of them at the end.
 LONGEST = (
     "tests/cli/test_demo.py",
     "tests/faults/test_network_faults.py",
