@@ -9,15 +9,18 @@ a bucket of your own; credentials then come from your environment.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer
-from dcp_objstore.stores import spec
+from dcp_objstore.stores import StoreSpec, spec
 from dcp_objstore.stores.obstore import makers
 from tests.support.azurite import AzureBucket, Azurite
 from tests.support.servers import (
@@ -193,3 +196,30 @@ _BUCKETS: dict[str, Callable[[pytest.FixtureRequest, str], Bucket]] = {
 def bucket_url(bucket: Bucket) -> str:
     """The URL of a fresh prefix; use `bucket` for its options and to look inside."""
     return bucket.url
+
+
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No credentials anywhere, and no metadata service; returns the place of the AWS files."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "GOOGLE_", "GCE_", "CLOUDSDK_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")
+    # On a machine of Google's, its credentials are found without asking the service.
+    monkeypatch.setattr("google.auth.compute_engine._metadata._NO_GCE_CHECK", True)
+    return tmp_path
+
+
+@pytest.fixture
+def through(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], None]:
+    """Puts a wrapper around every store that is opened from now on."""
+    opened = StoreSpec.open
+
+    def wrap(wrapper: Callable[[Any], Any]) -> None:
+        monkeypatch.setattr(StoreSpec, "open", lambda spec: wrapper(opened(spec)))
+
+    return wrap

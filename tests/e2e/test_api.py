@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,14 +25,11 @@ from torch.distributed.fsdp import fully_shard
 import dcp_objstore as dos
 from dcp_objstore.observe.events import PartUploaded, RangeRead
 from dcp_objstore.write import async_save as async_api
+from tests.support.checkpoints import memory_url
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import Bucket
 
 Options = Mapping[str, object]
-
-
-def memory_url() -> str:
-    return f"memory://api/{time.monotonic_ns()}"
 
 
 def training(*, sharded: bool) -> dict[str, Any]:

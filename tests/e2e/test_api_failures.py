@@ -11,7 +11,6 @@ import secrets
 import subprocess
 import sys
 import threading
-import time
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,12 +31,8 @@ from dcp_objstore.write import async_save as async_api
 from dcp_objstore.write.planner import AgreeingSavePlanner
 from dcp_objstore.write.staging.state import Staging
 from tests.support.campaign import cases
-from tests.support.checkpoints import cause
+from tests.support.checkpoints import cause, memory_url
 from tests.support.ranks import run_ranks, try_ranks
-
-
-def memory_url() -> str:
-    return f"memory://failures/{time.monotonic_ns()}"
 
 
 def call(kind: str, state: dict[str, Any], url: Any, **arguments: Any) -> Any:

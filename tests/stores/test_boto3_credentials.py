@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,22 +17,13 @@ from tests.support.servers import Bucket
 from tests.support.states import fill, tensor_state, wrong_keys
 from tests.support.tampering import Asked, TamperingProxy
 
+pytestmark = pytest.mark.usefixtures("bare_environment")
 MIB = 1024 * 1024
 CONFIG = dos.TransferConfig(
     transport="boto3", part_size_bytes=5 * MIB, request_size_bytes=4 * MIB, max_retries=2
 )
 SHAPES = {"big": (3001, 4096), "small": (3, 3)}  # 12 MiB of bytes
 USES = 5
-
-
-@pytest.fixture(autouse=True)
-def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in list(os.environ):
-        if name.startswith("AWS_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
 class ExpiringKeys(TamperingProxy):

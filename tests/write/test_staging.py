@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import secrets
 import subprocess
 import sys
 import threading
@@ -28,14 +27,10 @@ from dcp_objstore.write.staging import regions, stager
 from dcp_objstore.write.staging import state as staging
 from dcp_objstore.write.staging.memory import StagingMemory
 from dcp_objstore.write.staging.state import StagedState, Staging, stage
-from tests.support.checkpoints import HookPlanner
+from tests.support.checkpoints import HookPlanner, memory_url
 from tests.support.lanes import LateLane, use_lane
 
 MIB = 1 << 20
-
-
-def memory_url() -> str:
-    return f"memory://staging/{secrets.token_hex(4)}"
 
 
 @pytest.fixture
