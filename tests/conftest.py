@@ -1,22 +1,26 @@
 """Fixtures: real stores, started once per session and only when a test asks for them.
 
-`bucket` is a fresh prefix on SeaweedFS and, for what stores are about, on moto (for the rest in the
-campaign); `@pytest.mark.backends("gcs", "azure", …)` chooses others. `pytest --bucket-url s3://…`
-runs the same tests once, against a bucket of your own; credentials then come from your environment.
+`bucket` is a fresh prefix on SeaweedFS and, where stores are the matter, on moto. With
+`@pytest.mark.backends("gcs", "azure", …)` a test chooses others; unless stores are the matter, all
+but the first are for the campaign. `pytest --bucket-url s3://…` runs the same tests once, against
+a bucket of your own; credentials then come from your environment.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer
-from dcp_objstore.stores import spec
+from dcp_objstore.stores import StoreSpec, spec
 from dcp_objstore.stores.obstore import makers
 from tests.support.azurite import AzureBucket, Azurite
 from tests.support.servers import (
@@ -45,6 +49,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "backends(*kinds): stores that the `bucket` fixture uses")
 
 
+# The files that take longest (50 to 20 s): begun first, so that no process is left alone with one
+# of them at the end.
+LONGEST = (
+    "tests/cli/test_demo.py",
+    "tests/faults/test_network_faults.py",
+    "tests/doctor/test_doctor.py",
+    "tests/faults/test_crash_every_request.py",
+    "tests/read/test_read_once.py",
+    "tests/faults/test_kills.py",
+    "tests/e2e/test_torn_bodies.py",
+    "tests/e2e/test_api.py",
+    "tests/test_benchmarks.py",
+    "tests/test_docs.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "bucket" not in metafunc.fixturenames:
         return
@@ -53,16 +78,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.config.getoption("--bucket-url"):
         # A test that names one of our servers needs something of that server: it is skipped.
         kinds = ("user",) if set(DEFAULT_BACKENDS) <= set(kinds) else ()
-    # Both speak S3: what is no matter of a store's own is tried on the second in the campaign.
-    second = "moto" if "seaweed" in kinds and not _is_about_stores(metafunc.module) else None
+    default = _default_kinds(metafunc.module, kinds)
     chosen_kinds = [
-        pytest.param(kind, marks=pytest.mark.campaign) if kind == second else kind for kind in kinds
+        kind if kind in default else pytest.param(kind, marks=pytest.mark.campaign)
+        for kind in kinds
     ]
     metafunc.parametrize("bucket", chosen_kinds, indirect=True)
 
 
-def _is_about_stores(module: ModuleType) -> bool:
-    return module.__name__.startswith(("tests.stores.", "tests.doctor."))
+def _default_kinds(module: ModuleType, kinds: Sequence[str]) -> Sequence[str]:
+    """The stores of the default suite: all where stores are the matter, elsewhere the first.
+
+    Each provider is saved to, loaded from and overwritten in every run (moto speaks S3, too).
+    """
+    if module.__name__.startswith(("tests.stores.", "tests.doctor.")):
+        return kinds
+    if module.__name__ in ("tests.e2e.test_commit", "tests.e2e.test_reshard"):
+        return [kind for kind in kinds if kind != "moto" or "seaweed" not in kinds]
+    return kinds[:1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -163,3 +196,30 @@ _BUCKETS: dict[str, Callable[[pytest.FixtureRequest, str], Bucket]] = {
 def bucket_url(bucket: Bucket) -> str:
     """The URL of a fresh prefix; use `bucket` for its options and to look inside."""
     return bucket.url
+
+
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No credentials anywhere, and no metadata service; returns the place of the AWS files."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "GOOGLE_", "GCE_", "CLOUDSDK_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")
+    # On a machine of Google's, its credentials are found without asking the service.
+    monkeypatch.setattr("google.auth.compute_engine._metadata._NO_GCE_CHECK", True)
+    return tmp_path
+
+
+@pytest.fixture
+def through(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], None]:
+    """Puts a wrapper around every store that is opened from now on."""
+    opened = StoreSpec.open
+
+    def wrap(wrapper: Callable[[Any], Any]) -> None:
+        monkeypatch.setattr(StoreSpec, "open", lambda spec: wrapper(opened(spec)))
+
+    return wrap

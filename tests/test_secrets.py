@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import pickle
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ import dcp_objstore as dos
 from dcp_objstore.stores import StoreSpec, open_store
 from tests.support import hostile
 from tests.support.listening import Heard
+from tests.support.scripted import Answer, HttpServer
 from tests.support.servers import Bucket
 from tests.support.tampering import TamperingProxy
 
@@ -78,31 +76,20 @@ def logs(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
     hidden(*("".join(traceback.format_exception(*r.exc_info)) for r in ours if r.exc_info))
 
 
-@pytest.fixture
-def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    for name in os.environ:
-        if name.startswith(("AWS_", "GOOGLE_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
-    return tmp_path
-
-
 # --- a server that tells what it was told --------------------------------------------------------
 
 
-class Telltale(ThreadingHTTPServer):
+class Telltale(HttpServer):
     """Answers every request with `status` and all the headers that came with it."""
 
-    daemon_threads = True
-
     def __init__(self, status: int, code: str, form: str) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.status, self.code, self.form = status, code, form
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.asked: list[str] = []
+        super().__init__()
+
+    def reply(self, method: str, target: str, headers: dict[str, str], body: bytes) -> Answer:
+        self.asked.append(f"{method} {target}")
+        return Answer(self.status, {}, self.body(" ".join(map(": ".join, headers.items()))))
 
     def body(self, headers: str) -> bytes:
         code, message = f"<Code>{self.code}</Code>", "<Message>no</Message>"
@@ -120,31 +107,10 @@ class Telltale(ThreadingHTTPServer):
         return forms[self.form].encode()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: Telltale
-
-    def _do(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.asked.append(f"{self.command} {self.path}")
-        body = self.server.body(str(self.headers).replace("\n", " "))
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _do  # noqa: N815 - http.server's names
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def telltale(request: pytest.FixtureRequest) -> Iterator[Telltale]:
     with Telltale(*getattr(request, "param", (403, "AccessDenied", "as AWS"))) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
-        server.shutdown()
 
 
 def options(endpoint_url: str) -> dict[str, object]:
@@ -179,10 +145,10 @@ ACTS: dict[str, Callable[[str, dict[str, object]], object]] = {
     ids=str,
 )  # fmt: skip
 def test_what_a_server_tells_back_is_not_repeated(
-    telltale: Telltale, act: str, logs: pytest.LogCaptureFixture, no_environment: Path
+    telltale: Telltale, act: str, logs: pytest.LogCaptureFixture, bare_environment: Path
 ) -> None:
     with pytest.raises((dos.DcpObjstoreError, CheckpointException)) as caught:
-        ACTS[act]("s3://bucket/run", options(telltale.url))
+        ACTS[act]("s3://bucket/run", options(telltale.endpoint_url))
     assert telltale.asked
     hidden_in_error(caught.value)
 
@@ -194,7 +160,7 @@ def test_what_a_server_tells_back_is_not_repeated(
      f"http://{USER}:{PASSWORD}@127.0.0.1:1", f"http://127.0.0.1:1/?sig={PASSWORD}"],
 )  # fmt: skip
 def test_a_server_that_is_not_reached_hears_and_shows_nothing(
-    endpoint_url: str, act: str, logs: pytest.LogCaptureFixture, no_environment: Path
+    endpoint_url: str, act: str, logs: pytest.LogCaptureFixture, bare_environment: Path
 ) -> None:
     with pytest.raises((dos.DcpObjstoreError, CheckpointException)) as caught:
         ACTS[act]("s3://bucket/run", options(endpoint_url))
@@ -260,9 +226,9 @@ def test_wrong_options_are_named_without_their_values(options: dict[str, object]
 )  # fmt: skip
 @pytest.mark.parametrize("profile", [None, "default"])
 def test_a_broken_credentials_file_is_not_quoted(
-    no_environment: Path, content: str, profile: str | None, logs: pytest.LogCaptureFixture
+    bare_environment: Path, content: str, profile: str | None, logs: pytest.LogCaptureFixture
 ) -> None:
-    (no_environment / "credentials").write_text(content)
+    (bare_environment / "credentials").write_text(content)
     given = None if profile is None else {"profile": profile}
     with pytest.raises(dos.CredentialsError) as caught:
         dos.open("s3://bucket/x", storage_options=given)
@@ -272,7 +238,7 @@ def test_a_broken_credentials_file_is_not_quoted(
 @pytest.mark.parametrize(
     "token", [PASSWORD * 40, f"{PASSWORD}\0", f'{{"private_key": "{PASSWORD}"', f"~{USER}/{PASSWORD}"]
 )  # fmt: skip
-def test_a_google_token_is_not_quoted(no_environment: Path, token: str) -> None:
+def test_a_google_token_is_not_quoted(bare_environment: Path, token: str) -> None:
     given = {"token": token, "endpoint_url": "http://127.0.0.1:1"}
     with pytest.raises(dos.DcpObjstoreError) as caught:
         spec = StoreSpec("gs://bucket/x", given, QUICK)
@@ -293,7 +259,7 @@ def forked(value: object) -> bytes:
 @pytest.mark.parametrize("how", ["options", "environment", "profile"])
 def test_nothing_shows_stores_or_pickles_the_credentials(
     bucket: Bucket, how: str, logs: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
-    no_environment: Path,
+    bare_environment: Path,
 ) -> None:  # fmt: skip
     key, secret = str(bucket.storage_options["key"]), str(bucket.storage_options["secret"])
     endpoint = bucket.storage_options["endpoint_url"]
@@ -307,13 +273,13 @@ def test_nothing_shows_stores_or_pickles_the_credentials(
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     else:
-        (no_environment / "credentials").write_text(
+        (bare_environment / "credentials").write_text(
             f"[train]\naws_access_key_id={key}\naws_secret_access_key={secret}\n"
         )
         given["profile"] = "train"
     url = bucket.at("run")
     state = {"w": torch.arange(300_000.0), "step": 3}
-    told, traces = Heard(), no_environment / "traces"
+    told, traces = Heard(), bare_environment / "traces"
     watched: Any = {"on_event": told, "trace": traces / "save.json"}
     writer = dos.ObjectStoreWriter(url, storage_options=given, **watched)
     dcp.save(dict(state), storage_writer=writer, no_dist=True)
@@ -369,7 +335,7 @@ def elsewhere(url: str) -> dict[str, hostile.Objects]:
 def test_what_a_checkpoint_says_leads_to_no_other_server_bucket_or_prefix(
     bucket: Bucket, telltale: Telltale, what: str
 ) -> None:
-    for key, body in elsewhere(telltale.url)[what].items():
+    for key, body in elsewhere(telltale.endpoint_url)[what].items():
         bucket.put(f"run/{key}", body)
     with TamperingProxy(bucket.storage_options) as proxy:
         given = proxy.storage_options

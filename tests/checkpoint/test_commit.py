@@ -50,11 +50,6 @@ from tests.support.memory_store import (
 )
 
 
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
 def upload(store: MemoryStore, size: int = 3) -> tuple[str, list[tuple[str, int]]]:
     """What the ranks of one save put: its nonce and its objects."""
     nonce = new_nonce()
@@ -243,14 +238,12 @@ def test_what_is_committed_while_a_save_finishes_a_deletion_is_not_replaced_unas
     assert commits.open_committed(store)[0].commit_id == others[0].commit_id
 
 
-def test_begin_token_travels_between_processes(store: MemoryStore) -> None:
-    for token in (commits.begin(store, overwrite=True), _token_of_committed(store)):
-        assert pickle.loads(pickle.dumps(token)) == token
-
-
-def _token_of_committed(store: MemoryStore) -> BeginToken:
-    save(store)
-    return commits.begin(store, overwrite=True)
+@pytest.mark.parametrize("there", [False, True])
+def test_begin_token_travels_between_processes(store: MemoryStore, there: bool) -> None:
+    if there:
+        save(store)
+    token = commits.begin(store, overwrite=True)
+    assert pickle.loads(pickle.dumps(token)) == token
 
 
 def test_begin_token_of_another_checkpoint_is_refused(store: MemoryStore) -> None:
@@ -383,61 +376,44 @@ def test_put_that_took_effect_but_answers_conflict_is_a_success(store: MemorySto
     assert commits.open_committed(store)[0] == done.marker
 
 
-def test_lost_put_is_sent_again_with_the_same_body(store: MemoryStore) -> None:
-    store.on_put = on_marker(LOST, LOST)
+def test_a_put_without_an_effect_is_sent_again_with_the_same_body(store: MemoryStore) -> None:
+    """S3 may answer 409 to a conditional PUT although nobody else wins."""
+    store.on_put = on_marker(LOST, LOST, PreconditionFailedError("409"))
     done = save(store)
     puts = marker_puts(store)
-    assert len(puts) == 3
+    assert len(puts) == 4
     assert len({put.data for put in puts}) == 1
     assert len({put.precondition for put in puts}) == 1
     assert not any(put.retry for put in puts)
     assert commits.open_committed(store)[0] == done.marker
 
 
-def test_conflict_without_an_effect_is_sent_again(store: MemoryStore) -> None:
-    """S3 may answer 409 to a conditional PUT although nobody else wins."""
-    store.on_put = on_marker(PreconditionFailedError("409"))
+@pytest.mark.parametrize(
+    ("then", "superseded"),
+    [
+        (lambda store: save(store, overwrite=True), True),
+        (lambda store: rewrite(store, state="deleted"), True),
+        (rewrite, False),  # a sweep changes write_id and ETag; only commit_ids may be compared
+    ],
+    ids=["replaced", "deleted", "swept"],
+)
+def test_what_lost_its_answer_is_a_success_whatever_came_then(
+    store: MemoryStore, then: Callable[[MemoryStore], object], superseded: bool
+) -> None:
+    after: list[bytes] = []
+
+    def land_and_be_followed(put: Put) -> BaseException:
+        store.apply(put)
+        then(store)
+        after.append(store.body(MARKER_KEY))
+        return StoreUnavailableError("no answer")
+
+    store.on_put = on_marker(land_and_be_followed)
     done = save(store)
-    assert commits.open_committed(store)[0] == done.marker
-
-
-def test_lost_answer_then_superseded_is_still_a_success(store: MemoryStore) -> None:
-    others: list[CommitResult] = []
-
-    def land_and_be_replaced(put: Put) -> BaseException:
-        store.apply(put)
-        others.append(save(store, overwrite=True))
-        return StoreUnavailableError("no answer")
-
-    store.on_put = on_marker(land_and_be_replaced)
-    done = save(store)
-    assert done.superseded
-    current = commits.open_committed(store)[0]
-    assert current.commit_id == others[0].commit_id
-    assert current.log == (done.commit_id,)
-
-
-def test_lost_answer_then_deleted_is_still_a_success(store: MemoryStore) -> None:
-    def land_and_be_deleted(put: Put) -> BaseException:
-        store.apply(put)
-        rewrite(store, state="deleted")
-        return StoreUnavailableError("no answer")
-
-    store.on_put = on_marker(land_and_be_deleted)
-    assert save(store).superseded
-    assert decode_marker(store.body(MARKER_KEY)).state == "deleted"
-
-
-def test_lost_answer_then_rewritten_by_a_sweep_is_current(store: MemoryStore) -> None:
-    """A sweep changes write_id and ETag; only commit_ids may be compared."""
-
-    def land_and_be_swept(put: Put) -> BaseException:
-        store.apply(put)
-        rewrite(store)
-        return StoreUnavailableError("no answer")
-
-    store.on_put = on_marker(land_and_be_swept)
-    assert not save(store).superseded
+    assert done.superseded is superseded
+    assert store.body(MARKER_KEY) == after[-1]
+    marker = decode_marker(after[-1])
+    assert done.commit_id in (marker.commit_id, *marker.log)
 
 
 def test_late_put_cannot_undo_a_commit_that_was_resent(store: MemoryStore) -> None:

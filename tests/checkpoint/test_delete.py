@@ -29,22 +29,11 @@ from dcp_objstore.errors import (
     LostRaceError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.protocol import IfVersion
 from tests.support.memory_store import DELAYED, LOST, UNANSWERED, MemoryStore, Put, TickingClock
-from tests.support.servers import Bucket
 from tests.support.upkeep import finish, keys, loose, named, save, state, tear, upload
 from tests.support.wrapped_stores import Fault, FaultStore
-
-
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def real(bucket: Bucket) -> ObjectStore:
-    return StoreSpec(bucket.at("run/step-1"), bucket.storage_options).open()
 
 
 def go(store: ObjectStore, **settings: bool):

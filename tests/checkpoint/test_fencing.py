@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import dcp_objstore as dos
 from dcp_objstore.cli.demo.ranks import Job, Outcome, Ranks
 from dcp_objstore.errors import CheckpointNotFoundError, CommitLostError, LostRaceError
 from dcp_objstore.stores import ObjectStore, StoreSpec
+from tests.support.campaign import cases
 from tests.support.checkpoints import edition, edition_in, save_edition_here
 from tests.support.proxy import Asked, Meant, NetworkProxy
 from tests.support.ranks import pause as pause_job, run_ranks, start_workers
@@ -114,8 +116,10 @@ MOMENTS: dict[str, Meant] = {
 }
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["new", "overwrite"])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "there"),
+    cases(product(MOMENTS, (False, True)), default=[("begun", False), ("at-its-commit", True)]),
+)
 def test_a_zombie_cannot_commit_over_its_successor(
     bucket: Bucket, proxy: NetworkProxy, crew: Ranks, moment: str, there: bool
 ) -> None:
@@ -155,8 +159,13 @@ def test_a_job_that_is_superseded_right_after_its_commit_leaves_the_successor_al
     assert_whole(bucket, "step-1", "successor", ["first"])
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["new", "overwrite"])
-@pytest.mark.parametrize("moment", ["uploaded", "at-its-commit"])
+@pytest.mark.parametrize(
+    ("moment", "there"),
+    cases(
+        product(["uploaded", "at-its-commit"], (False, True)),
+        default=[("uploaded", True), ("at-its-commit", False)],
+    ),
+)
 def test_a_writer_that_wakes_up_after_a_sweep_cannot_commit_onto_swept_data(
     bucket: Bucket, proxy: NetworkProxy, crew: Ranks, moment: str, there: bool
 ) -> None:
@@ -190,8 +199,13 @@ SWEEPER_MOMENTS: dict[str, tuple[Meant, str]] = {
 }
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["torn", "overwritten"])
-@pytest.mark.parametrize("moment", SWEEPER_MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "there"),
+    cases(
+        product(SWEEPER_MOMENTS, (False, True)),
+        default=[("at-its-fence", True), ("at-its-first-removal", False)],
+    ),
+)
 def test_a_sweeper_that_wakes_up_after_a_new_save_removes_nothing_of_it(
     bucket: Bucket, proxy: NetworkProxy, crew: Ranks, moment: str, there: bool
 ) -> None:
@@ -213,8 +227,13 @@ def test_a_sweeper_that_wakes_up_after_a_new_save_removes_nothing_of_it(
     assert (garbage <= set(bucket.keys("run/step-1"))) == (outcome == "lost")
 
 
-@pytest.mark.parametrize("now", [False, True], ids=["later", "now"])
-@pytest.mark.parametrize("moment", ["deleting", "removing", "deleted"])
+@pytest.mark.parametrize(
+    ("moment", "now"),
+    cases(
+        product(["deleting", "removing", "deleted"], (False, True)),
+        default=[("deleting", True), ("removing", False), ("deleted", True)],
+    ),
+)
 def test_a_deleter_that_wakes_up_after_a_new_save_does_it_no_damage(
     bucket: Bucket, proxy: NetworkProxy, crew: Ranks, moment: str, now: bool
 ) -> None:

@@ -136,21 +136,6 @@ def test_a_payload_of_several_blocks_needs_a_digest_for_each():
         ix.decode(ix.encode(bad))
 
 
-@given(st.data())
-def test_a_mutated_index_decodes_to_something_valid_or_raises_a_typed_error(data):
-    body = bytearray(ix.encode(index()))
-    for _ in range(data.draw(st.integers(1, 4))):
-        position = data.draw(st.integers(0, len(body) - 1))
-        body[position] = data.draw(st.integers(0, 255))
-    body = body[: data.draw(st.integers(0, len(body)))] if data.draw(st.booleans()) else body
-    try:
-        decoded = ix.decode(bytes(body))
-    except DcpObjstoreError:
-        return
-    for entry in (c.item for t in decoded.tensors.values() for c in t.chunks):
-        assert entry.offset + entry.length <= decoded.objects[entry.object_number].size_bytes
-
-
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_are_no_index(body):
     with pytest.raises(DcpObjstoreError):

@@ -19,15 +19,9 @@ from dcp_objstore.errors import (
     CommitUnknownError,
     ConfigError,
 )
-from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores import ObjectStore
 from tests.support.memory_store import DELAYED, LOST, UNANSWERED, MemoryStore, Put, TickingClock
-from tests.support.servers import Bucket
 from tests.support.upkeep import DESCRIBED, AgedStore, finish, named, save, state, tear, upload
-
-
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
 
 
 def pins_of(store: MemoryStore) -> tuple[str, ...]:
@@ -37,8 +31,8 @@ def pins_of(store: MemoryStore) -> tuple[str, ...]:
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_a_pin_stays_until_it_is_removed_and_the_commit_with_it(bucket: Bucket) -> None:
-    store = StoreSpec(bucket.at("step-1"), bucket.storage_options).open()
+def test_a_pin_stays_until_it_is_removed_and_the_commit_with_it(real: ObjectStore) -> None:
+    store = real
     done = save(store)
     assert pin(store, "paper") == pin(store, "paper") == ("paper",)
     assert pin(store, "ö 1") == ("paper", "ö 1")

@@ -13,22 +13,11 @@ from dcp_objstore.errors import (
     CheckpointNotFoundError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.protocol import Capabilities
 from tests.support.memory_store import MemoryStore, Put, TickingClock
-from tests.support.servers import Bucket
 from tests.support.upkeep import DESCRIBED, keys, named, save, state, tear
 from tests.support.wrapped_stores import Fault, FaultStore
-
-
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def real(bucket: Bucket) -> ObjectStore:
-    return StoreSpec(bucket.at("run/step-1"), bucket.storage_options).open()
 
 
 def go(store: ObjectStore, *, dry_run: bool = False) -> RepairReport:

@@ -373,15 +373,20 @@ def test_stale_dot_metadata_is_mended_before_anything_is_removed(real: AgedStore
     named(real)
 
 
-def test_missing_dot_metadata_is_written_even_if_there_is_nothing_to_remove(
-    store: AgedStore,
+@pytest.mark.parametrize("before", [None, b"stock torch's"], ids=["missing", "outdated"])
+def test_dot_metadata_is_mended_even_if_there_is_nothing_to_remove(
+    store: AgedStore, before: bytes | None
 ) -> None:
-    save(store, publish=False)
+    """After a crash right after the commit, also of one that replaced a stock checkpoint."""
+    if before is not None:
+        store.put(DOT_METADATA_KEY, before)
+        store.age(60)
+    save(store, overwrite=True, publish=False)
     done = go(store)
     assert (done.outcome, done.dot_metadata) == ("mended", "written")
-    assert store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0] == DESCRIBED.derive(
-        commits.open_committed(store)[1]
-    )
+    body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
+    assert body == DESCRIBED.derive(commits.open_committed(store)[1])
+    assert go(store).outcome == "clean"
 
 
 def test_dot_metadata_left_beside_a_tombstone_is_removed_first(store: AgedStore) -> None:
@@ -548,55 +553,6 @@ def test_stock_checkpoint_beside_a_tombstone_keeps_its_dot_metadata(store: AgedS
     assert keys(store) == {MARKER_KEY, *stock}
     assert go(store).outcome == "clean"
     assert keys(store) == {MARKER_KEY, *stock}
-
-
-def test_outdated_dot_metadata_is_mended_even_if_there_is_nothing_to_remove(
-    store: AgedStore,
-) -> None:
-    """A crash right after the commit that replaced a stock checkpoint."""
-    store.put(DOT_METADATA_KEY, b"stock torch's")
-    store.age(60)
-    save(store, overwrite=True, publish=False)
-    assert go(store).dot_metadata == "written"
-    body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
-    assert DESCRIBED.describes(body, commits.open_committed(store)[1])
-    assert go(store).outcome == "clean"
-
-
-def test_cut_anywhere_the_next_sweeps_finish_it() -> None:
-    """Before and after the effect of every request, and nothing that is named is ever touched."""
-    cut = -1
-    while True:
-        cut += 1
-        store = AgedStore(MemoryStore())
-        tear(store)
-        save(store)
-        done = save(store, overwrite=True, publish=cut % 4 < 2)
-        store.age()
-        requests = -1
-
-        def plan(*_: object, cut: int = cut) -> Fault | None:
-            nonlocal requests
-            requests += 1
-            if requests < cut // 4:
-                return None
-            when = "before" if cut % 2 == 0 or requests > cut // 4 else "after"
-            return Fault(when, PermissionError("dead"))
-
-        try:
-            go(FaultStore(store, plan))
-        except PermissionError:
-            pass
-        else:
-            if cut % 4 == 3:
-                break
-        named(store)
-        for _ in range(3):
-            store.age()
-            go(store)
-        assert keys(store) == {MARKER_KEY, DOT_METADATA_KEY, *named(store)}
-        assert commits.open_committed(store)[0].commit_id == done.commit_id
-    assert cut // 4 >= 10
 
 
 def test_order_of_the_requests_is_that_of_the_rule(store: AgedStore) -> None:

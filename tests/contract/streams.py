@@ -132,7 +132,7 @@ class StreamsContract(Endpoint):
     def test_buffers_are_let_go_while_the_stream_goes_on(
         self, store: ObjectStore, capabilities: Capabilities
     ) -> None:
-        total, concurrency = 10, 2
+        total, concurrency = 7, 2
         alive: set[int] = set()
         peak = 0
 

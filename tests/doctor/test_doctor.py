@@ -11,13 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
@@ -32,8 +29,9 @@ from dcp_objstore.stores.diagnosis.identity import shortened
 from dcp_objstore.stores.uploads.lifecycle import lifecycle_configuration
 from tests.support.command_line import run
 from tests.support.proxy import NetworkProxy
+from tests.support.scripted import Answer, ScriptedServer
 from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket, MotoServer, RcloneServer
-from tests.support.tampering import Answer, Asked, TamperingProxy, flipped
+from tests.support.tampering import Asked, TamperingProxy, flipped
 from tests.support.unfinished_uploads import PART, begin_upload, patch_bucket
 
 CHECKS = [
@@ -59,6 +57,7 @@ TRANSPORTS = ("native", "boto3", "fsspec")
 # The package that has to be there.
 CARRIERS = {("s3", "boto3"): "boto3", ("s3", "fsspec"): "s3fs", ("gs", "fsspec"): "gcsfs"}
 IMPATIENT = replace(CONFIG, max_retries=0)
+PAGE = b"<html>Welcome</html>"
 
 
 def examine(
@@ -302,7 +301,7 @@ def test_a_server_without_conditional_puts_fails(tmp_path: Path) -> None:
 def test_a_wrong_clock_is_told(bucket: Bucket, ahead_seconds: int, status: str) -> None:
     def shift(answer: Answer) -> Answer:
         date = formatdate(time.time() + ahead_seconds, usegmt=True)
-        return replace(answer, headers={**answer.headers, "Date": date})
+        return answer._replace(headers={**answer.headers, "Date": date})
 
     with TamperingProxy(bucket.storage_options) as proxy:
         proxy.rewrite = shift
@@ -336,59 +335,16 @@ def test_an_unsigned_body_that_is_refused_is_told(bucket: Bucket) -> None:
     assert bucket.keys() == []
 
 
-class _ElsewhereServer(BaseHTTPRequestHandler):
-    """Answers as AWS does when the bucket is in another region."""
-
-    def do_HEAD(self) -> None:
-        self.send_response(301)
-        self.send_header("x-amz-bucket-region", "eu-west-3")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_GET = do_HEAD  # noqa: N815 - http.server asks for this name
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-
-
 def test_a_web_server_is_told_from_a_store() -> None:
-    with serving(SimpleHTTPRequestHandler) as endpoint:
-        found = examine("s3://absent-bucket/run", {**WRITE_ONLY, "endpoint_url": endpoint})
+    def files(method: str, *_: object) -> tuple[int, dict[str, str], bytes]:
+        return 404 if method in ("GET", "HEAD") else 501, {}, PAGE
+
+    with ScriptedServer(files) as web:
+        options = {**WRITE_ONLY, "endpoint_url": web.endpoint_url}
+        found = examine("s3://absent-bucket/run", options)
     assert found["endpoint"].status == "warning"
     assert found["bucket"].status == "not made"
     assert found["put"].status == "failed"
-
-
-class _WebServer(BaseHTTPRequestHandler):
-    """Answers each request with one page."""
-
-    status = 200
-
-    def do_GET(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        body = b"<html>Welcome</html>"
-        self.send_response(self.status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-class _Web404Server(_WebServer):
-    status = 404
 
 
 # Any web server with a page of its own for what it has not.
@@ -400,19 +356,17 @@ STORES = {
 
 
 @pytest.mark.parametrize(("scheme", "transport"), [*((one, "native") for one in STORES), *CARRIERS])
-@pytest.mark.parametrize("handler", [_WebServer, _Web404Server])
-def test_no_web_server_passes_for_a_store(
-    handler: type[BaseHTTPRequestHandler], scheme: str, transport: str
-) -> None:
+@pytest.mark.parametrize("status", [200, 404])
+def test_no_web_server_passes_for_a_store(status: int, scheme: str, transport: str) -> None:
     if transport != "native":
         pytest.importorskip(CARRIERS[scheme, transport])
-    with serving(handler) as endpoint:
-        options = {**STORES[scheme], "endpoint_url": endpoint, "transport": transport}
+    with ScriptedServer(lambda *_: (status, {}, PAGE)) as web:
+        options = {**STORES[scheme], "endpoint_url": web.endpoint_url, "transport": transport}
         spec = StoreSpec(f"{scheme}://absent-bucket/run", options, IMPATIENT)
         around = Surroundings(spec)
         found = {one.check: one for one in around.access()}
     assert found["bucket"].status in ("not made", "failed")
-    if handler is _WebServer:
+    if status == 200:
         assert found["endpoint"].status == "failed"
         assert around.blocked
     elif (scheme, transport) != ("gs", "fsspec"):  # gcsfs shows no codes
@@ -546,8 +500,10 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 
 def test_the_right_region_is_told() -> None:
-    with serving(_ElsewhereServer) as elsewhere:
-        found = examine("s3://bucket/run", {**WRITE_ONLY, "endpoint_url": elsewhere})
+    moved = (301, {"x-amz-bucket-region": "eu-west-3"}, b"")  # as AWS answers
+    with ScriptedServer(lambda *_: moved) as elsewhere:
+        options = {**WRITE_ONLY, "endpoint_url": elsewhere.endpoint_url}
+        found = examine("s3://bucket/run", options)
     assert names(found, "failed") == {"bucket"}
     assert "AWS_REGION=eu-west-3" in found["bucket"].advice
 

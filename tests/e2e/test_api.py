@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,14 +25,11 @@ from torch.distributed.fsdp import fully_shard
 import dcp_objstore as dos
 from dcp_objstore.observe.events import PartUploaded, RangeRead
 from dcp_objstore.write import async_save as async_api
+from tests.support.checkpoints import memory_url
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import Bucket
 
 Options = Mapping[str, object]
-
-
-def memory_url() -> str:
-    return f"memory://api/{time.monotonic_ns()}"
 
 
 def training(*, sharded: bool) -> dict[str, Any]:
@@ -238,8 +233,8 @@ def load_while_it_is_replaced(rank: int, world: int, url: str, options: Options)
             dist.barrier()
             return opened
         dist.barrier()  # rank 0 has opened the old one
-        alone = ["-c", _REPLACE, url, json.dumps(dict(options))]
-        subprocess.run([sys.executable, *alone], check=True, timeout=60)
+        writer = dos.ObjectStoreWriter(url, storage_options=options, overwrite=True)
+        dcp_saver.save({"w": torch.full((2,), 2.0)}, storage_writer=writer, no_dist=True)
         return read_metadata(reader, *args, **kwargs)
 
     dos.ObjectStoreReader.read_metadata = late  # type: ignore[method-assign]
@@ -250,13 +245,6 @@ def load_while_it_is_replaced(rank: int, world: int, url: str, options: Options)
         dos.ObjectStoreReader.read_metadata = read_metadata  # type: ignore[method-assign]
         assert state["w"].tolist() == [0.0, 0.0]
     return state["w"].tolist()
-
-
-_REPLACE = """
-import json, sys, torch, dcp_objstore as dos
-dos.save({"w": torch.full((2,), 2.0)}, sys.argv[1], overwrite=True,
-         storage_options=json.loads(sys.argv[2]))
-"""
 
 
 @pytest.mark.backends("seaweed")

@@ -23,6 +23,7 @@ from dcp_objstore.errors import (
     SupersededError,
 )
 from dcp_objstore.stores import StoreSpec
+from tests.support.campaign import cases
 from tests.support.checkpoints import cause, edition, edition_in
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.ranks import pause, run_ranks, start_workers, try_ranks
@@ -166,7 +167,7 @@ def test_all_ranks_have_the_same_claim_or_the_same_error(bucket: Bucket) -> None
 
 
 @pytest.mark.backends("seaweed")
-@pytest.mark.parametrize("beaten", [False, True], ids=["alone", "same step"])
+@pytest.mark.parametrize("beaten", cases([False, True], default=[False]))
 def test_a_zombie_that_wakes_before_its_commit_adds_no_step(bucket: Bucket, beaten: bool) -> None:
     """Stopped by SIGSTOP as it asks for its commit; meanwhile a successor takes the run over."""
     run, options = bucket.at("run"), bucket.storage_options

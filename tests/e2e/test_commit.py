@@ -38,8 +38,9 @@ from tests.support.checkpoints import (
     save_edition_here,
 )
 from tests.support.ranks import run_ranks, try_ranks
+from tests.support.scripted import Answer
 from tests.support.servers import Bucket, RcloneServer
-from tests.support.tampering import Answer, TamperingProxy
+from tests.support.tampering import TamperingProxy
 
 MIB = 1024 * 1024
 
@@ -270,7 +271,7 @@ def test_a_refusal_on_the_way_of_a_commit_that_took_effect_is_no_failure(
     def refuse(answer: Answer) -> Answer:
         asked = proxy.asked[-1]
         if asked.method == "PUT" and asked.key.endswith("/_COMMIT"):
-            return Answer(status, {}, b"", 0)
+            return Answer(status, {}, b"")
         return answer
 
     with TamperingProxy(bucket.storage_options) as proxy:

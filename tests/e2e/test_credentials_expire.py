@@ -6,7 +6,6 @@ A key is named by the moment of its end, so whatever hands one out and whoever c
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from tests.support.proxy import Asked, Fault, Refuse
 from tests.support.scripted import Answer, ScriptedServer
 from tests.support.slow_sink import SlowSink
 
+pytestmark = pytest.mark.usefixtures("bare_environment")
 MIB = 1024 * 1024
 CONFIG = dos.TransferConfig(part_size_bytes=5 * MIB, request_size_bytes=4 * MIB)
 SAVED = torch.zeros(320 * MIB, dtype=torch.uint8)
@@ -54,16 +54,6 @@ class Guard:
             self.refused.append(asked)
             return Refuse(403, "ExpiredToken")
         return None
-
-
-@pytest.fixture(autouse=True)
-def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in list(os.environ):
-        if name.startswith("AWS_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
 @pytest.fixture

@@ -15,10 +15,8 @@ from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CredentialsError,
-    DcpObjstoreError,
     InputError,
     PermissionDeniedError,
-    StateMismatchError,
     StoreUnavailableError,
     UntrustedPickleError,
 )
@@ -55,6 +53,7 @@ def test_a_checkpoint_that_was_never_saved_is_not_found_on_every_rank(bucket: Bu
     for outcome in try_ranks(2, load_sharded, bucket.at("step-9"), bucket.storage_options):
         errors = causes(outcome.error)
         assert {type(error) for error in errors} == {CheckpointNotFoundError}
+        assert all(error.url == bucket.at("step-9") for error in errors)
         assert "step-9" in str(errors[0])
 
 
@@ -94,37 +93,21 @@ def test_unverified_loading_is_possible_but_only_on_request(bucket: Bucket) -> N
     dcp.load(dict(tensor_state("plain")), storage_reader=reader)
 
 
-def test_a_missing_object_is_corruption_and_named(bucket: Bucket) -> None:
+@pytest.mark.parametrize("end", [".msgpack", ".distcp"])
+@pytest.mark.parametrize("damage", ["missing", "shorter", "flipped"])
+def test_a_damaged_index_or_object_is_corruption_and_named(
+    bucket: Bucket, damage: str, end: str
+) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
     save_edition_here("good", url, options)
-    (key,) = data_keys(bucket, "step-1")
-    bucket.delete(f"step-1/{key}")
-    error = refused(url, options)
-    assert isinstance(error, CheckpointCorruptError)
-    assert key in str(error)
-
-
-def test_a_shortened_object_is_corruption_and_named(bucket: Bucket) -> None:
-    url, options = bucket.at("step-1"), bucket.storage_options
-    save_edition_here("good", url, options)
-    (key,) = data_keys(bucket, "step-1")
-    bucket.put(f"step-1/{key}", bucket.get(f"step-1/{key}")[:200])
-    error = refused(url, options)
-    assert isinstance(error, CheckpointCorruptError)
-    assert key in str(error)
-
-
-@pytest.mark.parametrize("damage", ["missing", "flipped", "shorter"])
-def test_a_damaged_index_is_corruption(bucket: Bucket, damage: str) -> None:
-    url, options = bucket.at("step-1"), bucket.storage_options
-    save_edition_here("good", url, options)
-    (key,) = [one for one in bucket.keys("step-1") if one.endswith(".msgpack")]
+    (key,) = [one for one in bucket.keys("step-1") if one.endswith(end)]
+    first = seeded("good/even", (16, 8)).numpy().tobytes() if end == ".distcp" else b"even"
     if damage == "missing":
         bucket.delete(f"step-1/{key}")
     elif damage == "flipped":
-        bucket.flip_byte(f"step-1/{key}", 40)
+        bucket.flip_byte(f"step-1/{key}", bucket.get(f"step-1/{key}").index(first))
     else:
-        bucket.put(f"step-1/{key}", bucket.get(f"step-1/{key}")[:-1])
+        bucket.put(f"step-1/{key}", bucket.get(f"step-1/{key}")[:200])
     error = refused(url, options)
     assert isinstance(error, CheckpointCorruptError)
     assert key in str(error)
@@ -150,15 +133,6 @@ def load_another_shape(rank: int, world_size: int, url: str, options: Options) -
     dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=options))
 
 
-def dos_load_more_than_there_is(rank: int, world_size: int, url: str, options: Options) -> None:
-    dos.load({**tensor_state("shard0"), "evem": torch.zeros(3)}, url, storage_options=options)
-
-
-def dos_load_another_shape(rank: int, world_size: int, url: str, options: Options) -> None:
-    state = {**tensor_state("plain"), "even": torch.zeros(16, 9)}
-    dos.load(state, url, storage_options=options)
-
-
 def test_a_key_or_shape_that_the_checkpoint_lacks_is_named_on_every_rank(bucket: Bucket) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
     save_edition_here("good", url, options)
@@ -166,14 +140,6 @@ def test_a_key_or_shape_that_the_checkpoint_lacks_is_named_on_every_rank(bucket:
         assert "evem" in str(outcome.error)
     for outcome in try_ranks(2, load_another_shape, url, options):
         assert "even" in str(outcome.error)
-    for outcome in try_ranks(2, dos_load_more_than_there_is, url, options):
-        assert isinstance(outcome.error, StateMismatchError), repr(outcome.error)
-        assert "evem" in str(outcome.error)
-        assert "even" in str(outcome.error).replace("evem", ""), "the nearest name"
-    for outcome in try_ranks(2, dos_load_another_shape, url, options):
-        assert isinstance(outcome.error, StateMismatchError), repr(outcome.error)
-        assert "even" in str(outcome.error)
-        assert "9" in str(outcome.error)
 
 
 def save_and_load_errors(url: str, options: Options) -> list[BaseException]:
@@ -232,14 +198,6 @@ def test_a_url_that_cannot_be_is_refused_before_any_request(url: str) -> None:
         with pytest.raises(InputError) as caught:
             make(url)
         assert "secret" not in str(caught.value).replace("'secret': …", "")
-
-
-def test_errors_of_a_load_are_ours_and_say_where() -> None:
-    with pytest.raises(CheckpointException) as caught:
-        load_here("memory://nothing/here", {})
-    error = cause(caught.value)
-    assert isinstance(error, DcpObjstoreError)
-    assert error.url == "memory://nothing/here"
 
 
 def test_a_state_without_tensors_can_be_saved_and_loaded(bucket: Bucket) -> None:

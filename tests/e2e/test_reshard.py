@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
-from tests.support.checkpoints import cause
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 from tests.support.states import (
     ALL_DTYPES,
@@ -246,21 +244,3 @@ def test_objects_of_several_parts_come_back_through_a_small_memory_budget(bucket
     assert parts == 4, "11.7 MiB in two objects of 5 MiB parts"
     assert_whole(bucket, "step-1")
     run_ranks(3, load_big, bucket.at("step-1"), bucket.storage_options)
-
-
-def test_a_local_folder_is_a_store_like_the_others(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/run/step-1"
-    run_ranks(3, save_tensors, "shard0", url, {})
-    for outcome in try_ranks(2, save_tensors, "plain", url, {}):
-        assert isinstance(cause(outcome.error), dos.CheckpointExistsError)
-    run_ranks(4, load_tensors, "mesh2d", url, {})
-    assert (tmp_path / "run" / "step-1" / "_COMMIT").exists()
-
-
-def test_memory_is_a_store_like_the_others() -> None:
-    state = tensor_state("plain")
-    fill(state)
-    dcp.save(dict(state), storage_writer=dos.ObjectStoreWriter("memory://e2e/step-1"))
-    back = tensor_state("plain")
-    dcp.load(dict(back), storage_reader=dos.ObjectStoreReader("memory://e2e/step-1"))
-    assert wrong_keys(back) == []

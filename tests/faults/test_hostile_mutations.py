@@ -34,7 +34,7 @@ from tests.support import hostile, pickles as p
 from tests.support.memory_store import MemoryStore
 from tests.support.stock_checkpoints import check_promises
 
-quick = settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+quick = settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
 thorough = settings(quick, max_examples=20_000)
 
 METADATA = p.metadata(

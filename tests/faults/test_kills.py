@@ -13,7 +13,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,7 +242,7 @@ def kill_and_resume(crew: Ranks, proxy: NetworkProxy, bucket: Bucket, seed: int)
     return fell_into
 
 
-def kill_many(bucket: Bucket, seeds: range) -> Counter[str]:
+def kill_many(bucket: Bucket, seeds: Sequence[int]) -> Counter[str]:
     fell_into: Counter[str] = Counter()
     began = time.monotonic()
     with start_workers() as crew, NetworkProxy(bucket.storage_options) as proxy:
@@ -257,7 +257,8 @@ def kill_many(bucket: Bucket, seeds: range) -> Counter[str]:
 def test_a_job_that_is_killed_resumes_on_another_number_of_ranks_with_nothing_torn_or_lost(
     bucket: Bucket,
 ) -> None:
-    assert kill_many(bucket, range(6)).total() == 6
+    # Of both ranks at the marker, and of the coordinator in a part and at the listing.
+    assert kill_many(bucket, (0, 2, 3)).total() == 3
 
 
 @pytest.mark.campaign

@@ -107,7 +107,11 @@ def assert_orphans_are_reported(bucket: Bucket, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stalled", "world_size"), [(0, 4), (1, 2)], ids=["coordinator", "other-rank"]
+    ("stalled", "world_size"),
+    [
+        pytest.param(0, 4, id="coordinator", marks=pytest.mark.campaign),
+        pytest.param(1, 2, id="other-rank"),
+    ],
 )
 def test_a_stalled_rank_fails_the_save_soon_and_typed_on_every_rank(
     bucket: Bucket, proxy: NetworkProxy, stalled: int, world_size: int
@@ -135,7 +139,7 @@ def test_a_stalled_rank_fails_the_save_soon_and_typed_on_every_rank(
     [
         pytest.param(lambda asked: asked.name == "_COMMIT", id="begin"),
         pytest.param(lambda asked: "/.probe-" in asked.key, id="probe", marks=pytest.mark.campaign),
-        pytest.param(lambda asked: asked.is_listing, id="check"),
+        pytest.param(lambda asked: asked.is_listing, id="check", marks=pytest.mark.campaign),
         pytest.param(lambda asked: asked.name.startswith("index."), id="index"),
     ],
 )

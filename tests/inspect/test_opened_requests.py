@@ -6,6 +6,7 @@ import pickle
 import secrets
 import sys
 import types
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import dcp_objstore as dos
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
 from dcp_objstore.observe.dispatch import EventSettings
-from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores import ObjectStore, StoreSpec
 from tests.support.states import same_bits, seeded
 from tests.support.wrapped_stores import RecordingStore, Request
 
@@ -27,17 +28,16 @@ WIDE = (3000, 2000)  # 24 MB: six blocks of 524 rows and a bit
 
 
 @pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+def requests(through: Callable[[Callable[[ObjectStore], ObjectStore]], None]) -> list[Request]:
     """All requests that are made from here on, of whatever store."""
     made: list[Request] = []
-    open_spec = StoreSpec.open
 
-    def recording(self: StoreSpec) -> RecordingStore:
-        store = RecordingStore(open_spec(self))
-        store.requests = made
-        return store
+    def recording(store: ObjectStore) -> RecordingStore:
+        recorder = RecordingStore(store)
+        recorder.requests = made
+        return recorder
 
-    monkeypatch.setattr(StoreSpec, "open", recording)
+    through(recording)
     return made
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
-from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.config import MIB
 from dcp_objstore.errors import UnsupportedError
 from tests.support.servers import Bucket
 from tests.support.states import seeded
@@ -69,21 +69,6 @@ def test_every_damaged_block_is_named_not_the_first_alone(
     assert all(path.name in damage.text for damage in report.damaged)
 
 
-def test_framing_is_verified_when_asked_for(large: tuple[dos.Checkpoint, Path]) -> None:
-    ckpt, path = large
-    flip(path, path.read_bytes().rindex(b"PK\x05\x06") + 10)
-    assert ckpt.verify().ok
-    (damage,) = ckpt.verify(deep=True).damaged
-    assert (damage.what, damage.object_key, damage.key) == ("framing", path.name, "")
-
-
-def test_a_missing_object_is_reported(large: tuple[dos.Checkpoint, Path]) -> None:
-    ckpt, path = large
-    path.unlink()
-    (damage,) = ckpt.verify(deep=True).damaged
-    assert (damage.what, damage.object_key) == ("missing", path.name)
-
-
 def test_a_truncated_object_is_reported_with_the_blocks_that_it_lost(
     large: tuple[dos.Checkpoint, Path],
 ) -> None:
@@ -128,40 +113,6 @@ def test_a_checkpoint_without_digests_says_so(tmp_path: Path) -> None:
         dos.open((tmp_path / "stock").as_uri()).verify()
 
 
-def small_state() -> dict[str, Any]:
-    return {
-        "weight": torch.arange(6, dtype=torch.float32).reshape(2, 3),
-        "mask": torch.tensor([True, False, True]),
-        "nothing": torch.empty(0),
-        "step": 1234,
-    }
-
-
-def flip_each(tmp_path: Path, stride: int) -> None:
-    ckpt, path = saved(tmp_path / "step-1", small_state())
-    body = path.read_bytes()
-    for at in range(0, len(body), stride):
-        path.write_bytes(body[:at] + bytes([body[at] ^ 0xFF]) + body[at + 1 :])
-        assert not ckpt.verify(deep=True).ok, at
-    path.write_bytes(body)
-    assert ckpt.verify(deep=True).ok
-
-
-def test_flips_of_bytes_anywhere_in_an_object_are_found(tmp_path: Path) -> None:
-    flip_each(tmp_path, 7)
-
-
-@pytest.mark.campaign
-def test_the_flip_of_any_byte_in_an_object_is_found(tmp_path: Path) -> None:
-    flip_each(tmp_path, 1)
-
-
-def test_what_is_held_while_verifying_fits_the_budget(large: tuple[dos.Checkpoint, Path]) -> None:
-    config = TransferConfig(memory_budget_bytes=8 * MIB, request_size_bytes=4 * MIB)
-    report = dos.open(large[0].url, config=config).verify(deep=True)
-    assert report.ok
-
-
 @pytest.mark.backends("seaweed")
 def test_what_arrives_in_pieces_is_compared_piece_by_piece(bucket: Bucket) -> None:
     """Over plain HTTP a request of several blocks arrives block by block."""
@@ -169,7 +120,7 @@ def test_what_arrives_in_pieces_is_compared_piece_by_piece(bucket: Bucket) -> No
     state = {"a": torch.arange(6 * MIB, dtype=torch.int32), "b": torch.ones(3)}
     dos.save(state, url, storage_options=options, progress=False)
     ckpt = dos.open(url, storage_options=options)
-    for _ in range(5):
+    for _ in range(2):
         report = ckpt.verify(deep=True, progress=False)
         assert report.ok
         assert report.blocks == 7
@@ -177,7 +128,7 @@ def test_what_arrives_in_pieces_is_compared_piece_by_piece(bucket: Bucket) -> No
     key = f"step-1/{name}"
     body = bucket.get(key)
     first = body.index(state["a"].numpy()[:1000].tobytes())
-    for number in range(6):
+    for number in (0, 3, 5):
         at = first + number * 4 * MIB + 17
         bucket.put(key, body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :])
         damaged = ckpt.verify(deep=True, progress=False).damaged

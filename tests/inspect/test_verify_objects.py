@@ -17,7 +17,7 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores import ObjectStore
 from tests.support.ranks import run_ranks
 from tests.support.states import seeded
 from tests.support.wrapped_stores import Fault, FaultStore, RecordingStore, Request, Verb
@@ -49,17 +49,6 @@ def copied(spread: Path, tmp_path: Path) -> Path:
     for path in spread.iterdir():
         (place / path.name).write_bytes(path.read_bytes())
     return place
-
-
-@pytest.fixture
-def through(monkeypatch: pytest.MonkeyPatch) -> Through:
-    """Puts a wrapper around every store that is opened from now on."""
-    opened = StoreSpec.open
-
-    def wrap(wrapper: Callable[[ObjectStore], ObjectStore]) -> None:
-        monkeypatch.setattr(StoreSpec, "open", lambda spec: wrapper(opened(spec)))
-
-    return wrap
 
 
 def object_of(place: Path, rank: int) -> Path:

@@ -36,6 +36,7 @@ from tests.support.servers import Bucket
 from tests.support.wrapped_stores import Fault, FaultStore, Verb
 
 MIB = 1024 * 1024
+Through = Callable[[Callable[[Any], Any]], None]
 CONFIG = dos.TransferConfig(part_size_bytes=5 * MIB, request_size_bytes=4 * MIB)
 
 
@@ -138,7 +139,7 @@ def test_every_event_can_be_pickled_and_says_what_it_is() -> None:
             assert not hasattr(event, "__dict__")
 
 
-def test_the_commits_second_try_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commits_second_try_is_told_of(through: Through) -> None:
     asked = []
 
     def plan(verb: Verb, key: str, nth: int) -> Fault | None:
@@ -149,7 +150,7 @@ def test_the_commits_second_try_is_told_of(monkeypatch: pytest.MonkeyPatch) -> N
                 return Fault("before", dos.StoreUnavailableError("busy"))
         return None
 
-    through_faults(monkeypatch, plan)
+    through(lambda store: FaultStore(store, plan))
     heard = Heard()
     dos.save(state(1), memory_url(), on_event=heard)
     (retried,) = of(events.Retried, heard)
@@ -219,7 +220,7 @@ def test_a_load_counts_and_tells_its_own_retries_whatever_its_url_has(
 
 
 def test_a_range_that_comes_damaged_is_counted_and_told_as_a_retry(
-    monkeypatch: pytest.MonkeyPatch,
+    through: Through,
 ) -> None:
     url, damaged = memory_url(), []
     dos.save(state(), url, config=CONFIG)
@@ -231,18 +232,11 @@ def test_a_range_that_comes_damaged_is_counted_and_told_as_a_retry(
         damaged.append(key)
         return Fault("after", dos.CorruptDataError("damaged"))
 
-    through_faults(monkeypatch, plan)
+    through(lambda store: FaultStore(store, plan))
     heard = Heard()
     report = dos.load(state(), url, config=CONFIG, on_event=heard)
     (retried,) = of(events.Retried, heard)
     assert (retried.what, retried.object_key, report.retries) == ("range", damaged[0], 1)
-
-
-def through_faults(
-    monkeypatch: pytest.MonkeyPatch, plan: Callable[[Verb, str, int], Fault | None]
-) -> None:
-    opened = StoreSpec.open
-    monkeypatch.setattr(StoreSpec, "open", lambda spec: FaultStore(opened(spec), plan))
 
 
 # Who listens breaks nothing ---------------------------------------------------------------------
@@ -374,14 +368,14 @@ def test_a_failure_is_told_once_on_every_rank_and_each_has_its_trace(tmp_path: P
     assert any(one["name"].startswith("save failed: ") for one in failed)
 
 
-def test_a_failed_upload_is_told_under_dcps_own_call_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_upload_is_told_under_dcps_own_call_too(through: Through) -> None:
     def plan(verb: Verb, key: str, nth: int) -> Fault | None:
         del key, nth
         return (
             Fault("before", dos.PermissionDeniedError("not you")) if verb == "put_stream" else None
         )
 
-    through_faults(monkeypatch, plan)
+    through(lambda store: FaultStore(store, plan))
     heard = Heard()
     writer = dos.ObjectStoreWriter(memory_url(), config=CONFIG, on_event=heard)
     with pytest.raises(BaseException, match="not you"):

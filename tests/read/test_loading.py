@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import secrets
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -34,17 +33,13 @@ from dcp_objstore.read.item_read import CompletionQueue, ItemRead
 from dcp_objstore.read.stored_checkpoint import ItemLocation
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.progress import Progress
-from tests.support.checkpoints import cause
+from tests.support.checkpoints import cause, memory_url
 from tests.support.states import same_bits, seeded
 from tests.support.wrapped_stores import Request, WatchedStore
 
 MIB = 1024 * 1024
 # As small as they may be: one request of 4 MiB at a time.
 SMALL = dos.TransferConfig(request_size_bytes=4 * MIB, memory_budget_bytes=8 * MIB)
-
-
-def memory_url() -> str:
-    return f"memory://loading/{secrets.token_hex(4)}"
 
 
 def stock_checkpoint(place: Path, state: dict[str, Any]) -> str:

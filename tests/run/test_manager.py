@@ -11,7 +11,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,21 @@ def loaded(run_or_url: Any, step: int | None = None) -> tuple[int | None, dict[s
 def train(run: dos.CheckpointManager, steps: range, **values: Any) -> None:
     for step in steps:
         run.step(step, state(step), **values)
+
+
+def save_steps(url: str, steps: Iterable[int]) -> None:
+    with dos.CheckpointManager(url) as run:
+        for step in steps:
+            run.save(step, state(step))
+
+
+def names(url: str) -> list[str]:
+    return [step.name for step in dos.steps(url)]
+
+
+def down(*args: Any) -> Any:
+    """In place of what saves."""
+    raise dos.StoreUnavailableError("down")
 
 
 def damage(url: str, options: Any = None) -> None:
@@ -188,9 +203,7 @@ def test_where_all_are_damaged_load_raises_and_does_not_begin_anew(url: str) -> 
 
 def test_steps_later_than_the_one_gone_back_to_do_not_count_after_the_first_save(url: str) -> None:
     """So neither retention nor the job that comes after a crash takes them for this one's."""
-    with dos.CheckpointManager(url) as run:
-        for step in range(1, 9):
-            run.save(step, state(step))
+    save_steps(url, range(1, 9))
     with (
         pytest.raises(ZeroDivisionError),
         dos.CheckpointManager(url, keep=dos.KeepLatest(2), sweep=False) as run,
@@ -235,7 +248,7 @@ def test_retention_forgets_the_steps_that_a_job_has_gone_back_past(url: str) -> 
         loaded(run, 3)
         run.save(4, state(40))
         run.save(5, state(50))
-    assert [step.name for step in dos.steps(url)] == ["step-3", "step-4", "step-5"]
+    assert names(url) == ["step-3", "step-4", "step-5"]
 
 
 def test_a_step_that_is_being_deleted_is_not_gone_back_to(
@@ -260,9 +273,7 @@ def test_a_step_that_is_being_deleted_is_not_gone_back_to(
 def test_after_damaged_steps_were_gone_past_what_is_saved_is_what_the_next_job_finds(
     url: str,
 ) -> None:
-    with dos.CheckpointManager(url) as run:
-        for step in range(1, 8):
-            run.save(step, state(step))
+    save_steps(url, range(1, 8))
     for step in (5, 6, 7):
         damage(f"{url}/step-{step}")
     with dos.CheckpointManager(url, keep=dos.KeepLatest(2)) as run:
@@ -344,14 +355,11 @@ def test_leaving_the_block_saves_the_last_step_unless_it_is_not_to(
 def test_the_last_step_is_saved_although_the_save_before_it_failed(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any) -> Any:
-        raise dos.StoreUnavailableError("down")
-
-    monkeypatch.setattr(async_api, "run_save", fail)
+    monkeypatch.setattr(async_api, "run_save", down)
     with pytest.raises(dos.StoreUnavailableError, match="down"):  # noqa: SIM117
         with dos.CheckpointManager(url, save_every=3) as run:
             train(run, range(1, 5))
-    assert [step.name for step in dos.steps(url)] == ["step-4"]
+    assert names(url) == ["step-4"]
 
 
 def test_a_manager_that_nobody_closes_says_what_is_lost(
@@ -386,11 +394,8 @@ def test_a_manager_that_nobody_closes_says_what_is_lost(
 def test_a_failed_save_that_only_retention_has_looked_at_is_still_to_be_raised(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any) -> Any:
-        raise dos.StoreUnavailableError("down")
-
     run = dos.CheckpointManager(url, keep=dos.KeepLatest(1))
-    monkeypatch.setattr(async_api, "run_save", fail)
+    monkeypatch.setattr(async_api, "run_save", down)
     run.async_save(1, state(1))
     assert run._saves is not None
     assert run._saves._retention is not None
@@ -421,7 +426,7 @@ def test_retention_of_a_job_that_does_not_have_the_run_deletes_nothing(
     dos.claim_run(url)
     retainer.committed(3, {})
     assert "were not deleted" in caplog.text
-    assert [step.name for step in dos.steps(url)] == ["step-1", "step-2", "step-3"]
+    assert names(url) == ["step-1", "step-2", "step-3"]
     dos.load(state(0), f"{url}/step-1", progress=False)
 
 
@@ -442,7 +447,7 @@ def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
         run.unpin(2, "paper")
     with dos.CheckpointManager(url, keep=[dos.KeepLatest(1)], delete_now=True) as run:
         run.save(6, state(6))
-    assert [step.name for step in dos.steps(url)] == ["step-6"]
+    assert names(url) == ["step-6"]
     store = StoreSpec(url).open()
     assert [meta.key for meta in store.list("step-5/")] == ["step-5/_COMMIT"]
 
@@ -474,16 +479,13 @@ def test_nothing_is_deleted_after_a_save_that_failed(
         for step in (1, 2, 3):
             run.save(step, state(step))
 
-    def fail(*args: Any) -> Any:
-        raise dos.StoreUnavailableError("down")
-
-    monkeypatch.setattr(async_api, "run_save", fail)
+    monkeypatch.setattr(async_api, "run_save", down)
     with (
         pytest.raises(dos.StoreUnavailableError),
         dos.CheckpointManager(url, keep=dos.KeepLatest(1)) as run,
     ):
         run.async_save(4, state(4))
-    assert [step.name for step in dos.steps(url)] == ["step-1", "step-2", "step-3"]
+    assert names(url) == ["step-1", "step-2", "step-3"]
 
 
 def test_best_steps_by_the_metrics_in_the_marker_survive(url: str) -> None:
@@ -495,7 +497,7 @@ def test_best_steps_by_the_metrics_in_the_marker_survive(url: str) -> None:
     with dos.CheckpointManager(url, keep=keep) as run:
         assert run.steps() == (2, 5)
         run.save(6, state(6), metrics={"loss": 0.2})
-    assert [step.name for step in dos.steps(url)] == ["step-2", "step-6"]
+    assert names(url) == ["step-2", "step-6"]
 
 
 def test_metrics_and_config_stand_in_the_marker_and_in_ls(
@@ -550,12 +552,7 @@ def test_an_error_in_the_body_commits_the_pending_save_and_is_raised(
 def test_a_failed_last_save_is_raised_at_the_end_but_not_over_the_error_of_the_body(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failure = dos.StoreUnavailableError("the store is down")
-
-    def fail(*args: Any) -> Any:
-        raise failure
-
-    monkeypatch.setattr(async_api, "run_save", fail)
+    monkeypatch.setattr(async_api, "run_save", down)
     with pytest.raises(dos.StoreUnavailableError, match="down"):  # noqa: SIM117
         with dos.CheckpointManager(url, save_every=1) as run:
             run.step(1, state(1))
@@ -563,7 +560,7 @@ def test_a_failed_last_save_is_raised_at_the_end_but_not_over_the_error_of_the_b
         with dos.CheckpointManager(url, save_every=1) as run:
             run.step(1, state(1))
             raise ZeroDivisionError
-    assert "the store is down" in "".join(caught.value.__notes__)
+    assert "down" in "".join(caught.value.__notes__)
     with pytest.raises(dos.StoreUnavailableError, match="down"):  # noqa: SIM117
         with dos.CheckpointManager(url, save_every=1) as run:
             run.step(1, state(1))
@@ -627,7 +624,7 @@ def test_a_handler_that_ends_the_program_waits_for_the_save_that_drains(
         run.async_save(1, state(1))
         threading.Timer(0.1, interrupt).start()
     assert caught.value.code == 143
-    assert [step.name for step in dos.steps(url)] == ["step-1"]
+    assert names(url) == ["step-1"]
 
 
 def test_a_signal_while_the_last_save_drains_does_not_cut_it_short(
@@ -641,7 +638,7 @@ def test_a_signal_while_the_last_save_drains_does_not_cut_it_short(
         run.step(1, state(1))
         threading.Timer(0.1, interrupt).start()
         raise ZeroDivisionError
-    assert [step.name for step in dos.steps(url)] == ["step-1"]
+    assert names(url) == ["step-1"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -786,9 +783,7 @@ def recorded_stores(monkeypatch: pytest.MonkeyPatch) -> list[RecordingStore]:
 
 
 def test_requests_of_latest_and_steps(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with dos.CheckpointManager(url) as run:
-        for step in range(1, 6):
-            run.save(step, state(step))
+    save_steps(url, range(1, 6))
     stores = recorded_stores(monkeypatch)
     with dos.CheckpointManager(url) as run:
         counts = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores import StoreSpec, open_store
-from tests.support.expiring import ExpiringKeys, short_lived_profile
+from tests.support.scripted import fault_answer
 from tests.support.servers import Bucket
 from tests.support.states import fill, tensor_state, wrong_keys
+from tests.support.tampering import Asked, TamperingProxy
 
+pytestmark = pytest.mark.usefixtures("bare_environment")
 MIB = 1024 * 1024
 CONFIG = dos.TransferConfig(
     transport="boto3", part_size_bytes=5 * MIB, request_size_bytes=4 * MIB, max_retries=2
@@ -23,14 +26,44 @@ SHAPES = {"big": (3001, 4096), "small": (3, 3)}  # 12 MiB of bytes
 USES = 5
 
 
-@pytest.fixture(autouse=True)
-def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in list(os.environ):
-        if name.startswith("AWS_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+class ExpiringKeys(TamperingProxy):
+    """Accepts each key for `USES` requests: counted, so that one expires however fast a save is.
+
+    Attributes:
+        used: how often each access key id was accepted.
+        expired: requests with a key that had expired.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket.storage_options)
+        self.used: Counter[str] = Counter()
+        self.expired = 0
+        self.refuse(self._is_expired, fault_answer("s3", "expired"))
+
+    def _is_expired(self, asked: Asked) -> bool:
+        with self._lock:
+            fresh = bool(asked.access_key) and self.used[asked.access_key] < USES
+            self.used[asked.access_key] += fresh
+            self.expired += not fresh
+        return not fresh
+
+
+def short_lived_profile(folder: Path, endpoint_url: str) -> dict[str, str]:
+    """The environment of a profile whose `credential_process` gives other keys at every call."""
+    script = folder / "keys"
+    script.write_text(
+        f"#!{sys.executable}\n"
+        "import datetime, json, secrets\n"
+        "until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=1)\n"
+        "print(json.dumps({'Version': 1, 'AccessKeyId': 'ASIA' + secrets.token_hex(8),"
+        " 'SecretAccessKey': secrets.token_hex(16), 'SessionToken': secrets.token_hex(16),"
+        " 'Expiration': until.isoformat()}))\n"
+    )
+    script.chmod(0o700)
+    (folder / "config").write_text(
+        f"[profile short]\ncredential_process = {script}\nendpoint_url = {endpoint_url}\n"
+    )
+    return {"AWS_PROFILE": "short"}
 
 
 @pytest.mark.backends("moto")
@@ -40,7 +73,7 @@ def test_keys_that_expire_in_the_middle_of_a_save_are_renewed(
     state = tensor_state("plain", SHAPES, torch.uint8)
     fill(state)
     back = tensor_state("plain", SHAPES, torch.uint8)
-    with ExpiringKeys(bucket.storage_options, USES) as server:
+    with ExpiringKeys(bucket) as server:
         for name, value in short_lived_profile(tmp_path, server.endpoint_url).items():
             monkeypatch.setenv(name, value)
         dos.save(dict(state), bucket.at("step-1"), config=CONFIG, progress=False)
@@ -49,14 +82,14 @@ def test_keys_that_expire_in_the_middle_of_a_save_are_renewed(
     assert wrong_keys(back) == []
     assert saved_with >= 3, "the save was too short to show anything"
     assert len(server.used) > saved_with
-    assert server.refused == 0
+    assert server.expired == 0
     assert bucket.uploads() == []
 
 
 @pytest.mark.backends("moto")
 def test_keys_that_expire_and_have_no_source_end_the_save(bucket: Bucket) -> None:
     state = tensor_state("plain", SHAPES, torch.uint8)
-    with ExpiringKeys(bucket.storage_options, USES) as server:
+    with ExpiringKeys(bucket) as server:
         options = {"key": "static", "secret": "s", "endpoint_url": server.endpoint_url}
         with pytest.raises(CredentialsError, match="ExpiredToken"):
             dos.save(
@@ -66,7 +99,7 @@ def test_keys_that_expire_and_have_no_source_end_the_save(bucket: Bucket) -> Non
                 storage_options=options,
                 progress=False,
             )
-        assert server.refused
+        assert server.expired
     assert "_COMMIT" not in bucket.keys("step-1")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,23 +17,7 @@ from dcp_objstore.stores.options.gcs import GcsOptions
 from tests.support.scripted import ScriptedServer
 from tests.support.servers import Bucket
 
-pytestmark = pytest.mark.backends("seaweed")
-
-
-@pytest.fixture(autouse=True)
-def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No credentials anywhere, and no metadata service; returns the place of the AWS files."""
-    for name in list(os.environ):
-        if name.startswith(("AWS_", "GOOGLE_", "GCE_", "CLOUDSDK_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
-    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:1")
-    # On a machine of Google's, its credentials are found without asking the service.
-    monkeypatch.setattr("google.auth.compute_engine._metadata._NO_GCE_CHECK", True)
-    return tmp_path
+pytestmark = [pytest.mark.usefixtures("bare_environment"), pytest.mark.backends("seaweed")]
 
 
 def write_profile(folder: Path, name: str, bucket: Bucket, secret: object = None) -> None:

@@ -123,6 +123,7 @@ def test_the_endpoint_of_the_environment_for_gcs_holds_over_gcsfs(
     assert open_store("gs://bucket", options).endpoint_url == "http://127.0.0.1:1"  # type: ignore[attr-defined]
 
 
+@pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("algorithm", ["none", "SHA256", "CRC32"])
 def test_s3fs_sends_the_checksum_that_is_asked_for(bucket: Bucket, algorithm: str) -> None:
     found = writes(bucket, "fsspec", {"ChecksumAlgorithm": algorithm})

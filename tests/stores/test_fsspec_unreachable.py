@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +12,7 @@ from dcp_objstore.errors import ConfigError, PermissionDeniedError, StoreUnavail
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.fsspec import filesystems, greeting
 from dcp_objstore.stores.fsspec.errors import translate_fsspec
+from tests.support.scripted import RawServer, refusing
 
 S3 = {"key": "a", "secret": "b"}
 GS: dict[str, object] = {"anon": True}
@@ -29,47 +28,17 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filesystems, "ANSWER_TIMEOUT_SECONDS", 0.5)
 
 
-class Listener:
-    """A server that answers each request with the same, or takes connections and says nothing."""
-
-    def __init__(self, answer: bytes) -> None:
-        self.answer = answer
-        self.requests: list[str] = []
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        held = []
-        while True:
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:
-                return
-            self.requests.append(connection.recv(65536).decode("latin-1").partition("\r")[0])
-            if not self.answer:
-                held.append(connection)
-                continue
-            with connection:
-                connection.sendall(self.answer)
-
-    def close(self) -> None:
-        self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
+@pytest.fixture
+def silent() -> Iterator[RawServer]:
+    with RawServer(b"", hang_up=False) as server:
+        yield server
 
 
 @pytest.fixture
-def silent() -> Iterator[Listener]:
-    found = Listener(b"")
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def forbidding() -> Iterator[Listener]:
-    found = Listener(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-    yield found
-    found.close()
+def forbidding() -> Iterator[RawServer]:
+    head = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    with RawServer(head) as server:
+        yield server
 
 
 def at(url: str, options: dict[str, object], endpoint_url: str) -> ObjectStore:
@@ -81,11 +50,8 @@ def at(url: str, options: dict[str, object], endpoint_url: str) -> ObjectStore:
 def test_a_refused_connection_is_given_up_and_says_what_to_check(
     url: str, options: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
-        with pytest.raises(StoreUnavailableError) as caught:
-            at(url, options, endpoint).get("k", max_size_bytes=10)
+    with refusing() as endpoint, pytest.raises(StoreUnavailableError) as caught:
+        at(url, options, endpoint).get("k", max_size_bytes=10)
     assert f"cannot reach {endpoint}: " in str(caught.value)
     assert str(caught.value).count("check endpoint_url") == 1
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
@@ -93,18 +59,18 @@ def test_a_refused_connection_is_given_up_and_says_what_to_check(
 
 @BOTH
 def test_a_server_that_says_nothing_is_asked_once(
-    silent: Listener, url: str, options: dict[str, object]
+    silent: RawServer, url: str, options: dict[str, object]
 ) -> None:
     with pytest.raises(StoreUnavailableError, match=r"cannot reach .*check endpoint_url"):
-        at(url, options, silent.url).put("k", b"body")
+        at(url, options, f"http://{silent.address}").put("k", b"body")
     assert len(silent.requests) == 1
 
 
 @BOTH
 def test_a_server_that_refuses_has_been_reached_and_is_not_greeted_again(
-    forbidding: Listener, url: str, options: dict[str, object]
+    forbidding: RawServer, url: str, options: dict[str, object]
 ) -> None:
-    store = at(url, options, forbidding.url)
+    store = at(url, options, f"http://{forbidding.address}")
     for _ in range(2):
         with pytest.raises(PermissionDeniedError):
             store.put("k", b"body")
@@ -113,10 +79,10 @@ def test_a_server_that_refuses_has_been_reached_and_is_not_greeted_again(
 
 
 def test_tls_where_there_is_none_is_a_wrong_setting_and_is_tried_once(
-    forbidding: Listener,
+    forbidding: RawServer,
 ) -> None:
     with pytest.raises(ConfigError, match="SSL"):
-        at("s3://bucket/run", S3, forbidding.url.replace("http:", "https:")).put("k", b"body")
+        at("s3://bucket/run", S3, f"https://{forbidding.address}").put("k", b"body")
     assert len(forbidding.requests) == 1
 
 

@@ -80,6 +80,7 @@ def test_encryption_is_asked_for_where_an_object_begins(bucket: Bucket, transpor
         assert headers["x-amz-server-side-encryption-bucket-key-enabled"] == "true"
 
 
+@pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("chosen", [*NATIVE, *BOTO3])
 def test_a_checksum_goes_with_every_body(bucket: Bucket, chosen: tuple[str, str]) -> None:
     extra = choice(chosen)

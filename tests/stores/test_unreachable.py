@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.obstore.errors import translate_obstore
+from tests.support.scripted import Answer, RawServer, ScriptedServer, refusing
 from tests.support.servers import RcloneServer
 from tests.support.verbs import ONCE, VERBS
 
@@ -34,48 +33,17 @@ def at(endpoint_url: str, config: TransferConfig = ONCE) -> ObjectStore:
 
 
 @pytest.fixture
-def refusing() -> Iterator[str]:
-    """The host and port of a socket that is bound and does not listen."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{held.getsockname()[1]}"
-
-
-@pytest.fixture
 def answering() -> Iterator[Callable[[bytes], str]]:
-    """Makes a server that sends the same bytes to whoever says something, and hangs up."""
-    listeners = []
-
-    def make(answer: bytes) -> str:
-        listener = socket.create_server(("127.0.0.1", 0))
-        listeners.append(listener)
-
-        def serve() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:  # closed at the end of the test
-                    return
-                with connection:
-                    connection.recv(65536)
-                    connection.sendall(answer)
-
-        threading.Thread(target=serve, daemon=True).start()
-        return f"127.0.0.1:{listener.getsockname()[1]}"
-
-    yield make
-    for listener in listeners:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
+    """Makes a server that sends the same bytes to each client, and hangs up; gives its address."""
+    with ExitStack() as stack:
+        yield lambda answer: stack.enter_context(RawServer(answer)).address
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_refused_connection_names_the_host_and_says_what_to_check(
-    refusing: str, verb: str
-) -> None:
-    with pytest.raises(StoreUnavailableError) as caught:
-        VERBS[verb](at(f"http://{refusing}"))
-    assert f"cannot reach {refusing}: connection refused; check endpoint_url and that" in str(
+def test_a_refused_connection_names_the_host_and_says_what_to_check(verb: str) -> None:
+    with refusing() as endpoint, pytest.raises(StoreUnavailableError) as caught:
+        VERBS[verb](at(endpoint))
+    assert f"cannot reach {endpoint[7:]}: connection refused; check endpoint_url and that" in str(
         caught.value
     )
 
@@ -137,60 +105,27 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dcp_objstore.stores.obstore.clients._FIRST_RETRY_TIMEOUT_SECONDS", 0.0)
 
 
-class Server:
-    """Answers by `answer(method, target)`: status and body, or None to vanish for good."""
-
-    def __init__(self, answer: Callable[[str, str], tuple[int, bytes] | None]) -> None:
-        self.requests: list[str] = []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_any(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                outer.requests.append(self.command)
-                found = answer(self.command, self.path)
-                if found is None:
-                    outer.stop()
-                    self.close_connection = True
-                    return
-                self.send_response(found[0])
-                self.send_header("Content-Length", str(len(found[1])))
-                self.send_header("Connection", "close")
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(found[1])
-
-            do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_any  # noqa: N815
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.handle_error = lambda *_: None  # a client that has hung up
-        self.endpoint_url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-
-
-Serve = Callable[[Callable[[str, str], tuple[int, bytes] | None]], Server]
+CLOSE = {"Connection": "close"}
+Serve = Callable[[Callable[[str, str], tuple[int, bytes] | None]], ScriptedServer]
 
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    servers: list[Server] = []
+    """Makes a server that answers by `answer(method, target)`, or vanishes for good at a None."""
+    with ExitStack() as stack:
 
-    def make(answer: Callable[[str, str], tuple[int, bytes] | None]) -> Server:
-        servers.append(Server(answer))
-        return servers[-1]
+        def make(answer: Callable[[str, str], tuple[int, bytes] | None]) -> ScriptedServer:
+            def respond(method: str, target: str, nth: int) -> Answer | None:
+                found = answer(method, target)
+                if found is None:
+                    server.stop()
+                    return None
+                return Answer(found[0], CLOSE, found[1])
 
-    yield make
-    for server in servers:
-        server.stop()
+            server = stack.enter_context(ScriptedServer(respond))
+            return server
+
+        yield make
 
 
 LISTING = b"<ListBucketResult></ListBucketResult>"
@@ -206,9 +141,8 @@ def test_a_server_never_reached_is_given_up_soon_and_one_reached_before_is_waite
     assert list(store.list()) == []
     with pytest.raises(StoreUnavailableError, match=", 1 retries in"):
         VERBS[verb](store)  # the server vanishes
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        unknown = at(f"http://127.0.0.1:{held.getsockname()[1]}", TransferConfig(max_retries=1))
+    with refusing() as endpoint:
+        unknown = at(endpoint, TransferConfig(max_retries=1))
         with pytest.raises(StoreUnavailableError, match=", 0 retries in"):
             VERBS[verb](unknown)
 
@@ -220,7 +154,7 @@ def test_a_server_that_is_busy_at_first_contact_gets_all_the_patience(
     server = serve(lambda method, target: next(answers, None))
     assert list(at(server.endpoint_url, TransferConfig(max_retries=1)).list()) == []
     # The last asks whether a store is there, which a listing of nothing does not show.
-    assert server.requests == ["GET", "GET", "GET", "HEAD"]
+    assert [method for method, _, _ in server.requests] == ["GET", "GET", "GET", "HEAD"]
 
 
 BEGUN = (

@@ -189,18 +189,16 @@ def test_a_bucket_without_rules_or_versions_has_none(bucket: Bucket) -> None:
 def test_what_a_server_refuses_to_say_is_a_typed_error(
     question: Callable[[StoreSpec], object],
 ) -> None:
-    scripted = Scripted()
-    spec = scripted.spec()
-    for status, code, expected in (
-        (501, "NotImplemented", UnsupportedError),
-        (405, "MethodNotAllowed", UnsupportedError),
-        (403, "AccessDenied", PermissionDeniedError),
-    ):
-        body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
-        scripted.answer = lambda *_, s=status, b=body: (s, {}, b)
-        with pytest.raises(expected):
-            question(spec)
-    scripted.server.shutdown()
-    scripted.server.server_close()
+    with Scripted() as scripted:
+        spec = scripted.spec()
+        for status, code, expected in (
+            (501, "NotImplemented", UnsupportedError),
+            (405, "MethodNotAllowed", UnsupportedError),
+            (403, "AccessDenied", PermissionDeniedError),
+        ):
+            body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
+            scripted.answer = lambda *_, s=status, b=body: (s, {}, b)
+            with pytest.raises(expected):
+                question(spec)
     with pytest.raises(UnsupportedError):
         question(StoreSpec("memory://x"))

@@ -205,17 +205,6 @@ def test_a_rule_is_advised_once() -> None:
 
 
 @pytest.fixture
-def no_google(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    import os
-
-    for name in list(os.environ):
-        if name.startswith(("GOOGLE_", "GCE_", "CLOUDSDK_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
-    return tmp_path
-
-
-@pytest.fixture
 def service_key(gcs_server: MotoServer) -> dict[str, str]:
     """Of a service account whose tokens the GCS door hands out."""
     pytest.importorskip("cryptography")
@@ -238,10 +227,10 @@ def service_key(gcs_server: MotoServer) -> dict[str, str]:
 
 
 def test_a_service_account_gives_tokens_wherever_its_key_is(
-    no_google: Path, service_key: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    bare_environment: Path, service_key: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = json.dumps(service_key)
-    place = no_google / "key.json"
+    place = bare_environment / "key.json"
     place.write_text(text)
     tokens = []
 
@@ -261,7 +250,7 @@ def test_a_service_account_gives_tokens_wherever_its_key_is(
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             ask()
-    (no_google / "application_default_credentials.json").write_text(text)
+    (bare_environment / "application_default_credentials.json").write_text(text)
     ask()
     assert len(set(tokens)) == 6
     assert all(token.startswith("ya29.handed-out-") for token in tokens)
@@ -272,9 +261,11 @@ def test_a_service_account_gives_tokens_wherever_its_key_is(
 
 
 def test_without_google_auth_what_to_do_is_said(
-    no_google: Path, monkeypatch: pytest.MonkeyPatch
+    bare_environment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (no_google / "application_default_credentials.json").write_text('{"type": "service_account"}')
+    (bare_environment / "application_default_credentials.json").write_text(
+        '{"type": "service_account"}'
+    )
     monkeypatch.setitem(sys.modules, "google", None)
     real = __import__("importlib.util").util.find_spec
     monkeypatch.setattr(

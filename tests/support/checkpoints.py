@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,11 @@ from tests.support.servers import Bucket
 from tests.support.states import SHAPES, own_part, same_bits, seeded, tensor_state
 
 Options = Mapping[str, object]
+
+
+def memory_url() -> str:
+    """Of a step that nobody has saved yet."""
+    return f"memory://{secrets.token_hex(6)}/step-1"
 
 
 class HookPlanner(DefaultSavePlanner):

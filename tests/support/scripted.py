@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from tests.support.verbs import ONCE
 
 Dialect = Literal["s3", "gcs-xml", "gcs-json", "azure"]
-Answer = tuple[int, dict[str, str], bytes]
+
+
+class Answer(NamedTuple):
+    """What is answered: also as a plain tuple."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
 # What has gone wrong, whatever the provider calls it.
 Fault = Literal[
     "forbidden",
@@ -95,62 +106,133 @@ def fault_answer(dialect: Dialect, fault: Fault) -> Answer | None:
         reason = {"domain": "global", "reason": code, "message": message}
         error = {"code": status, "message": message, "errors": [reason]}
         body = json.dumps({"error": error}).encode()
-        return status, {"Content-Type": "application/json; charset=UTF-8"}, body
+        return Answer(status, {"Content-Type": "application/json; charset=UTF-8"}, body)
     text = f"<Error><Code>{code}</Code><Message>m</Message></Error>"
     headers = {"Content-Type": "application/xml"}
     if dialect == "azure":
         headers["x-ms-error-code"] = code
-    return status, headers, f'<?xml version="1.0" encoding="UTF-8"?>{text}'.encode()
+    return Answer(status, headers, f'<?xml version="1.0" encoding="UTF-8"?>{text}'.encode())
 
 
-class ScriptedServer:
-    """Answers what `answer(method, target, nth)` says; with a `Content-Length` of its own making,
-    the connection is closed after the body.
-    """
+class HttpServer(ThreadingHTTPServer):
+    """HTTP/1.1 on loopback, in threads, until the `with` block ends; a subclass gives `reply`."""
+
+    daemon_threads = True
 
     def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.endpoint_url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def reply(
+        self, method: str, target: str, headers: dict[str, str], body: bytes
+    ) -> Answer | None:
+        """The answer to a request; None: hang up without one."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Refuse connections from now on; those that are open stay."""
+        self.shutdown()
+        self.server_close()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def handle_error(self, *_: object) -> None:
+        """Clients may go away in the middle of an answer."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: HttpServer
+
+    def _do(self) -> None:
+        received = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        headers = dict(self.headers.items())
+        answer = self.server.reply(self.command, self.path, headers, received)
+        if answer is None:
+            self.close_connection = True
+            return
+        self.send_response_only(answer[0])
+        fields = {"Content-Length": str(len(answer[2])), **answer[1]}
+        for name, value in fields.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer[2])
+            self.close_connection |= len(answer[2]) != int(fields["Content-Length"])
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _do  # noqa: N815 - http.server's names
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class ScriptedServer(HttpServer):
+    """Answers what `answer(method, target, nth)` says; after None it hangs up.
+
+    A `Content-Length` in the answer's headers counts, whatever its body has.
+
+    Attributes:
+        requests: method, target and headers of every request so far.
+    """
+
+    def __init__(self, answer: Callable[[str, str, int], Answer | None] | None = None) -> None:
         self.requests: list[tuple[str, str, dict[str, str]]] = []
-        self.answer: Callable[[str, str, int], Answer]
-        outer = self
-        count = itertools.count(1)
+        self._count = itertools.count(1)
+        if answer is not None:
+            self.answer = answer
+        super().__init__()
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+    def reply(
+        self, method: str, target: str, headers: dict[str, str], body: bytes
+    ) -> Answer | None:
+        self.requests.append((method, target, headers))
+        return self.answer(method, target, next(self._count))
 
-            def handle_any(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                outer.requests.append((self.command, self.path, dict(self.headers.items())))
-                status, headers, body = outer.answer(self.command, self.path, next(count))
-                self.send_response(status)
-                for name, value in {"Content-Length": str(len(body)), **headers}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(body)
-                if "Content-Length" in headers:
-                    self.close_connection = True
 
-            def __getattr__(self, name: str) -> Callable[[], None]:
-                if name.startswith("do_"):
-                    return self.handle_any
-                raise AttributeError(name)
+class RawServer:
+    """Sends the same bytes to each client that says something, and hangs up or stays.
 
-            def log_message(self, *_: object) -> None:
-                pass
+    Attributes:
+        requests: the first line of what came over each connection.
+    """
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+    def __init__(self, answer: bytes, *, hang_up: bool = True) -> None:
+        self.requests: list[str] = []
+        self._answer, self._hang_up = answer, hang_up
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
 
-    @property
-    def endpoint_url(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_port}"
+    def _serve(self) -> None:
+        held = []
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed at the end of the test
+                return
+            self.requests.append(connection.recv(65536).decode("latin-1").partition("\r")[0])
+            connection.sendall(self._answer)
+            if self._hang_up:
+                connection.close()
+            else:
+                held.append(connection)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+@contextmanager
+def refusing() -> Iterator[str]:
+    """The URL of a port that refuses connections: bound, so that nobody else gets it."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
 class Scripted(ScriptedServer):

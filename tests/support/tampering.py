@@ -7,17 +7,19 @@ with TamperingProxy(bucket.storage_options) as proxy:
 
 from __future__ import annotations
 
-import dataclasses
 import http.client
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from dcp_objstore.stores import open_store
+from tests.support.scripted import Answer, HttpServer, fault_answer
+
+_DENIED = fault_answer("s3", "forbidden")
+_SIGNED_BY = re.compile(r"Credential=([^/&]+)/")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Asked:
     Attributes:
         key: the path, bucket included.
         start, end: of the range that is asked for; None for a whole object.
+        access_key: that it is signed with, in a header or in the URL; empty if it is not.
         signed_url: it carries its signature in the URL, as the direct lane's requests do.
         headers: as they came, their names in lower case.
     """
@@ -35,6 +38,7 @@ class Asked:
     key: str
     start: int | None
     end: int | None
+    access_key: str
     signed_url: bool
     headers: Mapping[str, str] = field(default_factory=dict, compare=False)
 
@@ -45,23 +49,19 @@ class Asked:
         return name in self.key and self.start <= at < self.end
 
 
-@dataclass
-class Answer:
-    """What is answered; `length` is what Content-Length says, whatever the body has."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-    length: int
-
-
 # The request, its right answer, and a way to all of the object.
 Change = Callable[[Asked, Answer, Callable[[], bytes]], Answer]
+Meant = Callable[[Asked], bool]
+
+
+def _sized(answer: Answer) -> Answer:
+    """With a Content-Length that is right."""
+    return answer._replace(headers={**answer.headers, "Content-Length": str(len(answer.body))})
 
 
 def cut(asked: Asked, answer: Answer, whole: Callable[[], bytes]) -> Answer:
     """The connection is closed in the middle of the body."""
-    return dataclasses.replace(answer, body=answer.body[: len(answer.body) // 2])
+    return answer._replace(body=answer.body[: len(answer.body) // 2])
 
 
 def shorter(asked: Asked, answer: Answer, whole: Callable[[], bytes]) -> Answer:
@@ -70,21 +70,19 @@ def shorter(asked: Asked, answer: Answer, whole: Callable[[], bytes]) -> Answer:
     if asked.start is not None:
         end = asked.start + len(body)
         headers["Content-Range"] = f"bytes {asked.start}-{end - 1}/{len(whole())}"
-    return Answer(answer.status, headers, body, len(body))
+    return _sized(Answer(answer.status, headers, body))
 
 
 def whole_object(asked: Asked, answer: Answer, whole: Callable[[], bytes]) -> Answer:
     """200 and all of the object, as from a server that does not know of ranges."""
     headers = {name: value for name, value in answer.headers.items() if name != "Content-Range"}
-    body = whole()
-    return Answer(200, headers, body, len(body))
+    return _sized(Answer(200, headers, whole()))
 
 
 def wrong_length(asked: Asked, answer: Answer, whole: Callable[[], bytes]) -> Answer:
     """200 and something else."""
     found = whole_object(asked, answer, whole)
-    body = found.body[: len(answer.body) // 3]
-    return dataclasses.replace(found, body=body, length=len(body))
+    return _sized(found._replace(body=found.body[: len(answer.body) // 3]))
 
 
 def flipped(at: int) -> Change:
@@ -93,7 +91,7 @@ def flipped(at: int) -> Change:
     def change(asked: Asked, answer: Answer, whole: Callable[[], bytes]) -> Answer:
         body = bytearray(answer.body)
         body[at - (asked.start or 0)] ^= 0xFF
-        return dataclasses.replace(answer, body=bytes(body))
+        return answer._replace(body=bytes(body))
 
     return change
 
@@ -101,14 +99,14 @@ def flipped(at: int) -> Change:
 @dataclass
 class _Rule:
     change: Change
-    meant: Callable[[Asked], bool]
+    meant: Meant
     times: int | None
     # By key and end of the range: who has received a part asks for the rest.
     done: Counter[tuple[str, int | None]] = field(default_factory=Counter)
 
 
-class TamperingProxy(ThreadingHTTPServer):
-    """HTTP/1.1 on loopback; what is asked is sent on as it came, so signatures stay valid.
+class TamperingProxy(HttpServer):
+    """What is asked is sent on as it came, so signatures stay valid.
 
     Args:
         storage_options: of the server behind it.
@@ -120,55 +118,51 @@ class TamperingProxy(ThreadingHTTPServer):
         damage: of these requests, the body's first byte is flipped on its way to the server.
     """
 
-    daemon_threads = True
-
     def __init__(self, storage_options: Mapping[str, object]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self._options_behind = storage_options
         self.behind = urlsplit(str(storage_options["endpoint_url"])).netloc
-        self.storage_options = {
-            **storage_options,
-            "endpoint_url": f"http://127.0.0.1:{self.server_address[1]}",
-        }
         self.asked: list[Asked] = []
         self.rewrite: Callable[[Answer], Answer] = lambda answer: answer
-        self.damage: Callable[[Asked], bool] = lambda asked: False
-        self._refused: Callable[[Asked], bool] = lambda asked: False
+        self.damage: Meant = lambda asked: False
+        self._refused: tuple[Meant, Answer | None] = (lambda asked: False, None)
         self._rules: list[_Rule] = []
-        self._before: tuple[Callable[[Asked], bool], Callable[[], None]] | None = None
+        self._before: tuple[Meant, Callable[[], None]] | None = None
         self._lock = threading.Lock()
+        super().__init__()
+        self.storage_options = {**storage_options, "endpoint_url": self.endpoint_url}
 
-    def tamper(
-        self, change: Change, meant: Callable[[Asked], bool], times: int | None = None
-    ) -> None:
+    def tamper(self, change: Change, meant: Meant, times: int | None = None) -> None:
         """Change the answers to what is meant, the first `times` for each range, or always."""
         self._rules.append(_Rule(change, meant, times))
 
-    def before(self, meant: Callable[[Asked], bool], act: Callable[[], None]) -> None:
+    def before(self, meant: Meant, act: Callable[[], None]) -> None:
         """Do something once, before the first request that is meant is sent on."""
         self._before = (meant, act)
 
-    def refuse(self, meant: Callable[[Asked], bool]) -> None:
-        """Answer what is meant with 403, as a store does whose policy forbids it."""
-        self._refused = meant
+    def refuse(self, meant: Meant, answer: Answer | None = _DENIED) -> None:
+        """Answer what is meant in the server's place: 403, as a store whose policy forbids it."""
+        self._refused = (meant, answer)
 
-    def refused(self, asked: Asked) -> Answer | None:
-        """The answer, if it is refused."""
-        if not self._refused(asked):
-            return None
-        body = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
-        return Answer(http.client.FORBIDDEN, {}, body, len(body))
-
-    def sending_on(self, asked: Asked) -> None:
-        """A request has come."""
+    def reply(
+        self, method: str, target: str, headers: dict[str, str], body: bytes
+    ) -> Answer | None:
+        asked = _parsed(method, target, headers)
         with self._lock:
             self.asked.append(asked)
             if self._before is not None and self._before[0](asked):
                 act, self._before = self._before[1], None
                 act()
+        if body and self.damage(asked):
+            body = bytes([body[0] ^ 0xFF]) + body[1:]
+        refused, refusal = self._refused
+        if refused(asked):
+            return refusal
+        answer = self._ask(method, target, headers, body)
+        if method == "GET" and answer.status in (http.client.OK, http.client.PARTIAL_CONTENT):
+            answer = self._changed(asked, answer)
+        return self.rewrite(answer)
 
-    def changed(self, asked: Asked, answer: Answer) -> Answer:
-        """What is to be answered."""
+    def _changed(self, asked: Asked, answer: Answer) -> Answer:
         for rule in self._rules:
             place = (asked.key, asked.end)
             with self._lock:
@@ -180,70 +174,34 @@ class TamperingProxy(ThreadingHTTPServer):
 
     def _whole(self, path: str) -> bytes:
         bucket, _, key = path.lstrip("/").partition("/")
-        return open_store(f"s3://{bucket}", self._options_behind).get(key, max_size_bytes=1 << 30)[
-            0
-        ]
+        store = open_store(f"s3://{bucket}", self._options_behind)
+        return store.get(key, max_size_bytes=1 << 30)[0]
 
-    def __enter__(self) -> TamperingProxy:
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self.server_close()
-
-    def handle_error(self, *_: Any) -> None:
-        """Clients may go away in the middle of an answer."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: TamperingProxy
-
-    def _do(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        parts = urlsplit(self.path)
-        start = end = None
-        if "Range" in self.headers:
-            first, last = self.headers["Range"].removeprefix("bytes=").split("-")
-            start, end = int(first), int(last) + 1
-        signed_url = "X-Amz-Signature=" in parts.query
-        named = {name.lower(): value for name, value in self.headers.items()}
-        asked = Asked(self.command, unquote(parts.path), start, end, signed_url, named)
-        self.server.sending_on(asked)
-        headers = dict(self.headers.items())
-        if body and self.server.damage(asked):
-            body = bytes([body[0] ^ 0xFF]) + body[1:]
-        refused = self.server.refused(asked)
-        answer = refused or self._ask(self.command, self.path, body, headers)
-        if self.command == "GET" and answer.status in (http.client.OK, http.client.PARTIAL_CONTENT):
-            answer = self.server.changed(asked, answer)
-        answer = self.server.rewrite(answer)
-        self.send_response_only(answer.status)
-        for name, value in answer.headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(answer.length))
-        self.end_headers()
-        self.wfile.write(answer.body)
-        self.close_connection = self.command != "HEAD" and len(answer.body) < answer.length
-
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _do  # noqa: N815 - http.server's names
-
-    def _ask(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
-        connection = http.client.HTTPConnection(self.server.behind, timeout=30)
+    def _ask(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        connection = http.client.HTTPConnection(self.behind, timeout=30)
         # With the Host that was signed.
-        connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+        connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
         for name, value in headers.items():
             if name.lower() != "connection":
                 connection.putheader(name, value)
         connection.endheaders(body)
         found = connection.getresponse()
         received = found.read()
-        length = int(found.getheader("Content-Length", len(received)))
         dropped = ("content-length", "transfer-encoding", "connection")
         kept = {name: value for name, value in found.getheaders() if name.lower() not in dropped}
+        kept["Content-Length"] = found.getheader("Content-Length", str(len(received)))
         connection.close()
-        return Answer(found.status, kept, received, length)
+        return Answer(found.status, kept, received)
 
-    def log_message(self, *_: Any) -> None:
-        pass
+
+def _parsed(method: str, target: str, headers: Mapping[str, str]) -> Asked:
+    named = {name.lower(): value for name, value in headers.items()}
+    parts = urlsplit(target)
+    start = end = None
+    if "range" in named:
+        first, last = named["range"].removeprefix("bytes=").split("-")
+        start, end = int(first), int(last) + 1
+    signed = _SIGNED_BY.search(named.get("authorization", "") or unquote(parts.query))
+    signed_url = "X-Amz-Signature=" in parts.query
+    key = signed[1] if signed else ""
+    return Asked(method, unquote(parts.path), start, end, key, signed_url, named)

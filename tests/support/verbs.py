@@ -6,7 +6,17 @@ import pickle
 from collections.abc import Callable
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.errors import (
+    BucketNotFoundError,
+    CorruptDataError,
+    CredentialsError,
+    DcpObjstoreError,
+    InputError,
+    PermissionDeniedError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+    UnsupportedError,
+)
 from dcp_objstore.stores import IfAbsent, ObjectStore
 
 _MIB = 1024 * 1024
@@ -27,6 +37,33 @@ WRITES: dict[str, Callable[[ObjectStore], object]] = {
     "delete": lambda store: store.delete("k"),
 }
 VERBS = {**READS, **WRITES}
+
+
+# What a server of S3 answers to any verb, by status and code, and what becomes of it.
+ANSWERS: list[tuple[int, str, type[DcpObjstoreError]]] = [
+    (400, "ExpiredToken", CredentialsError),
+    (400, "InvalidToken", CredentialsError),
+    (403, "InvalidAccessKeyId", CredentialsError),
+    (403, "SignatureDoesNotMatch", CredentialsError),
+    (403, "RequestTimeTooSkewed", CredentialsError),
+    (401, "", CredentialsError),
+    (403, "AccessDenied", PermissionDeniedError),
+    (403, "", PermissionDeniedError),
+    (404, "NoSuchBucket", BucketNotFoundError),
+    (400, "InvalidArgument", InputError),
+    (400, "RequestTimeout", StoreUnavailableError),
+    (412, "PreconditionFailed", PreconditionFailedError),
+    (409, "ConditionalRequestConflict", PreconditionFailedError),
+    (409, "OperationAborted", StoreUnavailableError),
+    (416, "InvalidRange", CorruptDataError),
+    (429, "SlowDown", StoreUnavailableError),
+    (500, "InternalError", StoreUnavailableError),
+    (501, "NotImplemented", UnsupportedError),
+    (502, "", StoreUnavailableError),
+    (503, "SlowDown", StoreUnavailableError),
+    (504, "", StoreUnavailableError),
+    (418, "", DcpObjstoreError),
+]
 
 
 def check(error: DcpObjstoreError, store: ObjectStore, verb: str) -> None:

@@ -7,7 +7,6 @@ import copy
 import io
 import logging
 import pickle
-import secrets
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,15 +32,11 @@ from dcp_objstore.write import (
     upload_items as uploading,
     writer as writer_module,
 )
-from tests.support.checkpoints import cause
+from tests.support.checkpoints import cause, memory_url
 from tests.support.servers import Bucket
 from tests.support.wrapped_stores import Fault, FaultStore, Request, Verb, WatchedStore
 
 MIB = 1024 * 1024
-
-
-def memory_url() -> str:
-    return f"memory://saving/{secrets.token_hex(4)}"
 
 
 def keys(url: str) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import secrets
 import subprocess
 import sys
 import threading
@@ -26,14 +25,10 @@ from dcp_objstore.write import async_save as async_api, upload_items as uploadin
 from dcp_objstore.write.staging import regions, stager, state as staging
 from dcp_objstore.write.staging.memory import StagingMemory
 from dcp_objstore.write.staging.state import StagedState, Staging, stage
-from tests.support.checkpoints import HookPlanner
+from tests.support.checkpoints import HookPlanner, memory_url
 from tests.support.lanes import LateLane, use_lane
 
 MIB = 1 << 20
-
-
-def memory_url() -> str:
-    return f"memory://staging/{secrets.token_hex(4)}"
 
 
 @pytest.fixture
