@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.urls import StoreUrl
 
 
@@ -39,6 +40,11 @@ class BaseStore:
     def reports_throttling(self) -> Collection[str]:
         """See `ObjectStore.reports_throttling`; none."""
         return ()
+
+    @property
+    def range_reading(self) -> RangeReading:
+        """See `ObjectStore.range_reading`; not ahead, and without memory."""
+        return RangeReading()
 
     @contextmanager
     def _located(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -13,13 +13,17 @@ from dcp_objstore.stores.protocol import (
     ObjectMeta,
     ObjectStore,
     Precondition,
+    RangeBody,
+    RangeReading,
     Version,
 )
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from typing_extensions import Buffer
 
-Verb = Literal["put", "put_stream", "get", "get_range", "head", "list", "delete"]
+Verb = Literal["put", "put_stream", "get", "open_range", "head", "list", "delete"]
 T = TypeVar("T")
 
 
@@ -75,6 +79,11 @@ class WrappedStore:
     def reports_throttling(self) -> Collection[str]:
         """The inner store's."""
         return self.inner.reports_throttling
+
+    @property
+    def range_reading(self) -> RangeReading:
+        """The inner store's."""
+        return self.inner.range_reading
 
     @property
     def capabilities(self) -> Capabilities:
@@ -134,15 +143,10 @@ class WrappedStore:
             request.bytes = len(body)
             return body, meta
 
-    def get_range(
-        self, key: str, start: int, end: int, *, into: memoryview | None = None
-    ) -> Buffer:
-        """See `ObjectStore.get_range`."""
-        request = Request("get_range", key, start=start, end=end)
-        with self._around(request):
-            body = self.inner.get_range(key, start, end, into=into)
-            request.bytes = memoryview(body).nbytes
-            return body
+    def open_range(self, key: str, start: int, end: int) -> WrappedRange:
+        """See `ObjectStore.open_range`; the request begins with the first read."""
+        request = Request("open_range", key, start=start, end=end)
+        return WrappedRange(self.inner.open_range(key, start, end), request, self._around)
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""
@@ -158,3 +162,44 @@ class WrappedStore:
         """See `ObjectStore.delete`."""
         with self._around(Request("delete", key)):
             self.inner.delete(key)
+
+
+class WrappedRange:
+    """A `RangeBody` around one; it is in `around` from its first read to its last, or its end."""
+
+    def __init__(
+        self,
+        inner: RangeBody,
+        request: Request,
+        around: Callable[[Request], AbstractContextManager[None]],
+    ) -> None:
+        self._inner = inner
+        self._request = request
+        self._around: Callable[[Request], AbstractContextManager[None]] | None = around
+        self._entered = ExitStack()
+
+    def readinto(self, into: memoryview) -> None:
+        """See `RangeBody.readinto`."""
+        request, around = self._request, self._around
+        try:
+            if around is not None:
+                self._around = None
+                self._entered.enter_context(around(request))
+            self._inner.readinto(into)
+            request.bytes += len(into)
+            if (request.start or 0) + request.bytes == request.end:
+                self._entered.close()
+        except BaseException as error:
+            if not self._entered.__exit__(type(error), error, error.__traceback__):
+                raise
+
+    def close(self) -> None:
+        """See `RangeBody.close`."""
+        self._inner.close()
+        self._entered.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dcp_objstore.stores.protocol import ObjectStore
-from dcp_objstore.stores.wrappers import Request, Verb, WrappedStore
+from dcp_objstore.stores.wrappers import Request, Verb, WrappedRange, WrappedStore
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -105,6 +105,36 @@ class FaultStore(WrappedStore):
         fault = self._during.get(id(request))
         if fault is not None and request.buffers >= fault.after_buffers:
             raise fault.error
+
+
+Change = Callable[[str, int, memoryview], None]
+
+
+class ChangingStore(WrappedStore):
+    """Changes what ranges give.
+
+    Args:
+        inner: the store.
+        change: called with the key, the offset in the object and the bytes there, to be changed.
+    """
+
+    def __init__(self, inner: ObjectStore, change: Change) -> None:
+        super().__init__(inner)
+        self._change = change
+
+    def open_range(self, key: str, start: int, end: int) -> WrappedRange:
+        opened = super().open_range(key, start, end)
+        read = opened.readinto
+        at = start
+
+        def readinto(into: memoryview) -> None:
+            nonlocal at
+            read(into)
+            self._change(key, at, into)
+            at += len(into)
+
+        opened.readinto = readinto  # type: ignore[method-assign]
+        return opened
 
 
 class LatencyStore(WrappedStore):

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
@@ -27,7 +28,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
-from dcp_objstore.stores.answers import check_came, check_fits, check_whole
+from dcp_objstore.stores.answers import check_fits, check_whole
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import (
     WatchedBuffers,
@@ -45,8 +46,10 @@ from dcp_objstore.stores.protocol import (
     IfAbsent,
     ObjectMeta,
     Precondition,
+    RangeReading,
     Version,
 )
+from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource, Range
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -134,23 +137,17 @@ class FsspecStore(BaseStore):
         with self._errors(key) as path:
             return self._get(key, path, max_size_bytes)
 
-    def get_range(
-        self,
-        key: str,
-        start: int,
-        end: int,
-        *,
-        into: memoryview | None = None,  # noqa: ARG002  filesystems bring memory of their own
-    ) -> Buffer:
-        """See `ObjectStore.get_range`. An empty range is answered without a request."""
+    @property
+    def range_reading(self) -> RangeReading:
+        """See `ObjectStore.range_reading`."""
+        return FETCHED_READING
+
+    def open_range(self, key: str, start: int, end: int) -> Range:
+        """See `ObjectStore.open_range`."""
         check_range(start, end)
-        if start == end:
-            check_key(key)
-            return b""
         with self._errors(key) as path:
-            body: bytes = self._fs.cat_file(path, start=start, end=end)
-            check_came(len(body), start, end)
-        return body
+            source = FetchedSource(partial(self._fs.cat_file, path))
+        return Range(source, start, end, partial(self._errors, key))
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""
