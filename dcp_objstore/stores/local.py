@@ -31,7 +31,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +45,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.answers import check_fits
 from dcp_objstore.stores.base import BaseStore
-from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer, check_range
+from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer
 from dcp_objstore.stores.protocol import (
     Capabilities,
     IfAbsent,
@@ -55,7 +54,7 @@ from dcp_objstore.stores.protocol import (
     Precondition,
     Version,
 )
-from dcp_objstore.stores.ranges import Answer, Range, RangeSource
+from dcp_objstore.stores.ranges import Answer, RangeSource
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -131,11 +130,8 @@ class LocalStore(BaseStore):
             check_fits(status.st_size, max_size_bytes)
             return _read(fd, status.st_size), _meta(key, status)
 
-    def open_range(self, key: str, start: int, end: int) -> Range:
-        """See `ObjectStore.open_range`."""
-        check_range(start, end)
-        with self._errors(key) as path:
-            return Range(_LocalSource(path), start, end, partial(self._errors, key))
+    def _range_source(self, place: Path) -> _LocalSource:
+        return _LocalSource(place)
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""

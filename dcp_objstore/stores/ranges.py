@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import InputError
 from dcp_objstore.stores.answers import check_came
-from dcp_objstore.stores.buffers import check_range
 from dcp_objstore.stores.protocol import RangeReading
 
 if TYPE_CHECKING:
@@ -61,6 +60,15 @@ class RangeSource(ABC):
     def ask(self, start: int, end: int) -> Answer:
         """Ask for bytes `[start, end)`, or for the first part of them. What fails is final."""
 
+    def ask_ahead(self, start: int, end: int) -> Answer | None:
+        """Send the request for bytes `[start, end)` if that needs no waiting; it never fails.
+
+        Returns:
+            The answer, to be read or closed. None, as by default: it is asked for when it is read.
+        """
+        del start, end
+        return None
+
     def failed(self, error: Exception, asked_at: float) -> None:
         """Decide what becomes of an answer that broke off. The default is to raise.
 
@@ -94,7 +102,6 @@ class Range:
         errors: Callable[[], AbstractContextManager[object]],
         ahead: Answer | None = None,
     ) -> None:
-        check_range(start, end)
         self._source = source
         self._at, self._end = start, end
         self._errors = errors

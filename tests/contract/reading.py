@@ -120,11 +120,11 @@ class ReadingContract(Endpoint):
         with ScriptedServer() as server:
             server.answer = lambda *_: (500, {}, b"")
             store = self.store_at(server.endpoint_url)
-            before = len(server.requests)
             assert read_range(store, "k", 7, 7) == b""
             with store.open_range("k", 7, 9) as body:
                 body.readinto(memoryview(bytearray()))
-            assert len(server.requests) == before
+            # Some ask for the bucket before anything else.
+            assert not [path for _, path, _ in server.requests if path.partition("?")[0][-1] == "k"]
 
     @guarantee("exact ranges")
     def test_a_range_past_the_end_is_corrupt(self, store: ObjectStore) -> None:

@@ -197,6 +197,7 @@ import faulthandler, os, sys
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.errors import ForkedProcessError
+from dcp_objstore.stores.ranges import read_range
 spec = StoreSpec(sys.argv[1], dict(key=sys.argv[2], secret=sys.argv[3], endpoint_url=sys.argv[4]),
                  TransferConfig(transport="fsspec"))
 store = spec.open()

@@ -162,6 +162,7 @@ def test_a_spawned_child_gets_the_credentials(bucket: Bucket, no_aws: None) -> N
 _FORK = """
 import faulthandler, os, sys
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.errors import ForkedProcessError
 spec = StoreSpec(sys.argv[1], dict(key=sys.argv[2], secret=sys.argv[3], endpoint_url=sys.argv[4])
                  if sys.argv[1].startswith("s3") else None)

@@ -18,7 +18,6 @@ import random
 import threading
 import time
 from contextlib import closing
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
@@ -30,9 +29,8 @@ from dcp_objstore.stores.boto3.bodies import (
     receive,
     receive_some,
 )
-from dcp_objstore.stores.buffers import check_range
 from dcp_objstore.stores.protocol import RangeReading
-from dcp_objstore.stores.ranges import Answer, BrokenOffError, Range, RangeSource
+from dcp_objstore.stores.ranges import Answer, BrokenOffError, RangeSource
 from dcp_objstore.stores.s3.errors import translate_botocore
 from dcp_objstore.stores.s3.store import S3Store
 from dcp_objstore.stores.urls import StoreUrl
@@ -105,12 +103,8 @@ class Boto3Store(S3Store):
         """See `ObjectStore.range_reading`: what is received at once, and its copy."""
         return RangeReading(memory_bytes=2 * RECEIVE_BYTES)
 
-    def open_range(self, key: str, start: int, end: int) -> Range:
-        """See `ObjectStore.open_range`."""
-        check_range(start, end)
-        with self._errors(key) as target:
-            source = _Boto3Source(self._clients, target)
-        return Range(source, start, end, partial(self._errors, key))
+    def _range_source(self, place: Mapping[str, str]) -> _Boto3Source:
+        return _Boto3Source(self._clients, place)
 
 
 class _Boto3Source(RangeSource):

@@ -13,10 +13,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcp_objstore.errors import DcpObjstoreError
-from dcp_objstore.stores.buffers import check_range
 from dcp_objstore.stores.fsspec.errors import is_of_botocore, translate_fsspec
 from dcp_objstore.stores.protocol import RangeReading
-from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource, Range
+from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
 from dcp_objstore.stores.s3.errors import translate_botocore
 from dcp_objstore.stores.s3.store import S3Store
 from dcp_objstore.stores.s3.upload import MultipartUpload
@@ -85,13 +84,9 @@ class S3fsStore(S3Store):
         """See `ObjectStore.range_reading`."""
         return FETCHED_READING
 
-    def open_range(self, key: str, start: int, end: int) -> Range:
-        """See `ObjectStore.open_range`."""
-        check_range(start, end)
-        with self._errors(key) as target:
-            path = f"{target['Bucket']}/{target['Key']}"
-            source = FetchedSource(partial(self._fs.cat_file, path))
-        return Range(source, start, end, partial(self._errors, key))
+    def _range_source(self, place: Mapping[str, str]) -> FetchedSource:
+        path = f"{place['Bucket']}/{place['Key']}"
+        return FetchedSource(lambda start, end: self._fs.cat_file(path, start=start, end=end))
 
 
 class _Operations:

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
@@ -34,7 +33,6 @@ from dcp_objstore.stores.buffers import (
     WatchedBuffers,
     as_buffers,
     check_buffer,
-    check_range,
     cut_parts,
 )
 from dcp_objstore.stores.fsspec.errors import status_and_code, translate_fsspec
@@ -49,7 +47,7 @@ from dcp_objstore.stores.protocol import (
     RangeReading,
     Version,
 )
-from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource, Range
+from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -142,12 +140,8 @@ class FsspecStore(BaseStore):
         """See `ObjectStore.range_reading`."""
         return FETCHED_READING
 
-    def open_range(self, key: str, start: int, end: int) -> Range:
-        """See `ObjectStore.open_range`."""
-        check_range(start, end)
-        with self._errors(key) as path:
-            source = FetchedSource(partial(self._fs.cat_file, path))
-        return Range(source, start, end, partial(self._errors, key))
+    def _range_source(self, place: str) -> FetchedSource:
+        return FetchedSource(lambda start, end: self._fs.cat_file(place, start=start, end=end))
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""

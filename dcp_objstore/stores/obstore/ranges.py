@@ -59,7 +59,7 @@ class ObstoreSource(RangeSource):
         self._over_lane = True
 
     def ask_ahead(self, start: int, end: int) -> Answer | None:
-        """Send the request over the lane; None if it has to be made when the range is read."""
+        """See `RangeSource.ask_ahead`; over the lane."""
         lane = self._clients.direct() if self._over_lane else None
         if lane is None:
             return None

@@ -35,7 +35,7 @@ from dcp_objstore.stores.answers import (
     version_of,
 )
 from dcp_objstore.stores.base import BaseStore
-from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer, check_range
+from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer
 from dcp_objstore.stores.errors import NO_STORE
 from dcp_objstore.stores.obstore.errors import (
     abort_failed,
@@ -57,7 +57,6 @@ from dcp_objstore.stores.protocol import (
     RangeReading,
     Version,
 )
-from dcp_objstore.stores.ranges import Range
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -223,13 +222,8 @@ class ObstoreStore(BaseStore):
             check_whole(len(body), meta.size_bytes)
         return body, meta
 
-    def open_range(self, key: str, start: int, end: int) -> Range:
-        """See `ObjectStore.open_range`."""
-        check_range(start, end)
-        with self._errors(key) as path:
-            source = ObstoreSource(self._clients, path, in_memory=self._url.scheme == "memory")
-            ahead = source.ask_ahead(start, end)
-        return Range(source, start, end, partial(self._errors, key), ahead)
+    def _range_source(self, place: str) -> ObstoreSource:
+        return ObstoreSource(self._clients, place, in_memory=self._url.scheme == "memory")
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""
