@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -181,25 +181,33 @@ class FetchedSource(RangeSource):
         end = min(end, start + _FETCHED_BYTES)
         body = memoryview(self._fetch(start, end))
         check_came(len(body), start, end)
-        return _Fetched(body)
+        return Chunks(iter((body,)))
 
 
-class _Fetched:
-    """An `Answer` that has come as a whole."""
+class Chunks:
+    """An `Answer` that a library gives in memory of its own.
 
-    def __init__(self, body: memoryview) -> None:
-        self._rest = body
+    Args:
+        chunks: the bytes, in their order; none is empty.
+    """
+
+    def __init__(self, chunks: Iterator[Buffer]) -> None:
+        self._chunks = chunks
+        self._rest = memoryview(b"")
 
     def readinto(self, into: memoryview) -> int:
         """See `Answer.readinto`."""
+        if not self._rest:
+            self._rest = memoryview(b"")  # an empty view of a chunk would keep it in memory
+            self._rest = memoryview(next(self._chunks, b""))
         some = self._rest[: len(into)]
         into[: len(some)] = some
         self._rest = self._rest[len(some) :]
         return len(some)
 
     def close(self) -> None:
-        """Free the memory."""
-        self._rest = memoryview(b"")
+        """See `Answer.close`."""
+        self._chunks, self._rest = iter(()), memoryview(b"")
 
 
 def read_range(store: ObjectStore, key: str, start: int, end: int) -> bytearray:

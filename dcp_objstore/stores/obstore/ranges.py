@@ -17,7 +17,7 @@ from dcp_objstore.stores.obstore.errors import (
     translate_obstore,
 )
 from dcp_objstore.stores.protocol import RangeReading
-from dcp_objstore.stores.ranges import Answer, RangeSource
+from dcp_objstore.stores.ranges import Answer, Chunks, RangeSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,31 +118,17 @@ class ObstoreSource(RangeSource):
             raise CorruptDataError(
                 f"bytes [{start}, {end}) asked for, of an object of {answer.meta['size']} bytes"
             )
-        return _ObstoreAnswer(answer, start, end)
+        return Chunks(_chunks(answer, start, end))
 
 
-class _ObstoreAnswer:
-    """The `Answer` that obstore has begun to receive."""
-
-    def __init__(self, answer: Any, start: int, end: int) -> None:
-        self._chunks: Iterator[Buffer] = iter(answer.stream(min_chunk_size=_CHUNK_BYTES))
-        self._chunk = memoryview(b"")
-        self._start, self._end = start, end
-        self._came_bytes = 0
-
-    def readinto(self, into: memoryview) -> int:
-        """See `Answer.readinto`."""
-        if not self._chunk:
-            self._chunk = memoryview(b"")  # the last one is freed first
-            self._chunk = memoryview(next(self._chunks, b""))
-            self._came_bytes += len(self._chunk)
-            if not self._chunk or self._came_bytes > self._end - self._start:
-                check_came(self._came_bytes, self._start, self._end)
-        some = self._chunk[: len(into)]
-        into[: len(some)] = some
-        self._chunk = self._chunk[len(some) :]
-        return len(some)
-
-    def close(self) -> None:
-        """See `Answer.close`."""
-        self._chunks, self._chunk = iter(()), memoryview(b"")
+def _chunks(answer: Any, start: int, end: int) -> Iterator[Buffer]:
+    """Yield a body as it comes, and check its length."""
+    came_bytes = 0
+    chunks = iter(answer.stream(min_chunk_size=_CHUNK_BYTES))
+    while came_bytes < end - start and (chunk := next(chunks, None)) is not None:
+        came_bytes += len(memoryview(chunk))
+        if came_bytes > end - start:
+            break
+        yield chunk
+        del chunk  # before the next one is gathered
+    check_came(came_bytes, start, end)
