@@ -56,13 +56,13 @@ class TransferConfig:
             that a rank holds is never split: above this size it gets an object of its own, up to
             5 TiB. At least 5 MiB, at most 5 TiB (which all stores accept). Default 256 GiB, which
             keeps parts at 32 MiB.
-        request_size_bytes: the largest ranged GET. Over plain HTTP, where a body arrives in one
-            block of memory, it grows to 32 MiB for large loads of one rank into host memory.
-            Default 8 MiB.
+        request_size_bytes: the largest ranged GET. Over plain HTTP, where requests are sent ahead,
+            it grows to 32 MiB for large loads of one rank into host memory. Default 8 MiB.
         download_concurrency: ranged GETs in flight per rank. Default 8.
-        memory_budget_bytes: memory for the requests in flight, per rank. Each request counts twice,
-            because the transport collects its pieces before it joins them. One request is always
-            made, whatever its size. Default 128 MiB.
+        memory_budget_bytes: memory for the requests in flight, per rank. Each thread that reads
+            takes one block (4 MiB) and what the transport holds: 4 MiB at most, over fsspec twice
+            the request (up to 16 MiB). One request is always made, whatever its size. Default
+            128 MiB.
         hash_threads: threads that compute block digests during a save. Default 2.
         connect_timeout_seconds: time to establish a connection. Default 10.
         request_timeout_seconds: deadline for one request with its body. For an upload it must

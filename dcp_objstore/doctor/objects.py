@@ -19,6 +19,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.observe.report import size_text
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
+from dcp_objstore.stores.ranges import read_range
 
 if TYPE_CHECKING:
     from dcp_objstore.doctor.scratch import Scratch, Stop
@@ -114,7 +115,7 @@ class ObjectChecks:
         if not self._written:
             yield from self._read_existing()
             return
-        body = bytes(self._store.get_range("put", 100, 1500))
+        body = read_range(self._store, "put", 100, 1500)
         if body != self._body[100:1500]:
             yield Finding("read", "failed", _UNEQUAL, _REPORT_IT)
             return
@@ -127,7 +128,7 @@ class ObjectChecks:
         if found is None:
             yield Finding("read", "not made", "there is no object to read, and none can be written")
             return
-        store.get_range(found.key, 0, 1)
+        read_range(store, found.key, 0, 1)
         yield Finding("read", "ok", f"a byte of {found.key} was read")
 
     def _multipart(self) -> Iterator[Finding]:
@@ -155,7 +156,7 @@ class ObjectChecks:
         self._stop.check()
         try:
             size = len(first) + len(last)
-            same = bytes(self._store.get_range("multipart", 0, size)) == first + last
+            same = read_range(self._store, "multipart", 0, size) == first + last
         except DcpObjstoreError as error:
             yield Finding(
                 "checksums", "not made", f"the object could not be read back: {summary(error)}"

@@ -27,6 +27,7 @@ from dcp_objstore.stores.diagnosis.identity import Identity, identify
 from dcp_objstore.stores.diagnosis.server import ask_server, named_server
 from dcp_objstore.stores.fsspec.errors import status_and_code
 from dcp_objstore.stores.obstore.errors import http_code
+from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.uploads.lifecycle import LIFECYCLE_DAYS, covering_days
 from dcp_objstore.stores.uploads.s3 import S3Uploads
 
@@ -192,7 +193,7 @@ class Surroundings:
             if self._url.scheme not in _OTHER_TOOLS:
                 store.head(_ABSENT)
             else:
-                store.get_range(_ABSENT, 0, 1)  # the answer to a HEAD has no body to hold a code
+                read_range(store, _ABSENT, 0, 1)  # the answer to a HEAD has no body to hold a code
         except (ObjectNotFoundError, PermissionDeniedError) as error:
             # Without the right to list, a store answers "denied" for absent objects as well. The
             # next checks report that.

@@ -32,7 +32,6 @@ from dcp_objstore.read.tensor_read import (
 )
 from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
 from dcp_objstore.stores.admission.limiter import reports_retries
-from dcp_objstore.stores.protocol import AskableStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
@@ -107,10 +106,10 @@ def run_load(
 
     def take_in(request: RangeRequest[Block], body: Buffer) -> bool:
         completed.wait_for_room(progress)
-        with nullcontext(body) if inbound is None else inbound.taking(request, body) as here:
-            consume(request, here)
+        with nullcontext() if inbound is None else inbound.taking(request):
+            consume(request, body)
         if exchange is not None:
-            exchange.keep(request, body)
+            exchange.keep(request)
         return completed.is_full
 
     def admit(request: RangeRequest[Block], progress: Progress) -> memoryview | None:
@@ -192,9 +191,8 @@ def _request_size(
     destinations: Iterable[torch.Tensor],
     config: TransferConfig,
 ) -> int:
-    """Return the request size: larger than configured where bodies arrive directly in memory."""
-    piecewise = isinstance(store, AskableStore) and store.asks_ahead
-    if not piecewise or any(to.device.type != "cpu" for to in destinations):
+    """Return the request size: larger than configured where requests are sent ahead."""
+    if not store.range_reading.ahead or any(to.device.type != "cpu" for to in destinations):
         return config.request_size_bytes
     total_bytes = sum(span.end - span.start for span in spans)
     return grown_request_size(total_bytes, config.request_size_bytes)

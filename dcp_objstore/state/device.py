@@ -283,24 +283,19 @@ class Inbound:
         return memoryview(slot.array)[: request.end - request.start]
 
     @contextmanager
-    def taking(self, request: RangeRequest[T], body: Buffer) -> Iterator[Buffer]:
-        """Give the block the body as it lies in the admitted memory, then release that memory.
+    def taking(self, request: RangeRequest[T]) -> Iterator[None]:
+        """Let the block send from the admitted memory, then release that memory.
 
         The memory is reused once its copies are complete. It is kept after an error, which either
         ends the load or causes the body to be fetched and consumed again.
         """
         slot = self._admitted.get(id(request))
         if slot is None:
-            yield body
+            yield
             return
-        arrived: ByteArray = np.frombuffer(body, dtype=np.uint8)
-        if not slot.holds(arrived):  # the transport used its own memory
-            slot.settle()
-            slot.array[: arrived.nbytes] = arrived
-            arrived = slot.array[: arrived.nbytes]
         self._of_thread.slot = slot
         try:
-            yield arrived.data
+            yield
         finally:
             self._of_thread.slot = None
         del self._admitted[id(request)]
@@ -340,8 +335,8 @@ class Inbound:
 def plan_ring(largest_bytes: int, concurrency: int, budget_bytes: int) -> tuple[int, int, int]:
     """Divide a load's memory between the ring and the bodies that are being fetched.
 
-    A body in flight counts twice its size, as everywhere (`transfer.download.worker_count`), and
-    its slot counts once. If the budget does not allow one such request, there is no ring.
+    A body in flight counts twice its size, for what the store takes while it is read, and its slot
+    counts once. If the budget does not allow one such request, there is no ring.
 
     Args:
         largest_bytes: size of the largest request.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
 
 from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.stores.buffers import check_range
+from dcp_objstore.stores.protocol import RangeReading
+from dcp_objstore.stores.ranges import Range, RangeSource
 from dcp_objstore.stores.urls import StoreUrl
 
 
-class BaseStore:
+class BaseStore(ABC):
     """A base of the adapters.
 
     Args:
@@ -39,6 +45,31 @@ class BaseStore:
     def reports_throttling(self) -> Collection[str]:
         """See `ObjectStore.reports_throttling`; none."""
         return ()
+
+    @property
+    def range_reading(self) -> RangeReading:
+        """See `ObjectStore.range_reading`; not ahead, and without memory."""
+        return RangeReading()
+
+    def open_range(self, key: str, start: int, end: int) -> Range:
+        """See `ObjectStore.open_range`."""
+        check_range(start, end)
+        with self._errors(key) as place:
+            source = self._range_source(place)
+            ahead = source.ask_ahead(start, end) if start < end else None
+        return Range(source, start, end, partial(self._errors, key), ahead)
+
+    @abstractmethod
+    def _errors(self, key: str | None) -> AbstractContextManager[Any]:
+        """Check the key, give the adapter's name of it, and translate what is raised."""
+
+    @abstractmethod
+    def _range_source(self, place: Any) -> RangeSource:
+        """How ranges of an object are asked for.
+
+        Args:
+            place: what `_errors` gave.
+        """
 
     @contextmanager
     def _located(

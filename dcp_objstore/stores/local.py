@@ -44,7 +44,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.answers import check_fits
 from dcp_objstore.stores.base import BaseStore
-from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer, check_range
+from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer
 from dcp_objstore.stores.protocol import (
     Capabilities,
     IfAbsent,
@@ -54,6 +54,7 @@ from dcp_objstore.stores.protocol import (
     UnfinishedUpload,
     Version,
 )
+from dcp_objstore.stores.ranges import Answer, RangeSource
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -127,19 +128,10 @@ class LocalStore(BaseStore):
         """See `ObjectStore.get`."""
         with self._errors(key) as path, _opened(path) as (fd, status):
             check_fits(status.st_size, max_size_bytes)
-            return bytes(_read(fd, 0, status.st_size)), _meta(key, status)
+            return _read(fd, status.st_size), _meta(key, status)
 
-    def get_range(
-        self, key: str, start: int, end: int, *, into: memoryview | None = None
-    ) -> Buffer:
-        """See `ObjectStore.get_range`."""
-        check_range(start, end)
-        with self._errors(key) as path, _opened(path) as (fd, status):
-            if status.st_size < end:
-                raise CorruptDataError(
-                    f"bytes [{start}, {end}) asked for, but they end at {status.st_size}"
-                )
-            return _read(fd, start, end, into)
+    def _range_source(self, place: Path) -> _LocalSource:
+        return _LocalSource(place)
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""
@@ -342,8 +334,45 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+class _LocalSource(RangeSource):
+    """Reads ranges of one file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def ask(self, start: int, end: int) -> Answer:
+        """See `RangeSource.ask`."""
+        fd, status = _open(self._path)
+        if status.st_size < end:
+            os.close(fd)
+            raise CorruptDataError(
+                f"bytes [{start}, {end}) asked for, but they end at {status.st_size}"
+            )
+        return _LocalAnswer(fd, start)
+
+
+class _LocalAnswer:
+    """An `Answer` from an open file."""
+
+    def __init__(self, fd: int, start: int) -> None:
+        self._fd = fd
+        self._at = start
+
+    def readinto(self, into: memoryview) -> int:
+        """See `Answer.readinto`."""
+        count = os.preadv(self._fd, [into], self._at)
+        if not count:
+            raise CorruptDataError(f"the object ends at {self._at}")
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        """See `Answer.close`."""
+        os.close(self._fd)
+
+
+def _open(path: Path) -> tuple[int, os.stat_result]:
+    """Open an object for reading; the caller closes the descriptor."""
     # O_NONBLOCK: opening a FIFO must not wait; it is refused below.
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -353,20 +382,30 @@ def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ObjectNotFoundError("there is no such object")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, status
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    fd, status = _open(path)
+    try:
         yield fd, status
     finally:
         os.close(fd)
 
 
-def _read(fd: int, start: int, end: int, into: memoryview | None = None) -> memoryview:
-    view = memoryview(bytearray(end - start)) if into is None else into
+def _read(fd: int, size_bytes: int) -> bytes:
+    into = memoryview(bytearray(size_bytes))
     done = 0
-    while done < len(view):
-        count = os.preadv(fd, [view[done:]], start + done)
+    while done < size_bytes:
+        count = os.preadv(fd, [into[done:]], done)
         if count == 0:
-            raise CorruptDataError(f"bytes [{start}, {end}) end at {start + done}")
+            raise CorruptDataError(f"the object ends at {done}, not at {size_bytes}")
         done += count
-    return view
+    return bytes(into)
 
 
 def _make_folder(folder: Path) -> None:

@@ -8,12 +8,13 @@ opened with), `/`-separated, without a leading slash. Every verb raises only err
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     from datetime import datetime
+    from typing import Self
 
     from typing_extensions import Buffer
 
@@ -120,7 +121,7 @@ class Capabilities:
             leave a short object, or none where there was one.
         modified_times: `last_modified` is when the object was written, by the store's clock.
             Without it the time is that of the request, so nothing ever looks old.
-        ranges: `get_range` gives any part of an object. Without it (a server that ignores `Range`,
+        ranges: `open_range` gives any part of an object. Without it (a server that ignores `Range`,
             as `rclone serve s3` does), a part is an error, never other bytes; nothing can be
             loaded from there.
     """
@@ -134,6 +135,55 @@ class Capabilities:
     atomic_put: bool = True
     modified_times: bool = True
     ranges: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RangeReading:
+    """How a store reads ranges: what a transfer plans its threads and its memory by.
+
+    Attributes:
+        ahead: `open_range` sends the request at once and returns before the answer has come. Then
+            a few threads keep many connections busy: while one body is worked on, the next ones
+            arrive in the memory of the kernel.
+        memory_bytes: an opened range takes at most this much memory besides the caller's while it
+            is read, and none before.
+    """
+
+    ahead: bool = False
+    memory_bytes: int = 0
+
+
+class RangeBody(Protocol):
+    """Bytes `[start, end)` of an object, read front to back into the caller's memory.
+
+    Use it from one thread at a time, and close it. It is a context manager that does.
+    """
+
+    def readinto(self, into: memoryview) -> None:
+        """Fill `into` with the next bytes. It waits for them, and asks again for what broke off.
+
+        A reader that is done with a piece before it reads the next one into the same memory finds
+        it in the processor's cache, and has less memory in use than the range is long.
+
+        Args:
+            into: writable, 1-D and contiguous. After an error it may hold anything.
+
+        Raises:
+            InputError: `into` is read-only or longer than what is left, or the range is closed. No
+                byte was read.
+            ObjectNotFoundError: there is no such object.
+            CorruptDataError: the object ends before `end`, or other bytes came than were asked
+                for.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give up what was not read."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 @runtime_checkable
@@ -162,6 +212,11 @@ class ObjectStore(Protocol):
         It reports each such retry, and each request that the store puts off, to the bucket's
         `Limiter`. Of other verbs the transport retries out of sight.
         """
+        ...
+
+    @property
+    def range_reading(self) -> RangeReading:
+        """How ranges are read, as far as is known; a lane that only fails is given up."""
         ...
 
     def put(
@@ -215,18 +270,15 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def get_range(
-        self, key: str, start: int, end: int, *, into: memoryview | None = None
-    ) -> Buffer:
-        """Read bytes `[start, end)`.
+    def open_range(self, key: str, start: int, end: int) -> RangeBody:
+        """Open bytes `[start, end)` of an object, to be read front to back.
 
-        Args:
-            into: writable bytes of length `end - start`, offered to save a copy. What is returned
-                may lie there or elsewhere; what `into` then holds in the second case is undefined.
+        Where `range_reading.ahead` says so, the request is sent now, otherwise at the first
+        `readinto`. An empty range needs no request.
 
         Raises:
-            ObjectNotFoundError: there is no such object.
-            CorruptDataError: the object ends before `end`, or the body has another length.
+            InputError: that is not a range. Everything else that goes wrong, an absent object
+                included, is raised by `readinto`.
         """
         ...
 
@@ -247,71 +299,4 @@ class ObjectStore(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove one object; an absent one is no error."""
-        ...
-
-
-@runtime_checkable
-class PiecewiseStore(ObjectStore, Protocol):
-    """A store from which a range may be taken piece by piece, while the rest is on its way."""
-
-    def get_pieces(
-        self, key: str, cuts: Sequence[int], into: memoryview
-    ) -> Generator[Buffer, None, None]:
-        """Read bytes `[cuts[0], cuts[-1])` in one request, cut where `cuts` says.
-
-        A reader that is done with a piece before it asks for the next one finds it in the
-        processor's cache, and has less memory in use than the range is long.
-
-        Args:
-            cuts: where the range begins, where each piece ends and the next one begins.
-            into: writable bytes, as many as the largest piece has, offered for each of them: a
-                piece may lie there or elsewhere, and is to be used before the next is asked for.
-
-        Raises:
-            As `get_range`, when a piece is asked for.
-        """
-        ...
-
-
-class AskedRange(Protocol):
-    """A request for a range that was sent and not read yet."""
-
-    def close(self) -> None:
-        """It is not wanted any more."""
-        ...
-
-
-# See `AskableStore.get_asked`; what a memory budget is counted with.
-REST_SIZE_BYTES = 8 * 1024 * 1024
-
-
-@runtime_checkable
-class AskableStore(PiecewiseStore, Protocol):
-    """A store that can be asked for a range before there is memory, or a thread, to read it into.
-
-    So a few threads keep many connections busy: while one body is worked on, the next ones arrive.
-    """
-
-    @property
-    def asks_ahead(self) -> bool:
-        """Whether `ask` does something, as far as is known."""
-        ...
-
-    def ask(self, key: str, start: int, end: int) -> AskedRange | None:
-        """Send the request for bytes `[start, end)`. It never fails: what is wrong is raised when
-        the range is read.
-
-        Returns:
-            What to read, or to close; None: the range is to be asked for when it is read.
-        """
-        ...
-
-    def get_asked(
-        self, key: str, cuts: Sequence[int], into: memoryview, asked: AskedRange | None
-    ) -> Generator[Buffer, None, None]:
-        """As `get_pieces`, of what `ask` gave for the same key and range.
-
-        Beside `into` it has at most `REST_SIZE_BYTES` of the body in memory, or one piece: what did
-        not come piece by piece is asked for again in ranges of that size.
-        """
         ...

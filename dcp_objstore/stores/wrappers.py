@@ -10,6 +10,8 @@ from dcp_objstore.stores.protocol import (
     ObjectMeta,
     ObjectStore,
     Precondition,
+    RangeBody,
+    RangeReading,
     Version,
 )
 
@@ -40,6 +42,11 @@ class WrappedStore:
     def reports_throttling(self) -> Collection[str]:
         """The inner store's."""
         return self.inner.reports_throttling
+
+    @property
+    def range_reading(self) -> RangeReading:
+        """The inner store's."""
+        return self.inner.range_reading
 
     @property
     def capabilities(self) -> Capabilities:
@@ -74,11 +81,9 @@ class WrappedStore:
         """See `ObjectStore.get`."""
         return self.inner.get(key, max_size_bytes=max_size_bytes)
 
-    def get_range(
-        self, key: str, start: int, end: int, *, into: memoryview | None = None
-    ) -> Buffer:
-        """See `ObjectStore.get_range`."""
-        return self.inner.get_range(key, start, end, into=into)
+    def open_range(self, key: str, start: int, end: int) -> RangeBody:
+        """See `ObjectStore.open_range`."""
+        return self.inner.open_range(key, start, end)
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""

@@ -1,11 +1,10 @@
 """Parallel ranged GETs within a memory budget; each body is consumed in the thread that fetched it.
 
-Worker threads take requests in order, fetch each body and pass it to `consume`, which verifies it
-and copies it out; the body is dropped before the next one is fetched. If the store can do it, a
-body arrives piece by piece, so that each piece is consumed while it is in the processor's cache,
-and the next request is sent ahead. So the number of workers bounds the memory in use, whatever the
-size of the load. The calling thread receives the finished requests as an iterator and can be
-interrupted at any time.
+Worker threads take requests in order, read each body piece by piece into memory that they keep, and
+pass each piece to `consume`, which verifies it and copies it out while it is in the processor's
+cache. If the store can do it, the next request is sent ahead. So the number of workers bounds the
+memory in use, whatever the size of the load. The calling thread receives the finished requests as
+an iterator and can be interrupted at any time.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
-from dataclasses import KW_ONLY, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -26,12 +25,6 @@ from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import RangeRead
 from dcp_objstore.stores.admission.limiter import admission_slot
-from dcp_objstore.stores.protocol import (
-    REST_SIZE_BYTES,
-    AskableStore,
-    AskedRange,
-    PiecewiseStore,
-)
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, cut
@@ -43,41 +36,45 @@ if TYPE_CHECKING:
 
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores.admission.limiter import AdmissionSlot
-    from dcp_objstore.stores.protocol import ObjectStore
+    from dcp_objstore.stores.protocol import ObjectStore, RangeBody, RangeReading
 
 T = TypeVar("T")
+
+# Requests that a worker has in flight if they can be sent ahead. So half as many threads keep as
+# many connections busy with half of the memory: 0.7 instead of 0.8 CPU-seconds per GiB (2 cores,
+# loopback).
+_AHEAD = 2
 
 
 def worker_count(
     requests: Sequence[RangeRequest[T]],
     concurrency: int,
     budget_bytes: int,
+    reading: RangeReading,
     *,
-    piecewise: bool = False,
+    depth: int = 1,
 ) -> int:
-    """Return how many requests may be in flight so that their bodies fit into the memory budget.
+    """Return how many workers fit into the memory budget.
 
-    A body counts twice: the transport collects its pieces before it joins them.
+    A worker takes the memory for the largest piece, and what the store takes for the one range that
+    it is reading. Ranges that are open and not read yet take none.
 
     Args:
         requests: all requests of the transfer.
         concurrency: the largest number of requests in flight.
-        budget_bytes: the memory budget.
-        piecewise: whether bodies arrive straight in this process's memory, a piece at a time. Then
-            two requests use one digest block. The rest of the budget is for bodies that broke off:
-            the transport fetches what is missing in ranges of `REST_SIZE_BYTES`.
+        budget_bytes: the memory budget. One worker is always allowed.
+        reading: how the store reads ranges.
+        depth: the number of requests that a worker has in flight.
     """
-    held = max((_held_bytes(r, piecewise=piecewise) for r in requests), default=1)
-    fitting = max(1, budget_bytes // (2 * held))
-    return min(concurrency, fitting, len(requests))
+    piece_bytes = max(map(_largest_piece, requests), default=0)
+    fitting = max(1, budget_bytes // max(1, piece_bytes + reading.memory_bytes))
+    return min(-(-min(concurrency, len(requests)) // depth), fitting)
 
 
-def _held_bytes(request: RangeRequest[T], *, piecewise: bool) -> int:
+def _largest_piece(request: RangeRequest[T]) -> int:
     size_bytes = request.end - request.start
-    if not piecewise or size_bytes <= REST_SIZE_BYTES:
-        return size_bytes
     largest = max((span.end - span.start for span in request.spans), default=size_bytes)
-    return max(REST_SIZE_BYTES, largest)
+    return min(size_bytes, max(largest, BLOCK_SIZE_BYTES))
 
 
 def fetch_ranges(
@@ -107,8 +104,8 @@ def fetch_ranges(
         consume: called in worker threads with a request and its body, for different requests at the
             same time, and once for each piece of a request. If it returns True, the calling thread
             is needed before the request is done, and None is yielded. If it raises
-            `CorruptDataError`, the range is fetched once more before the error counts, because a
-            damaged transfer is not a damaged checkpoint.
+            `CorruptDataError`, the range is fetched once more from this piece on before the error
+            counts, because a damaged transfer is not a damaged checkpoint.
         config: limits and time-outs.
         progress: receives the bytes that were fetched; may stop the transfer.
         budget_bytes: memory for bodies. Default: `config.memory_budget_bytes`.
@@ -124,7 +121,7 @@ def fetch_ranges(
     tasks: queue.SimpleQueue[RangeRequest[T]] = queue.SimpleQueue()
     done: queue.SimpleQueue[RangeRequest[T] | BaseException | None] = queue.SimpleQueue()
     gate = _Gate(progress)
-    slot = admission_slot(store, "get_range")
+    slot = admission_slot(store, "open_range")
     for request in requests:
         tasks.put(request)
 
@@ -135,25 +132,17 @@ def fetch_ranges(
             done.put(None)
 
     # With `admit` a body waits for memory, which may only be free once the body before it was read.
-    asks: AskableStore | None = None
-    if admit is None and isinstance(store, AskableStore) and store.asks_ahead:
-        asks = store
-    shared = _Shared(
-        store,
-        object_keys,
-        guarded,
-        explain,
-        admit,
-        progress,
-        slot,
-        pieces=store if isinstance(store, PiecewiseStore) else None,
-        asks=asks,
+    reading = store.range_reading
+    depth = _AHEAD if admit is None and reading.ahead else 1
+    shared = _Shared(store, object_keys, guarded, explain, admit, progress, slot, depth)
+    workers = worker_count(
+        requests,
+        config.download_concurrency,
+        config.memory_budget_bytes if budget_bytes is None else budget_bytes,
+        reading,
+        depth=depth,
     )
-    budget_bytes = config.memory_budget_bytes if budget_bytes is None else budget_bytes
-    in_flight = worker_count(
-        requests, config.download_concurrency, budget_bytes, piecewise=asks is not None
-    )
-    for number in range(-(-in_flight // shared.depth)):
+    for number in range(workers):
         spawn(partial(_Worker(shared, number).run, tasks, done), f"download-{number}")
     check_stalled = partial(progress.check_stalled, "download")
     try:
@@ -203,18 +192,13 @@ class _Begun(Generic[T]):
     request: RangeRequest[T]
     into: memoryview | None
     at: float
-    asked: AskedRange | None
+    body: RangeBody
     worker: int
 
 
 @dataclass(frozen=True)
 class _Shared(Generic[T]):
-    """What the workers of one call of `fetch_ranges` share.
-
-    Attributes:
-        pieces, asks: the store, if it has these verbs; otherwise None. (Checked once, because the
-            check takes longer than the rest of a request's Python.)
-    """
+    """What the workers of one call of `fetch_ranges` share."""
 
     store: ObjectStore
     object_keys: Sequence[str]
@@ -223,18 +207,7 @@ class _Shared(Generic[T]):
     admit: Callable[[RangeRequest[T], Progress], memoryview | None] | None
     progress: Progress
     slot: AdmissionSlot
-    _: KW_ONLY
-    pieces: PiecewiseStore | None
-    asks: AskableStore | None
-
-    @property
-    def depth(self) -> int:
-        """The number of requests that a worker has under way.
-
-        If requests can be sent ahead, half as many threads keep as many connections busy with half
-        of the memory: 0.7 instead of 0.8 CPU-seconds per GiB (2 cores, loopback).
-        """
-        return 1 if self.asks is None else 2
+    depth: int
 
 
 @dataclass
@@ -270,27 +243,24 @@ class _Worker(Generic[T]):
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             for left in ahead:
                 self.shared.slot.end(id(left.request), answered=False)
-                if left.asked is not None:
-                    left.asked.close()
+                left.body.close()
             done.put(error)
 
     def _begin(self, request: RangeRequest[T]) -> _Begun[T]:
         shared = self.shared
         into = None if shared.admit is None else shared.admit(request, shared.progress)
         shared.slot.begin(id(request), shared.progress.check_stopped)
-        asked = None
-        if shared.asks is not None:
-            key = shared.object_keys[request.object_number]
-            asked = shared.asks.ask(key, request.start, request.end)
+        key = shared.object_keys[request.object_number]
+        body = shared.store.open_range(key, request.start, request.end)
         # In a trace, each request that one thread has under way gets its own row.
         self._begun += 1
         worker = shared.depth * self.number + self._begun % shared.depth
-        return _Begun(request, into, time.monotonic(), asked, worker)
+        return _Begun(request, into, time.monotonic(), body, worker)
 
     def _finish(self, begun: _Begun[T]) -> None:
         request, progress, answered = begun.request, self.shared.progress, False
         try:
-            self._fetch(request, begun.into, begun.asked)
+            self._fetch(begun)
             answered = True
         finally:
             self.shared.slot.end(id(request), answered=answered)
@@ -305,70 +275,43 @@ class _Worker(Generic[T]):
                 worker=begun.worker,
             )
 
-    def _fetch(
-        self, request: RangeRequest[T], into: memoryview | None, asked: AskedRange | None
-    ) -> None:
-        """Fetch a request and consume it: as a whole if it has memory, otherwise in pieces."""
-        pieces = [request]
+    def _fetch(self, begun: _Begun[T]) -> None:
+        """Read a request and consume it: as a whole if it has memory, otherwise in pieces."""
+        shared, request, into = self.shared, begun.request, begun.into
+        key = shared.object_keys[request.object_number]
+        rest = deque([request] if into is not None else cut(request, BLOCK_SIZE_BYTES))
         if into is None:
-            if self.shared.pieces is not None:
-                pieces = cut(request, BLOCK_SIZE_BYTES)
-            into = self._memory(max(piece.end - piece.start for piece in pieces))
-        consumed = 0
-        began_at = time.monotonic()
-        try:
-            with closing(self._arriving(pieces, into, asked)) as bodies:
-                for body in bodies:
-                    self.shared.consume(pieces[consumed], body)
-                    consumed += 1
-                    self.shared.progress.alive()
-        except CorruptDataError as error:
-            if (channel := current_channel()) is not None:
-                key = self.shared.object_keys[request.object_number]
-                text = f"{type(error).__name__}: {error.message}"
-                channel.retried("range", key, 2, text, began_at)
-            rest = pieces[consumed:]
-            if len(pieces) > 1:
-                spans = [span for piece in rest for span in piece.spans]
-                whole = RangeRequest(request.object_number, rest[0].start, request.end, spans)
-                rest = cut(whole, REST_SIZE_BYTES)
+            into = self._memory(max(piece.end - piece.start for piece in rest))
+        body, damaged = begun.body, None
+        while rest:
+            began_at = time.monotonic()
             try:
-                for some in rest:
-                    for body in self._arriving([some], None):
-                        self.shared.consume(some, body)
-                    self.shared.progress.alive()
+                self._consume(body, rest, into)
             except CorruptDataError as error:
-                raise error.at(object_key=self.shared.object_keys[request.object_number]) from None
+                if rest[0] is damaged:
+                    raise error.at(object_key=key) from None
+                damaged = rest[0]
+                if (channel := current_channel()) is not None:
+                    text = f"{type(error).__name__}: {error.message}"
+                    channel.retried("range", key, 2, text, began_at)
+                body = shared.store.open_range(key, damaged.start, request.end)
 
-    def _arriving(
-        self,
-        pieces: Sequence[RangeRequest[T]],
-        into: memoryview | None,
-        asked: AskedRange | None = None,
-    ) -> Generator[Buffer, None, None]:
-        """Yield the bodies of the pieces of one request, in their order."""
-        key = self.shared.object_keys[pieces[0].object_number]
-        given = 0
-        try:
-            if asked is None and (into is None or len(pieces) == 1):
-                yield self.shared.store.get_range(key, pieces[0].start, pieces[0].end, into=into)
-                return
-            assert into is not None
-            cuts = [pieces[0].start, *(piece.end for piece in pieces)]
-            if asked is not None:
-                assert self.shared.asks is not None
-                arriving = self.shared.asks.get_asked(key, cuts, into, asked)
-            else:
-                assert self.shared.pieces is not None
-                arriving = self.shared.pieces.get_pieces(key, cuts, into)
-            with closing(arriving) as bodies:
-                for body in bodies:
-                    yield body
-                    given += 1
-        except DcpObjstoreError as error:
-            if self.shared.explain is None:
-                raise
-            raise self.shared.explain(pieces[given], error) from error
+    def _consume(self, body: RangeBody, rest: deque[RangeRequest[T]], into: memoryview) -> None:
+        """Read pieces and consume them, and take each off `rest` once it was consumed."""
+        shared = self.shared
+        with body:
+            while rest:
+                piece = rest[0]
+                came = into[: piece.end - piece.start]
+                try:
+                    body.readinto(came)
+                except DcpObjstoreError as error:
+                    if shared.explain is None:
+                        raise
+                    raise shared.explain(piece, error) from error
+                shared.consume(piece, came)
+                rest.popleft()
+                shared.progress.alive()
 
     def _memory(self, size_bytes: int) -> memoryview:
         """Return memory for a body or its largest piece.

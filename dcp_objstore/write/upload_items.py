@@ -20,6 +20,7 @@ from dcp_objstore.errors import InputError
 from dcp_objstore.observe.events import Hashed, Planned
 from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject
 from dcp_objstore.state.device import Outbound, settle_streams
+from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.transfer.digests import block_digests
 from dcp_objstore.transfer.parts import part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
@@ -124,7 +125,7 @@ def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[Change
     """
     for one in changed:
         end = one.offset + one.size_bytes
-        body = wait_for(store.get_range, object_key, one.offset, end)
+        body = wait_for(read_range, store, object_key, one.offset, end)
         if block_digests(body) != one.digests.result():
             raise InputError(
                 "the tensor changed while it was being saved, so this checkpoint could not be"

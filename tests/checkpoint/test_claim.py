@@ -100,8 +100,8 @@ class Below:
         body, meta = self._ask("get", key, max_size_bytes=max_size_bytes)
         return body, replace(meta, key=key)
 
-    def get_range(self, key: str, start: int, end: int, *, into: Any = None) -> Any:
-        return self._ask("get_range", key, start, end, into=into)
+    def open_range(self, key: str, start: int, end: int) -> Any:
+        return self._ask("open_range", key, start, end)
 
     def head(self, key: str) -> ObjectMeta:
         return replace(self._ask("head", key), key=key)

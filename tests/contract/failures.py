@@ -21,13 +21,14 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import IfAbsent, ObjectStore
 from dcp_objstore.stores.admission.bounds import Bounds
 from dcp_objstore.stores.admission.limiter import limiter_of
+from dcp_objstore.stores.ranges import read_range
 from tests.contract.common import MIB, PART, Endpoint
 from tests.support.guarantees import guarantee
 from tests.support.scripted import Fault, ScriptedServer, fault_answer
 
 VERBS: dict[str, Callable[[ObjectStore], object]] = {
     "get": lambda store: store.get("k", max_size_bytes=100),
-    "get_range": lambda store: store.get_range("k", 0, 1),
+    "open_range": lambda store: read_range(store, "k", 0, 1),
     "head": lambda store: store.head("k"),
     "list": lambda store: list(store.list()),
     "put": lambda store: store.put("k", b"x"),
@@ -39,11 +40,11 @@ VERBS: dict[str, Callable[[ObjectStore], object]] = {
 }
 EXPECTED: dict[Fault, tuple[type[DcpObjstoreError], tuple[str, ...]]] = {
     "forbidden": (PermissionDeniedError, tuple(VERBS)),
-    "no object": (ObjectNotFoundError, ("get", "get_range", "head")),
+    "no object": (ObjectNotFoundError, ("get", "open_range", "head")),
     "no bucket": (BucketNotFoundError, tuple(VERBS)),
     "conflict": (PreconditionFailedError, ("put_absent",)),
     "precondition": (PreconditionFailedError, ("put_absent",)),
-    "bad range": (CorruptDataError, ("get_range",)),
+    "bad range": (CorruptDataError, ("open_range",)),
     "too many": (StoreUnavailableError, tuple(VERBS)),
     "internal": (StoreUnavailableError, tuple(VERBS)),
     "busy": (StoreUnavailableError, tuple(VERBS)),

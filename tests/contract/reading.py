@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 
 import numpy as np
 import pytest
 
-from dcp_objstore.errors import CorruptDataError, InputError, StoreUnavailableError
+from dcp_objstore.errors import (
+    CorruptDataError,
+    InputError,
+    ObjectNotFoundError,
+    StoreUnavailableError,
+)
 from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.protocol import Capabilities
+from dcp_objstore.stores.ranges import read_range
 from tests.contract.common import Endpoint
 from tests.support.guarantees import guarantee
 from tests.support.scripted import Answer, ScriptedServer
@@ -43,31 +50,100 @@ class ReadingContract(Endpoint):
         ]:
             if not capabilities.ranges and end - start not in (0, len(data)):
                 with pytest.raises((CorruptDataError, InputError)):
-                    store.get_range("k", start, end)
+                    read_range(store, "k", start, end)
                 continue
-            assert bytes(store.get_range("k", start, end)) == data[start:end]
-            room = memoryview(bytearray(b"?" * (end - start)))
-            assert bytes(store.get_range("k", start, end, into=room)) == data[start:end]
+            assert read_range(store, "k", start, end) == data[start:end]
+
+    @guarantee("exact ranges")
+    def test_a_range_is_read_in_pieces_of_any_size_into_the_same_memory(
+        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
+    ) -> None:
+        data = np.random.default_rng(1).bytes(9_000_001)
+        side_door.write("k", data)
+        start, end = (3, 9_000_000) if capabilities.ranges else (0, len(data))
+        memory = memoryview(bytearray(2_000_000))
+        for sizes in ([1, 7, 0, 300_000, 2_000_000, 65_537], [1_999_999]):
+            came, at = [], start
+            with store.open_range("k", start, end) as body:
+                for size in cycle(sizes):
+                    piece = memory[: min(size, end - at)]
+                    body.readinto(piece)
+                    came.append(bytes(piece))
+                    at += len(piece)
+                    if at == end:
+                        break
+            assert b"".join(came) == data[start:end]
+
+    @guarantee("exact ranges")
+    def test_a_range_that_is_closed_early_takes_nothing_from_the_next_ones(
+        self, store: ObjectStore, side_door: SideDoor
+    ) -> None:
+        data = np.random.default_rng(2).bytes(3_000_000)
+        side_door.write("k", data)
+        for size in (0, 5, 2_000_000):
+            body = store.open_range("k", 0, len(data))
+            into = memoryview(bytearray(size))
+            body.readinto(into)
+            assert into == data[:size]
+            body.close()
+            body.close()
+            with pytest.raises(InputError):
+                body.readinto(memoryview(bytearray(1)))
+            assert read_range(store, "k", 0, len(data)) == data
+
+    def test_memory_that_a_range_cannot_fill_is_refused_and_nothing_is_read(
+        self, store: ObjectStore
+    ) -> None:
+        store.put("k", b"0123456789")
+        with store.open_range("k", 0, 10) as body:
+            memory = bytearray(11)
+            columns = memoryview(bytearray(10)).cast("B", (5, 2))
+            for wrong in (memoryview(b"12"), memoryview(memory), memoryview(memory)[::2], columns):
+                with pytest.raises(InputError):
+                    body.readinto(wrong)
+            body.readinto(memoryview(memory)[:4])
+            with pytest.raises(InputError):
+                body.readinto(memoryview(memory)[4:11])
+            body.readinto(memoryview(memory)[4:10])
+        assert memory == b"0123456789\0"
+
+    def test_what_is_wrong_is_raised_when_a_range_is_read(self, store: ObjectStore) -> None:
+        store.put("k", b"0123456789")
+        for key, end, error in (("none", 5, ObjectNotFoundError), ("k", 11, CorruptDataError)):
+            with store.open_range(key, 0, end) as body, pytest.raises(error) as caught:
+                body.readinto(memoryview(bytearray(end)))
+            assert (caught.value.object_key, caught.value.url) == (key, store.url)
+
+    def test_an_empty_range_needs_no_request(self) -> None:
+        if self.dialect is None:
+            pytest.skip("no HTTP")
+        with ScriptedServer() as server:
+            server.answer = lambda *_: (500, {}, b"")
+            store = self.store_at(server.endpoint_url)
+            assert read_range(store, "k", 7, 7) == b""
+            with store.open_range("k", 7, 9) as body:
+                body.readinto(memoryview(bytearray()))
+            # Some ask for the bucket before anything else.
+            assert not [path for _, path, _ in server.requests if path.partition("?")[0][-1] == "k"]
 
     @guarantee("exact ranges")
     def test_a_range_past_the_end_is_corrupt(self, store: ObjectStore) -> None:
         store.put("k", b"0123456789")
         for start, end in [(0, 11), (9, 11), (10, 11), (500, 600)]:
-            for room in (None, memoryview(bytearray(end - start))):
-                with pytest.raises(CorruptDataError):
-                    store.get_range("k", start, end, into=room)
+            with pytest.raises(CorruptDataError):
+                read_range(store, "k", start, end)
 
     @guarantee("exact ranges")
     def test_a_range_past_the_end_of_an_empty_object_is_corrupt(self, store: ObjectStore) -> None:
         store.put("k", b"")
         with pytest.raises(CorruptDataError):
-            store.get_range("k", 0, 1)
+            read_range(store, "k", 0, 1)
 
     def test_a_range_that_is_none_is_refused(self, store: ObjectStore) -> None:
         store.put("k", b"0123456789")
         for start, end in [(-1, 2), (3, 2)]:
             with pytest.raises(InputError):
-                store.get_range("k", start, end)
+                read_range(store, "k", start, end)
 
     def test_get_refuses_an_object_that_is_too_large(self, store: ObjectStore) -> None:
         store.put("k", b"0123456789")
@@ -90,9 +166,8 @@ class ReadingContract(Endpoint):
             server.answer = lambda *_: (status, {**_HEADERS, **headers}, body)
             store = self.store_at(server.endpoint_url)
             wrong = pytest.raises((CorruptDataError, StoreUnavailableError))
-            for room in (None, memoryview(bytearray(100))):
-                with wrong:
-                    store.get_range("k", 0, 100, into=room)
+            with wrong:
+                read_range(store, "k", 0, 100)
 
     @guarantee("exact ranges")
     def test_a_whole_body_that_is_cut_off_is_an_error(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -20,9 +21,11 @@ from dcp_objstore.stores.protocol import (
     IfVersion,
     ObjectMeta,
     Precondition,
+    RangeReading,
     UnfinishedUpload,
     Version,
 )
+from dcp_objstore.stores.ranges import FetchedSource, Range
 from tests.support.memory_bucket import Bucket
 
 if TYPE_CHECKING:
@@ -143,6 +146,7 @@ class Connection:
         self.capabilities = Capabilities()
         self.endpoint_url: str | None = None
         self.reports_throttling = ()
+        self.range_reading = RangeReading()
         self.root = url.partition("://")[2].partition("/")[2] + "/"
 
     def _request(self, verb: str, key: str, effect: Callable[[], T]) -> T:
@@ -193,14 +197,16 @@ class Connection:
             raise CorruptDataError("too large", object_key=key)
         return body, replace(meta, key=key)
 
-    def get_range(
-        self, key: str, start: int, end: int, *, into: memoryview | None = None
-    ) -> Buffer:
+    def open_range(self, key: str, start: int, end: int) -> Range:
         full = self.root + key
-        body, _ = self._request("get", full, lambda: self.bucket.get(full))
-        if end > len(body):
-            raise CorruptDataError("too short", object_key=key)
-        return memoryview(body)[start:end]
+
+        def fetch(start: int, end: int) -> memoryview:
+            body, _ = self._request("get", full, lambda: self.bucket.get(full))
+            if end > len(body):
+                raise CorruptDataError("too short", object_key=key)
+            return memoryview(body)[start:end]
+
+        return Range(FetchedSource(fetch), start, end, nullcontext)
 
     def head(self, key: str) -> ObjectMeta:
         full = self.root + key

@@ -20,6 +20,7 @@ import dcp_objstore as dos
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.credentials.renewal import Renewing
+from dcp_objstore.stores.ranges import read_range
 from tests.support.proxy import Asked, Fault, Refuse
 from tests.support.scripted import Answer, ScriptedServer
 from tests.support.slow_sink import SlowSink
@@ -130,7 +131,7 @@ def test_a_save_outlives_the_credentials_of_a_container(
 
 VERBS: dict[str, Callable[[dos.stores.ObjectStore], object]] = {
     "get": lambda store: store.get("k", max_size_bytes=100),
-    "get_range": lambda store: store.get_range("k", 0, 1),
+    "open_range": lambda store: read_range(store, "k", 0, 1),
     "head": lambda store: store.head("k"),
     "list": lambda store: list(store.list()),
     "put": lambda store: store.put("k", b"x"),

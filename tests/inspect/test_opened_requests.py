@@ -55,7 +55,7 @@ def saved(state: dict[str, Any]) -> str:
 
 def ranges(requests: list[Request]) -> list[int]:
     """The sizes of the ranges that were fetched, and that nothing else was."""
-    assert {request.verb for request in requests} <= {"get_range"}
+    assert {request.verb for request in requests} <= {"open_range"}
     return [request.bytes for request in requests]
 
 

@@ -12,8 +12,10 @@ import torch.distributed.checkpoint as dcp
 import dcp_objstore as dos
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import UnsupportedError
+from dcp_objstore.stores.spec import StoreSpec
 from tests.support.servers import Bucket
 from tests.support.states import seeded
+from tests.support.wrapped_stores import ChangingStore
 
 BLOCK = 4 * MIB
 SIZE = 9 * MIB // 4  # elements of a tensor of two blocks and a bit
@@ -89,20 +91,18 @@ def test_an_object_that_has_grown_is_reported(large: tuple[dos.Checkpoint, Path]
 def test_a_block_that_differs_only_once_is_not_damaged(
     large: tuple[dos.Checkpoint, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dcp_objstore.stores.local import LocalStore
-
     ckpt, _ = large
-    get_range = LocalStore.get_range
-    seen: set[tuple[int, int]] = set()
+    seen: set[int] = set()
 
-    def damaged_at_first(self: Any, key: str, start: int, end: int, **settings: Any) -> Any:
-        body = bytearray(get_range(self, key, start, end, **settings))
-        if (start, end) not in seen:
-            seen.add((start, end))
+    def damage_at_first(key: str, at: int, body: memoryview) -> None:
+        if at not in seen:
+            seen.add(at)
             body[100] ^= 1
-        return body
 
-    monkeypatch.setattr(LocalStore, "get_range", damaged_at_first)
+    opened = StoreSpec.open
+    monkeypatch.setattr(
+        StoreSpec, "open", lambda spec: ChangingStore(opened(spec), damage_at_first)
+    )
     assert ckpt.verify().ok
     assert seen
 

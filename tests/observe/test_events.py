@@ -227,7 +227,7 @@ def test_a_range_that_comes_damaged_is_counted_and_told_as_a_retry(
 
     def plan(verb: Verb, key: str, nth: int) -> Fault | None:
         del nth
-        if verb != "get_range" or damaged:
+        if verb != "open_range" or damaged:
             return None
         damaged.append(key)
         return Fault("after", dos.CorruptDataError("damaged"))

@@ -66,7 +66,7 @@ class CountingStore(WatchedStore):
     @contextlib.contextmanager
     def _around(self, request: Request) -> Iterator[None]:
         yield
-        if request.verb == "get_range":
+        if request.verb == "open_range":
             with self._lock:
                 self.fetched_bytes += request.bytes
                 self._on_bytes(self.fetched_bytes)

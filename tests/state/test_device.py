@@ -45,7 +45,7 @@ from tests.support.checkpoints import memory_url
 from tests.support.lanes import LateLane, use_lane
 from tests.support.ranks import run_ranks
 from tests.support.states import ALL_DTYPES, same_bits, seeded
-from tests.support.wrapped_stores import Fault, FaultStore
+from tests.support.wrapped_stores import ChangingStore, Fault, FaultStore
 
 PART = 5 * MIB
 CONFIG = dos.TransferConfig(
@@ -422,21 +422,7 @@ def test_a_load_through_the_ring_is_exact_when_it_returns(seed, budget_mib, save
     assert bool(lane.allocated) == (budget_mib > 8)  # where a ring does not fit there is none
 
 
-class DirectStore(WrappedStore):
-    """Fills the memory that is offered."""
-
-    def get_range(self, key: str, start: int, end: int, *, into: Any = None) -> Any:
-        body = self.inner.get_range(key, start, end)
-        if into is None:
-            return body
-        into[:] = body
-        return into
-
-
-@pytest.mark.parametrize("direct", [True, False], ids=["fetched into it", "copied into it"])
-def test_a_body_goes_to_the_device_from_the_slot_that_was_acquired_for_it(
-    direct, lane, saved, through, monkeypatch
-):
+def test_a_body_goes_to_the_device_from_the_slot_that_was_acquired_for_it(lane, saved, monkeypatch):
     """There is but one, so that none is left to be copied into on the way."""
     taken: list[int] = []
     real_send = TensorRead._send
@@ -446,8 +432,6 @@ def test_a_body_goes_to_the_device_from_the_slot_that_was_acquired_for_it(
         real_send(self, position, arrived)
 
     monkeypatch.setattr(TensorRead, "_send", send)
-    if direct:
-        through(DirectStore)
     loaded = blank(big_state())
     config = dos.TransferConfig(request_size_bytes=4 * MIB, memory_budget_bytes=12 * MIB)
     load(loaded, saved, config=config)
@@ -462,15 +446,12 @@ def test_a_damaged_transfer_is_fetched_again_and_none_of_it_reaches_the_device(
 ):
     damaged: list[int] = []
 
-    class DamagingStore(WrappedStore):
-        def get_range(self, key: str, start: int, end: int, *, into: Any = None) -> Any:
-            body = bytearray(self.inner.get_range(key, start, end))
-            if start not in damaged:
-                damaged.append(start)
-                body[len(body) // 2] ^= 1
-            return bytes(body)
+    def damage(key: str, at: int, body: memoryview) -> None:
+        if at not in damaged:
+            damaged.append(at)
+            body[len(body) // 2] ^= 1
 
-    through(DamagingStore)
+    through(lambda store: ChangingStore(store, damage))
     loaded = blank(big_state())
     load(loaded, saved)
     assert damaged
@@ -478,13 +459,10 @@ def test_a_damaged_transfer_is_fetched_again_and_none_of_it_reaches_the_device(
 
 
 def test_lasting_damage_is_raised_and_never_copied_to_the_device(lane, saved, through):
-    class BrokenStore(WrappedStore):
-        def get_range(self, key: str, start: int, end: int, *, into: Any = None) -> Any:
-            body = bytearray(self.inner.get_range(key, start, end))
-            body[-1] ^= 1
-            return bytes(body)
+    def damage(key: str, at: int, body: memoryview) -> None:
+        body[-1] ^= 1
 
-    through(BrokenStore)
+    through(lambda store: ChangingStore(store, damage))
     loaded = blank(big_state())
     with pytest.raises(CheckpointCorruptError):
         dos.load(loaded, saved, config=CONFIG)
@@ -651,7 +629,7 @@ def test_a_failed_copy_to_the_device_fails_the_load_and_ends_all_others(
 
 def test_a_store_that_fails_during_a_load_is_what_is_raised(lane, saved, through):
     def plan(verb: str, key: str, nth: int) -> Fault | None:
-        if verb == "get_range" and nth == 6:
+        if verb == "open_range" and nth == 6:
             return Fault("before", StoreUnavailableError("gone away"))
         return None
 

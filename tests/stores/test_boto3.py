@@ -27,7 +27,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.boto3.bodies import JoinedBuffers
-from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, IfAbsent, PiecewiseStore
+from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, IfAbsent
 from tests.contract import PART, BucketContract, StoreContract
 from tests.support.proxy import Asked, Cut, NetworkProxy
 from tests.support.ranks import run_ranks
@@ -293,11 +293,11 @@ def test_buffers_are_sent_as_they_lie_in_memory() -> None:
 
 def test_a_range_is_put_where_it_is_wanted(mocked: str) -> None:
     store = open_store(f"{mocked}/{secrets.token_hex(4)}", BOTO3)
-    assert isinstance(store, PiecewiseStore)
     data = np.random.default_rng(0).integers(0, 256, 1_000_000, dtype=np.uint8)
     store.put("k", data)
     memory = np.zeros(1_000_000, dtype=np.uint8)
-    store.get_range("k", 0, 1_000_000, into=memoryview(memory))
+    with store.open_range("k", 0, 1_000_000) as body:
+        body.readinto(memoryview(memory))
     assert np.array_equal(memory, data)
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import islice, pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 
 from dcp_objstore.errors import CorruptDataError, ObjectNotFoundError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.obstore.direct import WORTHWHILE_BYTES, DirectLane
-from dcp_objstore.stores.obstore.store import ObstoreStore
-from dcp_objstore.stores.protocol import PiecewiseStore
+from dcp_objstore.stores.obstore.direct import (
+    WORTHWHILE_BYTES,
+    DirectAnswer,
+    DirectLane,
+    LaneError,
+)
+from dcp_objstore.stores.obstore.ranges import ObstoreSource
+from dcp_objstore.stores.ranges import Answer, read_range
+from tests.support import tampering
 from tests.support.servers import Bucket
+from tests.support.tampering import TamperingProxy
 
-MIB = 1 << 20
 BODY = bytes(range(256)) * 4096  # 1 MiB
 
 
@@ -92,14 +95,29 @@ def lane(server: Server) -> DirectLane:
     return DirectLane(lambda _key: server.url, timeout_seconds=5)
 
 
-def lies_in(body: Any, memory: memoryview) -> bool:
-    begins = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-    return 0 <= np.frombuffer(body, dtype=np.uint8).ctypes.data - begins < len(memory)
-
-
 def read(lane: DirectLane, start: int = 1000, end: int = 500_000) -> bytes | None:
-    into = bytearray(end - start)
-    return bytes(into) if list(lane.read("key", (start, end), memoryview(into))) else None
+    """The bytes over the lane; None if it does not give them."""
+    came = received(lane, start, end)
+    return came if len(came) == end - start else None
+
+
+def received(lane: DirectLane, start: int, end: int, answer: DirectAnswer | None = None) -> bytes:
+    """What the lane gives of a range, in pieces of 100,001 bytes."""
+    into, at = memoryview(bytearray(end - start)), 0
+    try:
+        answer = answer or lane.ask("key", start, end)
+    except LaneError:
+        answer = None
+    if answer is None:
+        return b""
+    try:
+        while at < len(into):
+            at += answer.readinto(into[at : at + 100_001])
+    except LaneError:
+        pass
+    finally:
+        answer.close()
+    return bytes(into[:at])
 
 
 def test_bytes_arrive_in_the_memory_given_over_one_connection(
@@ -180,39 +198,26 @@ def test_a_proxy_is_left_to_the_transport(
     assert read(lane) == BODY[1000:500_000]
 
 
-CUTS = [1000, 1001, 9000, 400_000, 400_100, 700_000, len(BODY)]
-PIECES = [BODY[start:end] for start, end in pairwise(CUTS)]
-
-
-def test_pieces_of_one_answer_arrive_one_by_one_in_the_same_memory(
+def test_a_connection_is_not_used_again_when_its_body_was_not_read_to_the_end(
     server: Server, lane: DirectLane
 ) -> None:
-    into = memoryview(bytearray(400_000))
-    for _ in range(3):
-        assert [bytes(piece) for piece in lane.read("key", CUTS, into)] == PIECES
-    assert all(lies_in(piece, into) for piece in lane.read("key", CUTS, into))
-    assert len(server.seen) == 4
-    assert server.connections == 1
-
-
-def test_a_connection_is_not_used_again_when_its_pieces_were_not_all_taken(
-    server: Server, lane: DirectLane
-) -> None:
-    into = memoryview(bytearray(400_000))
-    for piece in lane.read("key", CUTS, into):
-        assert bytes(piece) == PIECES[0]
-        break
-    assert [bytes(piece) for piece in lane.read("key", CUTS, into)] == PIECES
+    answer = lane.ask("key", 1000, 500_000)
+    assert answer is not None
+    into = memoryview(bytearray(9))
+    assert answer.readinto(into) == 9
+    assert into == BODY[1000:1009]
+    answer.close()
+    assert read(lane) == BODY[1000:500_000]
     assert server.connections == 2
 
 
-def test_pieces_that_came_before_a_body_broke_off_are_whole(
+def test_bytes_that_came_before_a_body_broke_off_are_right(
     server: Server, lane: DirectLane
 ) -> None:
     server.how = "broken"
-    came = [bytes(piece) for piece in lane.read("key", CUTS, memoryview(bytearray(400_000)))]
-    assert came == PIECES[: len(came)]
-    assert 0 < len(came) < len(PIECES)
+    came = received(lane, 1000, len(BODY))
+    assert len(came) == (len(BODY) - 1000) // 2
+    assert came == BODY[1000 : 1000 + len(came)]
 
 
 def test_what_was_asked_ahead_is_read_in_any_order_each_with_one_request(
@@ -222,9 +227,7 @@ def test_what_was_asked_ahead_is_read_in_any_order_each_with_one_request(
     asked = [lane.ask("key", *one) for one in ranges]
     for (start, end), one in reversed(list(zip(ranges, asked, strict=True))):
         assert one is not None
-        into = bytearray(end - start)
-        assert len(list(lane.read("key", (start, end), memoryview(into), one))) == 1
-        assert bytes(into) == BODY[start:end]
+        assert received(lane, start, end, one) == BODY[start:end]
     assert sorted(server.seen) == sorted(f"bytes={start}-{end - 1}" for start, end in ranges)
     assert server.connections == 3
     assert read(lane) == BODY[1000:500_000]
@@ -237,18 +240,17 @@ def test_what_was_asked_ahead_and_goes_wrong_is_left_to_the_transport(
 ) -> None:
     server.how = how
     asked = [lane.ask("key", 0, 400_000) for _ in range(2)]
-    into = bytearray(400_000)
-    came = [list(lane.read("key", (0, 400_000), memoryview(into), one)) for one in asked]
-    whole = [into] if how == "closing" else []
-    assert came == [whole, whole]
-    assert (bytes(into) == BODY[:400_000]) is bool(whole)
+    came = [received(lane, 0, 400_000, one) for one in asked]
+    bytes_given = {"closing": 400_000, "broken": 200_000}.get(how, 0)
+    assert came == [BODY[:bytes_given]] * 2
 
 
 def test_nothing_is_asked_ahead_that_the_lane_does_not_read(server: Server) -> None:
     def fail(_key: str) -> str:
         raise ValueError("no signature")
 
-    assert DirectLane(fail, timeout_seconds=5).ask("key", 0, 400_000) is None
+    with pytest.raises(LaneError):
+        DirectLane(fail, timeout_seconds=5).ask("key", 0, 400_000)
     lane = DirectLane(lambda _key: server.url, timeout_seconds=5)
     assert lane.ask("key", 0, WORTHWHILE_BYTES - 1) is None
     asked = lane.ask("key", 0, 400_000)
@@ -257,79 +259,89 @@ def test_nothing_is_asked_ahead_that_the_lane_does_not_read(server: Server) -> N
     assert read(lane) == BODY[1000:500_000]
 
 
-@pytest.mark.backends("seaweed", "moto")
-@pytest.mark.parametrize("direct", [0, 2, 6])
-def test_pieces_that_the_lane_does_not_give_come_through_the_transport(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, direct: int
-) -> None:
-    bucket.put("key", BODY)
-    lane_reads = DirectLane.read
-    monkeypatch.setattr(DirectLane, "read", lambda *args: islice(lane_reads(*args), direct))
-    into = memoryview(bytearray(400_000))
-    store = open_store(bucket.url, bucket.storage_options)
-    assert isinstance(store, PiecewiseStore)
-    came = [(bytes(piece), lies_in(piece, into)) for piece in store.get_pieces("key", CUTS, into)]
-    assert came == [(piece, number < direct) for number, piece in enumerate(PIECES)]
-    monkeypatch.setattr(DirectLane, "read", lambda *_: iter(()))
-    with pytest.raises(ObjectNotFoundError):
-        list(store.get_pieces("absent", CUTS, into))
-    with pytest.raises(CorruptDataError):
-        list(store.get_pieces("key", [*CUTS, len(BODY) + 5], into))
+class Asks:
+    """What a store asks for, over the lane and of the transport.
+
+    Attributes:
+        over_lane, of_transport: start and end of each range.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.over_lane: list[tuple[int, int]] = []
+        self.of_transport: list[tuple[int, int]] = []
+        lane_asks, obstore_asks = DirectLane.ask, ObstoreSource._ask_obstore
+
+        def ask(lane: DirectLane, path: str, start: int, end: int) -> DirectAnswer | None:
+            answer = lane_asks(lane, path, start, end)
+            if answer is not None:
+                self.over_lane.append((start, end))
+            return answer
+
+        def ask_obstore(source: ObstoreSource, start: int, end: int) -> Answer:
+            self.of_transport.append((start, end))
+            return obstore_asks(source, start, end)
+
+        monkeypatch.setattr(DirectLane, "ask", ask)
+        monkeypatch.setattr(ObstoreSource, "_ask_obstore", ask_obstore)
 
 
-@pytest.mark.backends("seaweed")
-def test_what_the_lane_does_not_give_is_asked_of_the_transport_in_small_ranges(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body = random.Random(3).randbytes(21 * MIB)
-    bucket.put("key", body)
-    cuts = [*range(0, 21 * MIB, 4 * MIB), 21 * MIB]
-    store = open_store(bucket.url, bucket.storage_options)
-    assert isinstance(store, ObstoreStore)
-    asked: list[tuple[int, int]] = []
-    get = store._range
-
-    def counted(path: str, start: int, end: int, tries: Any) -> Any:
-        asked.append((start // MIB, end // MIB))
-        return get(path, start, end, tries)
-
-    monkeypatch.setattr(store, "_range", counted)
-    lane_reads = DirectLane.read
-    monkeypatch.setattr(DirectLane, "read", lambda *args: islice(lane_reads(*args), 1))
-    into = memoryview(bytearray(4 * MIB))
-    assert b"".join(bytes(piece) for piece in store.get_pieces("key", cuts, into)) == body
-    assert asked == [(4, 12), (12, 20), (20, 21)]
-    asked.clear()
-    monkeypatch.setattr(DirectLane, "read", lambda *_: iter(()))
-    whole = memoryview(bytearray(21 * MIB))
-    assert b"".join(store.get_pieces("key", [0, 21 * MIB], whole)) == body, "a piece is not cut"
-    assert asked == [(0, 21)]
+@pytest.fixture
+def asks(monkeypatch: pytest.MonkeyPatch) -> Asks:
+    return Asks(monkeypatch)
 
 
 @pytest.mark.backends("seaweed", "moto")
-def test_a_store_reads_large_ranges_directly_and_says_what_is_wrong_as_ever(bucket: Bucket) -> None:
+def test_a_store_reads_large_ranges_directly_and_says_what_is_wrong_as_ever(
+    bucket: Bucket, asks: Asks
+) -> None:
     bucket.put("an object/ü+%.bin", BODY)
     store = open_store(bucket.url, bucket.storage_options)
-
-    def ranged(key: str, start: int, end: int) -> tuple[bytes, bool]:
-        into = memoryview(bytearray(end - start))
-        body = store.get_range(key, start, end, into=into)
-        return bytes(body), lies_in(body, into)
-
     large = WORTHWHILE_BYTES + 17
-    assert ranged("an object/ü+%.bin", 3, 3 + large) == (BODY[3 : 3 + large], True)
-    assert ranged("an object/ü+%.bin", 3, 103) == (BODY[3:103], False)
+    assert read_range(store, "an object/ü+%.bin", 3, 3 + large) == BODY[3 : 3 + large]
+    assert (asks.over_lane, asks.of_transport) == ([(3, 3 + large)], [])
+    assert read_range(store, "an object/ü+%.bin", 3, 103) == BODY[3:103]
+    assert asks.of_transport == [(3, 103)]
     with pytest.raises(ObjectNotFoundError):
-        ranged("absent", 0, large)
+        read_range(store, "absent", 0, large)
     with pytest.raises(CorruptDataError):
-        ranged("an object/ü+%.bin", 100, len(BODY) + 1)
+        read_range(store, "an object/ü+%.bin", 100, len(BODY) + 1)
+    assert len(asks.over_lane) == len(asks.of_transport) == 3
 
 
 @pytest.mark.backends("seaweed")
-def test_what_a_signed_url_cannot_say_is_left_to_the_transport(bucket: Bucket) -> None:
+def test_of_a_body_that_breaks_off_only_the_rest_is_asked_for_and_that_of_the_transport(
+    bucket: Bucket, asks: Asks
+) -> None:
+    bucket.put("key", BODY)
+    with TamperingProxy(bucket.storage_options) as proxy:
+        proxy.tamper(tampering.cut, lambda asked: asked.signed_url, times=1)
+        store = open_store(bucket.url, proxy.storage_options)
+        assert read_range(store, "key", 24, len(BODY)) == BODY[24:]
+        half = 24 + (len(BODY) - 24) // 2
+        assert [(one.start, one.end) for one in proxy.asked if one.method == "GET"] == [
+            (24, len(BODY)),
+            (half, len(BODY)),
+        ]
+    assert (asks.over_lane, asks.of_transport) == ([(24, len(BODY))], [(half, len(BODY))])
+
+
+@pytest.mark.backends("seaweed")
+def test_a_range_is_asked_ahead_while_the_lane_is_used(bucket: Bucket, asks: Asks) -> None:
+    bucket.put("key", BODY)
+    store = open_store(bucket.url, bucket.storage_options)
+    assert store.range_reading.ahead
+    opened = [store.open_range("key", 0, len(BODY)) for _ in range(3)]
+    assert len(asks.over_lane) == 3
+    for body in opened:
+        body.close()
+    assert read_range(store, "key", 0, len(BODY)) == BODY
+
+
+@pytest.mark.backends("seaweed")
+def test_what_a_signed_url_cannot_say_is_left_to_the_transport(bucket: Bucket, asks: Asks) -> None:
     bucket.put("key", BODY)
     options = {**bucket.storage_options, "requester_pays": True}
-    into = memoryview(bytearray(len(BODY)))
-    body = open_store(bucket.url, options).get_range("key", 0, len(BODY), into=into)
-    assert not lies_in(body, into)
-    assert bytes(body) == BODY
+    store = open_store(bucket.url, options)
+    assert not store.range_reading.ahead
+    assert read_range(store, "key", 0, len(BODY)) == BODY
+    assert not asks.over_lane

@@ -27,6 +27,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import IfAbsent, open_store
 from dcp_objstore.stores.obstore.errors import translate_obstore
 from dcp_objstore.stores.protocol import IfVersion, Version
+from dcp_objstore.stores.ranges import read_range
 from tests.model.faults import ERROR_BODY, UNIX_EPOCH
 from tests.support.scripted import Scripted, refusing
 from tests.support.servers import READ_ONLY, Bucket, MotoServer
@@ -176,19 +177,19 @@ def test_a_body_shorter_than_announced_is_an_error(scripted: Scripted) -> None:
         "Content-Range": "bytes 0-99/100",
     }
     scripted.answer = lambda *_: (206, headers, b"only this")
-    for verb in ("get", "get_range"):
+    for verb in ("get", "open_range"):
         with pytest.raises((CorruptDataError, StoreUnavailableError)):
             if verb == "get":
                 scripted.store().get("k", max_size_bytes=100)
             else:
-                scripted.store().get_range("k", 0, 100)
+                read_range(scripted.store(), "k", 0, 100)
 
 
 def test_a_server_that_ignores_the_range_is_an_error(scripted: Scripted) -> None:
     headers = {"ETag": '"e"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
     scripted.answer = lambda *_: (200, headers, b"0123456789")
     with pytest.raises(CorruptDataError, match="ignores Range"):
-        scripted.store().get_range("k", 2, 4)
+        read_range(scripted.store(), "k", 2, 4)
 
 
 def test_another_range_than_was_asked_for_is_an_error(scripted: Scripted) -> None:
@@ -200,7 +201,7 @@ def test_another_range_than_was_asked_for_is_an_error(scripted: Scripted) -> Non
     scripted.answer = lambda *_: (206, headers, b"234")
     for start, end in ((2, 6), (1, 5)):
         with pytest.raises(CorruptDataError, match="another range"):
-            scripted.store().get_range("k", start, end)
+            read_range(scripted.store(), "k", start, end)
 
 
 def test_get_does_not_read_a_body_that_is_too_large(scripted: Scripted) -> None:
@@ -344,7 +345,7 @@ def test_200_with_an_error_body_is_never_what_was_asked_for(scripted: Scripted) 
     assert (body, meta.version, meta.last_modified) == (ERROR_BODY, Version(None, None), UNIX_EPOCH)
     assert store.head("k").version == Version(None, None)
     with pytest.raises(CorruptDataError):
-        store.get_range("k", 0, 10)
+        read_range(store, "k", 0, 10)
     with pytest.raises(InputError):
         store.put("k", b"x", precondition=IfVersion(Version(None, None)))
     # So whoever opens a checkpoint is told that it is damaged, and whoever saves stops.

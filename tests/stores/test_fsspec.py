@@ -126,6 +126,6 @@ class TestGcsfs(StoreContract):
     def test_a_missing_bucket_is_told_from_a_missing_object(self, fake_gcs: FakeGcsServer) -> None:
         for bucket, expected in ((BUCKET, ObjectNotFoundError), ("nowhere", BucketNotFoundError)):
             store = open_store(f"gs://{bucket}/run", fake_gcs.storage_options, FSSPEC)
-            for verb in ("head", "get", "get_range"):
+            for verb in ("head", "get", "open_range"):
                 with pytest.raises(expected):
                     VERBS[verb](store)

@@ -79,7 +79,7 @@ def test_a_404_without_a_code_may_say_that_an_object_is_missing(
     web: Callable[[int], str], scheme: str
 ) -> None:
     store = at(scheme, web(404))
-    for verb in ("get", "head", "get_range"):
+    for verb in ("get", "head", "open_range"):
         with pytest.raises(ObjectNotFoundError):
             VERBS[verb](store)
     with pytest.raises(ObjectNotFoundError):

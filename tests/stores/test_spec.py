@@ -164,6 +164,7 @@ def test_a_spawned_child_gets_the_credentials(bucket: Bucket, no_aws: None) -> N
 _FORK = """
 import faulthandler, os, sys
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.errors import ForkedProcessError
 spec = StoreSpec(sys.argv[1], dict(key=sys.argv[2], secret=sys.argv[3], endpoint_url=sys.argv[4])
                  if sys.argv[1].startswith("s3") else None)
@@ -173,7 +174,7 @@ if os.fork() == 0:
     faulthandler.dump_traceback_later(20, exit=True)  # a hang ends as a failure
     for call in (lambda: store.get("k", max_size_bytes=9), lambda: store.put("k", b"child"),
                  lambda: store.head("k"), lambda: list(store.list()), lambda: store.delete("k"),
-                 lambda: store.get_range("k", 0, 1), spec.open,
+                 lambda: read_range(store, "k", 0, 1), spec.open,
                  lambda: store.put_stream("k", iter([b"x"]), part_size_bytes=5 << 20,
                                           max_concurrency=1)):
         try:

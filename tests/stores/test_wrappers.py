@@ -8,6 +8,7 @@ import pytest
 
 from dcp_objstore.errors import ObjectNotFoundError, StoreUnavailableError
 from dcp_objstore.stores import IfAbsent, ObjectStore, open_store
+from dcp_objstore.stores.ranges import read_range
 from tests.contract import keys, read
 from tests.support.wrapped_stores import Fault, FaultStore, LatencyStore, RecordingStore, Verb
 
@@ -24,7 +25,7 @@ def test_every_request_is_recorded_with_its_bytes(inner: ObjectStore) -> None:
     store.put("a", [b"12", b"3"], precondition=IfAbsent(), retry=False)
     store.put_stream("b", iter([b"1234", b"5"]), part_size_bytes=PART, max_concurrency=1)
     store.get("a", max_size_bytes=9)
-    store.get_range("b", 1, 3)
+    read_range(store, "b", 1, 3)
     store.head("a")
     list(store.list())
     store.delete("a")
@@ -35,7 +36,7 @@ def test_every_request_is_recorded_with_its_bytes(inner: ObjectStore) -> None:
         ("put", "a", 3),
         ("put_stream", "b", 5),
         ("get", "a", 3),
-        ("get_range", "b", 2),
+        ("open_range", "b", 2),
         ("head", "a", 0),
         ("list", "", 0),
         ("delete", "a", 0),
@@ -90,11 +91,11 @@ def test_a_stream_fails_before_during_or_after(
     assert len(taken) == {"before": 0, "during": 3, "after": 5}[when]
 
 
-@pytest.mark.parametrize("verb", ["get", "get_range", "head", "list", "delete"])
+@pytest.mark.parametrize("verb", ["get", "open_range", "head", "list", "delete"])
 def test_every_verb_can_fail(inner: ObjectStore, verb: Verb) -> None:
     calls = {
         "get": lambda: store.get("k", max_size_bytes=9),
-        "get_range": lambda: store.get_range("k", 0, 1),
+        "open_range": lambda: read_range(store, "k", 0, 1),
         "head": lambda: store.head("k"),
         "list": lambda: list(store.list()),
         "delete": lambda: store.delete("k"),

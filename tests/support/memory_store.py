@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -24,8 +25,10 @@ from dcp_objstore.stores.protocol import (
     Capabilities,
     ObjectMeta,
     Precondition,
+    RangeReading,
     Version,
 )
+from dcp_objstore.stores.ranges import FetchedSource, Range
 from tests.support.memory_bucket import Bucket
 
 if TYPE_CHECKING:
@@ -73,6 +76,7 @@ class MemoryStore:
         self.capabilities = Capabilities()
         self.endpoint_url: str | None = None
         self.reports_throttling = ()
+        self.range_reading = RangeReading()
         self.bucket = Bucket()
         self.objects = self.bucket.objects
         self.requests: list[tuple[str, str]] = []
@@ -150,13 +154,14 @@ class MemoryStore:
             raise CorruptDataError("too large")
         return body, meta
 
-    def get_range(
-        self, key: str, start: int, end: int, *, into: memoryview | None = None
-    ) -> Buffer:
-        body, _ = self.get(key, max_size_bytes=2**63)
-        if end > len(body):
-            raise CorruptDataError("too short")
-        return body[start:end]
+    def open_range(self, key: str, start: int, end: int) -> Range:
+        def fetch(start: int, end: int) -> bytes:
+            body, _ = self.get(key, max_size_bytes=2**63)
+            if end > len(body):
+                raise CorruptDataError("too short")
+            return body[start:end]
+
+        return Range(FetchedSource(fetch), start, end, nullcontext)
 
     def head(self, key: str) -> ObjectMeta:
         self.requests.append(("head", key))

@@ -18,13 +18,14 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import IfAbsent, ObjectStore
+from dcp_objstore.stores.ranges import read_range
 
 _MIB = 1024 * 1024
 ONCE = TransferConfig(max_retries=0, connect_timeout_seconds=5, request_timeout_seconds=20)
 
 READS: dict[str, Callable[[ObjectStore], object]] = {
     "get": lambda store: store.get("k", max_size_bytes=100),
-    "get_range": lambda store: store.get_range("k", 0, 1),
+    "open_range": lambda store: read_range(store, "k", 0, 1),
     "head": lambda store: store.head("k"),
     "list": lambda store: list(store.list()),
 }

@@ -9,18 +9,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers
-from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, Precondition, Version
+from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, Precondition, RangeBody, Version
 from dcp_objstore.stores.wrappers import WrappedStore
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from typing_extensions import Buffer
 
-Verb = Literal["put", "put_stream", "get", "get_range", "head", "list", "delete"]
+Verb = Literal["put", "put_stream", "get", "open_range", "head", "list", "delete"]
 
 
 @dataclass(slots=True)
@@ -108,15 +110,10 @@ class WatchedStore(WrappedStore):
             request.bytes = len(body)
             return body, meta
 
-    def get_range(
-        self, key: str, start: int, end: int, *, into: memoryview | None = None
-    ) -> Buffer:
-        """See `ObjectStore.get_range`."""
-        request = Request("get_range", key, start=start, end=end)
-        with self._around(request):
-            body = self.inner.get_range(key, start, end, into=into)
-            request.bytes = memoryview(body).nbytes
-            return body
+    def open_range(self, key: str, start: int, end: int) -> WatchedRange:
+        """See `ObjectStore.open_range`; the request begins with the first read."""
+        request = Request("open_range", key, start=start, end=end)
+        return WatchedRange(self.inner.open_range(key, start, end), request, self._around)
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""
@@ -132,6 +129,47 @@ class WatchedStore(WrappedStore):
         """See `ObjectStore.delete`."""
         with self._around(Request("delete", key)):
             self.inner.delete(key)
+
+
+class WatchedRange:
+    """A `RangeBody` around one; it is in `around` from its first read to its last, or its end."""
+
+    def __init__(
+        self,
+        inner: RangeBody,
+        request: Request,
+        around: Callable[[Request], AbstractContextManager[None]],
+    ) -> None:
+        self._inner = inner
+        self._request = request
+        self._around: Callable[[Request], AbstractContextManager[None]] | None = around
+        self._entered = ExitStack()
+
+    def readinto(self, into: memoryview) -> None:
+        """See `RangeBody.readinto`."""
+        request, around = self._request, self._around
+        try:
+            if around is not None:
+                self._around = None
+                self._entered.enter_context(around(request))
+            self._inner.readinto(into)
+            request.bytes += len(into)
+            if (request.start or 0) + request.bytes == request.end:
+                self._entered.close()
+        except BaseException as error:
+            if not self._entered.__exit__(type(error), error, error.__traceback__):
+                raise
+
+    def close(self) -> None:
+        """See `RangeBody.close`."""
+        self._inner.close()
+        self._entered.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +257,36 @@ class FaultStore(WatchedStore):
         fault = self._during.get(id(request))
         if fault is not None and request.buffers >= fault.after_buffers:
             raise fault.error
+
+
+Change = Callable[[str, int, memoryview], None]
+
+
+class ChangingStore(WatchedStore):
+    """Changes what ranges give.
+
+    Args:
+        inner: the store.
+        change: called with the key, the offset in the object and the bytes there, to be changed.
+    """
+
+    def __init__(self, inner: ObjectStore, change: Change) -> None:
+        super().__init__(inner)
+        self._change = change
+
+    def open_range(self, key: str, start: int, end: int) -> WatchedRange:
+        opened = super().open_range(key, start, end)
+        read = opened.readinto
+        at = start
+
+        def readinto(into: memoryview) -> None:
+            nonlocal at
+            read(into)
+            self._change(key, at, into)
+            at += len(into)
+
+        opened.readinto = readinto  # type: ignore[method-assign]
+        return opened
 
 
 class LatencyStore(WatchedStore):

@@ -23,6 +23,8 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
+from dcp_objstore.stores.protocol import RangeReading
+from dcp_objstore.stores.ranges import FetchedSource, Range
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests, digest_count
 from dcp_objstore.transfer.download import fetch_ranges, worker_count
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, check_item_size, part_count, plan_parts
@@ -38,7 +40,7 @@ from dcp_objstore.transfer.upload import run_watched, upload_object
 from dcp_objstore.transfer.workers import spawn, wait_for
 from dcp_objstore.waiting import result_of, wait_until
 from tests.support.listening import heard_channel, of
-from tests.support.wrapped_stores import RecordingStore
+from tests.support.wrapped_stores import ChangingStore, RecordingStore
 
 PART = 5 * MIB
 
@@ -170,17 +172,21 @@ def test_requests_grow_with_what_is_loaded(total: int, least: int, size: int) ->
     assert grown_request_size(total * MIB, least * MIB) == size * MIB
 
 
-def test_a_budget_holds_what_a_broken_off_piecewise_body_takes_however_large_the_request() -> None:
+def test_a_budget_holds_a_piece_and_what_the_store_takes_of_each_worker() -> None:
     large = [
         RangeRequest(
             0, 0, 32 * MIB, [Span(0, at, at + 4 * MIB, None) for at in range(0, 32 * MIB, 4 * MIB)]
         )
     ]
-    assert worker_count(large * 9, 8, 128 * MIB) == 2
-    assert worker_count(large * 9, 8, 128 * MIB, piecewise=True) == 8
-    assert worker_count(large * 9, 8, 40 * MIB, piecewise=True) == 2
+    fetched, streamed = RangeReading(memory_bytes=16 * MIB), RangeReading(memory_bytes=4 * MIB)
+    assert worker_count(large * 9, 8, 128 * MIB, fetched) == 6
+    assert worker_count(large * 9, 8, 128 * MIB, streamed) == 8
+    assert worker_count(large * 9, 8, 40 * MIB, streamed) == 5
+    assert worker_count(large * 9, 8, 8 * MIB, fetched) == 1
+    assert worker_count(large * 9, 8, 128 * MIB, streamed, depth=2) == 4
+    assert worker_count(large * 3, 8, 128 * MIB, streamed, depth=2) == 2
     one_span = [RangeRequest(0, 0, 32 * MIB, [Span(0, 0, 32 * MIB, None)])]
-    assert worker_count(one_span * 9, 8, 128 * MIB, piecewise=True) == 2
+    assert worker_count(one_span * 9, 8, 128 * MIB, streamed) == 3
 
 
 def test_twenty_thousand_tiny_neighbours_need_a_handful_of_requests():
@@ -252,6 +258,10 @@ class Stub:
 
     endpoint_url = None
     reports_throttling = ()
+    range_reading = RangeReading()
+
+    def open_range(self, key, start, end):
+        return Range(FetchedSource(self.fetch), start, end, contextlib.nullcontext)
 
 
 class Stuck(Stub):
@@ -275,7 +285,7 @@ class Stuck(Stub):
         finally:
             self.ended.set()
 
-    put = get_range = None
+    put = None
 
 
 def elsewhere(function, *args):
@@ -413,27 +423,29 @@ def test_a_download_delivers_every_range_and_never_more_at_once_than_the_budget(
     lock = threading.Lock()
 
     class Counting(RecordingStore):
-        def get_range(self, key, start, end, *, into=None):
+        range_reading = RangeReading(memory_bytes=MIB)
+
+        @contextlib.contextmanager
+        def _around(self, request):
             nonlocal held, most
             with lock:
-                held += end - start
+                held += 2 * (request.end - request.start)
                 most = max(most, held)
-            return super().get_range(key, start, end)
+            yield
+            time.sleep(0.005)
+            with lock:
+                held -= 2 * (request.end - request.start)
 
     arrived = np.zeros_like(body)
 
     def consume(request, data):
-        nonlocal held
         arrived[request.start : request.end] = np.frombuffer(data, np.uint8)
-        with lock:
-            held -= request.end - request.start
 
     settings = config(memory_budget_bytes=8 * MIB, download_concurrency=16)
     wanted = requests_of(body.nbytes, MIB)
-    assert worker_count(wanted, 16, settings.memory_budget_bytes) == 4
     assert len(fetch(Counting(inner), wanted, consume, settings)) == 20
     assert np.array_equal(arrived, body)
-    assert most <= 8 * MIB
+    assert 2 * MIB < most <= 8 * MIB
 
 
 def test_a_damaged_transfer_is_fetched_once_more_and_a_damaged_object_is_an_error():
@@ -455,18 +467,7 @@ def test_a_damaged_transfer_is_fetched_once_more_and_a_damaged_object_is_an_erro
     with pytest.raises(CorruptDataError) as caught:
         fetch(store, requests_of(100, 100), always_bad)
     assert caught.value.object_key == "o"
-    assert [r.verb for r in store.requests].count("get_range") == 4
-
-
-class Piecewise(RecordingStore):
-    """Gives pieces one by one, all at the same place."""
-
-    def get_pieces(self, key, cuts, into):
-        body = super().get_range(key, cuts[0], cuts[-1])
-        assert into.nbytes == max(end - start for start, end in pairwise(cuts))
-        for start, end in pairwise(cuts):
-            into[: end - start] = memoryview(body)[start - cuts[0] : end - cuts[0]]
-            yield into[: end - start]
+    assert [r.verb for r in store.requests].count("open_range") == 4
 
 
 def blocks_of(size_bytes: int, request_size_bytes: int) -> list[RangeRequest]:
@@ -478,70 +479,65 @@ def blocks_of(size_bytes: int, request_size_bytes: int) -> list[RangeRequest]:
 
 
 def test_a_large_body_that_arrives_piece_by_piece_is_no_stall():
-    class Slow(Piecewise):
-        def get_pieces(self, key, cuts, into):
-            for piece in super().get_pieces(key, cuts, into):
-                time.sleep(0.3)
-                yield piece
+    def slow(key, at, came):
+        time.sleep(0.3)
 
-    store = Slow(open_store("memory://transfer/slow-pieces"))
+    store = ChangingStore(open_store("memory://transfer/slow-pieces"), slow)
     store.put("o", random_bytes(24 * MIB))
     requests = blocks_of(24 * MIB, 24 * MIB)
     assert len(requests) == 1
     assert fetch(store, requests, lambda *_: None, stall_timeout_seconds=1.0) == requests
 
 
-def test_a_body_is_consumed_block_by_block_where_the_store_gives_pieces():
-    store = Piecewise(open_store("memory://transfer/pieces"))
+def test_a_body_is_consumed_block_by_block_in_the_same_memory():
+    store = RecordingStore(open_store("memory://transfer/pieces"))
     body = random_bytes(22 * MIB)
     store.put("o", body)
     arrived = np.zeros_like(body)
     largest = 0
+    places = set()
 
     def consume(request, data):
         nonlocal largest
-        largest = max(largest, len(memoryview(data)))
-        arrived[request.start : request.end] = np.frombuffer(data, np.uint8)
+        came = np.frombuffer(data, np.uint8)
+        largest = max(largest, came.nbytes)
+        places.add(came.ctypes.data)
+        arrived[request.start : request.end] = came
 
     requests = blocks_of(body.nbytes, 12 * MIB)
     assert fetch(store, requests, consume, config(download_concurrency=1)) == requests
     assert np.array_equal(arrived, body)
     assert largest == BLOCK_SIZE_BYTES
-    assert [r.verb for r in store.requests].count("get_range") == len(requests) == 2
+    assert len(places) == 1
+    assert [r.verb for r in store.requests].count("open_range") == len(requests) == 2
 
 
-class Askable(Piecewise):
-    """Can be asked ahead, and remembers what was."""
+class Ahead(RecordingStore):
+    """Sends requests ahead, and knows which ranges are open."""
 
-    asks_ahead = True
+    range_reading = RangeReading(ahead=True)
 
     def __init__(self, inner):
         super().__init__(inner)
         self.open = set()
         self.most_open = 0
 
-    def ask(self, key, start, end):
-        asked = Asked(self, start)
-        self.open.add(asked)
+    def open_range(self, key, start, end):
+        opened = super().open_range(key, start, end)
+        close = opened.close
+
+        def closed():
+            self.open.discard(opened)
+            close()
+
+        opened.close = closed
+        self.open.add(opened)
         self.most_open = max(self.most_open, len(self.open))
-        return asked
-
-    def get_asked(self, key, cuts, into, asked):
-        assert asked.start == cuts[0]
-        asked.close()
-        return self.get_pieces(key, cuts, into)
-
-
-class Asked:
-    def __init__(self, store, start):
-        self.store, self.start = store, start
-
-    def close(self):
-        self.store.open.discard(self)
+        return opened
 
 
 def test_ranges_are_asked_ahead_by_half_as_many_threads():
-    store = Askable(open_store("memory://transfer/asked"))
+    store = Ahead(open_store("memory://transfer/asked"))
     body = random_bytes(24 * MIB)
     store.put("o", body)
     arrived, threads = np.zeros_like(body), set()
@@ -559,7 +555,7 @@ def test_ranges_are_asked_ahead_by_half_as_many_threads():
 
 
 def test_what_was_asked_ahead_is_let_go_when_a_load_fails():
-    store = Askable(open_store("memory://transfer/asked-and-failed"))
+    store = Ahead(open_store("memory://transfer/asked-and-failed"))
     store.put("o", random_bytes(24 * MIB))
 
     def fail(request, data):
@@ -573,7 +569,7 @@ def test_what_was_asked_ahead_is_let_go_when_a_load_fails():
 
 
 def test_what_follows_a_damaged_block_is_fetched_once_more_and_what_came_before_is_kept():
-    store = Piecewise(open_store("memory://transfer/damaged-piece"))
+    store = RecordingStore(open_store("memory://transfer/damaged-piece"))
     body = random_bytes(14 * MIB)
     store.put("o", body)
     seen: list[tuple[int, int, int]] = []
@@ -585,9 +581,24 @@ def test_what_follows_a_damaged_block_is_fetched_once_more_and_what_came_before_
             raise CorruptDataError("damaged")
 
     fetch(store, blocks_of(body.nbytes, 16 * MIB), second_is_bad)
-    assert seen == [(0, 4, 1), (4, 8, 1), (4, 12, 2), (12, 14, 1)]
-    ranges = [(r.start, r.end) for r in store.requests if r.verb == "get_range"]
-    assert ranges == [(0, 14 * MIB), (4 * MIB, 12 * MIB), (12 * MIB, 14 * MIB)]
+    assert seen == [(0, 4, 1), (4, 8, 1), (4, 8, 1), (8, 12, 1), (12, 14, 1)]
+    ranges = [(r.start, r.end) for r in store.requests if r.verb == "open_range"]
+    assert ranges == [(0, 14 * MIB), (4 * MIB, 14 * MIB)]
+
+
+def test_each_damaged_block_of_a_body_is_fetched_once_more_before_it_counts():
+    store = RecordingStore(open_store("memory://transfer/damaged-pieces"))
+    store.put("o", random_bytes(16 * MIB))
+    seen: list[int] = []
+
+    def each_is_bad_once(request, data):
+        seen.append(request.start // MIB)
+        if seen.count(seen[-1]) == 1:
+            raise CorruptDataError("damaged")
+
+    fetch(store, blocks_of(16 * MIB, 16 * MIB), each_is_bad_once)
+    assert seen == [0, 0, 4, 4, 8, 8, 12, 12]
+    assert [r.start // MIB for r in store.requests if r.verb == "open_range"] == [0, 0, 4, 8, 12]
 
 
 def test_a_stalled_download_raises_instead_of_waiting_for_ever():
@@ -596,7 +607,7 @@ def test_a_stalled_download_raises_instead_of_waiting_for_ever():
     class Silent(Stub):
         url = "stub://silent"
 
-        def get_range(self, key, start, end, *, into=None):
+        def fetch(self, start, end):
             let_go.wait(30)
             return bytes(end - start)
 
@@ -613,7 +624,7 @@ def test_once_a_download_has_failed_nothing_is_consumed_any_more():
     class SecondIsSlow(Stub):
         url = "stub://secondisslow"
 
-        def get_range(self, key, start, end, *, into=None):
+        def fetch(self, start, end):
             if start:
                 let_go.wait(30)
                 answered.set()
@@ -644,7 +655,7 @@ def test_a_download_does_not_raise_while_a_worker_still_writes():
     class TwoAnswers(Stub):
         url = "stub://twoanswers"
 
-        def get_range(self, key, start, end, *, into=None):
+        def fetch(self, start, end):
             return bytes(end - start)
 
     def consume(request, _):
@@ -666,7 +677,7 @@ def test_the_first_error_of_a_download_ends_all_workers():
     class Failing(Stub):
         url = "stub://failing"
 
-        def get_range(self, key, start, end, *, into=None):
+        def fetch(self, start, end):
             calls.append(start)
             time.sleep(0.01)
             raise StoreUnavailableError("down")

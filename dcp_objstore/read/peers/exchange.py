@@ -36,8 +36,6 @@ from dcp_objstore.transfer.workers import DaemonPool
 from dcp_objstore.waiting import STEP_SECONDS, result_of, wait_in_steps
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
     from dcp_objstore.read.plan import PlannedLoad
     from dcp_objstore.read.tensor_read import Block, Read
     from dcp_objstore.transfer.progress import Progress
@@ -286,15 +284,12 @@ class Exchange:
         slots = self._slots.size_bytes // self._slot_bytes
         return self._slots[planned.sequence % slots][: planned.end - planned.start]
 
-    def keep(self, request: RangeRequest[Block], body: Buffer) -> None:
-        """Keep a verified body until its round. Called in a worker."""
+    def keep(self, request: RangeRequest[Block]) -> None:
+        """Keep a verified body, which lies in its slot, until its round. Called in a worker."""
         planned = self._fetched.get(id(request))
         if planned is None:
             return
         slot = self._slot_of(planned)
-        came = np.frombuffer(body, dtype=np.uint8)
-        if came.ctypes.data != np.frombuffer(slot, dtype=np.uint8).ctypes.data:
-            slot[:] = came.data  # the transport used its own memory
         messages = {
             rank: self._message(planned, rank, segments, slot)
             for rank, segments in planned.messages.items()

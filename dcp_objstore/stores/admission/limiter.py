@@ -252,4 +252,4 @@ def admission_slot(store: ObjectStore, verb: str) -> AdmissionSlot:
 
 def reports_retries(store: ObjectStore) -> bool:
     """Whether the adapter reports every retry of a read; some transports retry out of sight."""
-    return "get_range" in store.reports_throttling
+    return "open_range" in store.reports_throttling

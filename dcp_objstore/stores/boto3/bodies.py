@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dcp_objstore.stores.s3.errors import BrokenOffError
+from dcp_objstore.stores.ranges import BrokenOffError
 
 # Up to here a body is copied together: a readable one makes botocore wait for the server's
 # "100 Continue" before it sends anything, a round trip more.
@@ -15,7 +15,7 @@ _SMALL_BYTES = 64 * 1024
 # have to wait for the interpreter's lock.
 _SEND_BYTES = 4 * 1024 * 1024
 # Received at once: the client copies once more, which costs little while it is in the cache.
-_RECEIVE_BYTES = 1024 * 1024
+RECEIVE_BYTES = 1024 * 1024
 
 
 class JoinedBuffers(io.RawIOBase):
@@ -94,20 +94,28 @@ def body_of(
     return JoinedBuffers(buffers, check)
 
 
-def receive(body: Any, into: memoryview) -> None:
-    """Fill `into` from an answer's body.
+def receive_some(body: Any, into: memoryview) -> int:
+    """Put the next bytes of an answer's body at the front of `into`; return how many.
 
     Raises:
         BrokenOffError: it ended before that.
     """
     from botocore.exceptions import BotoCoreError
 
-    at = 0
-    while at < len(into):
-        try:
-            count = body.readinto(into[at : at + _RECEIVE_BYTES])
-        except (BotoCoreError, OSError) as error:
-            raise BrokenOffError(f"after {at} bytes: {error}") from error
-        if not count:
-            raise BrokenOffError(f"after {at} bytes")
-        at += count
+    try:
+        count: int = body.readinto(into[:RECEIVE_BYTES])
+    except (BotoCoreError, OSError) as error:
+        raise BrokenOffError(str(error)) from error
+    if not count:
+        raise BrokenOffError("the body ended early")
+    return count
+
+
+def receive(body: Any, into: memoryview) -> None:
+    """Fill `into` from an answer's body.
+
+    Raises:
+        BrokenOffError: it ended before that.
+    """
+    while into:
+        into = into[receive_some(body, into) :]

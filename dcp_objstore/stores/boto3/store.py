@@ -17,22 +17,26 @@ import random
 import threading
 import time
 from contextlib import closing
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.forking import PerProcess
 from dcp_objstore.observe.dispatch import emit_retry
-from dcp_objstore.stores.boto3.bodies import JoinedBuffers, body_of, receive
-from dcp_objstore.stores.buffers import check_range
-from dcp_objstore.stores.s3.errors import BrokenOffError, translate_botocore
+from dcp_objstore.stores.boto3.bodies import (
+    RECEIVE_BYTES,
+    JoinedBuffers,
+    body_of,
+    receive,
+    receive_some,
+)
+from dcp_objstore.stores.protocol import RangeReading
+from dcp_objstore.stores.ranges import Answer, BrokenOffError, RangeSource
+from dcp_objstore.stores.s3.errors import translate_botocore
 from dcp_objstore.stores.s3.store import S3Store
-from dcp_objstore.stores.urls import StoreUrl, check_key
+from dcp_objstore.stores.urls import StoreUrl
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-
-    from typing_extensions import Buffer
+    from collections.abc import Callable, Mapping, Sequence
 
     from dcp_objstore.stores.boto3.clients import Boto3Clients
 
@@ -93,52 +97,55 @@ class Boto3Store(S3Store):
             else:
                 return answer, into
 
-    def get_range(
-        self, key: str, start: int, end: int, *, into: memoryview | None = None
-    ) -> Buffer:
-        """See `ObjectStore.get_range`. An empty range is answered without a request."""
-        check_range(start, end)
-        if start == end:
-            check_key(key)
-            return b""
-        if into is None:
-            into = memoryview(bytearray(end - start))
-        (piece,) = self.get_pieces(key, (start, end), into)
-        return piece
+    @property
+    def range_reading(self) -> RangeReading:
+        """See `ObjectStore.range_reading`: what is received at once, and its copy."""
+        return RangeReading(memory_bytes=2 * RECEIVE_BYTES)
 
-    def get_pieces(
-        self, key: str, cuts: Sequence[int], into: memoryview
-    ) -> Generator[Buffer, None, None]:
-        """See `PiecewiseStore.get_pieces`."""
-        check_range(cuts[0], cuts[-1])
-        with self._errors(key) as target:
-            given = 0
-            tries = _Tries(target["Key"], self._clients.max_retries)
-            while given < len(cuts) - 1:
-                try:
-                    for piece in self._arriving(target, cuts[given:], into):
-                        given += 1
-                        yield piece
-                except BrokenOffError as error:
-                    tries.failed(error)
+    def _range_source(self, place: Mapping[str, str]) -> _Boto3Source:
+        return _Boto3Source(self._clients, place)
 
-    def _arriving(
-        self, target: Mapping[str, str], cuts: Sequence[int], into: memoryview
-    ) -> Iterator[memoryview]:
-        """The pieces of one answer.
 
-        Raises:
-            BrokenOffError: the connection was lost before the last one. The caller, who knows how
-                many have come, may ask for the rest.
-        """
-        start, end = cuts[0], cuts[-1]
-        answer = self._clients.get("read").get_object(**target, Range=f"bytes={start}-{end - 1}")
-        with closing(answer["Body"]) as body:
+class _Boto3Source(RangeSource):
+    """Asks for ranges of one object."""
+
+    def __init__(self, clients: Boto3Clients, target: Mapping[str, str]) -> None:
+        self._clients = clients
+        self._target = target
+        self._tries = _Tries(target["Key"], clients.max_retries)
+
+    def ask(self, start: int, end: int) -> Answer:
+        """See `RangeSource.ask`."""
+        client = self._clients.get("read")
+        answer = client.get_object(**self._target, Range=f"bytes={start}-{end - 1}")
+        try:
             _check_range_answer(answer, start, end)
-            for begin, stop in pairwise(cuts):
-                piece = into[: stop - begin]
-                receive(body, piece)
-                yield piece
+        except BaseException:
+            answer["Body"].close()
+            raise
+        return _Boto3Answer(answer["Body"])
+
+    def failed(self, error: Exception, asked_at: float) -> None:
+        """See `RangeSource.failed`."""
+        del asked_at
+        if not isinstance(error, BrokenOffError):
+            raise error
+        self._tries.failed(error)
+
+
+class _Boto3Answer:
+    """An `Answer` whose body botocore receives."""
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+
+    def readinto(self, into: memoryview) -> int:
+        """See `Answer.readinto`."""
+        return receive_some(self._body, into)
+
+    def close(self) -> None:
+        """See `Answer.close`."""
+        self._body.close()
 
 
 class _Tries:

@@ -13,18 +13,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from dcp_objstore.errors import DcpObjstoreError
-from dcp_objstore.stores.answers import check_came
-from dcp_objstore.stores.buffers import check_range
 from dcp_objstore.stores.fsspec.errors import is_of_botocore, translate_fsspec
+from dcp_objstore.stores.protocol import RangeReading
+from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
 from dcp_objstore.stores.s3.errors import translate_botocore
 from dcp_objstore.stores.s3.store import S3Store
 from dcp_objstore.stores.s3.upload import MultipartUpload
-from dcp_objstore.stores.urls import StoreUrl, check_key
+from dcp_objstore.stores.urls import StoreUrl
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-    from typing_extensions import Buffer
 
     from dcp_objstore.stores.fsspec.filesystems import Filesystems
 
@@ -81,24 +79,14 @@ class S3fsStore(S3Store):
         found: tuple[Mapping[str, Any], bytes | None] = sync(self._fs.loop, read)
         return found
 
-    def get_range(
-        self,
-        key: str,
-        start: int,
-        end: int,
-        *,
-        into: memoryview | None = None,  # noqa: ARG002  s3fs brings memory of its own
-    ) -> Buffer:
-        """See `ObjectStore.get_range`. An empty range is answered without a request."""
-        check_range(start, end)
-        if start == end:
-            check_key(key)
-            return b""
-        with self._errors(key) as target:
-            path = f"{target['Bucket']}/{target['Key']}"
-            body: bytes = self._fs.cat_file(path, start=start, end=end)
-            check_came(len(body), start, end)
-        return body
+    @property
+    def range_reading(self) -> RangeReading:
+        """See `ObjectStore.range_reading`."""
+        return FETCHED_READING
+
+    def _range_source(self, place: Mapping[str, str]) -> FetchedSource:
+        path = f"{place['Bucket']}/{place['Key']}"
+        return FetchedSource(lambda start, end: self._fs.cat_file(path, start=start, end=end))
 
 
 class _Operations:

@@ -28,13 +28,12 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.forking import PerProcess
-from dcp_objstore.stores.answers import check_came, check_fits, check_whole
+from dcp_objstore.stores.answers import check_fits, check_whole
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import (
     WatchedBuffers,
     as_buffers,
     check_buffer,
-    check_range,
     cut_parts,
 )
 from dcp_objstore.stores.fsspec.errors import status_and_code, translate_fsspec
@@ -46,8 +45,10 @@ from dcp_objstore.stores.protocol import (
     IfAbsent,
     ObjectMeta,
     Precondition,
+    RangeReading,
     Version,
 )
+from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
@@ -135,23 +136,13 @@ class FsspecStore(BaseStore):
         with self._errors(key) as path:
             return self._get(key, path, max_size_bytes)
 
-    def get_range(
-        self,
-        key: str,
-        start: int,
-        end: int,
-        *,
-        into: memoryview | None = None,  # noqa: ARG002  filesystems bring memory of their own
-    ) -> Buffer:
-        """See `ObjectStore.get_range`. An empty range is answered without a request."""
-        check_range(start, end)
-        if start == end:
-            check_key(key)
-            return b""
-        with self._errors(key) as path:
-            body: bytes = self._fs.cat_file(path, start=start, end=end)
-            check_came(len(body), start, end)
-        return body
+    @property
+    def range_reading(self) -> RangeReading:
+        """See `ObjectStore.range_reading`."""
+        return FETCHED_READING
+
+    def _range_source(self, place: str) -> FetchedSource:
+        return FetchedSource(lambda start, end: self._fs.cat_file(place, start=start, end=end))
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""

@@ -133,7 +133,7 @@ class Clients:
     def tries(self, verb: str, key: str, size_bytes: int = 0) -> Tries:
         """For one request of at most `size_bytes`, whose client sends it once."""
         patience_seconds = self._small_patience_seconds
-        if size_bytes > SMALL_BYTES or verb == "get_range":
+        if size_bytes > SMALL_BYTES or verb == "open_range":
             patience_seconds = self._config.retry_timeout_seconds
         return Tries(self.limiter, key, self._config.max_retries, patience_seconds)
 

@@ -20,9 +20,7 @@ import struct
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from dcp_objstore.observe.dispatch import emit_retry
@@ -40,8 +38,17 @@ _MOST_FAILURES = 3  # in a row, after which we stop trying
 WORTHWHILE_BYTES = 256 * 1024
 
 
-class _UnusableError(Exception):
-    """The lane cannot reach this server at all; nothing was sent."""
+class LaneError(Exception):
+    """The lane did not give the bytes; the transport is to be asked for them.
+
+    Attributes:
+        broke_off: the connection was lost or silent. Otherwise the answer was another one, or
+            nothing was sent.
+    """
+
+    def __init__(self, what: str, *, broke_off: bool = False) -> None:
+        super().__init__(what)
+        self.broke_off = broke_off
 
 
 class PutOffError(Exception):
@@ -53,20 +60,6 @@ class PutOffError(Exception):
 
 
 _Connection = http.client.HTTPConnection
-
-
-@dataclass
-class Asked:
-    """A request that was sent and whose answer was not read yet. Read it or `close` it."""
-
-    connection: _Connection
-    url: str
-    start: int
-    end: int
-
-    def close(self) -> None:
-        """It is not wanted any more."""
-        self.connection.close()
 
 
 class DirectLane:
@@ -90,61 +83,43 @@ class DirectLane:
         """Whether it still tries."""
         return self._failures < _MOST_FAILURES
 
-    def ask(self, path: str, start: int, end: int) -> Asked | None:
-        """Send the request for a range that is to be read later; None if that goes wrong.
+    def ask(self, path: str, start: int, end: int) -> DirectAnswer | None:
+        """Send the request for bytes `[start, end)`. The answer comes into the socket's buffer.
 
-        The answer comes into the connection's buffer meanwhile.
+        Returns:
+            The answer, to be read or closed; None if the transport does as well.
+
+        Raises:
+            LaneError: it could not be sent.
         """
         if end - start < WORTHWHILE_BYTES or not self.is_used:
             return None
         try:
             url = self._url(path)
-            connection, _ = self._connection(_origin(url))
+            connection, is_new = self._connection(_origin(url))
             try:
                 _send(connection, url, start, end)
             except BaseException:
                 connection.close()
                 raise
-        except Exception as error:  # noqa: BLE001  the read sends it again, and reports it
-            logger.debug("a range was not asked for directly: %s", type(error).__name__)
-            return None
-        return Asked(connection, url, start, end)
-
-    def read(
-        self, path: str, cuts: Sequence[int], into: memoryview, asked: Asked | None = None
-    ) -> Iterator[memoryview]:
-        """Bytes of an object with one request, piece by piece; fewer pieces if that goes wrong.
-
-        Args:
-            cuts: where the range begins, where each piece ends and the next one begins.
-            into: writable bytes, as many as the largest piece has. Each piece is put here, over
-                the one before. Without a piece it may hold anything.
-            asked: the request, where it was sent already.
-
-        Raises:
-            PutOffError: before the first piece; the lane is as good as before.
-        """
-        if cuts[-1] - cuts[0] < WORTHWHILE_BYTES or not self.is_used:
-            if asked is not None:
-                asked.close()
-            return
-        began_at = time.monotonic()
-        try:
-            url = self._url(path) if asked is None else asked.url
-            yield from self._receive(path, url, cuts, into, asked)
-        except PutOffError:
-            raise
         # Whatever goes wrong here, signing included, the transport is asked next and reports it.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
+            self.failed(path)
+            raise LaneError(type(error).__name__) from error
+        return DirectAnswer(self, connection, path, url, start, end, is_new=is_new)
+
+    def failed(self, path: str) -> None:
+        """Count a failure, and sign the next URL of the object afresh."""
+        with self._lock:
+            self._failures += 1
+            self._signed.pop(path, None)
+
+    def succeeded(self, connection: _Connection, origin: str) -> None:
+        """Keep a connection whose answer was read to its end."""
+        self._failures = 0
+        if connection.sock is not None:
             with self._lock:
-                self._failures += 1
-                self._signed.pop(path, None)
-            # Not its text, which may hold the signature.
-            logger.debug("a range was not read directly: %s", type(error).__name__)
-            if not isinstance(error, _UnusableError):
-                emit_retry(path, 2, type(error).__name__, began_at)
-        else:
-            self._failures = 0
+                self._idle.append((connection, origin, time.monotonic()))
 
     def _url(self, path: str) -> str:
         with self._lock:
@@ -157,46 +132,8 @@ class DirectLane:
             self._signed[path] = (url, now + _USED_FOR_SECONDS)
         return url
 
-    def _receive(
-        self, path: str, url: str, cuts: Sequence[int], into: memoryview, asked: Asked | None
-    ) -> Generator[memoryview, None, None]:
-        origin, began_at = _origin(url), time.monotonic()
-        # One that was asked may have been an idle one before.
-        connection, reused = self._connection(origin) if asked is None else (asked.connection, True)
-        try:
-            connected = connection.sock  # which http.client forgets where the server will close it
-            try:
-                if asked is None:
-                    _send(connection, url, cuts[0], cuts[-1])
-                answer = connection.getresponse()
-            except (http.client.RemoteDisconnected, ConnectionError) as error:
-                if not reused:
-                    raise
-                # Most likely, the server closed it while it was idle.
-                connection.close()
-                emit_retry(path, 2, type(error).__name__, began_at)
-                connection = self._new(origin)
-                connected = connection.sock
-                _send(connection, url, cuts[0], cuts[-1])
-                answer = connection.getresponse()
-            _check(answer, cuts[0], cuts[-1])
-            ahead = memoryview(answer.peek())  # of the body: http.client received it with the head
-            for start, end in pairwise(cuts):
-                piece = into[: end - start]
-                count = min(len(piece), len(ahead))
-                piece[:count], ahead = ahead[:count], ahead[count:]
-                _fill(piece[count:], connected)
-                yield piece
-            answer.close()  # tells http.client that the body has ended
-        except BaseException:  # the generator was closed, too
-            connection.close()
-            raise
-        if connection.sock is not None:
-            with self._lock:
-                self._idle.append((connection, origin, time.monotonic()))
-
     def _connection(self, origin: str) -> tuple[_Connection, bool]:
-        """An idle connection, or a new one; and which."""
+        """An idle connection or a new one, and whether it is new."""
         latest = time.monotonic() - _IDLE_SECONDS
         with self._lock:
             kept, self._idle = self._idle, []
@@ -208,17 +145,18 @@ class DirectLane:
                     found = connection
                 else:
                     self._idle.append((connection, where, since))
-        return (found, True) if found is not None else (self._new(origin), False)
+        return (found, False) if found is not None else (self.connect(origin), True)
 
-    def _new(self, origin: str) -> _Connection:
+    def connect(self, origin: str) -> _Connection:
+        """Make a new connection."""
         parts = urlsplit(origin)
         assert parts.hostname is not None
         if parts.scheme != "http":
-            raise _UnusableError("not over plain HTTP")
+            raise LaneError("not over plain HTTP")
         if "http" in urllib.request.getproxies() and not urllib.request.proxy_bypass(
             parts.hostname
         ):
-            raise _UnusableError("there is a proxy between us and the store")
+            raise LaneError("there is a proxy between us and the store")
         connection = _Connection(parts.hostname, parts.port, timeout=self._timeout_seconds)
         connection.connect()
         # From here on the kernel keeps the time, so that one call can wait for a whole body: under
@@ -228,6 +166,95 @@ class DirectLane:
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         return connection
+
+
+class DirectAnswer:
+    """The `Answer` to a request that a lane has sent."""
+
+    def __init__(
+        self,
+        lane: DirectLane,
+        connection: _Connection,
+        path: str,
+        url: str,
+        start: int,
+        end: int,
+        *,
+        is_new: bool,
+    ) -> None:
+        self._lane = lane
+        self._connection = connection
+        self._path = path
+        self._url = url
+        self._start, self._end = start, end
+        self._is_new = is_new
+        self._sent_at = time.monotonic()
+        self._left_bytes = end - start
+        self._answer: http.client.HTTPResponse | None = None
+        self._ahead = memoryview(b"")  # of the body; http.client received it with the head
+
+    def readinto(self, into: memoryview) -> int:
+        """See `Answer.readinto`.
+
+        Raises:
+            PutOffError: before the first byte; the lane is as good as before.
+            LaneError: the lane did not give the bytes.
+        """
+        try:
+            if self._answer is None:
+                self._answer = self._head()
+            count = self._receive(into)
+        except PutOffError:
+            raise
+        except Exception as error:
+            self._lane.failed(self._path)
+            # Not its text, which may hold the signature.
+            logger.debug("a range was not read directly: %s", type(error).__name__)
+            if isinstance(error, LaneError):
+                raise
+            raise LaneError(type(error).__name__, broke_off=True) from error
+        self._left_bytes -= count
+        return count
+
+    def close(self) -> None:
+        """See `Answer.close`."""
+        if self._left_bytes or self._answer is None:
+            self._connection.close()
+            return
+        self._answer.close()  # tells http.client that the body has ended
+        self._lane.succeeded(self._connection, _origin(self._url))
+
+    def _head(self) -> http.client.HTTPResponse:
+        try:
+            answer = self._respond()
+        except (http.client.RemoteDisconnected, ConnectionError) as error:
+            if self._is_new:
+                raise
+            # Most likely, the server closed it while it was idle.
+            self._connection.close()
+            emit_retry(self._path, 2, type(error).__name__, self._sent_at)
+            self._connection = self._lane.connect(_origin(self._url))
+            _send(self._connection, self._url, self._start, self._end)
+            answer = self._respond()
+        _check(answer, self._start, self._end)
+        self._ahead = memoryview(answer.peek())
+        return answer
+
+    def _respond(self) -> http.client.HTTPResponse:
+        # http.client forgets the socket where the server will close the connection.
+        self._socket = self._connection.sock
+        return self._connection.getresponse()
+
+    def _receive(self, into: memoryview) -> int:
+        if self._ahead:
+            some = self._ahead[: len(into)]
+            into[: len(some)] = some
+            self._ahead = self._ahead[len(some) :]
+            return len(some)
+        count = self._socket.recv_into(into, 0, socket.MSG_WAITALL)
+        if not count:
+            raise http.client.IncompleteRead(b"", self._left_bytes)
+        return count
 
 
 def _origin(url: str) -> str:
@@ -241,19 +268,6 @@ def _send(connection: _Connection, url: str, start: int, end: int) -> None:
     connection.request("GET", f"{parts.path}?{parts.query}", headers=headers)
 
 
-def _fill(piece: memoryview, connected: socket.socket) -> None:
-    """Receive bytes.
-
-    Raises:
-        OSError, http.client.HTTPException: it broke off, or nothing came for the time-out.
-    """
-    while piece:
-        count = connected.recv_into(piece, 0, socket.MSG_WAITALL)
-        if count == 0:
-            raise http.client.IncompleteRead(b"", len(piece))
-        piece = piece[count:]
-
-
 def _check(answer: http.client.HTTPResponse, start: int, end: int) -> None:
     """Raise unless the body is exactly bytes `[start, end)`, as they are (RFC 9110, section 14)."""
     if answer.status in THROTTLING_STATUSES:
@@ -265,4 +279,4 @@ def _check(answer: http.client.HTTPResponse, start: int, end: int) -> None:
         or answer.getheader("Content-Encoding", "identity") != "identity"
         or answer.length != end - start
     ):
-        raise http.client.HTTPException(f"answered with status {answer.status}, {given or 'whole'}")
+        raise LaneError(f"answered with status {answer.status}, {given or 'whole'}")

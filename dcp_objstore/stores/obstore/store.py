@@ -15,16 +15,12 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from bisect import bisect_right
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
     ConfigError,
-    CorruptDataError,
     CredentialsError,
     DcpObjstoreError,
     ForkedProcessError,
@@ -34,45 +30,41 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.answers import (
     UNCLEAR_IN_HEAD,
-    check_came,
     check_fits,
     check_whole,
     version_of,
 )
 from dcp_objstore.stores.base import BaseStore
-from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer, check_range
+from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer
 from dcp_objstore.stores.errors import NO_STORE
-from dcp_objstore.stores.obstore.direct import Asked, PutOffError
 from dcp_objstore.stores.obstore.errors import (
     abort_failed,
     http_code,
     is_transient,
     never_connected,
     no_store,
-    sent_whole,
     translate_obstore,
     translate_panic,
 )
+from dcp_objstore.stores.obstore.ranges import ObstoreSource, range_reading
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
-    REST_SIZE_BYTES,
-    AskedRange,
     Capabilities,
     IfAbsent,
     IfVersion,
     ObjectMeta,
     Precondition,
+    RangeReading,
     Version,
 )
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from typing_extensions import Buffer
 
     from dcp_objstore.stores.obstore.clients import Clients
-    from dcp_objstore.stores.obstore.retries import Tries
 
 _log = logging.getLogger("dcp_objstore")
 
@@ -115,7 +107,7 @@ class ObstoreStore(BaseStore):
     @property
     def reports_throttling(self) -> Collection[str]:
         """All but streams and listings, which obstore retries."""
-        return ("put", "get", "get_range", "head", "delete")
+        return ("put", "get", "open_range", "head", "delete")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -130,6 +122,11 @@ class ObstoreStore(BaseStore):
             listed_versions=scheme != "gs",
             clean_abort=scheme != "az",
         )
+
+    @property
+    def range_reading(self) -> RangeReading:
+        """See `ObjectStore.range_reading`."""
+        return range_reading(self._clients)
 
     def put(
         self,
@@ -225,117 +222,8 @@ class ObstoreStore(BaseStore):
             check_whole(len(body), meta.size_bytes)
         return body, meta
 
-    def get_range(
-        self, key: str, start: int, end: int, *, into: memoryview | None = None
-    ) -> Buffer:
-        """See `ObjectStore.get_range`. An empty range is answered without a request."""
-
-        check_range(start, end)
-        if start == end:
-            check_key(key)
-            return b""
-        cuts = (start, end)
-        with self._errors(key) as path:
-            tries = self._clients.tries("get_range", path)
-            if into is not None:
-                for piece in self._direct(path, cuts, into, tries):
-                    return piece
-            return self._range(path, start, end, tries)
-
-    def get_pieces(
-        self, key: str, cuts: Sequence[int], into: memoryview
-    ) -> Generator[Buffer, None, None]:
-        """See `PiecewiseStore.get_pieces`."""
-        return self.get_asked(key, cuts, into, None)
-
-    @property
-    def asks_ahead(self) -> bool:
-        """See `AskableStore.asks_ahead`."""
-        lane = self._clients.direct()
-        return lane is not None and lane.is_used
-
-    def ask(self, key: str, start: int, end: int) -> Asked | None:
-        """See `AskableStore.ask`."""
-        lane = self._clients.direct()
-        if lane is None:
-            return None
-        with self._errors(key) as path:
-            return lane.ask(path, start, end)
-
-    def get_asked(
-        self, key: str, cuts: Sequence[int], into: memoryview, asked: AskedRange | None
-    ) -> Generator[Buffer, None, None]:
-        """See `AskableStore.get_asked`."""
-        assert asked is None or isinstance(asked, Asked)
-        check_range(cuts[0], cuts[-1])
-        given = 0
-        with self._errors(key) as path:
-            tries = self._clients.tries("get_range", path)
-        pieces = self._direct(path, cuts, into, tries, asked)
-        while True:
-            with self._errors(key):
-                piece = next(pieces, None)
-            if piece is None:
-                break
-            yield piece
-            given += 1
-        rest = cuts[given:]
-        while len(rest) > 1:
-            # At least one piece.
-            count = max(2, bisect_right(rest, rest[0] + REST_SIZE_BYTES))
-            some, rest = rest[:count], rest[count - 1 :]
-            with self._errors(key):
-                body = memoryview(self._range(path, some[0], some[-1], tries))
-            for start, end in pairwise(some):
-                yield body[start - some[0] : end - some[0]]
-            del body
-
-    def _direct(
-        self,
-        path: str,
-        cuts: Sequence[int],
-        into: memoryview,
-        tries: Tries,
-        asked: Asked | None = None,
-    ) -> Generator[Buffer, None, None]:
-        """What comes over the direct lane; fewer pieces than asked for if it cannot be had so."""
-        lane = self._clients.direct()
-        while lane is not None:
-            begun_at = time.monotonic()
-            try:
-                yield from lane.read(path, cuts, into, asked)
-            except PutOffError as error:  # before the first piece
-                text = f"the store was throttling (status {error.status}, {tries.retries} retries)"
-                failed = StoreUnavailableError(text)
-            else:
-                return
-            tries.failed(failed, throttled=True, begun_at=begun_at)
-            asked = None
-
-    def _range(self, path: str, start: int, end: int, tries: Tries) -> Buffer:
-        import obstore
-
-        def read() -> Buffer:
-            if self._url.scheme == "memory":
-                # obstore's memory store tells a range past the end by its text alone.
-                size = obstore.head(self._clients.range(), path)["size"]
-                if size < end:
-                    raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size} bytes")
-            try:
-                return obstore.get_range(self._clients.range(), path, start=start, end=end)
-            except Exception as error:
-                # A server may say 200 where the range is the whole object: it is what was asked
-                # for.
-                if start != 0 or not sent_whole(error):
-                    raise
-                answer = obstore.get(self._clients.range(), path)
-                if answer.meta["size"] != end:
-                    raise
-                return answer.bytes()
-
-        body = self._clients.run(tries, read)
-        check_came(len(memoryview(body)), start, end)
-        return body
+    def _range_source(self, place: str) -> ObstoreSource:
+        return ObstoreSource(self._clients, place, in_memory=self._url.scheme == "memory")
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""

@@ -19,15 +19,12 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores.errors import NO_STORE, advice_on, kind_of_answer, redacted
+from dcp_objstore.stores.ranges import BrokenOffError
 
 _NO_SUCH_KEY = "NoSuchKey"
 # And nothing else, so that no object can be missing.
 _NEED_A_BUCKET = ("ListObjectsV2", "PutObject", "CreateMultipartUpload")
 _NO_SUCH_UPLOAD = "NoSuchUpload"
-
-
-class BrokenOffError(Exception):
-    """The connection was lost, or nothing came for too long, during the body of an answer."""
 
 
 def translate_botocore(error: Exception, *, conditional: bool = False) -> DcpObjstoreError:

@@ -1,0 +1,134 @@
+"""How obstore's adapter asks for ranges: over the direct lane if it can, otherwise of obstore."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dcp_objstore.config import MIB
+from dcp_objstore.errors import CorruptDataError, DcpObjstoreError, StoreUnavailableError
+from dcp_objstore.observe.dispatch import emit_retry
+from dcp_objstore.stores.answers import check_came
+from dcp_objstore.stores.obstore.direct import LaneError, PutOffError
+from dcp_objstore.stores.obstore.errors import (
+    is_transient,
+    sent_whole,
+    translate_obstore,
+)
+from dcp_objstore.stores.protocol import RangeReading
+from dcp_objstore.stores.ranges import Answer, Chunks, RangeSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from typing_extensions import Buffer
+
+    from dcp_objstore.stores.obstore.clients import Clients
+
+logger = logging.getLogger("dcp_objstore")
+
+# obstore gathers so much of a body before it hands it over, joined: little enough to lie in the
+# cache, and enough for the interpreter's lock to be asked for rarely.
+_CHUNK_BYTES = MIB
+# The pieces of a chunk, which are up to 1 MiB themselves, and the chunk.
+_MEMORY_BYTES = 4 * MIB
+
+
+def range_reading(clients: Clients) -> RangeReading:
+    """See `ObjectStore.range_reading`."""
+    lane = clients.direct()
+    return RangeReading(ahead=lane is not None and lane.is_used, memory_bytes=_MEMORY_BYTES)
+
+
+class ObstoreSource(RangeSource):
+    """Asks for ranges of one object.
+
+    Args:
+        clients: of the bucket.
+        path: the key in the bucket.
+        in_memory: whether it is obstore's memory store, which knows a range past the end by the
+            text of its error alone.
+    """
+
+    def __init__(self, clients: Clients, path: str, *, in_memory: bool) -> None:
+        self._clients = clients
+        self._path = path
+        self._in_memory = in_memory
+        self._tries = clients.tries("open_range", path)
+        self._over_lane = True
+
+    def ask_ahead(self, start: int, end: int) -> Answer | None:
+        """See `RangeSource.ask_ahead`; over the lane."""
+        lane = self._clients.direct() if self._over_lane else None
+        if lane is None:
+            return None
+        try:
+            return lane.ask(self._path, start, end)
+        except LaneError as error:
+            logger.debug("a range was not asked for directly: %s", error)
+            self._over_lane = False
+            return None
+
+    def ask(self, start: int, end: int) -> Answer:
+        """See `RangeSource.ask`."""
+        answer = self.ask_ahead(start, end)
+        if answer is None:
+            answer = self._clients.run(self._tries, partial(self._ask_obstore, start, end))
+        return answer
+
+    def failed(self, error: Exception, asked_at: float) -> None:
+        """See `RangeSource.failed`. Whatever the lane does not give is asked of obstore next."""
+        found: DcpObjstoreError
+        if isinstance(error, LaneError):
+            self._over_lane = False
+            if not error.broke_off:
+                emit_retry(self._path, 2, str(error), asked_at)
+                return
+            found = StoreUnavailableError(f"the connection to the store was lost: {error}")
+        elif isinstance(error, PutOffError):
+            found = StoreUnavailableError(
+                f"the store was throttling (status {error.status}, {self._tries.retries} retries)"
+            )
+        elif is_transient(error):
+            found = translate_obstore(error)
+        else:
+            raise error
+        throttled = isinstance(error, PutOffError)
+        self._tries.failed(found, throttled=throttled, begun_at=asked_at)
+
+    def _ask_obstore(self, start: int, end: int) -> Answer:
+        import obstore
+
+        client = self._clients.range()
+        if self._in_memory:
+            size_bytes = obstore.head(client, self._path)["size"]
+            if size_bytes < end:
+                raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size_bytes} bytes")
+        try:
+            answer = obstore.get(client, self._path, options={"range": (start, end)})
+        except Exception as error:
+            # A server may say 200 where the range is the whole object: it is what was asked for.
+            if start != 0 or not sent_whole(error):
+                raise
+            answer = obstore.get(client, self._path)
+            if answer.meta["size"] != end:
+                raise
+        if answer.range != (start, end):
+            raise CorruptDataError(
+                f"bytes [{start}, {end}) asked for, of an object of {answer.meta['size']} bytes"
+            )
+        return Chunks(_chunks(answer, start, end))
+
+
+def _chunks(answer: Any, start: int, end: int) -> Iterator[Buffer]:
+    """Yield a body as it comes, and check its length."""
+    came_bytes = 0
+    chunks = iter(answer.stream(min_chunk_size=_CHUNK_BYTES))
+    while came_bytes < end - start and (chunk := next(chunks, None)) is not None:
+        came_bytes += len(memoryview(chunk))
+        if came_bytes > end - start:
+            break
+        yield chunk
+        del chunk  # before the next one is gathered
+    check_came(came_bytes, start, end)

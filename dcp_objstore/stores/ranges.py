@@ -1,0 +1,218 @@
+"""`Range`: a body that is read front to back; what broke off is asked for again.
+
+An adapter says how one request is made (`RangeSource.ask`). This is the only place where the rest
+of a body that broke off is asked for, from the byte where it broke.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+from dcp_objstore.config import MIB
+from dcp_objstore.errors import InputError
+from dcp_objstore.stores.answers import check_came
+from dcp_objstore.stores.protocol import RangeReading
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from typing_extensions import Buffer
+
+    from dcp_objstore.stores.protocol import ObjectStore
+
+
+_FETCHED_BYTES = 8 * MIB
+# A body counts twice: libraries collect its pieces before they join them.
+FETCHED_READING = RangeReading(memory_bytes=2 * _FETCHED_BYTES)
+
+
+class BrokenOffError(Exception):
+    """The connection was lost, or nothing came for too long, during the body of an answer."""
+
+
+class Answer(Protocol):
+    """The body of the answer to one request for a range."""
+
+    def readinto(self, into: memoryview) -> int:
+        """Put the next bytes at the front of `into`.
+
+        Returns:
+            How many; 0 if the answer was for the first part of the range only and has ended.
+
+        Raises:
+            Whatever the transport does; `RangeSource.failed` knows it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give the connection back; close it if there is more to come over it."""
+        ...
+
+
+class RangeSource(ABC):
+    """How one object is asked for ranges."""
+
+    @abstractmethod
+    def ask(self, start: int, end: int) -> Answer:
+        """Ask for bytes `[start, end)`, or for the first part of them. What fails is final."""
+
+    def ask_ahead(self, start: int, end: int) -> Answer | None:
+        """Send the request for bytes `[start, end)` if that needs no waiting; it never fails.
+
+        Returns:
+            The answer, to be read or closed. None, as by default: it is asked for when it is read.
+        """
+        del start, end
+        return None
+
+    def failed(self, error: Exception, asked_at: float) -> None:
+        """Decide what becomes of an answer that broke off. The default is to raise.
+
+        Args:
+            error: raised by `Answer.readinto`.
+            asked_at: when the request was sent (monotonic).
+
+        Returns:
+            When it is time to ask for the rest.
+        """
+        del asked_at
+        raise error
+
+
+class Range:
+    """A `RangeBody` over any number of requests.
+
+    Args:
+        source: where the object is asked for.
+        start: where the range begins.
+        end: where it ends.
+        errors: entered around each read; translates what is raised.
+        ahead: the answer to a request for the whole range that was sent already.
+    """
+
+    def __init__(
+        self,
+        source: RangeSource,
+        start: int,
+        end: int,
+        errors: Callable[[], AbstractContextManager[object]],
+        ahead: Answer | None = None,
+    ) -> None:
+        self._source = source
+        self._at, self._end = start, end
+        self._errors = errors
+        self._answer = ahead
+        self._asked_at = time.monotonic()
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """See `RangeBody.close`."""
+        self._closed = True
+        self._drop()
+
+    def readinto(self, into: memoryview) -> None:
+        """See `RangeBody.readinto`."""
+        with self._errors():
+            self._check(into)
+            try:
+                while into:
+                    came_bytes = self._next(into)
+                    self._at += came_bytes
+                    into = into[came_bytes:]
+            except BaseException:
+                self.close()
+                raise
+            if self._at == self._end:
+                self._drop()
+
+    def _check(self, into: memoryview) -> None:
+        if self._closed:
+            raise InputError("the range is closed")
+        if into.readonly or into.ndim != 1 or into.itemsize != 1 or not into.contiguous:
+            raise InputError("a range is read into memory that is writable, 1-D and of bytes")
+        if len(into) > self._end - self._at:
+            raise InputError(
+                f"{len(into)} bytes asked for, but the range has {self._end - self._at} left"
+            )
+
+    def _next(self, into: memoryview) -> int:
+        """Read some bytes; none if the next request has to be made."""
+        if self._answer is None:
+            self._asked_at = time.monotonic()
+            self._answer = self._source.ask(self._at, self._end)
+        try:
+            came_bytes = self._answer.readinto(into)
+        except Exception as error:  # noqa: BLE001  raised there, if it is not to be asked again
+            self._drop()
+            self._source.failed(error, self._asked_at)
+            return 0
+        if not came_bytes:
+            self._drop()
+        return came_bytes
+
+    def _drop(self) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.close()
+
+
+class FetchedSource(RangeSource):
+    """Asks a library that gives bodies as a whole, at most 8 MiB at once.
+
+    Args:
+        fetch: called with the start and end of a range; returns its bytes.
+    """
+
+    def __init__(self, fetch: Callable[[int, int], Buffer]) -> None:
+        self._fetch = fetch
+
+    def ask(self, start: int, end: int) -> Answer:
+        """See `RangeSource.ask`."""
+        end = min(end, start + _FETCHED_BYTES)
+        body = memoryview(self._fetch(start, end))
+        check_came(len(body), start, end)
+        return Chunks(iter((body,)))
+
+
+class Chunks:
+    """An `Answer` that a library gives in memory of its own.
+
+    Args:
+        chunks: the bytes, in their order; none is empty.
+    """
+
+    def __init__(self, chunks: Iterator[Buffer]) -> None:
+        self._chunks = chunks
+        self._rest = memoryview(b"")
+
+    def readinto(self, into: memoryview) -> int:
+        """See `Answer.readinto`."""
+        if not self._rest:
+            self._rest = memoryview(b"")  # an empty view of a chunk would keep it in memory
+            self._rest = memoryview(next(self._chunks, b""))
+        some = self._rest[: len(into)]
+        into[: len(some)] = some
+        self._rest = self._rest[len(some) :]
+        return len(some)
+
+    def close(self) -> None:
+        """See `Answer.close`."""
+        self._chunks, self._rest = iter(()), memoryview(b"")
+
+
+def read_range(store: ObjectStore, key: str, start: int, end: int) -> bytearray:
+    """Read bytes `[start, end)` of an object into new memory. See `ObjectStore.open_range`."""
+    with store.open_range(key, start, end) as body:
+        into = bytearray(end - start)
+        body.readinto(memoryview(into))
+    return into

@@ -1,0 +1,121 @@
+"""`Range`: front to back, whatever number of answers it takes; asked again where it broke."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+
+from dcp_objstore.errors import CorruptDataError, StoreUnavailableError
+from dcp_objstore.stores.ranges import BrokenOffError, FetchedSource, Range, RangeSource
+
+MIB = 1 << 20
+BODY = random.Random(4).randbytes(1000)
+
+
+class Piecemeal:
+    """An answer that gives a few bytes at once, and breaks off or ends after `limit` of them."""
+
+    def __init__(self, source: Source, start: int, limit: int, *, ends: bool) -> None:
+        self.source, self.at, self.left, self.ends = source, start, limit, ends
+
+    def readinto(self, into: memoryview) -> int:
+        if not self.left:
+            if self.ends:
+                return 0
+            raise BrokenOffError("planned")
+        count = min(len(into), self.left, self.source.random.randint(1, 40))
+        into[:count] = BODY[self.at : self.at + count]
+        self.at += count
+        self.left -= count
+        return count
+
+    def close(self) -> None:
+        self.source.open.remove(self)
+
+
+class Source(RangeSource):
+    def __init__(self, limit: Callable[[int], int], *, ends: bool = False, failures: int = 99):
+        self.random = random.Random(1)
+        self.limit, self.ends, self.failures = limit, ends, failures
+        self.asked: list[tuple[int, int]] = []
+        self.open: list[Piecemeal] = []
+
+    def ask(self, start: int, end: int) -> Piecemeal:
+        assert not self.open, "the one before is closed first"
+        self.asked.append((start, end))
+        self.open.append(Piecemeal(self, start, self.limit(end - start), ends=self.ends))
+        return self.open[0]
+
+    def failed(self, error: Exception, asked_at: float) -> None:
+        self.failures -= 1
+        if self.failures < 0:
+            raise StoreUnavailableError("too often") from error
+
+
+def opened(source: RangeSource, start: int = 0, end: int = len(BODY)) -> Range:
+    return Range(source, start, end, nullcontext)
+
+
+def read(body: Range, size: int) -> bytes:
+    into = memoryview(bytearray(size))
+    body.readinto(into)
+    return bytes(into)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_rest_is_asked_for_from_the_byte_where_an_answer_ended(ends: bool) -> None:
+    source = Source(lambda left: min(left, 300), ends=ends)
+    body = opened(source, 100, 1000)
+    assert read(body, 450) + read(body, 450) == BODY[100:]
+    assert source.asked == [(100, 1000), (400, 1000), (700, 1000)]
+    assert source.failures == (99 if ends else 97)
+    assert not source.open, "it is closed with its last byte"
+
+
+def test_what_broke_off_too_often_is_an_error_after_which_nothing_more_is_read() -> None:
+    source = Source(lambda left: 0, failures=2)
+    body = opened(source)
+    with pytest.raises(StoreUnavailableError, match="too often"):
+        read(body, 10)
+    assert source.asked == [(0, 1000)] * 3
+    assert not source.open
+    with pytest.raises(Exception, match="closed"):
+        read(body, 10)
+    assert len(source.asked) == 3
+
+
+def test_an_answer_is_closed_where_the_reader_stops() -> None:
+    source = Source(lambda left: left)
+    with opened(source) as body:
+        assert read(body, 10) == BODY[:10]
+        assert source.open
+    assert not source.open
+
+
+def test_an_answer_that_was_asked_for_ahead_is_read_first_and_closed_if_it_is_not() -> None:
+    source = Source(lambda left: left)
+    ahead = source.ask(0, 1000)
+    assert read(Range(source, 0, 1000, nullcontext, ahead), 1000) == BODY
+    assert source.asked == [(0, 1000)]
+    with Range(source, 0, 1000, nullcontext, source.ask(0, 1000)):
+        pass
+    assert not source.open
+
+
+def test_a_library_that_gives_whole_bodies_is_asked_for_8_mib_at_once() -> None:
+    asked: list[tuple[int, int]] = []
+    data = random.Random(5).randbytes(20 * MIB)
+
+    def fetch(start: int, end: int) -> bytes:
+        asked.append((start, end))
+        return data[start:end]
+
+    body = opened(FetchedSource(fetch), 3, len(data))
+    assert read(body, 5 * MIB) + read(body, len(data) - 3 - 5 * MIB) == data[3:]
+    assert asked == [(3, 8 * MIB + 3), (8 * MIB + 3, 16 * MIB + 3), (16 * MIB + 3, len(data))]
+    for wrong in (b"", b"12", b"1234"):
+        with pytest.raises(CorruptDataError):
+            read(opened(FetchedSource(lambda *_, wrong=wrong: wrong), 0, 3), 3)
