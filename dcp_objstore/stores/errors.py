@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from dcp_objstore.errors import (
     BucketNotFoundError,
@@ -130,6 +131,52 @@ NO_STORE = (
     "this does not look like a store: it answers as a web server does, or something on the way to"
     " it does; check endpoint_url and any proxy"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What an exception of a transport means.
+
+    Attributes:
+        error: the error to raise.
+        may_pass: it may pass if the request is sent again.
+        throttled: the store asks for fewer requests.
+        had_no_effect: the request changed nothing: no connection was made, or the store refused.
+        answered: there is a server: it answered, or closed the connection.
+    """
+
+    error: DcpObjstoreError
+    may_pass: bool
+    throttled: bool
+    had_no_effect: bool
+    answered: bool
+
+
+def failure(
+    error: DcpObjstoreError,
+    status: int | None,
+    code: str | None,
+    *,
+    connected: bool = True,
+    timed_out: bool = False,
+) -> Failure:
+    """Return what an exception of a transport means.
+
+    Args:
+        error: the error to raise.
+        status: of the store's answer; None: none came.
+        code: the store's own, if there is one.
+        connected: whether a connection was made; asked only if there was no answer.
+        timed_out: whether nothing came in time; asked only if there was no answer.
+    """
+    answered = status is not None
+    return Failure(
+        error,
+        may_pass=isinstance(error, StoreUnavailableError) and not is_full(status, code),
+        throttled=status in THROTTLING_STATUSES or code == "SlowDown",
+        had_no_effect=answered or not connected,
+        answered=answered or (connected and not timed_out),
+    )
 
 
 def kind_of_answer(status: int | None, code: str | None) -> type[DcpObjstoreError] | None:

@@ -46,8 +46,7 @@ from dcp_objstore.stores.obstore.direct import Asked, PutOffError
 from dcp_objstore.stores.obstore.errors import (
     abort_failed,
     http_code,
-    is_transient,
-    never_connected,
+    judge_obstore,
     no_store,
     sent_whole,
     translate_obstore,
@@ -72,7 +71,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.stores.obstore.clients import Clients
-    from dcp_objstore.stores.obstore.retries import Tries
+    from dcp_objstore.stores.retries import Tries
 
 _log = logging.getLogger("dcp_objstore")
 
@@ -397,10 +396,11 @@ class ObstoreStore(BaseStore):
             try:
                 page = clients.fresh(more)
             except Exception as error:
-                if clients.reached or never_connected(error):
+                found = judge_obstore(error)
+                if clients.reached or not found.answered:
                     raise
                 clients.reached = True
-                if not is_transient(error):
+                if not found.may_pass:
                     raise
                 page = more()  # it is there, and busy: as patiently as was asked for
             clients.reached = True
