@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.observe.dispatch import emit_retry
+from dcp_objstore.stores.admission.limiter import limiter_at
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
@@ -28,6 +29,9 @@ T = TypeVar("T")
 
 # Before a server has ever answered, a wrong endpoint is likelier than an outage.
 FIRST_PATIENCE_SECONDS = 5.0
+# A read may wait this long for the next bytes. For writes there is no such limit: transports count
+# it from the start of the request, so it would cut uploads off, not only stalled ones.
+READ_PROGRESS_SECONDS = 30.0
 # What is sent with a longer body than this gets the time for a part of an upload.
 SMALL_BYTES = 4 * MIB
 # From here on a pause does not grow.
@@ -177,14 +181,29 @@ class Tries:
                 return request()
             except DcpObjstoreError:
                 raise  # found by the adapter in an answer that came
-            except Exception as error:
-                found = judge(error)
-                if not found.may_pass or not (repeatable or found.had_no_effect):
-                    raise
-                try:
-                    self.failed(found.error, throttled=found.throttled, begun_at=begun_at)
-                except DcpObjstoreError as last:
-                    raise last from error
+            except Exception as error:  # noqa: BLE001  transports have no type in common
+                self.again(error, judge(error), begun_at, repeatable=repeatable)
+
+    def again(
+        self, error: Exception, found: Failure, begun_at: float, *, repeatable: bool = True
+    ) -> None:
+        """Return when it is time for the next try, after one that raised `error`.
+
+        Args:
+            error: of the transport.
+            found: what it means.
+            begun_at: when the try began.
+            repeatable: see `run`.
+
+        Raises:
+            As `run`.
+        """
+        if not found.may_pass or not (repeatable or found.had_no_effect):
+            raise error
+        try:
+            self.failed(found.error, throttled=found.throttled, begun_at=begun_at)
+        except DcpObjstoreError as last:
+            raise last from error
 
     def _left_seconds(self) -> float:
         """How much later a retry may begin; 0 if there is to be none."""
@@ -201,23 +220,33 @@ class Requests:
 
     Args:
         config: time-outs and retries.
-        limiter: of the bucket.
         judge: says what an exception of the transport means.
+        endpoint_url: the server; None for the provider's own.
+        scheme, bucket: of the URL.
 
     Attributes:
-        limiter: as above.
         reached: whether the server has ever answered, in whatever way.
     """
 
     def __init__(
-        self, config: TransferConfig, limiter: Limiter, judge: Callable[[Exception], Failure]
+        self,
+        config: TransferConfig,
+        judge: Callable[[Exception], Failure],
+        endpoint_url: str | None,
+        scheme: str,
+        bucket: str,
     ) -> None:
-        self.limiter = limiter
         self.reached = False
         self._judge = judge
+        self._server = (endpoint_url, scheme, bucket)
         self._policy = RetryPolicy(config.max_retries, config.retry_timeout_seconds)
         small_seconds = min(config.retry_timeout_seconds, config.stall_timeout_seconds / 3)
         self._small_policy = replace(self._policy, patience_seconds=small_seconds)
+
+    @property
+    def limiter(self) -> Limiter:
+        """The bucket's limiter in this process, which a forked child has its own of."""
+        return limiter_at(*self._server)
 
     def tries(self, verb: str, key: str, size_bytes: int = 0) -> Tries:
         """Make the tries of one request.
@@ -236,18 +265,24 @@ class Requests:
 
     def run(self, tries: Tries, request: Callable[[], T], *, repeatable: bool = True) -> T:
         """Do what `Tries.run` does, and give up soon on a server that never answered."""
-
-        def judge(error: Exception) -> Failure:
-            found = self._judge(error)
-            self.reached = self.reached or found.answered
-            if not self.reached:
-                seconds = min(FIRST_PATIENCE_SECONDS, tries.policy.patience_seconds)
-                tries.policy = replace(tries.policy, patience_seconds=seconds)
-            return found
-
+        judge = partial(self._judged, tries)
         result = tries.run(request, judge, repeatable=repeatable)
         self.reached = True
         return result
+
+    def again(self, tries: Tries, error: Exception, begun_at: float) -> None:
+        """Do what `Tries.again` does, and give up soon on a server that never answered."""
+        if isinstance(error, DcpObjstoreError):
+            raise error
+        tries.again(error, self._judged(tries, error), begun_at)
+
+    def _judged(self, tries: Tries, error: Exception) -> Failure:
+        found = self._judge(error)
+        self.reached = self.reached or found.answered
+        if not self.reached:
+            seconds = min(FIRST_PATIENCE_SECONDS, tries.policy.patience_seconds)
+            tries.policy = replace(tries.policy, patience_seconds=seconds)
+        return found
 
 
 def _report(key: str, number: int, error: Exception, began_at: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,6 @@ import pytest
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, PermissionDeniedError, StoreUnavailableError
 from dcp_objstore.stores import ObjectStore, open_store
-from dcp_objstore.stores.fsspec import filesystems, greeting
 from dcp_objstore.stores.fsspec.errors import translate_fsspec
 
 S3 = {"key": "a", "secret": "b"}
@@ -24,9 +24,7 @@ BOTH = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeting, "_PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(greeting, "_PAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(filesystems, "ANSWER_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("dcp_objstore.stores.retries.FIRST_PATIENCE_SECONDS", 0.2)
 
 
 class Listener:
@@ -74,7 +72,7 @@ def forbidding() -> Iterator[Listener]:
 
 def at(url: str, options: dict[str, object], endpoint_url: str) -> ObjectStore:
     given = {**options, "endpoint_url": endpoint_url, "transport": "fsspec"}
-    return open_store(url, given, TransferConfig())
+    return open_store(url, given, TransferConfig(request_timeout_seconds=2))
 
 
 @BOTH
@@ -84,9 +82,10 @@ def test_a_refused_connection_is_given_up_and_says_what_to_check(
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
-        with pytest.raises(StoreUnavailableError) as caught:
+        began_at = time.monotonic()
+        with pytest.raises(StoreUnavailableError, match=endpoint.removeprefix("http://")) as caught:
             at(url, options, endpoint).get("k", max_size_bytes=10)
-    assert f"cannot reach {endpoint}: " in str(caught.value)
+    assert time.monotonic() - began_at < 5
     assert str(caught.value).count("check endpoint_url") == 1
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
 
@@ -95,21 +94,20 @@ def test_a_refused_connection_is_given_up_and_says_what_to_check(
 def test_a_server_that_says_nothing_is_asked_once(
     silent: Listener, url: str, options: dict[str, object]
 ) -> None:
-    with pytest.raises(StoreUnavailableError, match=r"cannot reach .*check endpoint_url"):
+    with pytest.raises(StoreUnavailableError, match="check endpoint_url"):
         at(url, options, silent.url).put("k", b"body")
     assert len(silent.requests) == 1
 
 
 @BOTH
-def test_a_server_that_refuses_has_been_reached_and_is_not_greeted_again(
+def test_a_server_that_refuses_is_asked_once_and_for_nothing_else(
     forbidding: Listener, url: str, options: dict[str, object]
 ) -> None:
     store = at(url, options, forbidding.url)
     for _ in range(2):
         with pytest.raises(PermissionDeniedError):
             store.put("k", b"body")
-    greetings = [one for one in forbidding.requests if one.split()[0] in ("HEAD", "GET")]
-    assert len(greetings) == 1
+    assert len(forbidding.requests) == 2
 
 
 def test_tls_where_there_is_none_is_a_wrong_setting_and_is_tried_once(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 
 import pytest
@@ -175,8 +176,9 @@ def test_a_throttled_request_slows_the_process_down_and_the_error_says_so(clock:
     assert not limiter.bounds.is_open
 
 
-def requests_to(server: Server) -> Requests:
-    return Requests(TransferConfig(stall_timeout_seconds=90), Limiter(), server.judge)
+def requests_to(server: Server, stall_timeout_seconds: float = 90) -> Requests:
+    config = TransferConfig(stall_timeout_seconds=stall_timeout_seconds)
+    return Requests(config, server.judge, None, "s3", secrets.token_hex(4))
 
 
 def seconds_of(request: Callable[[], object], clock: Clock) -> float:
@@ -224,7 +226,7 @@ def test_only_a_sign_of_life_gets_all_the_patience(
 
 def test_small_requests_have_a_third_of_the_stall_time_out(clock: Clock) -> None:
     server = Server()
-    requests = Requests(TransferConfig(stall_timeout_seconds=9), Limiter(), server.judge)
+    requests = requests_to(server, stall_timeout_seconds=9)
     small = seconds_of(lambda: requests.run(requests.tries("get", "k"), server.ask), clock)
     assert small == pytest.approx(3)
     large = seconds_of(lambda: requests.run(requests.tries("get_range", "k"), server.ask), clock)

@@ -5,7 +5,7 @@ children, and takes credentials from whatever boto3 knows (SSO, assumed roles, p
 more processor time: see docs/stores.md.
 
 Facts about boto3 1.44 that shape this module (each is pinned by a test):
-- botocore retries until an answer's head has come; a body that breaks off is the caller's.
+- botocore is told to send each request once. It does follow a redirect to the bucket's region.
 - A HEAD's answer has no `<Code>`, so a failed HEAD is asked again as a GET.
 - A readable body is sent after the server's "100 Continue".
 """
@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import http.client
 import os
-import random
 import threading
 import time
 from contextlib import closing
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
-from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.boto3.bodies import JoinedBuffers, body_of, receive
 from dcp_objstore.stores.buffers import check_range
-from dcp_objstore.stores.s3.errors import BrokenOffError, translate_botocore
-from dcp_objstore.stores.s3.store import S3Store
+from dcp_objstore.stores.s3.errors import translate_botocore
+from dcp_objstore.stores.s3.store import S3Store, Use
 from dcp_objstore.stores.urls import StoreUrl, check_key
 
 if TYPE_CHECKING:
@@ -36,9 +34,6 @@ if TYPE_CHECKING:
 
     from dcp_objstore.stores.boto3.clients import Boto3Clients
 
-# Of a body that breaks off, the first pause is random up to this, and twice as long each time.
-_FIRST_PAUSE_SECONDS = 0.05
-_LONGEST_PAUSE_SECONDS = 10.0
 # By process, endpoint and bucket. A forked child makes its own: its parent's may be held by
 # a thread that the child does not have.
 _conditional_writes: dict[tuple[int, str | None, str], threading.Lock] = {}
@@ -48,19 +43,27 @@ class Boto3Store(S3Store):
     """A store rooted at one URL. Unlike others it may be used after a fork, too."""
 
     def __init__(self, url: StoreUrl, clients: Boto3Clients) -> None:
-        super().__init__(url, clients.checksums, extra=clients.payer, sealing=clients.sealing)
+        super().__init__(
+            url,
+            clients,
+            clients.checksums,
+            clients.endpoint_url,
+            extra=clients.payer,
+            sealing=clients.sealing,
+        )
         self._clients = clients
 
-    @property
-    def endpoint_url(self) -> str | None:
-        """The server, or None for AWS."""
-        return self._clients.endpoint_url
-
-    def _client(self, use: Literal["read", "write", "once"]) -> Any:
-        return self._clients.get(use)
+    def _call(
+        self,
+        use: Use,
+        operation: str,
+        arguments: Mapping[str, Any],
+        check: Callable[[], None] | None = None,  # noqa: ARG002  the body calls it
+    ) -> Any:
+        return getattr(self._clients.get(use), operation)(**arguments)
 
     def _body(
-        self, part: Sequence[memoryview], check: Callable[[], None] | None = None
+        self, part: Sequence[memoryview], check: Callable[[], None] | None
     ) -> bytes | JoinedBuffers:
         return body_of(part, check)
 
@@ -77,22 +80,16 @@ class Boto3Store(S3Store):
         place = (os.getpid(), self.endpoint_url, self._url.bucket)
         return _conditional_writes.setdefault(place, threading.Lock())
 
-    def _read_whole(
+    def _read(
         self, target: Mapping[str, str], max_size_bytes: int
     ) -> tuple[Mapping[str, Any], bytearray | None]:
-        tries = _Tries(target["Key"], self._clients.max_retries)
-        while True:
-            answer = self._clients.get("read").get_object(**target)
-            size_bytes = answer.get("ContentLength", 0)
-            into = bytearray(size_bytes) if size_bytes <= max_size_bytes else None
-            try:
-                with closing(answer["Body"]) as body:
-                    if into is not None:
-                        receive(body, memoryview(into))
-            except BrokenOffError as error:
-                tries.failed(error)
-            else:
-                return answer, into
+        answer = self._clients.get("read").get_object(**target)
+        size_bytes = answer.get("ContentLength", 0)
+        into = bytearray(size_bytes) if size_bytes <= max_size_bytes else None
+        with closing(answer["Body"]) as body:
+            if into is not None:
+                receive(body, memoryview(into))
+        return answer, into
 
     def get_range(
         self, key: str, start: int, end: int, *, into: memoryview | None = None
@@ -114,14 +111,15 @@ class Boto3Store(S3Store):
         check_range(cuts[0], cuts[-1])
         with self._errors(key) as target:
             given = 0
-            tries = _Tries(target["Key"], self._clients.max_retries)
+            tries = self._clients.tries("get_range", target["Key"])
             while given < len(cuts) - 1:
+                begun_at = time.monotonic()
                 try:
                     for piece in self._arriving(target, cuts[given:], into):
                         given += 1
                         yield piece
-                except BrokenOffError as error:
-                    tries.failed(error)
+                except Exception as error:  # noqa: BLE001  botocore's have no type in common
+                    self._clients.again(tries, error, begun_at)
 
     def _arriving(
         self, target: Mapping[str, str], cuts: Sequence[int], into: memoryview
@@ -140,26 +138,6 @@ class Boto3Store(S3Store):
                 piece = into[: stop - begin]
                 receive(body, piece)
                 yield piece
-
-
-class _Tries:
-    """How often the body of an object may break off."""
-
-    def __init__(self, bucket_key: str, max_retries: int) -> None:
-        self._bucket_key = bucket_key
-        self._began_at = time.monotonic()
-        self._failures = 0
-        self._max_retries = max_retries
-        self._pause_seconds = _FIRST_PAUSE_SECONDS
-
-    def failed(self, error: BrokenOffError) -> None:
-        """Wait before the next try, or raise `error` if there is none."""
-        if self._failures == self._max_retries:
-            raise error
-        self._failures += 1
-        emit_retry(self._bucket_key, self._failures + 1, str(error), self._began_at)
-        time.sleep(random.uniform(0, self._pause_seconds))
-        self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
 
 
 def _check_range_answer(answer: Mapping[str, Any], start: int, end: int) -> None:

@@ -23,8 +23,8 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
-from dcp_objstore.stores.errors import kind_of_answer, redacted
-from dcp_objstore.stores.s3.errors import translate_botocore
+from dcp_objstore.stores.errors import Failure, failure, kind_of_answer, redacted
+from dcp_objstore.stores.s3.errors import judge_botocore, translate_botocore
 
 _BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
     errno.ENOENT: ObjectNotFoundError,
@@ -68,7 +68,7 @@ _OF_LIBRARIES: tuple[tuple[str, str, type[DcpObjstoreError]], ...] = (
 # Of them, those by which no connection was made.
 _UNREACHED = (
     ("aiohttp", "ClientConnectorError"),
-    ("aiohttp", "ServerTimeoutError"),
+    ("aiohttp", "ConnectionTimeoutError"),
 )
 
 
@@ -95,9 +95,25 @@ def translate_fsspec(
     if type(error) is OSError and error.errno is None and error.__cause__ is None:
         kind = bare
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
-    if kind is StoreUnavailableError and status_and_code(error)[0] is None and _is_unreached(error):
-        text += "; check endpoint_url and that the server runs"
+    unanswered = kind is StoreUnavailableError and status_and_code(error)[0] is None
+    if unanswered and (_is_unreached(error) or _is_late(error)):
+        text += "; check endpoint_url, that the server runs, and any proxy or firewall"
     return kind(text)
+
+
+def judge_fsspec(error: Exception, found: DcpObjstoreError) -> Failure:
+    """Say what an exception of a filesystem means, for the loop that sends requests again.
+
+    Args:
+        error: what it raised.
+        found: its translation.
+    """
+    if is_of_botocore(error):
+        return judge_botocore(error, found)
+    status, code = status_and_code(error)
+    return failure(
+        found, status, code, connected=not _is_unreached(error), timed_out=_is_late(error)
+    )
 
 
 def is_of_botocore(error: BaseException) -> bool:
@@ -146,6 +162,11 @@ def _is_unreached(error: BaseException) -> bool:
     for module, name in _UNREACHED:
         kinds += [found] if (found := getattr(sys.modules.get(module), name, None)) else []
     return any(isinstance(one, tuple(kinds)) for one in _chain(error))
+
+
+def _is_late(error: BaseException) -> bool:
+    """Whether nothing came in time."""
+    return any(isinstance(one, TimeoutError) for one in _chain(error))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

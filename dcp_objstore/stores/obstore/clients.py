@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import CredentialsError
-from dcp_objstore.stores.admission.limiter import HIDDEN_PAUSE_SECONDS, Limiter, limiter_at
+from dcp_objstore.stores.admission.limiter import HIDDEN_PAUSE_SECONDS
 from dcp_objstore.stores.credentials.aws import find_s3_credentials
 from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from dcp_objstore.stores.credentials.base import Credentials
@@ -35,14 +35,17 @@ from dcp_objstore.stores.options.azure import AzureOptions
 from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.options.s3 import s3_options
-from dcp_objstore.stores.retries import FIRST_PATIENCE_SECONDS, SMALL_BYTES, Requests, Tries
+from dcp_objstore.stores.retries import (
+    FIRST_PATIENCE_SECONDS,
+    READ_PROGRESS_SECONDS,
+    SMALL_BYTES,
+    Requests,
+    Tries,
+)
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl
 
-# A read may wait this long for the next bytes. For writes there is no such limit: the transport
-# counts it from the start of the request, so it would cut uploads off, not only stalled ones.
-_READ_PROGRESS_TIMEOUT_SECONDS = 30.0
 # However short the stall time-out is, a small request has so long.
 _LEAST_SMALL_TIMEOUT_SECONDS = 3.0
 # For what only obstore itself can send again. It has a jitter of its own: a pause is random between
@@ -73,15 +76,15 @@ class Clients(Requests):
 
     def __init__(
         self,
+        url: StoreUrl,
         make: Make,
         config: TransferConfig,
-        limiter: Limiter,
         endpoint_url: str | None = None,
         *,
         direct: bool = False,
         credentials: Credentials | None = None,
     ) -> None:
-        super().__init__(config, limiter, judge_obstore)
+        super().__init__(config, judge_obstore, endpoint_url, url.scheme, url.bucket)
         self.endpoint_url = endpoint_url
         self._credentials = credentials
         self._direct = direct
@@ -197,7 +200,7 @@ class Clients(Requests):
     def _new_lane(self) -> DirectLane | None:
         if not self._direct:
             return None
-        seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, self._config.request_timeout_seconds)
+        seconds = min(READ_PROGRESS_SECONDS, self._config.request_timeout_seconds)
         return DirectLane(self._sign, seconds)
 
     def _sign(self, path: str) -> str:
@@ -224,7 +227,7 @@ class Clients(Requests):
             ),
         }
         if kind in ("read", "range", "list", "first"):
-            progress_seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, whole_seconds)
+            progress_seconds = min(READ_PROGRESS_SECONDS, whole_seconds)
             if kind != "range":
                 progress_seconds = min(progress_seconds, self._small_timeout_seconds)
             timeouts["read_timeout"] = timedelta(seconds=progress_seconds)
@@ -262,8 +265,7 @@ def make_clients(
         ConfigError: an endpoint or certificate that we cannot use.
     """
     if url.scheme == "memory":
-        limiter = limiter_at(None, url.scheme, url.bucket)
-        return Clients(memory_maker(url), config, limiter)
+        return Clients(url, memory_maker(url), config)
     direct = False
     found: Credentials
     if url.scheme == "gs":
@@ -281,5 +283,4 @@ def make_clients(
         make, endpoint_url = s3_maker(url, settings, found)
         plain = endpoint_url is not None and endpoint_url.startswith("http://")
         direct = plain and not settings.anon and not s3_requester_pays(settings)
-    limiter = limiter_at(endpoint_url, url.scheme, url.bucket)
-    return Clients(make, config, limiter, endpoint_url, direct=direct, credentials=found)
+    return Clients(url, make, config, endpoint_url, direct=direct, credentials=found)

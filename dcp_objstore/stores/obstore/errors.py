@@ -37,7 +37,6 @@ from dcp_objstore.stores.errors import (
     kind_of_answer,
     redacted,
 )
-from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
@@ -271,7 +270,7 @@ def translate_obstore(error: Exception) -> DcpObjstoreError:
     # In place, because it stays as the cause and is shown with it.
     error.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in error.args)
     found = _no_answer(error) or _answer(error)
-    return _failed_abort(error, found) if abort_failed(error) else found
+    return _failed_abort(error, found) if _abort_failed(error) else found
 
 
 def no_store(error: BaseException | None) -> ConfigError | None:
@@ -310,12 +309,14 @@ def translate_panic(error: BaseException) -> DcpObjstoreError | None:
     return DcpObjstoreError(f"obstore failed in a way of its own, please report it: {text}")
 
 
-def abort_failed(error: BaseException | None) -> bool:
-    """Whether an obstore error says that a multipart upload could not be aborted.
+def parts_are_left(error: BaseException) -> bool:
+    """Whether an obstore error says that a multipart upload was not aborted."""
+    return _abort_failed(error) and not isinstance(error, FileNotFoundError)
 
-    Of an upload that fails twice, obstore raises the abort's error alone.
-    """
-    request = _REQUEST.search(_parts(error)[0]) if error is not None else None
+
+def _abort_failed(error: BaseException) -> bool:
+    """Whether it is the error of an abort: of an upload that fails twice, it is raised alone."""
+    request = _REQUEST.search(_parts(error)[0])
     return request is not None and request[1] == "DELETE" and "?uploadId=" in request[2]
 
 
@@ -357,17 +358,19 @@ def _no_answer(error: Exception) -> DcpObjstoreError | None:
 
 
 def _failed_abort(error: Exception, found: DcpObjstoreError) -> DcpObjstoreError:
-    """For an upload that failed and then could not be aborted; see `abort_failed`."""
+    """For an upload that failed and then could not be aborted."""
     status, _ = http_code(error)
     if isinstance(found, BucketNotFoundError):
         return found  # nothing is left
     if isinstance(found, ObjectNotFoundError):
         return StoreUnavailableError(f"the store lost this upload before its end: {found.message}")
     if status is None:
-        text = f"the connection to the store was lost in mid-upload: {found.message}"
-        return StoreUnavailableError(f"{text}; {LEFTOVER_ADVICE}")
-    text = f"the upload failed, and aborting it failed too, which hides the cause: {found.message}"
-    return type(found)(f"{text}; {LEFTOVER_ADVICE}")
+        return StoreUnavailableError(
+            f"the connection to the store was lost in mid-upload: {found.message}"
+        )
+    return type(found)(
+        f"the upload failed, and aborting it failed too, which hides the cause: {found.message}"
+    )
 
 
 def _parts(error: BaseException) -> tuple[str, str]:
