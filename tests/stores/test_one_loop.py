@@ -10,8 +10,9 @@ import pytest
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import StoreUnavailableError
-from dcp_objstore.stores import ObjectStore, open_store
+from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
+from dcp_objstore.stores.uploads.open import open_uploads
 from tests.support.scripted import Answer, ScriptedServer
 from tests.support.verbs import VERBS
 
@@ -87,6 +88,38 @@ def test_a_connection_that_is_hung_up_counts_as_a_try(
     with pytest.raises(StoreUnavailableError):
         VERBS[verb](store_over(adapter, endpoint_url))
     assert len(heads) == (1 if verb == "put_absent" else 1 + RETRIES)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_unfinished_uploads_are_asked_for_as_often_page_by_page(
+    server: ScriptedServer, scheme: str
+) -> None:
+    page = (
+        "<ListMultipartUploadsResult><IsTruncated>{more}</IsTruncated><NextKeyMarker>run/a"
+        "</NextKeyMarker><NextUploadIdMarker>u</NextUploadIdMarker></ListMultipartUploadsResult>"
+    )
+    pages = [
+        (500, ""),
+        (200, page.format(more="true")),
+        (500, ""),
+        (200, page.format(more="false")),
+    ]
+
+    def answer(method: str, target: str, nth: int) -> Answer:
+        status, body = pages[nth - 1]
+        return status, {"Content-Type": "application/xml"}, body.encode()
+
+    server.answer = answer
+    options = {**(KEYS if scheme == "s3" else {"anon": True}), "endpoint_url": server.endpoint_url}
+    spec = StoreSpec(f"{scheme}://bucket/run", options, TransferConfig(max_retries=RETRIES))
+    assert open_uploads(spec).list() == []
+    targets = [target for _, target, _ in server.requests]
+    assert ["upload-id-marker=u" in target for target in targets] == [False, False, True, True]
+    server.answer = lambda *_: (500, {}, b"")
+    del server.requests[:]
+    with pytest.raises(StoreUnavailableError):
+        open_uploads(spec).list()
+    assert len(server.requests) == 1 + RETRIES
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)

@@ -19,11 +19,10 @@ from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.credentials.aws import no_s3_credentials, open_boto3_session
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.endpoint import is_virtual, s3_requester_pays, s3_server, server_url
-from dcp_objstore.stores.errors import Failure
 from dcp_objstore.stores.options.s3 import S3Options, s3_options
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests
 from dcp_objstore.stores.s3.checksums import checksums_for
-from dcp_objstore.stores.s3.errors import judge_botocore, translate_botocore
+from dcp_objstore.stores.s3.errors import judge_botocore
 from dcp_objstore.stores.s3.store import Use
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ class Boto3Clients(Requests):
         if self._settings.sse_bucket_key is not None:
             self.sealing["BucketKeyEnabled"] = self._settings.sse_bucket_key
         self.endpoint_url = self._mine().endpoint_url
-        super().__init__(config, _judge, self.endpoint_url, url.scheme, url.bucket)
+        super().__init__(config, judge_botocore, self.endpoint_url, url.scheme, url.bucket)
         self.checksums = checksums_for(self._settings, self.endpoint_url)
 
     def get(self, use: Use) -> Any:
@@ -147,10 +146,6 @@ class Boto3Clients(Requests):
                 retries={"total_max_attempts": 1},
             ),
         )
-
-
-def _judge(error: Exception) -> Failure:
-    return judge_botocore(error, translate_botocore(error))
 
 
 def _botocore_config(settings: S3Options, *, virtual: bool, **transfer: Any) -> Any:

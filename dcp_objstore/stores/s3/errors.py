@@ -61,19 +61,19 @@ def translate_botocore(error: Exception, *, conditional: bool = False) -> DcpObj
     return kind(f"{what}: {redacted(str(error))}")
 
 
-def judge_botocore(error: Exception, found: DcpObjstoreError) -> Failure:
+def judge_botocore(error: Exception, found: DcpObjstoreError | None = None) -> Failure:
     """Say what an exception of botocore means, for the loop that sends requests again.
 
     Args:
         error: of botocore, or raised from one.
-        found: its translation.
+        found: its translation, where that is not `translate_botocore(error)`.
     """
     from botocore import exceptions as boto
 
     unsent = (boto.EndpointConnectionError, boto.ProxyConnectionError, boto.ConnectTimeoutError)
     chain = list(_chain(error))
     judged = failure(
-        found,
+        found or translate_botocore(error),
         status_of(error),
         code_of(error),
         connected=not any(isinstance(one, unsent) for one in chain),

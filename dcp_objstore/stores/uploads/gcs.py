@@ -31,13 +31,14 @@ from dcp_objstore.stores.endpoint import gcs_endpoint, gcs_payer, server_url, tl
 from dcp_objstore.stores.errors import advice_on, kind_of_answer
 from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.parse import parse
+from dcp_objstore.stores.retries import Requests
+from dcp_objstore.stores.s3.errors import judge_botocore
 from dcp_objstore.stores.uploads.s3 import S3Uploads, boto_errors
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.spec import StoreSpec
 
 _GOOGLE = "https://storage.googleapis.com"
-_RETRIES = 2
 
 
 class GcsUploads(S3Uploads):
@@ -99,7 +100,8 @@ def open_gcs_uploads(spec: StoreSpec) -> GcsUploads:
     context = tls_context(options.verify)
     with boto_errors(spec.url):
         client = _client(spec, base, options.verify, headers)
-    uploads = GcsUploads(client, url.bucket, root, {})
+    requests = Requests(spec.config, judge_botocore, endpoint, "gs", url.bucket)
+    uploads = GcsUploads(client, requests, url.bucket, root, {})
     asked = f"{base}/storage/v1/b/{quote(url.bucket, safe='')}?fields=lifecycle,versioning"
     seconds = spec.config.request_timeout_seconds
     uploads._asks = lambda: _bucket(asked, headers(), context, seconds, spec.url)
@@ -115,7 +117,6 @@ def _client(
     from botocore.config import Config
 
     config = spec.config
-    tries = 1 + min(_RETRIES, config.max_retries)
     # Nothing that is set up for AWS counts here: neither its profiles nor its endpoints.
     unset = (None, None, None, None)
     nowhere = (None, None, os.devnull, None)
@@ -134,7 +135,7 @@ def _client(
             response_checksum_validation="when_required",
             connect_timeout=config.connect_timeout_seconds,
             read_timeout=config.request_timeout_seconds,
-            retries={"mode": "standard", "total_max_attempts": tries},
+            retries={"total_max_attempts": 1},
         ),
     )
 
