@@ -1,7 +1,8 @@
-"""Map a store's answer to an error, by its status and code, for every transport."""
+"""Map a store's answer, or a builtin error, to an error of this package, for every transport."""
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
 
@@ -106,6 +107,34 @@ _BY_STATUS: dict[int, type[DcpObjstoreError]] = {
     429: StoreUnavailableError,
     501: UnsupportedError,
 }
+_BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
+    errno.ENOENT: ObjectNotFoundError,
+    # A key may not be both an object and the prefix of another one in a tree of folders.
+    errno.ENOTDIR: ObjectNotFoundError,
+    errno.EISDIR: InputError,
+    errno.EACCES: PermissionDeniedError,
+    errno.EPERM: PermissionDeniedError,
+    errno.EROFS: PermissionDeniedError,
+    errno.EEXIST: PreconditionFailedError,
+    errno.EINVAL: InputError,
+    errno.ENAMETOOLONG: InputError,
+    errno.ENOSYS: UnsupportedError,
+    errno.EOPNOTSUPP: UnsupportedError,
+}
+_BY_TYPE: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
+    (FileNotFoundError, ObjectNotFoundError),
+    (NotADirectoryError, ObjectNotFoundError),
+    (FileExistsError, PreconditionFailedError),
+    (PermissionError, PermissionDeniedError),
+    (IsADirectoryError, InputError),
+    (ImportError, ConfigError),
+    (NotImplementedError, UnsupportedError),
+    (OSError, StoreUnavailableError),
+    (EOFError, StoreUnavailableError),
+    (ValueError, InputError),
+    (TypeError, InputError),
+    (BufferError, InputError),
+)
 _FULL = (
     "the store is full, or a quota is reached: remove old checkpoints and incomplete multipart"
     " uploads, or raise the quota"
@@ -188,6 +217,13 @@ def kind_of_answer(status: int | None, code: str | None) -> type[DcpObjstoreErro
     if status is not None:
         return StoreUnavailableError if status >= 500 else DcpObjstoreError
     return None
+
+
+def kind_of_builtin(error: BaseException) -> type[DcpObjstoreError]:
+    """Return the error for one of Python's, by errno, then by type; `DcpObjstoreError` if none."""
+    if isinstance(error, OSError) and error.errno in _BY_ERRNO:
+        return _BY_ERRNO[error.errno]
+    return next((ours for kind, ours in _BY_TYPE if isinstance(error, kind)), DcpObjstoreError)
 
 
 def is_full(status: int | None, code: str | None) -> bool:

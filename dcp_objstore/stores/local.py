@@ -39,13 +39,12 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     InputError,
     ObjectNotFoundError,
-    PermissionDeniedError,
     PreconditionFailedError,
-    StoreUnavailableError,
 )
 from dcp_objstore.stores.answers import check_fits
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, check_range
+from dcp_objstore.stores.errors import kind_of_builtin
 from dcp_objstore.stores.protocol import (
     Capabilities,
     IfAbsent,
@@ -65,17 +64,8 @@ _LOCK_NAME = f"{_OURS}lock"
 TEMPORARY = f"{_OURS}tmp.*"
 _NAME_BYTES = 255
 
-_BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
-    errno.ENOENT: ObjectNotFoundError,
-    errno.EACCES: PermissionDeniedError,
-    errno.EPERM: PermissionDeniedError,
-    errno.EROFS: PermissionDeniedError,
-    errno.ENAMETOOLONG: InputError,
-    # A key may not be both an object and the prefix of another one here.
-    errno.EISDIR: InputError,
-    errno.ENOTDIR: InputError,
-    errno.EEXIST: InputError,
-}
+# Where a folder would have to be, there is an object.
+_IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST)
 
 
 class LocalStore(BaseStore[Path]):
@@ -115,10 +105,12 @@ class LocalStore(BaseStore[Path]):
         return path
 
     def _translate(self, error: Exception) -> DcpObjstoreError:
-        if isinstance(error, OSError):
-            kind = _BY_ERRNO.get(error.errno or 0, StoreUnavailableError)
-            return kind(error.strerror or str(error))
-        return InputError(f"{type(error).__name__}: {error}")
+        kind = kind_of_builtin(error)
+        if not isinstance(error, OSError):
+            return kind(f"{type(error).__name__}: {error}")
+        if error.errno in _IN_THE_WAY:
+            kind = InputError
+        return kind(error.strerror or str(error))
 
     def _put(
         self,

@@ -7,54 +7,24 @@ looked for here. s3fs raises builtin ones from botocore's, which `s3.errors` tra
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dcp_objstore.errors import (
-    ConfigError,
     CredentialsError,
     DcpObjstoreError,
-    InputError,
-    ObjectNotFoundError,
-    PermissionDeniedError,
-    PreconditionFailedError,
     StoreUnavailableError,
-    UnsupportedError,
 )
-from dcp_objstore.stores.errors import Failure, failure, kind_of_answer, redacted
+from dcp_objstore.stores.errors import (
+    Failure,
+    failure,
+    kind_of_answer,
+    kind_of_builtin,
+    redacted,
+)
 from dcp_objstore.stores.s3.errors import judge_botocore, translate_botocore
 
-_BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
-    errno.ENOENT: ObjectNotFoundError,
-    # A key may not be both an object and the prefix of another one in a tree of folders.
-    errno.ENOTDIR: ObjectNotFoundError,
-    errno.EISDIR: InputError,
-    errno.EACCES: PermissionDeniedError,
-    errno.EPERM: PermissionDeniedError,
-    errno.EROFS: PermissionDeniedError,
-    errno.EEXIST: PreconditionFailedError,
-    errno.EINVAL: InputError,
-    errno.ENAMETOOLONG: InputError,
-    errno.ENOSYS: UnsupportedError,
-    errno.EOPNOTSUPP: UnsupportedError,
-}
-_BY_TYPE: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
-    (FileNotFoundError, ObjectNotFoundError),
-    (NotADirectoryError, ObjectNotFoundError),
-    (FileExistsError, PreconditionFailedError),
-    (PermissionError, PermissionDeniedError),
-    (IsADirectoryError, InputError),
-    (TimeoutError, StoreUnavailableError),
-    (ConnectionError, StoreUnavailableError),
-    (ImportError, ConfigError),
-    (NotImplementedError, UnsupportedError),
-    (OSError, StoreUnavailableError),
-    (EOFError, StoreUnavailableError),
-    (ValueError, InputError),
-    (TypeError, InputError),
-)
 # Of libraries that may or may not be loaded: module, name, ours.
 _OF_LIBRARIES: tuple[tuple[str, str, type[DcpObjstoreError]], ...] = (
     ("google.auth.exceptions", "TransportError", StoreUnavailableError),
@@ -151,9 +121,7 @@ def _kind(error: BaseException) -> type[DcpObjstoreError]:
         theirs = getattr(sys.modules.get(module), name, None)
         if theirs is not None and any(isinstance(one, theirs) for one in _chain(error)):
             return ours
-    if isinstance(error, OSError) and error.errno in _BY_ERRNO:
-        return _BY_ERRNO[error.errno]
-    return next((ours for kind, ours in _BY_TYPE if isinstance(error, kind)), DcpObjstoreError)
+    return kind_of_builtin(error)
 
 
 def _is_unreached(error: BaseException) -> bool:

@@ -35,6 +35,7 @@ from dcp_objstore.stores.errors import (
     failure,
     is_full,
     kind_of_answer,
+    kind_of_builtin,
     redacted,
 )
 
@@ -399,7 +400,6 @@ def _kind_without_status(error: Exception) -> type[DcpObjstoreError]:
     if _not_the_range(None, _parts(error)[1]):
         return CorruptDataError
     pairs: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
-        (FileNotFoundError, ObjectNotFoundError),
         (theirs.AlreadyExistsError, PreconditionFailedError),
         (theirs.PreconditionError, PreconditionFailedError),
         (theirs.PermissionDeniedError, PermissionDeniedError),
@@ -409,12 +409,8 @@ def _kind_without_status(error: Exception) -> type[DcpObjstoreError]:
         (theirs.UnknownConfigurationKeyError, ConfigError),
         # No answer at all: connection refused or reset, time-out, DNS, TLS.
         (theirs.GenericError, StoreUnavailableError),
-        (OSError, StoreUnavailableError),
-        (ValueError, InputError),
-        (TypeError, InputError),
-        (BufferError, InputError),
     )
     for theirs_type, ours in pairs:
         if isinstance(error, theirs_type):
             return ours
-    return DcpObjstoreError
+    return kind_of_builtin(error)
