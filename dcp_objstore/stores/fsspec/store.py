@@ -52,7 +52,11 @@ _memory_lock = threading.RLock()
 
 
 class FsspecStore(BaseStore[str]):
-    """A store rooted at one URL, over the blocking calls of a filesystem."""
+    """A store rooted at one URL, over the blocking calls of a filesystem.
+
+    Retries are the filesystem's own, also of a `put` with `retry=False`. They cannot be seen from
+    here, so throttling is judged by how long requests take.
+    """
 
     def __init__(self, url: StoreUrl, filesystems: Filesystems) -> None:
         super().__init__(url, filesystems.endpoint_url)
