@@ -71,7 +71,7 @@ class TransferConfig:
         stall_timeout_seconds: a transfer in which no part completes for this long fails with
             `TransferStalledError`. Default 180.
         max_retries: retries of one request, with jittered exponential backoff. With the default, a
-            store may be down for about half a minute (7 to 64 s). Default 10.
+            store may be down for about half a minute (31 to 62 s). Default 10.
         retry_timeout_seconds: no retry starts later than this after the first try. A server that
             this process has never reached is given up after 5 to 10 s. Default 180.
         peer_timeout_seconds: how long a rank waits for the others in a process group that this

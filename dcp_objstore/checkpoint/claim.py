@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
+from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, tries_until
 from dcp_objstore.checkpoint.commit import rewrite_marker
 from dcp_objstore.checkpoint.compare_and_swap import compare_and_swap
 from dcp_objstore.checkpoint.marker import (
@@ -295,7 +295,7 @@ def _take(
     clock: Clock,
 ) -> int:
     base = known[0].base if known else 0
-    retries = Retries(deadline_seconds, clock)
+    tries = tries_until(deadline_seconds, clock)
 
     def put(version: Version | None, new_base: int) -> Version:
         """Put `_CLAIM` with this base, and return its new version."""
@@ -305,7 +305,7 @@ def _take(
             CLAIM_KEY,
             encode_claim(record),
             version,
-            Retries(deadline_seconds, clock),
+            tries_until(deadline_seconds, clock),
             f"claim {number} of the run",
             read=read_claim,
             landed=lambda seen: seen.write_id == record.write_id,
@@ -331,7 +331,7 @@ def _take(
             put(claimed, number)
             _log_dropped(run, [step for step in counting if not keeps(step.name)])
             return number
-        if not retries.pause():
+        if not tries.pause():
             raise RetryableError(
                 "others kept changing the steps of this run until the deadline; claim it again",
                 url=run.url,
@@ -342,9 +342,9 @@ def _adopt(steps: Sequence[Step], number: int, deadline_seconds: float, clock: C
     """Rewrite the markers of these steps; return False if another job changed one meanwhile."""
 
     def adopt(step: Step) -> bool:
-        retries = Retries(deadline_seconds, clock)
+        tries = tries_until(deadline_seconds, clock)
         what = f"adopting the step as of claim {number}"
-        return rewrite_marker(step.store, step.found, what, retries, claim=number) is not None
+        return rewrite_marker(step.store, step.found, what, tries, claim=number) is not None
 
     return all(list(in_waves(adopt, [step for step in steps if step.marker.claim < number])))
 
@@ -410,7 +410,7 @@ def list_steps(
         CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read, or a step is in a newer
             format. (A step whose marker is damaged is left out, with a warning.)
     """
-    retries = Retries(deadline_seconds, clock)
+    tries = tries_until(deadline_seconds, clock)
     while True:
         before = read_claim(run)
         base = before[0].base if before else 0
@@ -423,7 +423,7 @@ def list_steps(
         after = read_claim(run)
         if (before and before[0]) == (after and after[0]):
             return found[::-1]
-        if not retries.pause():
+        if not tries.pause():
             raise RetryableError(
                 "other jobs kept claiming this run until the deadline; try again", url=run.url
             )
@@ -511,7 +511,7 @@ def confirm(
         CommitUnknownError: `_CLAIM` could not be read before the deadline.
         CheckpointCorruptError: `_CLAIM` was removed or damaged.
     """
-    retries = Retries(deadline_seconds, clock)
+    tries = tries_until(deadline_seconds, clock)
     while True:
         try:
             found = read_claim(run)
@@ -519,7 +519,7 @@ def confirm(
         except CorruptDataError:
             raise
         except DcpObjstoreError as error:
-            if not isinstance(error, RetryableError) or not retries.pause():
+            if not isinstance(error, RetryableError) or not tries.pause():
                 raise CommitUnknownError(
                     "the step is committed, but it is not known whether it counts, because the"
                     f" run's _CLAIM could not be read ({error}). Look at the run before you go on",

@@ -1,14 +1,16 @@
-"""Time for the commit rules: a clock that tests can replace, and pauses until a deadline."""
+"""Time for the commit rules: a clock that tests can replace, and tries until a deadline."""
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+from dcp_objstore.stores.retries import RetryPolicy, Tries
+
 # No request that changes a marker or `.metadata` begins later than this after the first.
 DEADLINE_SECONDS = 60.0
+# Writers that collide are fewer, and nearer to success, than requests to a store that is away.
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
 
@@ -41,44 +43,25 @@ class Clock:
 SYSTEM_CLOCK = Clock()
 
 
-class Retries:
-    """Pauses between tries: exponential, jittered, and none that begins after the deadline.
+def tries_until(
+    deadline_seconds: float,
+    clock: Clock = SYSTEM_CLOCK,
+    on_retry: Callable[[int, Exception, float], None] | None = None,
+) -> Tries:
+    """Make the tries of one change: none begins later than the deadline, counted from now.
+
+    Several requests, and several steps of the change, share them. They take nothing from the budget
+    of retries that requests to the bucket share: a commit must not fail for what a load has spent.
 
     Args:
-        deadline_seconds: counted from now; bounds when a try may start, not how long it takes.
+        deadline_seconds: bounds when a try may start, not how long it takes.
         clock: the time to go by.
-        on_retry: called before each pause that follows an error, with the number of the next try
-            (from 2) and the error.
-
-    Attributes:
-        tries: the number of tries so far: 1, plus one for each pause.
+        on_retry: see `Tries`.
     """
-
-    def __init__(
-        self,
-        deadline_seconds: float,
-        clock: Clock,
-        on_retry: Callable[[int, Exception], None] | None = None,
-    ) -> None:
-        self.tries = 1
-        self._on_retry = on_retry
-        self._clock = clock
-        self._deadline = clock.monotonic() + deadline_seconds
-        self._longest = _FIRST_PAUSE_SECONDS
-
-    def pause(self, error: Exception | None = None) -> bool:
-        """Sleep and return True, or return False at once if the deadline has passed.
-
-        Args:
-            error: what the last try raised, if anything.
-        """
-        left = self._deadline - self._clock.monotonic()
-        if left <= 0:
-            return False
-        self.tries += 1
-        if error is not None and self._on_retry is not None:
-            self._on_retry(self.tries, error)
-        # Full jitter, so that writers that collided do not collide again. Nothing here is secret.
-        self._clock.sleep(min(left, random.uniform(0, self._longest)))
-        self._longest = min(2 * self._longest, _LONGEST_PAUSE_SECONDS)
-        return True
+    policy = RetryPolicy(
+        None,
+        deadline_seconds,
+        first_pause_seconds=_FIRST_PAUSE_SECONDS,
+        longest_pause_seconds=_LONGEST_PAUSE_SECONDS,
+    )
+    return Tries(policy, clock=clock, on_retry=on_retry)

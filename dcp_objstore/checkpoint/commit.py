@@ -45,7 +45,7 @@ from typing import Any
 
 import msgspec
 
-from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
+from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, tries_until
 from dcp_objstore.checkpoint.compare_and_swap import SwapOutcome, compare_and_swap
 from dcp_objstore.checkpoint.marker import (
     ON_NOTHING,
@@ -88,6 +88,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Precondition, Version
+from dcp_objstore.stores.retries import Tries
 
 _log = logging.getLogger("dcp_objstore")
 
@@ -170,7 +171,7 @@ def begin(
     _light(store, beacon)
     try:
         token = _take_token(
-            store, Retries(deadline_seconds, clock), overwrite=overwrite, claim=claim
+            store, tries_until(deadline_seconds, clock), overwrite=overwrite, claim=claim
         )
     except (InputError, LostRaceError, CorruptDataError):
         # Not if the store does not answer: then the save would only fail later.
@@ -198,7 +199,7 @@ def remove_beacon(store: ObjectStore, key: str) -> None:
         _log.debug("the beacon %s/%s stays until the next sweep: %s", store.url, key, error)
 
 
-def _take_token(store: ObjectStore, retries: Retries, *, overwrite: bool, claim: int) -> BeginToken:
+def _take_token(store: ObjectStore, tries: Tries, *, overwrite: bool, claim: int) -> BeginToken:
     try:
         found = read_marker(store)
     except CheckpointCorruptError as error:
@@ -213,8 +214,8 @@ def _take_token(store: ObjectStore, retries: Retries, *, overwrite: bool, claim:
     refuse_later(store, marker, claim)
     if marker.state == "deleting":
         # Before the uploads: if another job finished the deletion later, it would defeat this save.
-        finish_deleting(store, marker.commit_id, retries)
-        return _take_token(store, retries, overwrite=overwrite, claim=claim)
+        finish_deleting(store, marker.commit_id, tries)
+        return _take_token(store, tries, overwrite=overwrite, claim=claim)
     if marker.is_committed and not overwrite and marker.claim == claim:
         raise CheckpointExistsError(
             f"a checkpoint is committed here already (commit {marker.commit_id}); save under"
@@ -296,7 +297,7 @@ def commit(
     deadline_seconds: float = DEADLINE_SECONDS,
     fenced: bool = True,
     clock: Clock = SYSTEM_CLOCK,
-    on_retry: Callable[[int, Exception], None] | None = None,
+    on_retry: Callable[[int, Exception, float], None] | None = None,
 ) -> CommitResult:
     """Make the checkpoint exist (rules 4 and 5). Call once, after all ranks have reported.
 
@@ -313,7 +314,8 @@ def commit(
             that is under way then may take up to the transport's time-out longer.
         fenced: False on a store without conditional writes (rule 11).
         clock: for tests.
-        on_retry: called before each retry with its number (from 2) and the last error.
+        on_retry: called before each retry with the number of the try (from 2), the last error and
+            the time of the first try.
 
     Raises:
         CheckpointCorruptError: an object is missing or has another size; nothing was committed.
@@ -352,14 +354,14 @@ def commit(
     store.put(index_key(nonce), index)
     if begin.marker is None and begin.version is not None:
         marker = msgspec.structs.replace(marker, put_on="")  # the damaged marker's is not known
-    token, retries = (begin.marker, begin.version), Retries(deadline_seconds, clock, on_retry)
+    token, tries = (begin.marker, begin.version), tries_until(deadline_seconds, clock, on_retry)
     beaten = 0
     while True:
         outcome = put_marker(
             store,
             marker,
             token[1],
-            retries,
+            tries,
             f"commit {ours}",
             landed=lambda seen: seen.knows(ours),
             fenced=fenced,
@@ -367,7 +369,7 @@ def commit(
         seen = outcome.seen
         if outcome.landed:
             superseded = seen is not None and (seen.commit_id != ours or not seen.is_committed)
-            return CommitResult(ours, superseded, marker, retries.tries + beaten)
+            return CommitResult(ours, superseded, marker, tries.retries + 1 + beaten)
         if outcome.found is None or not _yields(outcome.found[0], token[0], begin.claim):
             raise _lost(store, seen, begin.claim)
         token, beaten = outcome.found, beaten + 1
@@ -433,7 +435,7 @@ def _lost(store: ObjectStore, seen: Marker | None, claim: int) -> LostRaceError:
 
 
 def rewrite_marker(
-    store: ObjectStore, found: Found, what: str, retries: Retries, **changes: Any
+    store: ObjectStore, found: Found, what: str, tries: Tries, **changes: Any
 ) -> Marker | None:
     """Rewrite a marker with other fields and a new write_id (rule 5).
 
@@ -441,7 +443,7 @@ def rewrite_marker(
         store: rooted at the checkpoint.
         found: the marker as it was read; the PUT is conditioned on its version.
         what: the change in words, for errors.
-        retries: bounds when a PUT may start; the caller may use it for its own requests, too.
+        tries: bounds when a PUT may start; the caller may use it for its own requests, too.
         changes: fields of `Marker`. If there are none, only the write_id changes (a fence).
 
     Returns:
@@ -457,10 +459,10 @@ def rewrite_marker(
         found[0],
         **{"write_id": new_id(), "put_on": "", "format": format_of(claim), **changes},
     )
-    return marker if put_marker(store, marker, found[1], retries, what).landed else None
+    return marker if put_marker(store, marker, found[1], tries, what).landed else None
 
 
-def finish_deleting(store: ObjectStore, commit_id: str, retries: Retries) -> bool:
+def finish_deleting(store: ObjectStore, commit_id: str, tries: Tries) -> bool:
     """Finish the deletion of this commit, whichever job began it (rule 8 in `delete`).
 
     Returns:
@@ -477,24 +479,24 @@ def finish_deleting(store: ObjectStore, commit_id: str, retries: Retries) -> boo
         if found[0].state != "deleting":
             return False
         store.delete(DOT_METADATA_KEY)
-        if rewrite_marker(store, found, "the tombstone", retries, state="deleted", pins=()):
+        if rewrite_marker(store, found, "the tombstone", tries, state="deleted", pins=()):
             return False
-        pause_or_raise(store, retries)
+        pause_or_raise(store, tries)
 
 
-def pause_or_raise(store: ObjectStore, retries: Retries) -> None:
+def pause_or_raise(store: ObjectStore, tries: Tries) -> None:
     """Pause before the next try.
 
     Raises:
         RetryableError: the deadline has passed.
     """
-    if not retries.pause():
+    if not tries.pause():
         raise RetryableError(
             "others kept changing this checkpoint until the deadline; try again", url=store.url
         )
 
 
-def put_tombstone(store: ObjectStore, retries: Retries) -> Marker | None:
+def put_tombstone(store: ObjectStore, tries: Tries) -> Marker | None:
     """Put a tombstone where there is no marker, so that no save that began before can commit.
 
     Returns:
@@ -513,14 +515,14 @@ def put_tombstone(store: ObjectStore, retries: Retries) -> Marker | None:
         world_size=0,
         created_at=datetime.now(UTC),
     )
-    return marker if put_marker(store, marker, None, retries, "a tombstone").landed else None
+    return marker if put_marker(store, marker, None, tries, "a tombstone").landed else None
 
 
 def put_marker(
     store: ObjectStore,
     marker: Marker,
     version: Version | None,
-    retries: Retries,
+    tries: Tries,
     what: str,
     *,
     landed: Callable[[Marker], bool] | None = None,
@@ -532,7 +534,7 @@ def put_marker(
         store: rooted at the checkpoint.
         marker: the marker to put.
         version: of the marker to replace; None if there must be none.
-        retries: bounds when a PUT may start.
+        tries: bounds when a PUT may start.
         what: the change in words, for errors.
         landed: decides from a marker that was read later whether this PUT took effect. Default: by
             its write_id.
@@ -543,7 +545,7 @@ def put_marker(
         MARKER_KEY,
         encode_marker(marker),
         version,
-        retries,
+        tries,
         what,
         read=read_marker,
         landed=landed or (lambda seen: seen.write_id == marker.write_id),

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dcp_objstore.checkpoint.clock import Retries
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CommitUnknownError,
@@ -21,6 +20,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Precondition, Version
+from dcp_objstore.stores.retries import Tries
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def compare_and_swap(
     key: str,
     body: bytes,
     version: Version | None,
-    retries: Retries,
+    tries: Tries,
     what: str,
     *,
     read: Callable[[ObjectStore], tuple[T, Version] | None],
@@ -63,7 +63,7 @@ def compare_and_swap(
         key: of the object.
         body: what to put. No two bodies are ever equal, because each has its own `write_id`.
         version: of the object to replace; None if there must be none.
-        retries: bounds when a PUT may start.
+        tries: bounds when a PUT may start.
         what: the thing that is put, in words, for the error.
         read: returns the object as it is now, or None.
         landed: decides from an object that was read later whether this PUT took effect.
@@ -100,7 +100,7 @@ def compare_and_swap(
             if _is_refusal(answer) and not may_still_land:
                 answer.at(object_key=key, url=store.url)
                 raise answer
-        if not retries.pause(last):
+        if not tries.pause(last):
             raise _unknown(store, what, last) from last
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
+from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, tries_until
 from dcp_objstore.checkpoint.commit import (
     finish_deleting,
     pause_or_raise,
@@ -36,6 +36,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores.protocol import ObjectStore
+from dcp_objstore.stores.retries import Tries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ def delete(
         CommitUnknownError: no clear answer before the deadline; the same call goes on from there.
         CheckpointCorruptError, UnsupportedError: the marker cannot be read.
     """
-    retries = Retries(deadline_seconds, clock)
+    tries = tries_until(deadline_seconds, clock)
     found = read_marker(store)
     if found is None:
         raise not_committed(store, found)
@@ -111,8 +112,8 @@ def delete(
     superseded = False
     if not dry_run:
         if not resumed:
-            _begin(store, found, claim, retries)
-        superseded = finish_deleting(store, marker.commit_id, retries)
+            _begin(store, found, claim, tries)
+        superseded = finish_deleting(store, marker.commit_id, tries)
         for key in keys or ():
             store.delete(key)
     return DeleteReport(
@@ -151,10 +152,10 @@ def _referenced(store: ObjectStore, marker: Marker) -> tuple[str, ...] | None:
     return tuple(key for key in dict.fromkeys(named) if is_ours(key))
 
 
-def _begin(store: ObjectStore, found: Found, claim: int | None, retries: Retries) -> None:
+def _begin(store: ObjectStore, found: Found, claim: int | None, tries: Tries) -> None:
     """Change the marker to `deleting`, even if others rewrite it meanwhile."""
     marker = found[0]
-    while not rewrite_marker(store, found, "the deletion", retries, state="deleting"):
+    while not rewrite_marker(store, found, "the deletion", tries, state="deleting"):
         again = read_marker(store)
         if again is None or again[0].commit_id != marker.commit_id:
             raise LostRaceError(
@@ -167,4 +168,4 @@ def _begin(store: ObjectStore, found: Found, claim: int | None, retries: Retries
             refuse_later(store, again[0], claim)
         _refuse_pinned(store, again[0])
         found = again
-        pause_or_raise(store, retries)
+        pause_or_raise(store, tries)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
+from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, tries_until
 from dcp_objstore.checkpoint.commit import pause_or_raise, rewrite_marker
 from dcp_objstore.checkpoint.marker import MAX_PIN_LENGTH, MAX_PINS
 from dcp_objstore.checkpoint.read import not_committed, read_marker
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.protocol import ObjectStore
+from dcp_objstore.stores.retries import Tries
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -52,7 +53,7 @@ def pin(
             raise ConfigError(f"a checkpoint has at most {MAX_PINS} pins", url=store.url)
         return (*pins, name)
 
-    return _change(store, added, Retries(deadline_seconds, clock))
+    return _change(store, added, tries_until(deadline_seconds, clock))
 
 
 def unpin(
@@ -67,21 +68,21 @@ def unpin(
     return _change(
         store,
         lambda pins: tuple(other for other in pins if other != name),
-        Retries(deadline_seconds, clock),
+        tries_until(deadline_seconds, clock),
     )
 
 
 def _change(
-    store: ObjectStore, changed: Callable[[tuple[str, ...]], tuple[str, ...]], retries: Retries
+    store: ObjectStore, changed: Callable[[tuple[str, ...]], tuple[str, ...]], tries: Tries
 ) -> tuple[str, ...]:
     while True:
         found = read_marker(store)
         if found is None or not found[0].is_committed:
             raise not_committed(store, found)
         pins = changed(found[0].pins)
-        if pins == found[0].pins or rewrite_marker(store, found, "the pin", retries, pins=pins):
+        if pins == found[0].pins or rewrite_marker(store, found, "the pin", tries, pins=pins):
             return pins
-        pause_or_raise(store, retries)
+        pause_or_raise(store, tries)
 
 
 def _check_name(name: object) -> None:

@@ -11,7 +11,7 @@ import logging
 import threading
 from dataclasses import replace
 
-from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, Retries
+from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, tries_until
 from dcp_objstore.checkpoint.commit import BeginToken
 from dcp_objstore.checkpoint.names import new_nonce
 from dcp_objstore.errors import (
@@ -28,6 +28,7 @@ from dcp_objstore.stores.protocol import (
     ObjectStore,
     Precondition,
 )
+from dcp_objstore.stores.retries import Tries
 from dcp_objstore.transfer.workers import DaemonPool
 
 _log = logging.getLogger(__name__)
@@ -67,13 +68,13 @@ def probe(
         StoreUnavailableError: no clear answers before the deadline.
         InputError: there are no rights or credentials, or there is no bucket.
     """
-    retries = Retries(deadline_seconds, clock)
+    tries = tries_until(deadline_seconds, clock)
     while True:
         try:
-            return _probe_once(store, retries)
+            return _probe_once(store, tries)
         except StoreUnavailableError:
             # Use another name for the retry: an unanswered create may still land under this one.
-            if not retries.pause():
+            if not tries.pause():
                 raise
 
 
@@ -190,7 +191,7 @@ def forget() -> None:
     _known.clear()
 
 
-def _probe_once(store: ObjectStore, retries: Retries) -> Capabilities:
+def _probe_once(store: ObjectStore, tries: Tries) -> Capabilities:
     claims = store.capabilities
     nonce = new_nonce()
     keys = (f".probe-{nonce}", f".probe-{nonce}-race")
@@ -199,9 +200,9 @@ def _probe_once(store: ObjectStore, retries: Retries) -> Capabilities:
     try:
         if claims.conditional_create:
             used.append(keys[0])
-            create = _creates_once(store, keys[0], retries)
+            create = _creates_once(store, keys[0], tries)
         if create and claims.conditional_update:
-            update = _updates_once(store, keys[0], retries)
+            update = _updates_once(store, keys[0], tries)
         if create:
             used.append(keys[1])
             create = _race_has_one_winner(store, keys[1])
@@ -211,22 +212,22 @@ def _probe_once(store: ObjectStore, retries: Retries) -> Capabilities:
     return replace(claims, conditional_create=create, conditional_update=create and update)
 
 
-def _creates_once(store: ObjectStore, key: str, retries: Retries) -> bool:
+def _creates_once(store: ObjectStore, key: str, tries: Tries) -> bool:
     return _holds(store, key, b"1", IfAbsent()) and not _holds_at_last(
-        store, key, b"2", IfAbsent(), retries
+        store, key, b"2", IfAbsent(), tries
     )
 
 
-def _updates_once(store: ObjectStore, key: str, retries: Retries) -> bool:
+def _updates_once(store: ObjectStore, key: str, tries: Tries) -> bool:
     _, meta = store.get(key, max_size_bytes=16)
     token = IfVersion(meta.version)
-    return _holds_at_last(store, key, b"3", token, retries) and not _holds_at_last(
-        store, key, b"4", token, retries
+    return _holds_at_last(store, key, b"3", token, tries) and not _holds_at_last(
+        store, key, b"4", token, tries
     )
 
 
 def _holds_at_last(
-    store: ObjectStore, key: str, data: bytes, precondition: Precondition, retries: Retries
+    store: ObjectStore, key: str, data: bytes, precondition: Precondition, tries: Tries
 ) -> bool:
     """Do what `_holds` does, with retries: GCS accepts one write per object and second (429)."""
     clear = True
@@ -235,7 +236,7 @@ def _holds_at_last(
             held = _holds(store, key, data, precondition)
         except StoreUnavailableError:
             clear = False
-            if not retries.pause():
+            if not tries.pause():
                 raise
         else:
             # A PUT without an answer may have taken effect all the same.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, Protocol, TypeAlias
 
-from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
+from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, tries_until
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
 from dcp_objstore.checkpoint.read import Found, read_index, read_marker
@@ -31,6 +31,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Precondition
+from dcp_objstore.stores.retries import Tries
 
 # A `.metadata` of another commit may have any size; one that is larger than this is not ours.
 _MAX_SIZE_BYTES = 4 * 1024**3
@@ -88,12 +89,12 @@ def publish_dot_metadata(
         RetryableError: no success before the deadline.
         DcpObjstoreError: the store refused for good.
     """
-    retries = Retries(deadline_seconds, clock)
-    return publish_until(store, commit_id, body, retries=retries, fenced=fenced)
+    tries = tries_until(deadline_seconds, clock)
+    return publish_until(store, commit_id, body, tries=tries, fenced=fenced)
 
 
 def publish_until(
-    store: ObjectStore, commit_id: str, body: bytes, *, retries: Retries, fenced: bool = True
+    store: ObjectStore, commit_id: str, body: bytes, *, tries: Tries, fenced: bool = True
 ) -> bool:
     """Do what `publish_dot_metadata` does, within a deadline that the caller shares."""
     may_be_there = False
@@ -114,7 +115,7 @@ def publish_until(
             )
         except (StoreUnavailableError, LostRaceError, ObjectNotFoundError) as error:
             may_be_there = True
-            if not retries.pause():
+            if not tries.pause():
                 raise RetryableError(
                     f"'.metadata' could not be written before the deadline (last answer: {error});"
                     " the checkpoint is committed, but stock torch readers do not see it",
@@ -189,7 +190,7 @@ def align_dot_metadata(
     found: Found,
     dot_metadata: DotMetadata,
     *,
-    retries: Retries,
+    tries: Tries,
 ) -> Aligned:
     """Bring `.metadata` into line with the marker, which must be committed or a tombstone.
 
@@ -197,7 +198,7 @@ def align_dot_metadata(
         store: rooted at the checkpoint.
         found: the marker as it was just read.
         dot_metadata: makes and compares the content of `.metadata`.
-        retries: bounds when a try may start.
+        tries: bounds when a try may start.
 
     Raises:
         CheckpointCorruptError, CheckpointGoneError, UnsupportedError: the index cannot be read.
@@ -211,7 +212,7 @@ def align_dot_metadata(
         if needed.change == "removed":
             store.delete(DOT_METADATA_KEY)
             change = needed.change
-        elif publish_until(store, found[0].commit_id, needed.body, retries=retries):
+        elif publish_until(store, found[0].commit_id, needed.body, tries=tries):
             change = needed.change
         again = read_marker(store)
         if again is None:
@@ -221,7 +222,7 @@ def align_dot_metadata(
         if again[0].commit_id == found[0].commit_id and again[0].state == found[0].state:
             return Aligned(again, change)
         found = again
-        if not retries.pause():
+        if not tries.pause():
             raise RetryableError(
                 "others kept changing this checkpoint until the deadline; try again", url=store.url
             )

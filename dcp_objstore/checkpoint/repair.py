@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
+from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, tries_until
 from dcp_objstore.checkpoint.commit import finish_deleting, pause_or_raise, rewrite_marker
 from dcp_objstore.checkpoint.probe import can_rewrite
 from dcp_objstore.checkpoint.publish import Change, DotMetadata, align_dot_metadata, needed_change
@@ -60,7 +60,7 @@ def repair(
         CheckpointGoneError: it was replaced or deleted meanwhile; repair it again.
         CommitUnknownError, RetryableError: no success before the deadline; repair it again.
     """
-    retries = Retries(deadline_seconds, clock)
+    tries = tries_until(deadline_seconds, clock)
     finished = False
     while True:
         found = read_marker(store)
@@ -77,17 +77,17 @@ def repair(
                 finished_delete=True,
                 dry_run=True,
             )
-        finish_deleting(store, found[0].commit_id, retries)
-        pause_or_raise(store, retries)
+        finish_deleting(store, found[0].commit_id, tries)
+        pause_or_raise(store, tries)
     if dry_run:
         change = needed_change(store, found[0], dot_metadata)
     else:
-        aligned = align_dot_metadata(store, found, dot_metadata, retries=retries)
+        aligned = align_dot_metadata(store, found, dot_metadata, tries=tries)
         found, change = aligned.found, aligned.change
         # So that a sweep waits for readers of the old `.metadata`. A store without conditional
         # writes has no sweeps, and there this PUT might undo a save.
         if change is not None and can_rewrite(store, clock=clock):
-            rewrite_marker(store, found, "the fence", retries)
+            rewrite_marker(store, found, "the fence", tries)
     return RepairReport(
         url=store.url,
         state=found[0].state,

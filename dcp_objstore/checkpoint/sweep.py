@@ -43,7 +43,7 @@ from datetime import datetime, timedelta
 from typing import TypeAlias
 
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, Retries
+from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, tries_until
 from dcp_objstore.checkpoint.commit import finish_deleting, put_tombstone, rewrite_marker
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
@@ -57,6 +57,7 @@ from dcp_objstore.checkpoint.sweep_plan import (
     plan_sweep,
 )
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, Uploads
+from dcp_objstore.stores.retries import Tries
 
 # A marker, and the metadata of its object.
 _Seen: TypeAlias = tuple[Marker, ObjectMeta]
@@ -140,7 +141,13 @@ def sweep(
     """
     check_grace(grace_seconds)
     return _Sweep(
-        store, dot_metadata, uploads, grace_seconds, base, dry_run, Retries(deadline_seconds, clock)
+        store,
+        dot_metadata,
+        uploads,
+        grace_seconds,
+        base,
+        dry_run,
+        tries_until(deadline_seconds, clock),
     ).run(clock.utc_now())
 
 
@@ -154,13 +161,13 @@ class _Sweep:
     grace_seconds: float
     base: int
     dry_run: bool
-    retries: Retries
+    tries: Tries
 
     def run(self, now: datetime) -> CheckpointSweep:
         found = find_marker(self.store)
         if found is not None and found[0].state == "deleting":
             if not self.dry_run:
-                finish_deleting(self.store, found[0].commit_id, self.retries)
+                finish_deleting(self.store, found[0].commit_id, self.tries)
             return CheckpointSweep(
                 url=self.store.url, outcome="mended", finished_delete=True, dry_run=self.dry_run
             )
@@ -205,13 +212,11 @@ class _Sweep:
         """Delete the step. A later sweep removes its objects, after the grace period."""
         if not self.dry_run:
             token = _token(found)
-            if not rewrite_marker(
-                self.store, token, "the deletion", self.retries, state="deleting"
-            ):
+            if not rewrite_marker(self.store, token, "the deletion", self.tries, state="deleting"):
                 return CheckpointSweep(
                     url=self.store.url, outcome="lost", reason="another job changed the marker"
                 )
-            finish_deleting(self.store, token[0].commit_id, self.retries)
+            finish_deleting(self.store, token[0].commit_id, self.tries)
         return CheckpointSweep(
             url=self.store.url, outcome="mended", superseded=True, dry_run=self.dry_run
         )
@@ -251,11 +256,11 @@ class _Sweep:
             if found is None or found[0].write_id != marker.write_id:
                 return replace(done, outcome="lost", reason="another job changed the marker")
             aligned = align_dot_metadata(
-                self.store, _token(found), self.dot_metadata, retries=self.retries
+                self.store, _token(found), self.dot_metadata, tries=self.tries
             )
             change = aligned.change
             if change is not None:
-                rewrite_marker(self.store, aligned.found, "the fence", self.retries)
+                rewrite_marker(self.store, aligned.found, "the fence", self.tries)
         if change is None:
             return done
         outcome: SweepOutcome = "mended" if done.outcome == "clean" else done.outcome
@@ -300,11 +305,9 @@ class _Sweep:
 
         Called behind the fence.
         """
-        aligned = align_dot_metadata(
-            self.store, _token(fence), self.dot_metadata, retries=self.retries
-        )
+        aligned = align_dot_metadata(self.store, _token(fence), self.dot_metadata, tries=self.tries)
         if aligned.change is not None:
-            rewrite_marker(self.store, aligned.found, "the fence", self.retries)
+            rewrite_marker(self.store, aligned.found, "the fence", self.tries)
             return replace(done, outcome="mended", dot_metadata=aligned.change)
         if aligned.found[0].write_id != fence[0].write_id:
             return replace(done, outcome="lost", reason="another job changed the marker")
@@ -317,9 +320,9 @@ class _Sweep:
     def _fence(self, found: _Seen | None) -> _Seen | None:
         """Rewrite the marker and read it back; return it, or None if it is not ours."""
         if found is None:
-            written = put_tombstone(self.store, self.retries)
+            written = put_tombstone(self.store, self.tries)
         else:
-            written = rewrite_marker(self.store, _token(found), "the fence", self.retries)
+            written = rewrite_marker(self.store, _token(found), "the fence", self.tries)
         if written is None:
             return None
         fence = find_marker(self.store)

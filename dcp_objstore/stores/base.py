@@ -1,29 +1,46 @@
-"""`BaseStore`: the common part of the adapters: one root, and errors that say where."""
+"""`BaseStore`: what all adapters share: arguments that are checked, errors that say where."""
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from dcp_objstore.errors import DcpObjstoreError
-from dcp_objstore.stores.buffers import check_range
-from dcp_objstore.stores.protocol import RangeReading
+from dcp_objstore.errors import DcpObjstoreError, ObjectNotFoundError
+from dcp_objstore.stores.answers import check_whole
+from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer, check_range
+from dcp_objstore.stores.protocol import (
+    LEFTOVER_ADVICE,
+    ObjectMeta,
+    Precondition,
+    RangeReading,
+    Version,
+)
 from dcp_objstore.stores.ranges import Range, RangeSource
 from dcp_objstore.stores.urls import StoreUrl
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
-class BaseStore(ABC):
-    """A base of the adapters.
+Place = TypeVar("Place")
+
+_log = logging.getLogger("dcp_objstore")
+
+
+class BaseStore(ABC, Generic[Place]):
+    """A base of the adapters. An adapter names objects by a `Place` of its own.
 
     Args:
         url: the root; keys are relative to it.
+        endpoint_url: the server; None for the provider's own, and where there is no server.
     """
 
-    def __init__(self, url: StoreUrl) -> None:
+    def __init__(self, url: StoreUrl, endpoint_url: str | None = None) -> None:
         self._url = url
+        self._endpoint_url = endpoint_url
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -39,7 +56,7 @@ class BaseStore(ABC):
     @property
     def endpoint_url(self) -> str | None:
         """The server; None for the provider's own, and where there is no server."""
-        return None
+        return self._endpoint_url
 
     @property
     def reports_throttling(self) -> Collection[str]:
@@ -59,27 +76,123 @@ class BaseStore(ABC):
             ahead = source.ask_ahead(start, end) if start < end else None
         return Range(source, start, end, partial(self._errors, key), ahead)
 
-    @abstractmethod
-    def _errors(self, key: str | None) -> AbstractContextManager[Any]:
-        """Check the key, give the adapter's name of it, and translate what is raised."""
+    def put(
+        self,
+        key: str,
+        data: Buffer | Sequence[Buffer],
+        *,
+        precondition: Precondition | None = None,
+        retry: bool = True,
+    ) -> Version:
+        """See `ObjectStore.put`."""
+        with self._errors(key) as place:
+            buffers = as_buffers(data)
+            for buffer in buffers:
+                check_buffer(buffer)
+            return self._put(place, buffers, precondition, retry=retry)
+
+    def put_stream(
+        self,
+        key: str,
+        buffers: Iterator[Buffer],
+        *,
+        part_size_bytes: int,
+        max_concurrency: int,
+    ) -> Version:
+        """See `ObjectStore.put_stream`."""
+        source = WatchedBuffers(buffers, check_buffer)
+        try:
+            with self._errors(key) as place:
+                return self._put_stream(place, source, part_size_bytes, max_concurrency)
+        except BaseException as error:
+            if source.left_parts:
+                shown = error if source.error is None else source.error
+                if isinstance(shown, DcpObjstoreError):
+                    shown.message += f"; {LEFTOVER_ADVICE}"
+                else:
+                    _log.warning("the upload of %s was not aborted; %s", key, LEFTOVER_ADVICE)
+            if source.error is None:
+                raise
+        # Outside of the handler, so that the caller's error keeps its own cause and context.
+        raise source.error
+
+    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        """See `ObjectStore.get`."""
+        with self._errors(key) as place:
+            body, meta = self._get(place, max_size_bytes)
+            check_whole(len(body), meta.size_bytes)
+            return body, meta
+
+    def head(self, key: str) -> ObjectMeta:
+        """See `ObjectStore.head`."""
+        with self._errors(key) as place:
+            return self._head(place)
+
+    def delete(self, key: str) -> None:
+        """See `ObjectStore.delete`."""
+        with self._errors(key) as place:
+            try:
+                self._delete(place)
+            except Exception as error:
+                # S3 says 204 for an absent object; GCS, Azure and some others say 404.
+                if not isinstance(self._translate(error), ObjectNotFoundError):
+                    raise
+
+    # What an adapter does.
 
     @abstractmethod
-    def _range_source(self, place: Any) -> RangeSource:
-        """How ranges of an object are asked for.
+    def _place(self, key: str | None) -> Place:
+        """Check the key; return what names the object, or without a key the root.
 
-        Args:
-            place: what `_errors` gave.
+        Raises:
+            InputError: there can be no such key, or the store cannot be used in this process.
         """
 
+    @abstractmethod
+    def _translate(self, error: Exception) -> DcpObjstoreError:
+        """Translate what the transport raised."""
+
+    @abstractmethod
+    def _put(
+        self,
+        place: Place,
+        buffers: Sequence[Buffer],
+        precondition: Precondition | None,
+        *,
+        retry: bool,
+    ) -> Version:
+        """Do what `ObjectStore.put` does."""
+
+    @abstractmethod
+    def _put_stream(
+        self, place: Place, source: WatchedBuffers, part_size_bytes: int, max_concurrency: int
+    ) -> Version:
+        """Do what `ObjectStore.put_stream` does; note in `source` if parts were left."""
+
+    @abstractmethod
+    def _get(self, place: Place, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        """Do what `ObjectStore.get` does; the caller checks that all of the body came."""
+
+    @abstractmethod
+    def _range_source(self, place: Place) -> RangeSource:
+        """Say how ranges of an object are asked for."""
+
+    @abstractmethod
+    def _head(self, place: Place) -> ObjectMeta:
+        """Do what `ObjectStore.head` does."""
+
+    @abstractmethod
+    def _delete(self, place: Place) -> None:
+        """Do what `ObjectStore.delete` does; an absent object may be an error."""
+
     @contextmanager
-    def _located(
-        self, key: str | None, translate: Callable[[Exception], DcpObjstoreError]
-    ) -> Iterator[None]:
-        """Translate what the block raises, and add the object and the store that it is about."""
+    def _errors(self, key: str | None) -> Iterator[Place]:
+        """Yield the place of a key; translate what is raised, and say in it where it happened."""
+        place = self._place(key)
         try:
-            yield
+            yield place
         except DcpObjstoreError as error:
             error.at(object_key=key, url=self.url)
             raise
         except Exception as error:
-            raise translate(error).at(object_key=key, url=self.url) from error
+            raise self._translate(error).at(object_key=key, url=self.url) from error

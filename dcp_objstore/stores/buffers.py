@@ -47,6 +47,7 @@ class WatchedBuffers:
 
     Attributes:
         error: what the iterator raised, or None.
+        left_parts: whether the writer could not remove what it had sent before it failed.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class WatchedBuffers:
         self._buffers = iter(buffers)
         self._on_buffer = on_buffer
         self.error: BaseException | None = None
+        self.left_parts = False
 
     def __iter__(self) -> WatchedBuffers:
         return self

@@ -1,8 +1,10 @@
-"""Map a store's answer to an error, by its status and code, for every transport."""
+"""Map a store's answer, or a builtin error, to an error of this package, for every transport."""
 
 from __future__ import annotations
 
+import errno
 import re
+from dataclasses import dataclass
 
 from dcp_objstore.errors import (
     BucketNotFoundError,
@@ -105,6 +107,34 @@ _BY_STATUS: dict[int, type[DcpObjstoreError]] = {
     429: StoreUnavailableError,
     501: UnsupportedError,
 }
+_BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
+    errno.ENOENT: ObjectNotFoundError,
+    # A key may not be both an object and the prefix of another one in a tree of folders.
+    errno.ENOTDIR: ObjectNotFoundError,
+    errno.EISDIR: InputError,
+    errno.EACCES: PermissionDeniedError,
+    errno.EPERM: PermissionDeniedError,
+    errno.EROFS: PermissionDeniedError,
+    errno.EEXIST: PreconditionFailedError,
+    errno.EINVAL: InputError,
+    errno.ENAMETOOLONG: InputError,
+    errno.ENOSYS: UnsupportedError,
+    errno.EOPNOTSUPP: UnsupportedError,
+}
+_BY_TYPE: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
+    (FileNotFoundError, ObjectNotFoundError),
+    (NotADirectoryError, ObjectNotFoundError),
+    (FileExistsError, PreconditionFailedError),
+    (PermissionError, PermissionDeniedError),
+    (IsADirectoryError, InputError),
+    (ImportError, ConfigError),
+    (NotImplementedError, UnsupportedError),
+    (OSError, StoreUnavailableError),
+    (EOFError, StoreUnavailableError),
+    (ValueError, InputError),
+    (TypeError, InputError),
+    (BufferError, InputError),
+)
 _FULL = (
     "the store is full, or a quota is reached: remove old checkpoints and incomplete multipart"
     " uploads, or raise the quota"
@@ -132,6 +162,52 @@ NO_STORE = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What an exception of a transport means.
+
+    Attributes:
+        error: the error to raise.
+        may_pass: it may pass if the request is sent again.
+        throttled: the store asks for fewer requests.
+        had_no_effect: the request changed nothing: no connection was made, or the store refused.
+        answered: there is a server: it answered, or closed the connection.
+    """
+
+    error: DcpObjstoreError
+    may_pass: bool
+    throttled: bool
+    had_no_effect: bool
+    answered: bool
+
+
+def failure(
+    error: DcpObjstoreError,
+    status: int | None,
+    code: str | None,
+    *,
+    connected: bool = True,
+    timed_out: bool = False,
+) -> Failure:
+    """Return what an exception of a transport means.
+
+    Args:
+        error: the error to raise.
+        status: of the store's answer; None: none came.
+        code: the store's own, if there is one.
+        connected: whether a connection was made; asked only if there was no answer.
+        timed_out: whether nothing came in time; asked only if there was no answer.
+    """
+    answered = status is not None
+    return Failure(
+        error,
+        may_pass=isinstance(error, StoreUnavailableError) and not is_full(status, code),
+        throttled=status in THROTTLING_STATUSES or code == "SlowDown",
+        had_no_effect=answered or not connected,
+        answered=answered or (connected and not timed_out),
+    )
+
+
 def kind_of_answer(status: int | None, code: str | None) -> type[DcpObjstoreError] | None:
     """Return the error for an HTTP status and the store's `<Code>`; None without either."""
     if code in _BY_CODE:
@@ -141,6 +217,13 @@ def kind_of_answer(status: int | None, code: str | None) -> type[DcpObjstoreErro
     if status is not None:
         return StoreUnavailableError if status >= 500 else DcpObjstoreError
     return None
+
+
+def kind_of_builtin(error: BaseException) -> type[DcpObjstoreError]:
+    """Return the error for one of Python's, by errno, then by type; `DcpObjstoreError` if none."""
+    if isinstance(error, OSError) and error.errno in _BY_ERRNO:
+        return _BY_ERRNO[error.errno]
+    return next((ours for kind, ours in _BY_TYPE if isinstance(error, kind)), DcpObjstoreError)
 
 
 def is_full(status: int | None, code: str | None) -> bool:

@@ -38,13 +38,13 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     InputError,
     ObjectNotFoundError,
-    PermissionDeniedError,
     PreconditionFailedError,
     StoreUnavailableError,
 )
 from dcp_objstore.stores.answers import check_fits
 from dcp_objstore.stores.base import BaseStore
-from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer
+from dcp_objstore.stores.buffers import WatchedBuffers
+from dcp_objstore.stores.errors import kind_of_builtin
 from dcp_objstore.stores.protocol import (
     Capabilities,
     IfAbsent,
@@ -66,20 +66,11 @@ _LOCK_NAME = f"{_OURS}lock"
 _TEMPORARY = f"{_OURS}tmp."
 _NAME_BYTES = 255
 
-_BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
-    errno.ENOENT: ObjectNotFoundError,
-    errno.EACCES: PermissionDeniedError,
-    errno.EPERM: PermissionDeniedError,
-    errno.EROFS: PermissionDeniedError,
-    errno.ENAMETOOLONG: InputError,
-    # A key may not be both an object and the prefix of another one here.
-    errno.EISDIR: InputError,
-    errno.ENOTDIR: InputError,
-    errno.EEXIST: InputError,
-}
+# Where a folder would have to be, there is an object.
+_IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST)
 
 
-class LocalStore(BaseStore):
+class LocalStore(BaseStore[Path]):
     """A store rooted at one folder, which is made by the first write."""
 
     def __init__(self, url: StoreUrl) -> None:
@@ -91,68 +82,68 @@ class LocalStore(BaseStore):
         """All but parallel parts: a stream is written in order."""
         return Capabilities(multipart=False)
 
-    def put(
-        self,
-        key: str,
-        data: Buffer | Sequence[Buffer],
-        *,
-        precondition: Precondition | None = None,
-        retry: bool = True,  # noqa: ARG002  there is nothing to retry
-    ) -> Version:
-        """See `ObjectStore.put`."""
-        with self._errors(key) as path:
-            return self._write(
-                path, WatchedBuffers(iter(as_buffers(data)), check_buffer), precondition
-            )
-
-    def put_stream(
-        self,
-        key: str,
-        buffers: Iterator[Buffer],
-        *,
-        part_size_bytes: int,  # noqa: ARG002  no parts here
-        max_concurrency: int,  # noqa: ARG002  in order
-    ) -> Version:
-        """See `ObjectStore.put_stream`."""
-        source = WatchedBuffers(buffers, check_buffer)
-        try:
-            with self._errors(key) as path:
-                return self._write(path, source, None)
-        except BaseException:
-            if source.error is None:
-                raise
-        # Outside of the handler, so that the caller's error keeps its own cause and context.
-        raise source.error
-
-    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        """See `ObjectStore.get`."""
-        with self._errors(key) as path, _opened(path) as (fd, status):
-            check_fits(status.st_size, max_size_bytes)
-            return _read(fd, status.st_size), _meta(key, status)
-
     def _range_source(self, place: Path) -> _LocalSource:
         return _LocalSource(place)
-
-    def head(self, key: str) -> ObjectMeta:
-        """See `ObjectStore.head`."""
-        with self._errors(key) as path, _opened(path) as (_, status):
-            return _meta(key, status)
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """See `ObjectStore.list`; in the order of the keys' segments."""
         return self._walk(check_prefix(prefix))
 
-    def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`."""
-        with self._errors(key) as path:
-            try:
-                with _locked(path.parent):
-                    if path.is_dir():
-                        return  # the prefix of other keys, and no object
-                    path.unlink()
-                    _sync_folder(path.parent)
-            except (FileNotFoundError, NotADirectoryError):
-                return
+    def _place(self, key: str | None) -> Path:
+        if key is None:
+            return self._root
+        path = self._root / check_key(key)
+        if any(part.startswith(_OURS) for part in key.split("/")):
+            raise InputError(f"keys may not have segments starting with {_OURS!r}: {key!r}")
+        return path
+
+    def _translate(self, error: Exception) -> DcpObjstoreError:
+        kind = kind_of_builtin(error)
+        if not isinstance(error, OSError):
+            return kind(f"{type(error).__name__}: {error}")
+        if error.errno in _IN_THE_WAY:
+            kind = InputError
+        return kind(error.strerror or str(error))
+
+    def _put(
+        self,
+        place: Path,
+        buffers: Sequence[Buffer],
+        precondition: Precondition | None,
+        *,
+        retry: bool,  # noqa: ARG002  there is nothing to retry
+    ) -> Version:
+        return self._write(place, iter(buffers), precondition)
+
+    def _put_stream(
+        self,
+        place: Path,
+        source: WatchedBuffers,
+        part_size_bytes: int,  # noqa: ARG002  no parts here
+        max_concurrency: int,  # noqa: ARG002  in order
+    ) -> Version:
+        return self._write(place, source, None)
+
+    def _get(self, place: Path, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        with _opened(place) as (fd, status):
+            check_fits(status.st_size, max_size_bytes)
+            return _read(fd, status.st_size), _meta(self._key(place), status)
+
+    def _head(self, place: Path) -> ObjectMeta:
+        with _opened(place) as (_, status):
+            return _meta(self._key(place), status)
+
+    def _key(self, place: Path) -> str:
+        return place.relative_to(self._root).as_posix()
+
+    def _delete(self, place: Path) -> None:
+        try:
+            with _locked(place.parent):
+                if not place.is_dir():  # the prefix of other keys, and no object
+                    place.unlink()
+                    _sync_folder(place.parent)
+        except NotADirectoryError:
+            return
 
     def _write(
         self, path: Path, buffers: Iterator[Buffer], precondition: Precondition | None
@@ -193,22 +184,6 @@ class LocalStore(BaseStore):
                 yield from self._walk(key)
             elif meta is not None:
                 yield meta
-
-    @contextmanager
-    def _errors(self, key: str | None) -> Iterator[Path]:
-        """Check the key, yield its place, and translate what is raised."""
-        path = self._root
-        if key is not None:
-            path = self._root / check_key(key)
-            if any(part.startswith(_OURS) for part in key.split("/")):
-                raise InputError(f"keys may not have segments starting with {_OURS!r}: {key!r}")
-        try:
-            yield path
-        except DcpObjstoreError as error:
-            error.at(object_key=key, url=self.url)
-            raise
-        except (OSError, ValueError, TypeError, BufferError) as error:
-            raise _translate(error).at(object_key=key, url=self.url) from error
 
 
 class LocalUploads:
@@ -269,13 +244,6 @@ def _temporary_name(name: str) -> str:
     start = f"{_TEMPORARY}{secrets.token_hex(8)}."
     fits = len(os.fsencode(start + name)) <= _NAME_BYTES
     return start + (name if fits else "")
-
-
-def _translate(error: Exception) -> DcpObjstoreError:
-    if isinstance(error, OSError):
-        kind = _BY_ERRNO.get(error.errno or 0, StoreUnavailableError)
-        return kind(error.strerror or str(error))
-    return InputError(f"{type(error).__name__}: {error}")
 
 
 def _write_synced(path: Path, buffers: Iterator[Buffer]) -> os.stat_result:

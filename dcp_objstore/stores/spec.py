@@ -235,9 +235,9 @@ def _open_fsspec(spec: StoreSpec) -> ObjectStore:
 
     filesystems = spec._shared(make_filesystems)
     kind: Callable[..., ObjectStore] = FsspecStore
-    if is_s3fs(filesystems.fs):
+    if is_s3fs(filesystems.read):
         kind = S3fsStore
-    elif is_gcsfs(filesystems.fs):
+    elif is_gcsfs(filesystems.read):
         kind = GcsfsStore
     return kind(spec.parsed, filesystems)
 

@@ -58,9 +58,9 @@ def commit_save(
     assert save.begin is not None
     began_at = time.monotonic()
 
-    def retried(attempt: int, error: Exception) -> None:
+    def retried(attempt: int, error: Exception, first_at: float) -> None:
         text = f"{type(error).__name__}: {error}"
-        save.channel.retried("commit", MARKER_KEY, attempt, text, began_at)
+        save.channel.retried("commit", MARKER_KEY, attempt, text, first_at)
 
     committed = wait_for(
         commit.commit,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dcp_objstore.checkpoint import commit as commits
-from dcp_objstore.checkpoint.clock import Retries
+from dcp_objstore.checkpoint.clock import tries_until
 from tests.model.programs import FAILED, UNKNOWN, Program, deleter, pinner, saver
 from tests.model.stage import HOUR_SECONDS, ROOT, Actor, Stage, StageClock
 from tests.model.world import DOT, MARKER
@@ -51,7 +51,7 @@ def deleting(stage: Stage) -> None:
     found = commits.read_marker(store)
     assert found
     assert commits.rewrite_marker(
-        store, found, "the deletion", Retries(60.0, clock), state="deleting"
+        store, found, "the deletion", tries_until(60.0, clock), state="deleting"
     )
     stage.bucket.seconds += 72 * HOUR_SECONDS
 

@@ -149,7 +149,7 @@ def test_s3fs_sends_the_checksum_that_is_asked_for(bucket: Bucket, algorithm: st
 )
 def test_gcsfs_names_the_project_that_pays(options: dict[str, object], payer: str | None) -> None:
     given = {"anon": True, "endpoint_url": "http://127.0.0.1:1", **options}
-    fs = make_filesystems(parse_url("gs://bucket"), given, TransferConfig()).fs
+    fs = make_filesystems(parse_url("gs://bucket"), given, TransferConfig()).read
     assert fs._get_params({}).get("userProject") == payer == parse(GcsOptions, options).payer
 
 

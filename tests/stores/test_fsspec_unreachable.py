@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, PermissionDeniedError, StoreUnavailableError
 from dcp_objstore.stores import ObjectStore, open_store
-from dcp_objstore.stores.fsspec import filesystems, greeting
 from dcp_objstore.stores.fsspec.errors import translate_fsspec
 from tests.support.scripted import RawServer, refusing
 
@@ -23,9 +23,7 @@ BOTH = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greeting, "_PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(greeting, "_PAUSE_SECONDS", 0.1)
-    monkeypatch.setattr(filesystems, "ANSWER_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("dcp_objstore.stores.retries.FIRST_PATIENCE_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -43,16 +41,20 @@ def forbidding() -> Iterator[RawServer]:
 
 def at(url: str, options: dict[str, object], endpoint_url: str) -> ObjectStore:
     given = {**options, "endpoint_url": endpoint_url, "transport": "fsspec"}
-    return open_store(url, given, TransferConfig())
+    return open_store(url, given, TransferConfig(request_timeout_seconds=2))
 
 
 @BOTH
 def test_a_refused_connection_is_given_up_and_says_what_to_check(
     url: str, options: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with refusing() as endpoint, pytest.raises(StoreUnavailableError) as caught:
+    began_at = time.monotonic()
+    with (
+        refusing() as endpoint,
+        pytest.raises(StoreUnavailableError, match=endpoint.removeprefix("http://")) as caught,
+    ):
         at(url, options, endpoint).get("k", max_size_bytes=10)
-    assert f"cannot reach {endpoint}: " in str(caught.value)
+    assert time.monotonic() - began_at < 5
     assert str(caught.value).count("check endpoint_url") == 1
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
 
@@ -61,21 +63,20 @@ def test_a_refused_connection_is_given_up_and_says_what_to_check(
 def test_a_server_that_says_nothing_is_asked_once(
     silent: RawServer, url: str, options: dict[str, object]
 ) -> None:
-    with pytest.raises(StoreUnavailableError, match=r"cannot reach .*check endpoint_url"):
+    with pytest.raises(StoreUnavailableError, match="check endpoint_url"):
         at(url, options, f"http://{silent.address}").put("k", b"body")
     assert len(silent.requests) == 1
 
 
 @BOTH
-def test_a_server_that_refuses_has_been_reached_and_is_not_greeted_again(
+def test_a_server_that_refuses_is_asked_once_and_for_nothing_else(
     forbidding: RawServer, url: str, options: dict[str, object]
 ) -> None:
     store = at(url, options, f"http://{forbidding.address}")
     for _ in range(2):
         with pytest.raises(PermissionDeniedError):
             store.put("k", b"body")
-    greetings = [one for one in forbidding.requests if one.split()[0] in ("HEAD", "GET")]
-    assert len(greetings) == 1
+    assert len(forbidding.requests) == 2
 
 
 def test_tls_where_there_is_none_is_a_wrong_setting_and_is_tried_once(

@@ -103,7 +103,8 @@ def test_a_certificate_that_is_not_valid_says_how_to_name_ones_own() -> None:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcp_objstore.stores.obstore.clients._FIRST_RETRY_TIMEOUT_SECONDS", 0.0)
+    for module in ("stores.retries", "stores.obstore.clients"):
+        monkeypatch.setattr(f"dcp_objstore.{module}.FIRST_PATIENCE_SECONDS", 0.0)
 
 
 CLOSE = {"Connection": "close"}
@@ -140,12 +141,13 @@ def test_a_server_never_reached_is_given_up_soon_and_one_reached_before_is_waite
     server = serve(lambda method, target: next(answers, None))
     store = at(server.endpoint_url, TransferConfig(max_retries=1))
     assert list(store.list()) == []
-    with pytest.raises(StoreUnavailableError, match=", 1 retries in"):
+    with pytest.raises(StoreUnavailableError, match=r"\b1 retries in"):
         VERBS[verb](store)  # the server vanishes
     with refusing() as endpoint:
         unknown = at(endpoint, TransferConfig(max_retries=1))
-        with pytest.raises(StoreUnavailableError, match=", 0 retries in"):
+        with pytest.raises(StoreUnavailableError, match="cannot reach") as caught:
             VERBS[verb](unknown)
+        assert "retries in" not in str(caught.value)
 
 
 def test_a_server_that_is_busy_at_first_contact_gets_all_the_patience(

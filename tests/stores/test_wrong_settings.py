@@ -38,7 +38,7 @@ def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
     def sleep(seconds: float) -> None:
         raise AssertionError("a setting that is wrong was tried again")
 
-    monkeypatch.setattr("dcp_objstore.stores.obstore.retries.time.sleep", sleep)
+    monkeypatch.setattr("dcp_objstore.stores.retries.time.sleep", sleep)
 
 
 @pytest.mark.parametrize("verb", VERBS)

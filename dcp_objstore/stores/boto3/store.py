@@ -5,7 +5,7 @@ children, and takes credentials from whatever boto3 knows (SSO, assumed roles, p
 more processor time: see docs/stores.md.
 
 Facts about boto3 1.44 that shape this module (each is pinned by a test):
-- botocore retries until an answer's head has come; a body that breaks off is the caller's.
+- botocore is told to send each request once. It does follow a redirect to the bucket's region.
 - A HEAD's answer has no `<Code>`, so a failed HEAD is asked again as a GET.
 - A readable body is sent after the server's "100 Continue".
 """
@@ -13,15 +13,13 @@ Facts about boto3 1.44 that shape this module (each is pinned by a test):
 from __future__ import annotations
 
 import http.client
-import random
 import threading
-import time
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.forking import PerProcess
-from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.boto3.bodies import (
     RECEIVE_BYTES,
     JoinedBuffers,
@@ -30,9 +28,9 @@ from dcp_objstore.stores.boto3.bodies import (
     receive_some,
 )
 from dcp_objstore.stores.protocol import RangeReading
-from dcp_objstore.stores.ranges import Answer, BrokenOffError, RangeSource
+from dcp_objstore.stores.ranges import Answer, RangeSource
 from dcp_objstore.stores.s3.errors import translate_botocore
-from dcp_objstore.stores.s3.store import S3Store
+from dcp_objstore.stores.s3.store import S3Store, Use
 from dcp_objstore.stores.urls import StoreUrl
 
 if TYPE_CHECKING:
@@ -40,9 +38,6 @@ if TYPE_CHECKING:
 
     from dcp_objstore.stores.boto3.clients import Boto3Clients
 
-# Of a body that breaks off, the first pause is random up to this, and twice as long each time.
-_FIRST_PAUSE_SECONDS = 0.05
-_LONGEST_PAUSE_SECONDS = 10.0
 # By endpoint and bucket.
 _conditional_writes: PerProcess[dict[tuple[str | None, str], threading.Lock]] = PerProcess(dict)
 
@@ -51,19 +46,27 @@ class Boto3Store(S3Store):
     """A store rooted at one URL. Unlike others it may be used after a fork, too."""
 
     def __init__(self, url: StoreUrl, clients: Boto3Clients) -> None:
-        super().__init__(url, clients.checksums, extra=clients.payer, sealing=clients.sealing)
+        super().__init__(
+            url,
+            clients,
+            clients.checksums,
+            clients.endpoint_url,
+            extra=clients.payer,
+            sealing=clients.sealing,
+        )
         self._clients = clients
 
-    @property
-    def endpoint_url(self) -> str | None:
-        """The server, or None for AWS."""
-        return self._clients.endpoint_url
-
-    def _client(self, use: Literal["read", "write", "once"]) -> Any:
-        return self._clients.get(use)
+    def _call(
+        self,
+        use: Use,
+        operation: str,
+        arguments: Mapping[str, Any],
+        check: Callable[[], None] | None = None,  # noqa: ARG002  the body calls it
+    ) -> Any:
+        return getattr(self._clients.get(use), operation)(**arguments)
 
     def _body(
-        self, part: Sequence[memoryview], check: Callable[[], None] | None = None
+        self, part: Sequence[memoryview], check: Callable[[], None] | None
     ) -> bytes | JoinedBuffers:
         return body_of(part, check)
 
@@ -80,22 +83,16 @@ class Boto3Store(S3Store):
         place = (self.endpoint_url, self._url.bucket)
         return _conditional_writes.here.setdefault(place, threading.Lock())
 
-    def _read_whole(
+    def _read(
         self, target: Mapping[str, str], max_size_bytes: int
     ) -> tuple[Mapping[str, Any], bytearray | None]:
-        tries = _Tries(target["Key"], self._clients.max_retries)
-        while True:
-            answer = self._clients.get("read").get_object(**target)
-            size_bytes = answer.get("ContentLength", 0)
-            into = bytearray(size_bytes) if size_bytes <= max_size_bytes else None
-            try:
-                with closing(answer["Body"]) as body:
-                    if into is not None:
-                        receive(body, memoryview(into))
-            except BrokenOffError as error:
-                tries.failed(error)
-            else:
-                return answer, into
+        answer = self._clients.get("read").get_object(**target)
+        size_bytes = answer.get("ContentLength", 0)
+        into = bytearray(size_bytes) if size_bytes <= max_size_bytes else None
+        with closing(answer["Body"]) as body:
+            if into is not None:
+                receive(body, memoryview(into))
+        return answer, into
 
     @property
     def range_reading(self) -> RangeReading:
@@ -112,10 +109,13 @@ class _Boto3Source(RangeSource):
     def __init__(self, clients: Boto3Clients, target: Mapping[str, str]) -> None:
         self._clients = clients
         self._target = target
-        self._tries = _Tries(target["Key"], clients.max_retries)
+        self._tries = clients.tries("open_range", target["Key"])
 
     def ask(self, start: int, end: int) -> Answer:
         """See `RangeSource.ask`."""
+        return self._clients.run(self._tries, partial(self._ask, start, end))
+
+    def _ask(self, start: int, end: int) -> _Boto3Answer:
         client = self._clients.get("read")
         answer = client.get_object(**self._target, Range=f"bytes={start}-{end - 1}")
         try:
@@ -127,10 +127,7 @@ class _Boto3Source(RangeSource):
 
     def failed(self, error: Exception, asked_at: float) -> None:
         """See `RangeSource.failed`."""
-        del asked_at
-        if not isinstance(error, BrokenOffError):
-            raise error
-        self._tries.failed(error)
+        self._clients.again(self._tries, error, asked_at)
 
 
 class _Boto3Answer:
@@ -146,26 +143,6 @@ class _Boto3Answer:
     def close(self) -> None:
         """See `Answer.close`."""
         self._body.close()
-
-
-class _Tries:
-    """How often the body of an object may break off."""
-
-    def __init__(self, bucket_key: str, max_retries: int) -> None:
-        self._bucket_key = bucket_key
-        self._began_at = time.monotonic()
-        self._failures = 0
-        self._max_retries = max_retries
-        self._pause_seconds = _FIRST_PAUSE_SECONDS
-
-    def failed(self, error: BrokenOffError) -> None:
-        """Wait before the next try, or raise `error` if there is none."""
-        if self._failures == self._max_retries:
-            raise error
-        self._failures += 1
-        emit_retry(self._bucket_key, self._failures + 1, str(error), self._began_at)
-        time.sleep(random.uniform(0, self._pause_seconds))
-        self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
 
 
 def _check_range_answer(answer: Mapping[str, Any], start: int, end: int) -> None:

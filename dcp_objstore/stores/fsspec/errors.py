@@ -7,54 +7,24 @@ looked for here. s3fs raises builtin ones from botocore's, which `s3.errors` tra
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dcp_objstore.errors import (
-    ConfigError,
     CredentialsError,
     DcpObjstoreError,
-    InputError,
-    ObjectNotFoundError,
-    PermissionDeniedError,
-    PreconditionFailedError,
     StoreUnavailableError,
-    UnsupportedError,
 )
-from dcp_objstore.stores.errors import kind_of_answer, redacted
-from dcp_objstore.stores.s3.errors import translate_botocore
+from dcp_objstore.stores.errors import (
+    Failure,
+    failure,
+    kind_of_answer,
+    kind_of_builtin,
+    redacted,
+)
+from dcp_objstore.stores.s3.errors import judge_botocore, translate_botocore
 
-_BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
-    errno.ENOENT: ObjectNotFoundError,
-    # A key may not be both an object and the prefix of another one in a tree of folders.
-    errno.ENOTDIR: ObjectNotFoundError,
-    errno.EISDIR: InputError,
-    errno.EACCES: PermissionDeniedError,
-    errno.EPERM: PermissionDeniedError,
-    errno.EROFS: PermissionDeniedError,
-    errno.EEXIST: PreconditionFailedError,
-    errno.EINVAL: InputError,
-    errno.ENAMETOOLONG: InputError,
-    errno.ENOSYS: UnsupportedError,
-    errno.EOPNOTSUPP: UnsupportedError,
-}
-_BY_TYPE: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
-    (FileNotFoundError, ObjectNotFoundError),
-    (NotADirectoryError, ObjectNotFoundError),
-    (FileExistsError, PreconditionFailedError),
-    (PermissionError, PermissionDeniedError),
-    (IsADirectoryError, InputError),
-    (TimeoutError, StoreUnavailableError),
-    (ConnectionError, StoreUnavailableError),
-    (ImportError, ConfigError),
-    (NotImplementedError, UnsupportedError),
-    (OSError, StoreUnavailableError),
-    (EOFError, StoreUnavailableError),
-    (ValueError, InputError),
-    (TypeError, InputError),
-)
 # Of libraries that may or may not be loaded: module, name, ours.
 _OF_LIBRARIES: tuple[tuple[str, str, type[DcpObjstoreError]], ...] = (
     ("google.auth.exceptions", "TransportError", StoreUnavailableError),
@@ -68,7 +38,7 @@ _OF_LIBRARIES: tuple[tuple[str, str, type[DcpObjstoreError]], ...] = (
 # Of them, those by which no connection was made.
 _UNREACHED = (
     ("aiohttp", "ClientConnectorError"),
-    ("aiohttp", "ServerTimeoutError"),
+    ("aiohttp", "ConnectionTimeoutError"),
 )
 
 
@@ -95,9 +65,25 @@ def translate_fsspec(
     if type(error) is OSError and error.errno is None and error.__cause__ is None:
         kind = bare
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
-    if kind is StoreUnavailableError and status_and_code(error)[0] is None and _is_unreached(error):
-        text += "; check endpoint_url and that the server runs"
+    unanswered = kind is StoreUnavailableError and status_and_code(error)[0] is None
+    if unanswered and (_is_unreached(error) or _is_late(error)):
+        text += "; check endpoint_url, that the server runs, and any proxy or firewall"
     return kind(text)
+
+
+def judge_fsspec(error: Exception, found: DcpObjstoreError) -> Failure:
+    """Say what an exception of a filesystem means, for the loop that sends requests again.
+
+    Args:
+        error: what it raised.
+        found: its translation.
+    """
+    if is_of_botocore(error):
+        return judge_botocore(error, found)
+    status, code = status_and_code(error)
+    return failure(
+        found, status, code, connected=not _is_unreached(error), timed_out=_is_late(error)
+    )
 
 
 def is_of_botocore(error: BaseException) -> bool:
@@ -135,9 +121,7 @@ def _kind(error: BaseException) -> type[DcpObjstoreError]:
         theirs = getattr(sys.modules.get(module), name, None)
         if theirs is not None and any(isinstance(one, theirs) for one in _chain(error)):
             return ours
-    if isinstance(error, OSError) and error.errno in _BY_ERRNO:
-        return _BY_ERRNO[error.errno]
-    return next((ours for kind, ours in _BY_TYPE if isinstance(error, kind)), DcpObjstoreError)
+    return kind_of_builtin(error)
 
 
 def _is_unreached(error: BaseException) -> bool:
@@ -146,6 +130,11 @@ def _is_unreached(error: BaseException) -> bool:
     for module, name in _UNREACHED:
         kinds += [found] if (found := getattr(sys.modules.get(module), name, None)) else []
     return any(isinstance(one, tuple(kinds)) for one in _chain(error))
+
+
+def _is_late(error: BaseException) -> bool:
+    """Whether nothing came in time."""
+    return any(isinstance(one, TimeoutError) for one in _chain(error))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

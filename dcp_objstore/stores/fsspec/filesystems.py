@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -19,21 +18,19 @@ from dcp_objstore.errors import (
     CredentialsError,
     DcpObjstoreError,
     ForkedProcessError,
+    PermissionDeniedError,
     StoreUnavailableError,
 )
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.endpoint import s3_server, server_url
-from dcp_objstore.stores.fsspec.errors import translate_fsspec
-from dcp_objstore.stores.fsspec.greeting import (
-    ANSWER_TIMEOUT_SECONDS,
-    CONNECT_TIMEOUT_SECONDS,
-    Greeting,
-)
+from dcp_objstore.stores.errors import Failure
+from dcp_objstore.stores.fsspec.errors import judge_fsspec, translate_fsspec
 from dcp_objstore.stores.fsspec.kinds import is_gcsfs, is_s3fs
 from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.options.schemes import is_foreign, is_secret
+from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests
 from dcp_objstore.stores.s3.checksums import Checksums, checksums_for
 
 if TYPE_CHECKING:
@@ -44,40 +41,55 @@ _SHORT = 4  # shorter than that, a value is a part of many words
 FILESYSTEM = "fs"  # the option that holds a filesystem object
 
 
-@dataclass(frozen=True, slots=True)
-class Filesystems:
-    """A filesystem and the same without retries.
+class Filesystems(Requests):
+    """The filesystems that carry the requests to one bucket.
 
-    Attributes:
-        fs: for everything.
-        once: for requests that are sent once; the same object where retries are not ours to set.
+    s3fs and gcsfs send each request once here; what failed is sent again by the adapters. Other
+    filesystems have retries of their own, which cannot be seen from here.
+
+    Args:
+        url: its prefix is not used.
+        config: time-outs and retries.
+        read: for reads.
+        write: for writes. It differs in its time-outs, where those are ours to set.
         endpoint_url: the server, where the filesystem has such an option.
         checksums: that go with bodies over s3fs.
-        greeting: the first contact with the server, where it is ours to make.
-        pid: the process that made them.
     """
 
-    fs: Any
-    once: Any
-    endpoint_url: str | None
-    checksums: Checksums = field(default_factory=lambda: Checksums(None))
-    greeting: Greeting | None = None
-    pid: int = field(default_factory=os.getpid)
+    def __init__(
+        self,
+        url: StoreUrl,
+        config: TransferConfig,
+        read: Any,
+        write: Any = None,
+        *,
+        endpoint_url: str | None = None,
+        checksums: Checksums | None = None,
+    ) -> None:
+        super().__init__(config, self._judge_error, endpoint_url, url.scheme, url.bucket)
+        self.read = read
+        self.write = read if write is None else write
+        self.endpoint_url = endpoint_url
+        self.checksums = checksums or Checksums(None)
+        self.request_timeout_seconds = config.request_timeout_seconds
+        self._pid = os.getpid()
 
-    def prepare(self) -> None:
-        """Make the first contact with the server, unless it has been made.
-
-        Raises:
-            ForkedProcessError: the process was forked from the one that made the filesystems.
-            StoreUnavailableError: see `Greeting.once`.
-        """
-        if self.pid != os.getpid() and self.fs.async_impl:
+    def check_process(self) -> None:
+        """Raise `ForkedProcessError` if the process was forked from the one that made them."""
+        if self._pid != os.getpid() and self.read.async_impl:
             raise ForkedProcessError(
-                f"this store was opened in process {self.pid}, from which process {os.getpid()}"
+                f"this store was opened in process {self._pid}, from which process {os.getpid()}"
                 " was forked; its event loop is not here. Open it again in this process"
             )
-        if self.greeting is not None:
-            self.greeting.once()
+
+    def translate(self, error: Exception) -> DcpObjstoreError:
+        """Translate what they raised."""
+        # gcsfs makes an OSError without an errno of a 403, and of nothing else.
+        bare = PermissionDeniedError if is_gcsfs(self.read) else StoreUnavailableError
+        return translate_fsspec(error, bare)
+
+    def _judge_error(self, error: Exception) -> Failure:
+        return judge_fsspec(error, self.translate(error))
 
 
 def protocols(fs: object) -> Collection[str]:
@@ -119,7 +131,8 @@ def make_filesystems(
 ) -> Filesystems:
     """The filesystems for a URL. Never those of fsspec's own cache: they are for this use.
 
-    A filesystem that was given is used as it is, but its cache of listings is switched off.
+    A filesystem that was given is used as it is, but its cache of listings is switched off; of s3fs
+    and gcsfs a copy is used, with the same options, that sends each request once.
 
     Args:
         url: its prefix is not used.
@@ -140,7 +153,8 @@ def make_filesystems(
     if FILESYSTEM in options:
         fs = options[FILESYSTEM]
         _forget_listings(fs)
-        return _with_once(fs, endpoint_url=getattr(fs, "endpoint_url", None))
+        endpoint_url = getattr(fs, "endpoint_url", None)
+        return Filesystems(url, config, _sending_once(fs), endpoint_url=endpoint_url)
     try:
         return _make(url, options, config)
     except DcpObjstoreError:
@@ -162,16 +176,19 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
     from fsspec.registry import get_filesystem_class
 
     plain = {"use_listings_cache": False, "skip_instance_cache": True}
+    # Reads have a shorter time-out between bytes that arrive.
+    progress_seconds = min(READ_PROGRESS_SECONDS, config.request_timeout_seconds)
     if url.scheme == "s3":
         cls = get_filesystem_class("s3")
         settings = parse(S3Options, options)
-        given = _s3(settings, config)
-        endpoint_url = given["endpoint_url"]
-        fs = cls(**given, **plain)
-        _set_tries(fs, 1 + config.max_retries)
-        checksums = checksums_for(settings, endpoint_url)
-        found = replace(_with_once(fs, endpoint_url=endpoint_url), checksums=checksums)
-        return _with_greeting(found, url, config)
+        found = []
+        for seconds in (progress_seconds, config.request_timeout_seconds):
+            given = _s3(settings, config, seconds)
+            found.append(_without_retries(cls(**given, **plain)))
+        checksums = checksums_for(settings, given["endpoint_url"])
+        return Filesystems(
+            url, config, *found, endpoint_url=given["endpoint_url"], checksums=checksums
+        )
     if url.scheme == "gs":
         gcs = parse(GcsOptions, options)
         endpoint_url = gcs.endpoint_url and server_url(gcs.endpoint_url, use_ssl=True)
@@ -182,71 +199,67 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
             from gcsfs.core import GCSFileSystem
 
             cls = GCSFileSystem
-        fs = cls(**_gs(gcs, endpoint_url, config), **plain)
-        _set_tries(fs, 1 + config.max_retries)
-        return _with_greeting(_with_once(fs, endpoint_url=endpoint_url), url, config)
+        found = [
+            _without_retries(cls(**_gs(gcs, endpoint_url, config, seconds), **plain))
+            for seconds in (progress_seconds, None)
+        ]
+        return Filesystems(url, config, *found, endpoint_url=endpoint_url)
     cls = get_filesystem_class(url.scheme)
     if url.scheme in ("file", "memory"):
-        fs = cls(skip_instance_cache=True)
-        return Filesystems(fs, fs, None)
+        return Filesystems(url, config, cls(skip_instance_cache=True))
     of_url = cls._get_kwargs_from_urls(str(url))
     fs = cls(**{**of_url, **options, **plain})
     _forget_listings(fs)
     endpoint = options.get("endpoint_url")
-    return Filesystems(fs, fs, endpoint if isinstance(endpoint, str) else None)
+    endpoint_url = endpoint if isinstance(endpoint, str) else None
+    return Filesystems(url, config, fs, endpoint_url=endpoint_url)
 
 
-def _with_once(fs: Any, endpoint_url: str | None) -> Filesystems:
+def _sending_once(fs: Any) -> Any:
+    """A copy of a filesystem without retries of its own; itself where those are not ours to set."""
     if not is_s3fs(fs) and not is_gcsfs(fs):
-        return Filesystems(fs, fs, endpoint_url)
-    options = dict(fs.storage_options)
-    if is_s3fs(fs):
-        config_kwargs = {**(options.get("config_kwargs") or {}), "retries": _no_retries()}
-        options["config_kwargs"] = config_kwargs
-    once = type(fs)(*fs.storage_args, **{**options, "skip_instance_cache": True})
-    _set_tries(once, 1)
-    return Filesystems(fs, once, endpoint_url)
-
-
-def _with_greeting(found: Filesystems, url: StoreUrl, config: TransferConfig) -> Filesystems:
-    once, endpoint_url = found.once, found.endpoint_url
-    connect = min(CONNECT_TIMEOUT_SECONDS, config.connect_timeout_seconds)
-    answer = min(ANSWER_TIMEOUT_SECONDS, config.request_timeout_seconds)
-
-    def make() -> Any:
-        options = dict(once.storage_options)
-        if is_s3fs(once):
-            of_client = {"connect_timeout": connect, "read_timeout": answer}
-            options["config_kwargs"] = {**options["config_kwargs"], **of_client}
-        else:
-            import aiohttp
-
-            timeout = aiohttp.ClientTimeout(total=answer, sock_connect=connect)
-            options["requests_timeout"] = timeout
-        fs = type(once)(*once.storage_args, **{**options, "skip_instance_cache": True})
-        _set_tries(fs, 1)
         return fs
-
-    return replace(found, greeting=Greeting(make, url.bucket, endpoint_url))
-
-
-def _no_retries() -> dict[str, int]:
-    return {"total_max_attempts": 1}
-
-
-def _set_tries(fs: Any, tries: int) -> None:
-    """How often s3fs (around botocore's own retries) and gcsfs send a request."""
+    options = {**fs.storage_options, "skip_instance_cache": True, "use_listings_cache": False}
     if is_s3fs(fs):
-        fs.retries = min(tries, type(fs).retries)
-        return
-    from gcsfs.retry import retry_request
+        options["config_kwargs"] = {**_botocore_once(), **(options.get("config_kwargs") or {})}
+        options["config_kwargs"]["retries"] = {"total_max_attempts": 1}
+    return _without_retries(type(fs)(*fs.storage_args, **options))
 
-    # gcsfs has the number fixed in a decorator.
+
+def _without_retries(fs: Any) -> Any:
+    """Switch off what s3fs does around botocore's retries, and gcsfs in a decorator."""
+    if is_s3fs(fs):
+        fs.retries = 1
+        return fs
+    from fsspec.asyn import sync
+
+    # The decorator would also log an error, with its frames.
     plain = getattr(type(fs)._request, "__wrapped__", None)
-    if plain is not None and tries == 1:
-        fs._request = MethodType(plain, fs)  # the decorator would log the error, with its frames
-    elif plain is not None:
-        fs._request = MethodType(retry_request(retries=tries)(plain), fs)
+    if plain is not None:
+        fs._request = MethodType(plain, fs)
+    _without_resending(sync(fs.loop, fs._set_session))
+    return fs
+
+
+def _without_resending(session: Any) -> Any:
+    """Keep a session of aiohttp from sending a GET, PUT or DELETE again whose connection broke.
+
+    aiohttp has no public switch. A conditional PUT that is sent twice may fail by its own success.
+    """
+    if hasattr(session, "_retry_connection"):
+        session._retry_connection = False
+    return session
+
+
+def _botocore_once() -> dict[str, Any]:
+    """Settings of s3fs's botocore by which neither it nor aiohttp sends a request again."""
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    class OnceSession(AIOHTTPSession):  # type: ignore[misc]
+        async def _get_session(self, proxy_url: Any) -> Any:
+            return _without_resending(await super()._get_session(proxy_url))
+
+    return {"http_session_cls": OnceSession, "retries": {"total_max_attempts": 1}}
 
 
 def _forget_listings(fs: Any) -> None:
@@ -257,7 +270,7 @@ def _forget_listings(fs: Any) -> None:
     fs.invalidate_cache()
 
 
-def _s3(settings: S3Options, config: TransferConfig) -> dict[str, Any]:
+def _s3(settings: S3Options, config: TransferConfig, read_seconds: float) -> dict[str, Any]:
     style = settings.addressing_style
     # What is not told here, botocore looks up in the profile.
     endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
@@ -284,8 +297,8 @@ def _s3(settings: S3Options, config: TransferConfig) -> dict[str, Any]:
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
             "connect_timeout": config.connect_timeout_seconds,
-            "read_timeout": config.request_timeout_seconds,
-            "retries": {"mode": "standard", "total_max_attempts": 1 + config.max_retries},
+            "read_timeout": read_seconds,
+            **_botocore_once(),
             "max_pool_connections": 2 * max(config.upload_concurrency, config.download_concurrency),
         },
     }
@@ -294,7 +307,12 @@ def _s3(settings: S3Options, config: TransferConfig) -> dict[str, Any]:
     return given
 
 
-def _gs(options: GcsOptions, endpoint_url: str | None, config: TransferConfig) -> dict[str, Any]:
+def _gs(
+    options: GcsOptions,
+    endpoint_url: str | None,
+    config: TransferConfig,
+    read_seconds: float | None,
+) -> dict[str, Any]:
     if options.verify is not True:
         raise ConfigError("gcsfs has no 'verify'; use the native transport")
     import aiohttp
@@ -304,7 +322,9 @@ def _gs(options: GcsOptions, endpoint_url: str | None, config: TransferConfig) -
         "token": token,
         "endpoint_url": endpoint_url,
         "requests_timeout": aiohttp.ClientTimeout(
-            total=config.request_timeout_seconds, sock_connect=config.connect_timeout_seconds
+            total=config.request_timeout_seconds,
+            sock_connect=config.connect_timeout_seconds,
+            sock_read=read_seconds,
         ),
     }
     if options.project is not None:

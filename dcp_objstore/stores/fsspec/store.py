@@ -16,30 +16,25 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
     BucketNotFoundError,
     DcpObjstoreError,
     ObjectNotFoundError,
-    PermissionDeniedError,
     PreconditionFailedError,
     StoreUnavailableError,
     UnsupportedError,
 )
 from dcp_objstore.forking import PerProcess
-from dcp_objstore.stores.answers import check_fits, check_whole
+from dcp_objstore.stores.answers import check_fits
 from dcp_objstore.stores.base import BaseStore
-from dcp_objstore.stores.buffers import (
-    WatchedBuffers,
-    as_buffers,
-    check_buffer,
-    cut_parts,
-)
-from dcp_objstore.stores.fsspec.errors import status_and_code, translate_fsspec
+from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts
+from dcp_objstore.stores.fsspec.errors import status_and_code
 from dcp_objstore.stores.fsspec.filesystems import Filesystems
 from dcp_objstore.stores.fsspec.info import modified_of, state_of, version_of
-from dcp_objstore.stores.fsspec.kinds import UNKNOWN, is_gcsfs, ways_of
+from dcp_objstore.stores.fsspec.kinds import UNKNOWN, ways_of
 from dcp_objstore.stores.protocol import (
     Capabilities,
     IfAbsent,
@@ -60,22 +55,21 @@ _GET_TRIES = 5
 _memory_lock = PerProcess(threading.RLock)
 
 
-class FsspecStore(BaseStore):
-    """A store rooted at one URL, over the blocking calls of a filesystem."""
+class FsspecStore(BaseStore[str]):
+    """A store rooted at one URL, over the blocking calls of a filesystem.
+
+    Retries are the filesystem's own, also of a `put` with `retry=False`. They cannot be seen from
+    here, so throttling is judged by how long requests take.
+    """
 
     def __init__(self, url: StoreUrl, filesystems: Filesystems) -> None:
-        super().__init__(url)
+        super().__init__(url, filesystems.endpoint_url)
         self._filesystems = filesystems
-        self._fs = filesystems.fs
+        self._fs = filesystems.read
         self._ways = ways_of(self._fs)
         self._root: str = self._fs._strip_protocol(str(url)).rstrip("/")
         self._made: set[str] = set()  # parents that were made
         self._seen = False  # whether the bucket has been seen
-
-    @property
-    def endpoint_url(self) -> str | None:
-        """The server, or None for the provider's own."""
-        return self._filesystems.endpoint_url
 
     @property
     def capabilities(self) -> Capabilities:
@@ -93,95 +87,92 @@ class FsspecStore(BaseStore):
             modified_times=known,
         )
 
-    def put(
-        self,
-        key: str,
-        data: Buffer | Sequence[Buffer],
-        *,
-        precondition: Precondition | None = None,
-        retry: bool = True,
-    ) -> Version:
-        """See `ObjectStore.put`. Retries are the filesystem's own, also without `retry`.
-
-        Raises:
-            UnsupportedError: the precondition is none that this filesystem has.
-        """
-        with self._errors(key) as path:
-            pieces = as_buffers(data)
-            for piece in pieces:
-                check_buffer(piece)
-            return self._put(path, b"".join(pieces), precondition, retry=retry)
-
-    def put_stream(
-        self,
-        key: str,
-        buffers: Iterator[Buffer],
-        *,
-        part_size_bytes: int,
-        max_concurrency: int,
-    ) -> Version:
-        """See `ObjectStore.put_stream`. Bytes are copied once, into the part being built."""
-        source = WatchedBuffers(buffers, check_buffer)
-        try:
-            with self._errors(key) as path:
-                return self._put_stream(path, source, part_size_bytes, max_concurrency)
-        except BaseException:
-            if source.error is None:
-                raise
-        # Outside of the handler, so that the caller's error keeps its own cause and context.
-        raise source.error
-
-    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        """See `ObjectStore.get`. Metadata are asked for before and after the body."""
-        with self._errors(key) as path:
-            return self._get(key, path, max_size_bytes)
-
     @property
     def range_reading(self) -> RangeReading:
         """See `ObjectStore.range_reading`."""
         return FETCHED_READING
 
     def _range_source(self, place: str) -> FetchedSource:
-        return FetchedSource(lambda start, end: self._fs.cat_file(place, start=start, end=end))
-
-    def head(self, key: str) -> ObjectMeta:
-        """See `ObjectStore.head`."""
-        with self._errors(key) as path:
-            return self._meta(key, self._info(path))
+        return FetchedSource(partial(self._fetch, place))
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """See `ObjectStore.list`; all of it is in memory at once."""
         folder = check_prefix(prefix)
         return self._listing(f"{self._root}/{folder}" if folder else self._root)
 
-    def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`."""
-        with self._errors(key) as path:
-            try:
-                self._fs.rm_file(path)
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-                if self._bucket_is_missing(error):
-                    raise
-                # Nothing, or the prefix of other keys.
-
     # How the filesystem is used; gcsfs has other ways.
+
+    def _place(self, key: str | None) -> str:
+        self._filesystems.check_process()
+        return self._root if key is None else f"{self._root}/{check_key(key)}"
+
+    def _translate(self, error: Exception) -> DcpObjstoreError:
+        found = self._filesystems.translate(error)
+        if type(found) is ObjectNotFoundError and self._bucket_is_missing(error):
+            return BucketNotFoundError(f"the bucket does not exist: {found.message}")
+        return found
 
     def _put(
         self,
-        path: str,
-        body: bytes,
+        place: str,
+        buffers: Sequence[Buffer],
         precondition: Precondition | None,
         *,
-        retry: bool,  # noqa: ARG002
+        retry: bool,  # noqa: ARG002  retries are the filesystem's own
     ) -> Version:
+        body = b"".join(buffers)
         if precondition is None:
-            self._write(path, body)
+            self._write(place, body)
         elif isinstance(precondition, IfAbsent):
-            self._create(path, body)
+            self._create(place, body)
         else:
             name = type(self._fs).__name__
             raise UnsupportedError(f"{name} cannot replace an object conditionally")
-        return version_of(self._info(path))
+        return version_of(self._info(place))
+
+    def _put_stream(
+        self,
+        place: str,
+        source: WatchedBuffers,
+        part_size_bytes: int,
+        max_concurrency: int,  # noqa: ARG002  in order
+    ) -> Version:
+        """Bytes are copied once, into the part being built."""
+        parts = map(b"".join, cut_parts(source, part_size_bytes))
+        first = next(parts, b"")
+        if len(first) < part_size_bytes:
+            self._write(place, first)
+        elif self._ways.whole and self._ways.create != "lock":
+            self._fill(place, first, parts, part_size_bytes)
+        else:
+            with self._beside(place) as temporary:
+                self._fill(temporary, first, parts, part_size_bytes)
+                self._move(temporary, place)
+        return version_of(self._info(place))
+
+    def _get(self, place: str, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        """Metadata are asked for before and after the body."""
+        before = self._info(place)
+        for _ in range(_GET_TRIES):
+            meta = self._meta(place, before)
+            check_fits(meta.size_bytes, max_size_bytes)
+            body = bytes(self._fs.cat_file(place))
+            after = self._info(place)
+            if state_of(before) == state_of(after):
+                return body, meta
+            before = after
+        raise StoreUnavailableError(f"the object changed during each of {_GET_TRIES} reads")
+
+    def _fetch(self, place: str, start: int, end: int) -> bytes:
+        body: bytes = self._fs.cat_file(place, start=start, end=end)
+        return body
+
+    def _head(self, place: str) -> ObjectMeta:
+        return self._meta(place, self._info(place))
+
+    def _delete(self, place: str) -> None:
+        with suppress(IsADirectoryError):  # the prefix of other keys, and no object
+            self._fs.rm_file(place)
 
     def _write(self, path: str, body: bytes) -> None:
         if self._ways.create == "lock":
@@ -209,25 +200,6 @@ class FsspecStore(BaseStore):
             name = type(self._fs).__name__
             raise UnsupportedError(f"{name} has no create that is known to be atomic")
 
-    def _put_stream(
-        self,
-        path: str,
-        source: WatchedBuffers,
-        part_size_bytes: int,
-        max_concurrency: int,  # noqa: ARG002  in order
-    ) -> Version:
-        parts = map(b"".join, cut_parts(source, part_size_bytes))
-        first = next(parts, b"")
-        if len(first) < part_size_bytes:
-            self._write(path, first)
-        elif self._ways.whole and self._ways.create != "lock":
-            self._fill(path, first, parts, part_size_bytes)
-        else:
-            with self._beside(path) as temporary:
-                self._fill(temporary, first, parts, part_size_bytes)
-                self._move(temporary, path)
-        return version_of(self._info(path))
-
     def _fill(self, path: str, first: bytes, parts: Iterator[bytes], part_size_bytes: int) -> None:
         file = self._fs.open(path, "wb", block_size=part_size_bytes)
         try:
@@ -251,28 +223,19 @@ class FsspecStore(BaseStore):
             with suppress(AttributeError):
                 file.closed = True
 
-    def _get(self, key: str, path: str, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        before = self._info(path)
-        for _ in range(_GET_TRIES):
-            meta = self._meta(key, before)
-            check_fits(meta.size_bytes, max_size_bytes)
-            body = bytes(self._fs.cat_file(path))
-            after = self._info(path)
-            if state_of(before) == state_of(after):
-                break
-            before = after
-        else:
-            raise StoreUnavailableError(f"the object changed during each of {_GET_TRIES} reads")
-        check_whole(len(body), meta.size_bytes)
-        return body, meta
-
-    def _meta(self, key: str, info: Mapping[str, Any]) -> ObjectMeta:
+    def _meta(self, place: str, info: Mapping[str, Any]) -> ObjectMeta:
         # Of a filesystem that we do not know, no time is trusted: nothing there ever looks old.
         modified = datetime.now(UTC) if self._ways is UNKNOWN else modified_of(info)
-        return ObjectMeta(key, int(info.get("size") or 0), version_of(info), modified)
+        return ObjectMeta(
+            self._relative(place), int(info.get("size") or 0), version_of(info), modified
+        )
+
+    def _relative(self, path: str) -> str:
+        """The key of a path, relative to the root."""
+        return path.lstrip("/").removeprefix(f"{self._root}/".lstrip("/"))
 
     def _info(self, path: str) -> Mapping[str, Any]:
-        self._forget()
+        self._fs.invalidate_cache()
         found: Mapping[str, Any] = self._fs.info(path)
         if found.get("type", "file") != "file":
             raise ObjectNotFoundError("there is no such object")
@@ -280,7 +243,7 @@ class FsspecStore(BaseStore):
 
     def _listing(self, folder: str) -> Iterator[ObjectMeta]:
         with self._errors(None):
-            self._forget()
+            self._fs.invalidate_cache()
             try:
                 found: Mapping[str, Mapping[str, Any]] = self._fs.find(folder, detail=True)
             except (FileNotFoundError, NotADirectoryError) as error:
@@ -288,14 +251,12 @@ class FsspecStore(BaseStore):
                     raise
                 found = {}
         below = f"{folder}/".lstrip("/")
-        root = f"{self._root}/".lstrip("/")
         for name, info in found.items():
             path = name.lstrip("/")
-            key = path.removeprefix(root)
             if not path.startswith(below) or info.get("type", "file") != "file":
                 continue
-            if not key.rpartition("/")[2].startswith(_OURS):
-                yield self._meta(key, info)
+            if not path.rpartition("/")[2].startswith(_OURS):
+                yield self._meta(path, info)
 
     @contextmanager
     def _beside(self, path: str) -> Iterator[str]:
@@ -325,9 +286,6 @@ class FsspecStore(BaseStore):
             self._fs.cp_file(temporary, path)
         self._fs.rm_file(temporary)
 
-    def _forget(self) -> None:
-        self._fs.invalidate_cache()
-
     def _bucket_is_missing(self, error: BaseException) -> bool:
         """Whether a 404 means the bucket. Asked once, unless the answer itself says it."""
         code = status_and_code(error)[1]
@@ -341,19 +299,3 @@ class FsspecStore(BaseStore):
             del other
         self._seen = True
         return False
-
-    @contextmanager
-    def _errors(self, key: str | None) -> Iterator[str]:
-        """Check key and process, yield the path of the key, and translate what is raised."""
-        path = f"{self._root}/{check_key(key)}" if key is not None else self._root
-        with self._located(key, self._translate):
-            self._filesystems.prepare()
-            yield path
-
-    def _translate(self, error: Exception) -> DcpObjstoreError:
-        # gcsfs makes an OSError without an errno of a 403, and of nothing else.
-        bare = PermissionDeniedError if is_gcsfs(self._fs) else StoreUnavailableError
-        found = translate_fsspec(error, bare)
-        if type(found) is ObjectNotFoundError and self._bucket_is_missing(error):
-            return BucketNotFoundError(f"the bucket does not exist: {found.message}")
-        return found

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from dcp_objstore.config import MIB, TransferConfig
-from dcp_objstore.errors import CredentialsError, DcpObjstoreError
-from dcp_objstore.stores.admission.limiter import HIDDEN_PAUSE_SECONDS, Limiter, limiter_at
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import CredentialsError
+from dcp_objstore.stores.admission.limiter import HIDDEN_PAUSE_SECONDS
 from dcp_objstore.stores.credentials.aws import find_s3_credentials
 from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from dcp_objstore.stores.credentials.base import Credentials
@@ -20,7 +20,7 @@ from dcp_objstore.stores.obstore.errors import (
     is_expired,
     is_refused_token,
     is_unknown_key,
-    never_connected,
+    judge_obstore,
     translate_obstore,
 )
 from dcp_objstore.stores.obstore.makers import (
@@ -30,71 +30,65 @@ from dcp_objstore.stores.obstore.makers import (
     memory_maker,
     s3_maker,
 )
-from dcp_objstore.stores.obstore.retries import (
-    LONGEST_PAUSE_SECONDS,
-    PAUSE_BASE,
-    Tries,
-)
 from dcp_objstore.stores.options.azure import AzureOptions
 from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.options.s3 import S3Options
+from dcp_objstore.stores.retries import (
+    FIRST_PATIENCE_SECONDS,
+    READ_PROGRESS_SECONDS,
+    SMALL_BYTES,
+    Requests,
+    Tries,
+)
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl
 
-# A read may wait this long for the next bytes. For writes there is no such limit: the transport
-# counts it from the start of the request, so it would cut uploads off, not only stalled ones.
-_READ_PROGRESS_TIMEOUT_SECONDS = 30.0
-# Before a server has ever been reached, a wrong endpoint is likelier than an outage.
-_FIRST_RETRY_TIMEOUT_SECONDS = 5.0
-# What is sent with a longer body than this gets the time for a part of an upload.
-SMALL_BYTES = 4 * MIB
 # However short the stall time-out is, a small request has so long.
 _LEAST_SMALL_TIMEOUT_SECONDS = 3.0
-# As in `retries`, for what obstore itself must retry; but parts of uploads are sent again no
-# sooner than after 1 s, by which the limiter tells that they were (`admission`).
+# For what only obstore itself can send again. It has a jitter of its own: a pause is random between
+# the first one and `base` times the last one, and with a base of 2 they would hardly grow. Parts of
+# uploads are sent again no sooner than after 1 s, by which the limiter tells that they were
+# (`admission`).
 _BACKOFF = {
     "init_backoff": timedelta(seconds=HIDDEN_PAUSE_SECONDS),
-    "max_backoff": timedelta(seconds=LONGEST_PAUSE_SECONDS),
-    "base": PAUSE_BASE,
+    "max_backoff": timedelta(seconds=10),
+    "base": 3,
 }
 _Kind = Literal["stream", "write", "small", "read", "range", "list", "first"]
 
 T = TypeVar("T")
 
 
-class Clients:
+class Clients(Requests):
     """Makes each client on first use. They differ because time-outs and retries are per client.
 
     Only what cannot be sent again from here is retried by obstore: the parts of an upload, and the
-    pages of a listing. A small request (marker, index, listing) is given up within the stall
-    time-out, like a transfer: a try has a third of that, and no retry begins after a third of it.
+    pages of a listing. One try of a small request (marker, index, listing) has a third of the stall
+    time-out.
 
     Attributes:
         endpoint_url: the server, or None for the provider's own.
-        reached: whether the server has ever answered, in whatever way.
         proven: whether an answer was such as only a store gives.
-        limiter: of the bucket.
     """
 
     def __init__(
         self,
+        url: StoreUrl,
         make: Make,
         config: TransferConfig,
-        limiter: Limiter,
         endpoint_url: str | None = None,
         *,
         direct: bool = False,
         credentials: Credentials | None = None,
     ) -> None:
+        super().__init__(config, judge_obstore, endpoint_url, url.scheme, url.bucket)
         self.endpoint_url = endpoint_url
         self._credentials = credentials
         self._direct = direct
         self._renewals = 0
-        self.reached = False
         self.proven = False
-        self.limiter = limiter
         self._make = make
         self._config = config
         self._lane = self._new_lane()
@@ -102,7 +96,6 @@ class Clients:
         self._small_timeout_seconds = min(
             config.request_timeout_seconds, max(third_seconds, _LEAST_SMALL_TIMEOUT_SECONDS)
         )
-        self._small_patience_seconds = min(config.retry_timeout_seconds, third_seconds)
         self._made: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -129,13 +122,6 @@ class Clients:
     def direct(self) -> DirectLane | None:
         """For reads over plain HTTP whose URL can be signed, without further headers."""
         return self._lane
-
-    def tries(self, verb: str, key: str, size_bytes: int = 0) -> Tries:
-        """For one request of at most `size_bytes`, whose client sends it once."""
-        patience_seconds = self._small_patience_seconds
-        if size_bytes > SMALL_BYTES or verb == "open_range":
-            patience_seconds = self._config.retry_timeout_seconds
-        return Tries(self.limiter, key, self._config.max_retries, patience_seconds)
 
     def fresh(self, request: Callable[[], T]) -> T:
         """`request()`; once more with fresh credentials where those were refused as expired.
@@ -199,35 +185,20 @@ class Clients:
         )
 
     def run(self, tries: Tries, request: Callable[[], T], *, repeatable: bool = True) -> T:
-        """`tries.run(request)`, which gives up soon on a server that has never been reached.
-
-        Args:
-            repeatable: False for what must not be sent again after an answer that was lost.
-        """
-
-        def may_retry(error: Exception) -> bool:
-            lost = never_connected(error)
-            if not lost:
-                self.reached = True  # it is there, and busy: have the patience that was asked for
-            elif not self.reached:
-                tries.patience_seconds = min(_FIRST_RETRY_TIMEOUT_SECONDS, tries.patience_seconds)
-            return repeatable or lost or http_code(error)[0] is not None
-
+        """Do what `Requests.run` does, with fresh credentials where those sent were refused."""
         try:
-            result = self.fresh(lambda: tries.run(request, may_retry))
+            return self.fresh(
+                lambda: super(Clients, self).run(tries, request, repeatable=repeatable)
+            )
         except Exception as error:
-            if not isinstance(error, DcpObjstoreError) and not never_connected(error):
-                self.reached = True
             if http_code(error)[1] is not None:
                 self.proven = True
             raise
-        self.reached = True
-        return result
 
     def _new_lane(self) -> DirectLane | None:
         if not self._direct:
             return None
-        seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, self._config.request_timeout_seconds)
+        seconds = min(READ_PROGRESS_SECONDS, self._config.request_timeout_seconds)
         return DirectLane(self._sign, seconds)
 
     def _sign(self, path: str) -> str:
@@ -254,18 +225,18 @@ class Clients:
             ),
         }
         if kind in ("read", "range", "list", "first"):
-            progress_seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, whole_seconds)
+            progress_seconds = min(READ_PROGRESS_SECONDS, whole_seconds)
             if kind != "range":
                 progress_seconds = min(progress_seconds, self._small_timeout_seconds)
             timeouts["read_timeout"] = timedelta(seconds=progress_seconds)
         return timeouts
 
     def _retries(self, kind: _Kind) -> dict[str, Any]:
-        patience_seconds = self._small_patience_seconds
+        patience_seconds = self._small_policy.patience_seconds
         if kind == "stream":
-            patience_seconds = self._config.retry_timeout_seconds
+            patience_seconds = self._policy.patience_seconds
         elif kind == "first":
-            patience_seconds = min(_FIRST_RETRY_TIMEOUT_SECONDS, patience_seconds)
+            patience_seconds = min(FIRST_PATIENCE_SECONDS, patience_seconds)
         return {
             "max_retries": self._config.max_retries if kind in ("stream", "list", "first") else 0,
             "retry_timeout": timedelta(seconds=patience_seconds),
@@ -292,8 +263,7 @@ def make_clients(
         ConfigError: an endpoint or certificate that we cannot use.
     """
     if url.scheme == "memory":
-        limiter = limiter_at(None, url.scheme, url.bucket)
-        return Clients(memory_maker(url), config, limiter)
+        return Clients(url, memory_maker(url), config)
     direct = False
     if url.scheme == "gs":
         # To sign a URL, GCS would ask for a private key or make a request.
@@ -310,5 +280,4 @@ def make_clients(
         make, endpoint_url = s3_maker(url, settings, found)
         plain = endpoint_url is not None and endpoint_url.startswith("http://")
         direct = plain and not settings.anon and not settings.requester_pays
-    limiter = limiter_at(endpoint_url, url.scheme, url.bucket)
-    return Clients(make, config, limiter, endpoint_url, direct=direct, credentials=found)
+    return Clients(url, make, config, endpoint_url, direct=direct, credentials=found)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import http.client
 import re
+from dataclasses import replace
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -29,13 +30,14 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.errors import (
     NO_STORE,
-    THROTTLING_STATUSES,
+    Failure,
     advice_on,
+    failure,
     is_full,
     kind_of_answer,
+    kind_of_builtin,
     redacted,
 )
-from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
@@ -68,6 +70,7 @@ _REQUEST = re.compile(r"Error performing ([A-Z]+) (\S+) in ([\d.]+\w+)(?:, after
 _NOT_A_REQUEST = re.compile(r"\b(Invalid[A-Z]\w+|EmptyHost|IdnaError|RelativeUrl\w+)\b")
 # The request never got as far as a connection.
 _NOT_CONNECTED = "legacy::Error( Connect,"
+_TIMED_OUT = "kind: Timeout"
 # A server that wants TLS says so in words, with status 400: Go's (MinIO, rclone), then nginx.
 _WANTS_TLS = ("HTTP request to an HTTPS server", "HTTP request was sent to HTTPS port")
 
@@ -168,7 +171,7 @@ _NO_ANSWERS = (
     ),
     _NoAnswer("hyper::Error( Parse(", ConfigError, "its answer is no HTTP", _USE_HTTPS),
     _NoAnswer(_NOT_CONNECTED, StoreUnavailableError, "no connection could be made", _CHECK_NETWORK),
-    _NoAnswer("kind: Timeout", StoreUnavailableError, "no answer in time", _CHECK_NETWORK),
+    _NoAnswer(_TIMED_OUT, StoreUnavailableError, "no answer in time", _CHECK_NETWORK),
     _NoAnswer(
         "legacy::Error( SendRequest,",
         StoreUnavailableError,
@@ -198,20 +201,20 @@ def http_code(error: BaseException) -> tuple[int | None, str | None]:
     return (int(status[1]) if status else None, code[1] if code else None)
 
 
-def never_connected(error: BaseException) -> bool:
-    """Whether an obstore error says that no connection was made: refused, unknown host, TLS."""
-    return http_code(error)[0] is None and _NOT_CONNECTED in _parts(error)[1]
-
-
-def is_transient(error: Exception) -> bool:
-    """Whether what an obstore call raised may pass if the request is sent again."""
-    if isinstance(error, DcpObjstoreError):
-        return False  # found by us in an answer that came
+def judge_obstore(error: Exception) -> Failure:
+    """Say what an exception of an obstore call means, for the loop that sends requests again."""
     status, code = http_code(error)
+    dump = _parts(error)[1]
+    found = failure(
+        translate_obstore(error),
+        status,
+        code,
+        connected=_NOT_CONNECTED not in dump,
+        timed_out=_TIMED_OUT in dump,
+    )
     if _INSTANCE_METADATA in str(error):
-        return status is None or status >= 500
-    found = translate_obstore(error)
-    return isinstance(found, StoreUnavailableError) and not is_full(status, code)
+        return replace(found, may_pass=status is None or status >= 500)
+    return found
 
 
 def is_expired(error: BaseException | None) -> bool:
@@ -235,12 +238,6 @@ def is_refused_token(error: BaseException | None) -> bool:
     return status == http.client.UNAUTHORIZED or code in _TOKEN_CODES
 
 
-def is_throttling(error: Exception) -> bool:
-    """Whether an obstore error says that the store wants to be asked less."""
-    status, code = http_code(error)
-    return status in THROTTLING_STATUSES or code == "SlowDown"
-
-
 def answer_of(error: BaseException) -> str | None:
     """Return the store's answer that led to an error, as `403 AccessDenied: Access Denied`.
 
@@ -261,15 +258,8 @@ def sent_whole(error: BaseException) -> bool:
     return _WHOLE in str(error)
 
 
-def translate_obstore(
-    error: Exception, retries: int = 0, elapsed_seconds: float = 0.0
-) -> DcpObjstoreError:
+def translate_obstore(error: Exception) -> DcpObjstoreError:
     """Translate what an obstore call raised, by code, status, then type.
-
-    Args:
-        error: as raised by obstore.
-        retries: how often the request had been sent again from here.
-        elapsed_seconds: since it was sent first, if it was sent again.
 
     The text keeps the store's answer and drops obstore's debug dump. Errors without a status come
     from the transport when they are `GenericError`s of a request: the text then says why there was
@@ -280,11 +270,8 @@ def translate_obstore(
         return error
     # In place, because it stays as the cause and is shown with it.
     error.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in error.args)
-    found = _no_answer(error, retries, elapsed_seconds) or _answer(error)
-    if retries and http_code(error)[0] is not None:
-        slow = "the store was throttling; " if is_throttling(error) else ""
-        found.message += f" ({slow}{retries} retries in {elapsed_seconds:.1f} s)"
-    return _failed_abort(error, found) if abort_failed(error) else found
+    found = _no_answer(error) or _answer(error)
+    return _failed_abort(error, found) if _abort_failed(error) else found
 
 
 def no_store(error: BaseException | None) -> ConfigError | None:
@@ -323,12 +310,14 @@ def translate_panic(error: BaseException) -> DcpObjstoreError | None:
     return DcpObjstoreError(f"obstore failed in a way of its own, please report it: {text}")
 
 
-def abort_failed(error: BaseException | None) -> bool:
-    """Whether an obstore error says that a multipart upload could not be aborted.
+def parts_are_left(error: BaseException) -> bool:
+    """Whether an obstore error says that a multipart upload was not aborted."""
+    return _abort_failed(error) and not isinstance(error, FileNotFoundError)
 
-    Of an upload that fails twice, obstore raises the abort's error alone.
-    """
-    request = _REQUEST.search(_parts(error)[0]) if error is not None else None
+
+def _abort_failed(error: BaseException) -> bool:
+    """Whether it is the error of an abort: of an upload that fails twice, it is raised alone."""
+    request = _REQUEST.search(_parts(error)[0])
     return request is not None and request[1] == "DELETE" and "?uploadId=" in request[2]
 
 
@@ -352,9 +341,7 @@ def _not_the_range(status: int | None, dump: str) -> str | None:
     return next((advice for sign, advice in signs if sign in dump), None)
 
 
-def _no_answer(
-    error: Exception, our_retries: int, elapsed_seconds: float
-) -> DcpObjstoreError | None:
+def _no_answer(error: Exception) -> DcpObjstoreError | None:
     """The error for a request that got no answer, if it was one."""
     text, dump = _parts(error)
     request = _REQUEST.search(text)
@@ -365,25 +352,26 @@ def _no_answer(
         return None
     # "REDACTED" where it would show a signature
     method, url, took, retries = request.groups()
-    if our_retries:
-        took, retries = f"{elapsed_seconds:.1f} s", our_retries
-    tries = f"{method} {url}, {retries or 0} retries in {took}"
+    tries = f"; {retries} retries in {took}" if retries else ""
     whom = urlsplit(url).netloc or "the store"
-    return reason.kind(f"cannot reach {whom}: {reason.what}; {reason.advice} ({tries})")
+    asked = f"({method} {url}{tries})"
+    return reason.kind(f"cannot reach {whom}: {reason.what}; {reason.advice} {asked}")
 
 
 def _failed_abort(error: Exception, found: DcpObjstoreError) -> DcpObjstoreError:
-    """For an upload that failed and then could not be aborted; see `abort_failed`."""
+    """For an upload that failed and then could not be aborted."""
     status, _ = http_code(error)
     if isinstance(found, BucketNotFoundError):
         return found  # nothing is left
     if isinstance(found, ObjectNotFoundError):
         return StoreUnavailableError(f"the store lost this upload before its end: {found.message}")
     if status is None:
-        text = f"the connection to the store was lost in mid-upload: {found.message}"
-        return StoreUnavailableError(f"{text}; {LEFTOVER_ADVICE}")
-    text = f"the upload failed, and aborting it failed too, which hides the cause: {found.message}"
-    return type(found)(f"{text}; {LEFTOVER_ADVICE}")
+        return StoreUnavailableError(
+            f"the connection to the store was lost in mid-upload: {found.message}"
+        )
+    return type(found)(
+        f"the upload failed, and aborting it failed too, which hides the cause: {found.message}"
+    )
 
 
 def _parts(error: BaseException) -> tuple[str, str]:
@@ -412,7 +400,6 @@ def _kind_without_status(error: Exception) -> type[DcpObjstoreError]:
     if _not_the_range(None, _parts(error)[1]):
         return CorruptDataError
     pairs: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
-        (FileNotFoundError, ObjectNotFoundError),
         (theirs.AlreadyExistsError, PreconditionFailedError),
         (theirs.PreconditionError, PreconditionFailedError),
         (theirs.PermissionDeniedError, PermissionDeniedError),
@@ -422,12 +409,8 @@ def _kind_without_status(error: Exception) -> type[DcpObjstoreError]:
         (theirs.UnknownConfigurationKeyError, ConfigError),
         # No answer at all: connection refused or reset, time-out, DNS, TLS.
         (theirs.GenericError, StoreUnavailableError),
-        (OSError, StoreUnavailableError),
-        (ValueError, InputError),
-        (TypeError, InputError),
-        (BufferError, InputError),
     )
     for theirs_type, ours in pairs:
         if isinstance(error, theirs_type):
             return ours
-    return DcpObjstoreError
+    return kind_of_builtin(error)

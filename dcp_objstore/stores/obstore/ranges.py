@@ -7,15 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.config import MIB
-from dcp_objstore.errors import CorruptDataError, DcpObjstoreError, StoreUnavailableError
+from dcp_objstore.errors import CorruptDataError, StoreUnavailableError
 from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.answers import check_came
 from dcp_objstore.stores.obstore.direct import LaneError, PutOffError
-from dcp_objstore.stores.obstore.errors import (
-    is_transient,
-    sent_whole,
-    translate_obstore,
-)
+from dcp_objstore.stores.obstore.errors import sent_whole
 from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import Answer, Chunks, RangeSource
 
@@ -79,23 +75,18 @@ class ObstoreSource(RangeSource):
 
     def failed(self, error: Exception, asked_at: float) -> None:
         """See `RangeSource.failed`. Whatever the lane does not give is asked of obstore next."""
-        found: DcpObjstoreError
         if isinstance(error, LaneError):
             self._over_lane = False
             if not error.broke_off:
                 emit_retry(self._path, 2, str(error), asked_at)
                 return
             found = StoreUnavailableError(f"the connection to the store was lost: {error}")
+            self._tries.failed(found, throttled=False, begun_at=asked_at)
         elif isinstance(error, PutOffError):
-            found = StoreUnavailableError(
-                f"the store was throttling (status {error.status}, {self._tries.retries} retries)"
-            )
-        elif is_transient(error):
-            found = translate_obstore(error)
+            found = StoreUnavailableError(f"the store puts requests off (status {error.status})")
+            self._tries.failed(found, throttled=True, begun_at=asked_at)
         else:
-            raise error
-        throttled = isinstance(error, PutOffError)
-        self._tries.failed(found, throttled=throttled, begun_at=asked_at)
+            self._clients.again(self._tries, error, asked_at)
 
     def _ask_obstore(self, start: int, end: int) -> Answer:
         import obstore

@@ -13,10 +13,8 @@ Facts about obstore 0.12 that shape this module (each is pinned by a test):
 
 from __future__ import annotations
 
-import logging
 import os
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
@@ -25,30 +23,26 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     ForkedProcessError,
     InputError,
-    ObjectNotFoundError,
     StoreUnavailableError,
 )
 from dcp_objstore.stores.answers import (
     UNCLEAR_IN_HEAD,
     check_fits,
-    check_whole,
     version_of,
 )
 from dcp_objstore.stores.base import BaseStore
-from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer
+from dcp_objstore.stores.buffers import WatchedBuffers
 from dcp_objstore.stores.errors import NO_STORE
 from dcp_objstore.stores.obstore.errors import (
-    abort_failed,
     http_code,
-    is_transient,
-    never_connected,
+    judge_obstore,
     no_store,
+    parts_are_left,
     translate_obstore,
     translate_panic,
 )
 from dcp_objstore.stores.obstore.ranges import ObstoreSource, range_reading
 from dcp_objstore.stores.protocol import (
-    LEFTOVER_ADVICE,
     Capabilities,
     IfAbsent,
     IfVersion,
@@ -65,8 +59,6 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.stores.obstore.clients import Clients
-
-_log = logging.getLogger("dcp_objstore")
 
 # A key that no store has; a web server may have a page for every one.
 _NEVER_THERE = ".dcp_objstore/is-this-a-store"
@@ -91,18 +83,13 @@ def guard_fork() -> None:
         )
 
 
-class ObstoreStore(BaseStore):
+class ObstoreStore(BaseStore[str]):
     """A store rooted at one URL, over obstore's blocking calls (which release the GIL)."""
 
     def __init__(self, url: StoreUrl, clients: Clients) -> None:
-        super().__init__(url)
+        super().__init__(url, clients.endpoint_url)
         self._clients = clients
         self._root = f"{url.prefix}/" if url.prefix else ""
-
-    @property
-    def endpoint_url(self) -> str | None:
-        """The server, or None for the provider's own."""
-        return self._clients.endpoint_url
 
     @property
     def reports_throttling(self) -> Collection[str]:
@@ -128,120 +115,8 @@ class ObstoreStore(BaseStore):
         """See `ObjectStore.range_reading`."""
         return range_reading(self._clients)
 
-    def put(
-        self,
-        key: str,
-        data: Buffer | Sequence[Buffer],
-        *,
-        precondition: Precondition | None = None,
-        retry: bool = True,
-    ) -> Version:
-        """See `ObjectStore.put`."""
-        import obstore
-
-        with self._errors(key, needs_bucket=not isinstance(precondition, IfVersion)) as path:
-            body: Any = list(as_buffers(data))
-            for buffer in body:
-                check_buffer(buffer)
-            size_bytes = sum(memoryview(buffer).nbytes for buffer in body)
-            if self._url.scheme == "memory" or not body:
-                body = b"".join(body)  # obstore's memory store would keep the caller's memory
-            elif len(body) == 1:
-                body = body[0]  # several are copied together by obstore, one is not
-            mode = _mode(precondition, self._url.scheme)
-
-            def send() -> Any:
-                client = self._clients.write(size_bytes)
-                return obstore.put(client, path, body, use_multipart=False, mode=mode)
-
-            if retry:
-                tries = self._clients.tries("put", path, size_bytes)
-                result = self._clients.run(tries, send, repeatable=precondition is None)
-            else:
-                result = self._clients.fresh(send)
-        self._clients.proven = True
-        return _version(result)
-
-    def put_stream(
-        self,
-        key: str,
-        buffers: Iterator[Buffer],
-        *,
-        part_size_bytes: int,
-        max_concurrency: int,
-    ) -> Version:
-        """See `ObjectStore.put_stream`."""
-        import obstore
-
-        source = WatchedBuffers(buffers, check_buffer)
-        try:
-            with self._errors(key, needs_bucket=True) as path:
-                result = obstore.put(
-                    self._clients.stream(),
-                    path,
-                    # obstore's memory store would hold them all until the last has come; a caller
-                    # with a fixed number of buffers would wait for ever to get one back.
-                    map(bytes, source) if self._url.scheme == "memory" else source,
-                    use_multipart=True,
-                    chunk_size=part_size_bytes,
-                    max_concurrency=max_concurrency,
-                )
-                return _version(result)
-        except BaseException as error:
-            if source.error is None:
-                refused = self._clients.were_refused(error.__cause__)
-                if isinstance(error, CredentialsError) and refused:
-                    # Parts cannot be sent again from here; what comes next has fresh ones.
-                    with self._errors(key):
-                        self._clients.renew(error)
-                    error.message += "; the next try asks for fresh ones"
-                raise
-            if abort_failed(error.__cause__) and not isinstance(error.__cause__, FileNotFoundError):
-                if isinstance(source.error, DcpObjstoreError):
-                    source.error.message += f"; {LEFTOVER_ADVICE}"
-                else:
-                    _log.warning("the upload of %s was not aborted; %s", key, LEFTOVER_ADVICE)
-        # Outside of the handler, so that the caller's error keeps its own cause and context.
-        raise source.error
-
-    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        """See `ObjectStore.get`."""
-        import obstore
-
-        with self._errors(key) as path:
-
-            def read() -> tuple[ObjectMeta, bytes]:
-                answer = obstore.get(self._clients.read(), path)
-                if str(answer.attributes.get("Content-Type", "")).startswith("text/html"):
-                    raise ConfigError(NO_STORE)  # no object here is a page
-                meta = self._meta(answer.meta)
-                check_fits(meta.size_bytes, max_size_bytes)
-                return meta, bytes(answer.bytes())
-
-            meta, body = self._clients.run(self._clients.tries("get", path), read)
-            check_whole(len(body), meta.size_bytes)
-        return body, meta
-
     def _range_source(self, place: str) -> ObstoreSource:
         return ObstoreSource(self._clients, place, in_memory=self._url.scheme == "memory")
-
-    def head(self, key: str) -> ObjectMeta:
-        """See `ObjectStore.head`."""
-        import obstore
-
-        def read(path: str) -> ObjectMeta:
-            try:
-                return self._meta(obstore.head(self._clients.read(), path))
-            except Exception as error:
-                status, code = http_code(error)
-                if status not in UNCLEAR_IN_HEAD or code is not None:
-                    raise
-                # A GET of nearly nothing says it.
-                answer = obstore.get(self._clients.read(), path, options={"range": (0, 1)})
-                return self._meta(answer.meta)
-
-        with self._errors(key) as path:
-            return self._clients.run(self._clients.tries("head", path), partial(read, path))
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """See `ObjectStore.list`. GCS lists no generations: `head` an object to update it."""
@@ -249,19 +124,99 @@ class ObstoreStore(BaseStore):
         guard_fork()
         return self._pages(folder.rstrip("/"))
 
-    def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`."""
+    def _put(
+        self,
+        place: str,
+        buffers: Sequence[Buffer],
+        precondition: Precondition | None,
+        *,
+        retry: bool,
+    ) -> Version:
         import obstore
 
-        with self._errors(key) as path:
-            tries = self._clients.tries("delete", path)
+        body: Any = list(buffers)
+        size_bytes = sum(memoryview(buffer).nbytes for buffer in body)
+        if self._url.scheme == "memory" or not body:
+            body = b"".join(body)  # obstore's memory store would keep the caller's memory
+        elif len(body) == 1:
+            body = body[0]  # several are copied together by obstore, one is not
+        mode = _mode(precondition, self._url.scheme)
+
+        def send() -> Any:
+            client = self._clients.write(size_bytes)
+            return obstore.put(client, place, body, use_multipart=False, mode=mode)
+
+        with _bucket_is_there(unless=isinstance(precondition, IfVersion)):
+            if retry:
+                tries = self._clients.tries("put", place, size_bytes)
+                result = self._clients.run(tries, send, repeatable=precondition is None)
+            else:
+                result = self._clients.fresh(send)
+        self._clients.proven = True
+        return _version(result)
+
+    def _put_stream(
+        self, place: str, source: WatchedBuffers, part_size_bytes: int, max_concurrency: int
+    ) -> Version:
+        """obstore sends each part again by itself."""
+        import obstore
+
+        try:
+            with _bucket_is_there():
+                result = obstore.put(
+                    self._clients.stream(),
+                    place,
+                    # obstore's memory store would hold them all until the last has come; a caller
+                    # with a fixed number of buffers would wait for ever to get one back.
+                    map(bytes, source) if self._url.scheme == "memory" else source,
+                    use_multipart=True,
+                    chunk_size=part_size_bytes,
+                    max_concurrency=max_concurrency,
+                )
+        except Exception as error:
+            source.left_parts = parts_are_left(error)
+            found = translate_obstore(error)
+            if isinstance(found, CredentialsError) and self._clients.were_refused(error):
+                # Parts cannot be sent again from here; what comes next has fresh ones.
+                self._clients.renew(error)
+                found.message += "; the next try asks for fresh ones"
+            raise found from error
+        return _version(result)
+
+    def _get(self, place: str, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        import obstore
+
+        def read() -> tuple[bytes, ObjectMeta]:
+            answer = obstore.get(self._clients.read(), place)
+            if str(answer.attributes.get("Content-Type", "")).startswith("text/html"):
+                raise ConfigError(NO_STORE)  # no object here is a page
+            meta = self._meta(answer.meta)
+            check_fits(meta.size_bytes, max_size_bytes)
+            return bytes(answer.bytes()), meta
+
+        return self._clients.run(self._clients.tries("get", place), read)
+
+    def _head(self, place: str) -> ObjectMeta:
+        import obstore
+
+        def read() -> ObjectMeta:
             try:
-                self._clients.run(tries, lambda: obstore.delete(self._clients.write(0), path))
-            except FileNotFoundError as error:
-                # GCS and Azure say 404 for an absent object, where S3 says 204.
-                found = translate_obstore(error)
-                if not isinstance(found, ObjectNotFoundError):
-                    raise found from error
+                return self._meta(obstore.head(self._clients.read(), place))
+            except Exception as error:
+                status, code = http_code(error)
+                if status not in UNCLEAR_IN_HEAD or code is not None:
+                    raise
+                # A GET of nearly nothing says it.
+                answer = obstore.get(self._clients.read(), place, options={"range": (0, 1)})
+                return self._meta(answer.meta)
+
+        return self._clients.run(self._clients.tries("head", place), read)
+
+    def _delete(self, place: str) -> None:
+        import obstore
+
+        tries = self._clients.tries("delete", place)
+        self._clients.run(tries, lambda: obstore.delete(self._clients.write(0), place))
 
     def _pages(self, folder: str) -> Iterator[ObjectMeta]:
         import obstore
@@ -281,14 +236,15 @@ class ObstoreStore(BaseStore):
             pages = found
             return page
 
-        with self._errors(None, needs_bucket=True):
+        with self._errors(None), _bucket_is_there():
             try:
                 page = clients.fresh(more)
             except Exception as error:
-                if clients.reached or never_connected(error):
+                found = judge_obstore(error)
+                if clients.reached or not found.answered:
                     raise
                 clients.reached = True
-                if not is_transient(error):
+                if not found.may_pass:
                     raise
                 page = more()  # it is there, and busy: as patiently as was asked for
             clients.reached = True
@@ -302,7 +258,7 @@ class ObstoreStore(BaseStore):
                 if self._url.scheme == "az":
                     meta["e_tag"] = f'"{meta["e_tag"]}"'
                 yield self._meta(meta)
-            with self._errors(None, needs_bucket=True):
+            with self._errors(None), _bucket_is_there():
                 page = clients.fresh(more)
 
     def _prove(self) -> None:
@@ -324,20 +280,20 @@ class ObstoreStore(BaseStore):
                 raise ConfigError(NO_STORE)
         self._clients.proven = True
 
-    @contextmanager
-    def _errors(self, key: str | None, *, needs_bucket: bool = False) -> Iterator[str]:
-        """Check key and process, yield the key in the bucket, and translate what is raised.
-
-        Args:
-            needs_bucket: and nothing else, so that no object can be missing.
-        """
-        path = self._root + check_key(key) if key is not None else self._root
+    def _place(self, key: str | None) -> str:
         guard_fork()
-        with self._located(key, translate_obstore):
+        return self._root if key is None else self._root + check_key(key)
+
+    def _translate(self, error: Exception) -> DcpObjstoreError:
+        return translate_obstore(error)
+
+    @contextmanager
+    def _errors(self, key: str | None) -> Iterator[str]:
+        with super()._errors(key) as path:
             try:
                 yield path
             except BaseException as error:
-                found = translate_panic(error) or (no_store(error) if needs_bucket else None)
+                found = translate_panic(error)
                 if found is None:
                     raise
                 raise found from error
@@ -349,6 +305,22 @@ class ObstoreStore(BaseStore):
         return ObjectMeta(
             path[len(self._root) :], meta["size"], _version(meta), meta["last_modified"]
         )
+
+
+@contextmanager
+def _bucket_is_there(*, unless: bool = False) -> Iterator[None]:
+    """Translate a 404 that no store sends, of requests that need a bucket and no object.
+
+    Args:
+        unless: do nothing.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = None if unless else no_store(error)
+        if found is None:
+            raise
+        raise found from error
 
 
 def _version(answer: Any) -> Version:

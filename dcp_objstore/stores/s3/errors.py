@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import ssl
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from dcp_objstore.errors import (
@@ -18,7 +19,14 @@ from dcp_objstore.errors import (
     PreconditionFailedError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores.errors import NO_STORE, advice_on, kind_of_answer, redacted
+from dcp_objstore.stores.errors import (
+    NO_STORE,
+    Failure,
+    advice_on,
+    failure,
+    kind_of_answer,
+    redacted,
+)
 from dcp_objstore.stores.ranges import BrokenOffError
 
 _NO_SUCH_KEY = "NoSuchKey"
@@ -48,6 +56,28 @@ def translate_botocore(error: Exception, *, conditional: bool = False) -> DcpObj
         return StoreUnavailableError(f"{NO_STORE}: its answer has no {error.args[0]}")
     kind, what = _no_answer(error)
     return kind(f"{what}: {redacted(str(error))}")
+
+
+def judge_botocore(error: Exception, found: DcpObjstoreError | None = None) -> Failure:
+    """Say what an exception of botocore means, for the loop that sends requests again.
+
+    Args:
+        error: of botocore, or raised from one.
+        found: its translation, where that is not `translate_botocore(error)`.
+    """
+    from botocore import exceptions as boto
+
+    unsent = (boto.EndpointConnectionError, boto.ProxyConnectionError, boto.ConnectTimeoutError)
+    chain = list(_chain(error))
+    judged = failure(
+        found or translate_botocore(error),
+        status_of(error),
+        code_of(error),
+        connected=not any(isinstance(one, unsent) for one in chain),
+        timed_out=any(isinstance(one, boto.ReadTimeoutError) for one in chain),
+    )
+    # What completed it may have been an earlier try.
+    return replace(judged, may_pass=judged.may_pass and not is_upload_gone(error))
 
 
 def client_error(error: BaseException) -> Any:

@@ -1,30 +1,23 @@
 """`S3Store`: what the transports that call S3's operations by botocore's names have in common.
 
 boto3's clients and s3fs take the same arguments and give the same answers. What differs is how an
-operation is called and how a body is read, which the adapters say.
+operation is called and how a body is read, which the adapters say. Each request is sent once by the
+transport and sent again here (`stores.retries`).
 """
 
 from __future__ import annotations
 
-import logging
-from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from dcp_objstore.errors import (
-    ConfigError,
-    DcpObjstoreError,
-    InputError,
-    ObjectNotFoundError,
-    StoreUnavailableError,
-)
-from dcp_objstore.stores.answers import UNCLEAR_IN_HEAD, check_fits, check_whole, version_of
+from dcp_objstore.errors import ConfigError, DcpObjstoreError, InputError, StoreUnavailableError
+from dcp_objstore.stores.answers import UNCLEAR_IN_HEAD, check_fits, version_of
 from dcp_objstore.stores.base import BaseStore
-from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer, cut_parts
+from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts
 from dcp_objstore.stores.errors import NO_STORE
 from dcp_objstore.stores.protocol import (
-    LEFTOVER_ADVICE,
     Capabilities,
     IfAbsent,
     IfVersion,
@@ -37,21 +30,25 @@ from dcp_objstore.stores.s3.upload import MultipartUpload
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from typing_extensions import Buffer
 
+    from dcp_objstore.stores.retries import Requests
     from dcp_objstore.stores.s3.checksums import Checksums
 
-_log = logging.getLogger("dcp_objstore")
+Use = Literal["read", "write"]
+_READS = ("get_object", "head_object", "list_objects_v2")
 
 
-class S3Store(BaseStore, ABC):
-    """A store rooted at one s3:// URL.
+class S3Store(BaseStore["dict[str, str]"]):
+    """A store rooted at one s3:// URL. An object's place is the arguments that name it.
 
     Args:
         url: the root.
+        requests: how requests to the bucket are sent again.
         checksums: that go with bodies.
+        endpoint_url: the server, or None for AWS.
         extra: arguments of every request.
         sealing: arguments of every write: how the store is to encrypt.
     """
@@ -59,16 +56,24 @@ class S3Store(BaseStore, ABC):
     def __init__(
         self,
         url: StoreUrl,
+        requests: Requests,
         checksums: Checksums,
+        endpoint_url: str | None,
         *,
         extra: Mapping[str, str] | None = None,
         sealing: Mapping[str, str | bool] | None = None,
     ) -> None:
-        super().__init__(url)
+        super().__init__(url, endpoint_url)
+        self._requests = requests
         self._checksums = checksums
         self._sealing = sealing or {}
         self._bucket = {"Bucket": url.bucket, **(extra or {})}
         self._root = f"{url.prefix}/" if url.prefix else ""
+
+    @property
+    def reports_throttling(self) -> Collection[str]:
+        """All."""
+        return ("put", "put_stream", "get", "open_range", "head", "list", "delete")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -78,17 +83,23 @@ class S3Store(BaseStore, ABC):
     # What an adapter says.
 
     @abstractmethod
-    def _client(self, use: Literal["read", "write", "once"]) -> Any:
-        """What has S3's operations as methods; with `once` it sends each request once."""
+    def _call(
+        self,
+        use: Use,
+        operation: str,
+        arguments: Mapping[str, Any],
+        check: Callable[[], None] | None = None,
+    ) -> Any:
+        """Send the request of an operation once; `check` is called meanwhile, and may raise."""
 
     @abstractmethod
-    def _read_whole(
+    def _read(
         self, target: Mapping[str, str], max_size_bytes: int
     ) -> tuple[Mapping[str, Any], bytes | bytearray | None]:
-        """Answer and body of a GET; no body where it is announced to be larger."""
+        """Answer and body of a GET, sent once; no body where it is announced to be larger."""
 
     @abstractmethod
-    def _body(self, part: Sequence[memoryview], check: Any = None) -> Any:
+    def _body(self, part: Sequence[memoryview], check: Callable[[], None] | None) -> Any:
         """The buffers as the `Body` of a request; `check` is called while it is sent."""
 
     @abstractmethod
@@ -99,108 +110,146 @@ class S3Store(BaseStore, ABC):
         """Entered around each conditional write."""
         return nullcontext()
 
-    def _upload(self, target: Mapping[str, str], max_concurrency: int) -> MultipartUpload:
-        client = self._client("write")
-        return MultipartUpload(
-            client, target, self._sealing, self._checksums, max_concurrency, self._body
-        )
-
     # The verbs, but for ranges.
 
-    def put(
+    def _send(
         self,
-        key: str,
-        data: Buffer | Sequence[Buffer],
+        verb: str,
+        operation: str,
+        arguments: Mapping[str, Any],
         *,
-        precondition: Precondition | None = None,
+        body: Sequence[memoryview] = (),
+        check: Callable[[], None] | None = None,
+        repeatable: bool = True,
         retry: bool = True,
-    ) -> Version:
-        """See `ObjectStore.put`."""
-        condition = _condition(precondition)
-        with self._errors(key, conditional="IfMatch" in condition) as target:
-            buffers = as_buffers(data)
-            for buffer in buffers:
-                check_buffer(buffer)
-            views = [memoryview(buffer) for buffer in buffers]
-            if not condition:
-                return self._put_whole(target, views, retry=retry)
-            with self._conditional_write():
-                return self._put_whole({**target, **condition}, views, retry=retry)
+    ) -> Any:
+        """Send the request of an operation, again where that may help; return the answer.
 
-    def put_stream(
+        Args:
+            verb: of `ObjectStore`.
+            operation: by botocore's name.
+            arguments: of the operation, without its body.
+            body: what is sent with it. Empty: none, because with an empty `Body` botocore before
+                1.44 hangs in the next request of the connection.
+            check: called before and while it is sent; ends it by raising.
+            repeatable: see `Tries.run`.
+            retry: whether it may be sent again at all.
+        """
+        use: Use = "read" if operation in _READS else "write"
+        size_bytes = sum(map(len, body))
+
+        def request() -> Any:
+            if check is not None:
+                check()
+            carried = {"Body": self._body(body, check)} if size_bytes else {}
+            return self._call(use, operation, {**arguments, **carried}, check)
+
+        if not retry:
+            return request()
+        tries = self._requests.tries(verb, arguments.get("Key", ""), size_bytes)
+        return self._requests.run(tries, request, repeatable=repeatable)
+
+    def _put(
         self,
-        key: str,
-        buffers: Iterator[Buffer],
+        place: dict[str, str],
+        buffers: Sequence[Buffer],
+        precondition: Precondition | None,
         *,
+        retry: bool,
+    ) -> Version:
+        condition = _condition(precondition)
+        views = [memoryview(buffer) for buffer in buffers]
+        if not condition:
+            return self._put_whole(place, views, retry=retry)
+        try:
+            with self._conditional_write():
+                return self._put_whole({**place, **condition}, views, retry=retry, repeatable=False)
+        except Exception as error:
+            raise self._translate(error, conditional="IfMatch" in condition) from error
+
+    def _put_whole(
+        self,
+        target: Mapping[str, str],
+        views: Sequence[memoryview],
+        *,
+        retry: bool = True,
+        repeatable: bool = True,
+    ) -> Version:
+        arguments = {**target, **self._sealing, **self._checksums.of(views)}
+        answer = self._send(
+            "put", "put_object", arguments, body=views, retry=retry, repeatable=repeatable
+        )
+        return _version(answer)
+
+    def _put_stream(
+        self,
+        place: dict[str, str],
+        source: WatchedBuffers,
         part_size_bytes: int,
         max_concurrency: int,
     ) -> Version:
-        """See `ObjectStore.put_stream`. A stream of less than a part goes in a single PUT."""
-        source = WatchedBuffers(buffers, check_buffer)
-        clean = True
+        """A stream of less than a part goes in a single PUT."""
+        parts = cut_parts(source, part_size_bytes)
+        part = next(parts, [])
+        if sum(map(len, part)) < part_size_bytes:
+            return self._put_whole(place, part)
+        upload = MultipartUpload(
+            partial(self._send, "put_stream"),
+            place,
+            self._sealing,
+            self._checksums,
+            max_concurrency,
+        )
         try:
-            with self._errors(key) as target:
-                parts = cut_parts(source, part_size_bytes)
+            upload.begin()
+            while part:
+                upload.send(part)
+                del part  # not held while the next one is waited for
                 part = next(parts, [])
-                if sum(map(len, part)) < part_size_bytes:
-                    return self._put_whole(target, part, retry=True)
-                upload = self._upload(target, max_concurrency)
-                try:
-                    upload.begin()
-                    while part:
-                        upload.send(part)
-                        del part  # not held while the next one is waited for
-                        part = next(parts, [])
-                    return _version(upload.complete())
-                except BaseException:
-                    clean = upload.abort()
-                    raise
-        except BaseException as error:
-            if not clean:
-                shown = error if source.error is None else source.error
-                if isinstance(shown, DcpObjstoreError):
-                    shown.message += f"; {LEFTOVER_ADVICE}"
-                else:
-                    _log.warning("the upload of %s was not aborted; %s", key, LEFTOVER_ADVICE)
-            if source.error is None:
+            return _version(upload.complete())
+        except BaseException:
+            source.left_parts = not upload.abort()
+            raise
+
+    def _get(self, place: dict[str, str], max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        answer, body = self._read_again("get", place, max_size_bytes)
+        if str(answer.get("ContentType", "")).startswith("text/html"):
+            raise ConfigError(NO_STORE)  # no object here is a page
+        meta = self._meta(place, answer)
+        check_fits(meta.size_bytes, max_size_bytes)
+        return bytes(body or b""), meta
+
+    def _read_again(
+        self, verb: str, target: Mapping[str, str], max_size_bytes: int
+    ) -> tuple[Mapping[str, Any], bytes | bytearray | None]:
+        tries = self._requests.tries(verb, target["Key"])
+        return self._requests.run(tries, partial(self._read, target, max_size_bytes))
+
+    def _head(self, place: dict[str, str]) -> ObjectMeta:
+        try:
+            return self._meta(place, self._send("head", "head_object", place))
+        except Exception as error:
+            if status_of(error) not in UNCLEAR_IN_HEAD:
                 raise
-        # Outside of the handler, so that the caller's error keeps its own cause and context.
-        raise source.error
+        # A GET of nearly nothing says what is wrong.
+        answer, _ = self._read_again("head", {**place, "Range": "bytes=0-0"}, 1)
+        size = str(answer.get("ContentRange", "")).rpartition("/")[2]
+        return self._meta(place, {**answer, "ContentLength": int(size or answer["ContentLength"])})
 
-    def _put_whole(
-        self, target: Mapping[str, str], views: Sequence[memoryview], *, retry: bool
-    ) -> Version:
-        body = self._body(views)
-        # With an empty Body, botocore before 1.44 hangs in the next request of the connection.
-        carried = {"Body": body} if len(body) else {}
-        client = self._client("write" if retry else "once")
-        checksum = self._checksums.of(views)
-        return _version(client.put_object(**target, **self._sealing, **checksum, **carried))
+    def _delete(self, place: dict[str, str]) -> None:
+        self._send("delete", "delete_object", place)
 
-    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        """See `ObjectStore.get`."""
-        with self._errors(key) as target:
-            answer, body = self._read_whole(target, max_size_bytes)
-            if str(answer.get("ContentType", "")).startswith("text/html"):
-                raise ConfigError(NO_STORE)  # no object here is a page
-            meta = _meta(key, answer)
-            check_fits(meta.size_bytes, max_size_bytes)
-            body = body or b""
-            check_whole(len(body), meta.size_bytes)
-            return bytes(body), meta
+    def _meta(self, place: Mapping[str, str], answer: Mapping[str, Any]) -> ObjectMeta:
+        missing = [name for name in ("ContentLength", "ETag", "LastModified") if name not in answer]
+        if missing:
+            raise StoreUnavailableError(f"{NO_STORE}: its answer has no {' and no '.join(missing)}")
+        key = place["Key"].removeprefix(self._root)
+        return ObjectMeta(key, answer["ContentLength"], _version(answer), answer["LastModified"])
 
-    def head(self, key: str) -> ObjectMeta:
-        """See `ObjectStore.head`."""
-        with self._errors(key) as target:
-            try:
-                return _meta(key, self._client("read").head_object(**target))
-            except Exception as error:
-                if status_of(error) not in UNCLEAR_IN_HEAD:
-                    raise
-            # A GET of nearly nothing says what is wrong.
-            answer, _ = self._read_whole({**target, "Range": "bytes=0-0"}, 1)
-            size = str(answer.get("ContentRange", "")).rpartition("/")[2]
-            return _meta(key, {**answer, "ContentLength": int(size or answer["ContentLength"])})
+    def _place(self, key: str | None) -> dict[str, str]:
+        if key is None:
+            return dict(self._bucket)
+        return {**self._bucket, "Key": self._root + check_key(key)}
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """See `ObjectStore.list`."""
@@ -210,9 +259,9 @@ class S3Store(BaseStore, ABC):
     def _pages(self, start: str) -> Iterator[ObjectMeta]:
         after: dict[str, str] = {}
         with self._errors(None) as target:
-            client = self._client("read")
             while True:
-                page = client.list_objects_v2(**target, Prefix=start, **after)
+                arguments = {**target, "Prefix": start, **after}
+                page = self._send("list", "list_objects_v2", arguments)
                 for entry in page.get("Contents", ()):
                     yield self._listed(entry, start)
                 token = page.get("NextContinuationToken")
@@ -229,25 +278,6 @@ class S3Store(BaseStore, ABC):
         version = Version(entry["ETag"])
         return ObjectMeta(key[len(self._root) :], entry["Size"], version, entry["LastModified"])
 
-    def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`."""
-        with self._errors(key) as target:
-            try:
-                self._client("write").delete_object(**target)
-            except Exception as error:
-                # S3 says 204 for an absent object; others say 404.
-                if not isinstance(self._translate(error), ObjectNotFoundError):
-                    raise
-
-    @contextmanager
-    def _errors(self, key: str | None, *, conditional: bool = False) -> Iterator[dict[str, str]]:
-        """Check the key, yield the arguments that name the object, translate what is raised."""
-        target = dict(self._bucket)
-        if key is not None:
-            target["Key"] = self._root + check_key(key)
-        with self._located(key, partial(self._translate, conditional=conditional)):
-            yield target
-
 
 def _condition(precondition: Precondition | None) -> dict[str, str]:
     if precondition is None:
@@ -260,13 +290,6 @@ def _condition(precondition: Precondition | None) -> dict[str, str]:
             raise InputError(f"a conditional write to s3:// needs the e_tag of {token}")
         return {"IfMatch": token.e_tag}
     raise InputError(f"not a precondition: {precondition!r}")
-
-
-def _meta(key: str, answer: Mapping[str, Any]) -> ObjectMeta:
-    missing = [name for name in ("ContentLength", "ETag", "LastModified") if name not in answer]
-    if missing:
-        raise StoreUnavailableError(f"{NO_STORE}: its answer has no {' and no '.join(missing)}")
-    return ObjectMeta(key, answer["ContentLength"], _version(answer), answer["LastModified"])
 
 
 def _version(answer: Mapping[str, Any]) -> Version:

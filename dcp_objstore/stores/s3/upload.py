@@ -11,10 +11,10 @@ import hashlib
 import queue
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dcp_objstore.errors import InputError
 from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, without_frames
@@ -25,8 +25,23 @@ if TYPE_CHECKING:
 _Part = tuple[int, list[memoryview]]
 
 
+class SendRequest(Protocol):
+    """`S3Store._send` for one verb."""
+
+    def __call__(
+        self,
+        operation: str,
+        arguments: Mapping[str, Any],
+        *,
+        body: Sequence[memoryview] = (),
+        check: Callable[[], None] | None = None,
+    ) -> Any:
+        """Return the answer."""
+        ...
+
+
 class _StoppedError(BaseException):
-    """Ends a request whose upload is given up. No `Exception`, so that botocore does not retry."""
+    """Ends a request whose upload is given up. No `Exception`, so that it is not sent again."""
 
 
 @dataclass
@@ -34,23 +49,18 @@ class MultipartUpload:
     """One multipart upload: `send` parts in their order, then `complete`, or else `abort`.
 
     Args:
-        client: has S3's operations as methods, with retries.
+        send_request: sends the request of an operation, again where that may help.
         target: Bucket, Key and what else goes with every request.
         sealing: what goes with the first request only.
         checksums: that go with the parts.
         threads: that send parts.
-        body: makes the `Body` of a request of a part; what it is given besides is to be called
-            while the body is sent, and raises if the upload has been given up.
-        cancel: ends the requests of parts that are under way, where `body` cannot.
     """
 
-    client: Any
+    send_request: SendRequest
     target: Mapping[str, str]
     sealing: Mapping[str, str | bool]
     checksums: Checksums
     threads: int
-    body: Callable[[list[memoryview], Callable[[], None]], Any]
-    cancel: Callable[[], None] = lambda: None
 
     _tasks: queue.SimpleQueue[_Part | None] = field(default_factory=queue.SimpleQueue)
     _sent: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -65,9 +75,8 @@ class MultipartUpload:
 
     def begin(self) -> None:
         """Open the upload."""
-        answer = self.client.create_multipart_upload(
-            **self.target, **self.sealing, **self.checksums.beginning
-        )
+        arguments = {**self.target, **self.sealing, **self.checksums.beginning}
+        answer = self.send_request("create_multipart_upload", arguments)
         self._upload_id = answer["UploadId"]
 
     def send(self, part: list[memoryview]) -> None:
@@ -107,8 +116,9 @@ class MultipartUpload:
         # object is made of them ("Checking object integrity": composite checksums).
         listed = [{"PartNumber": n, **self._sent[n]} for n in sorted(self._sent)]
         try:
-            answer: Mapping[str, Any] = self.client.complete_multipart_upload(
-                **self.target, UploadId=self._upload_id, MultipartUpload={"Parts": listed}
+            answer: Mapping[str, Any] = self.send_request(
+                "complete_multipart_upload",
+                {**self._named(), "MultipartUpload": {"Parts": listed}},
             )
         except Exception as error:
             # A first try may have done it, and its answer was lost.
@@ -125,7 +135,7 @@ class MultipartUpload:
             return None
         joined = bytes.fromhex("".join(parts))
         expected = f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(parts)}"
-        answer: Mapping[str, Any] = self.client.head_object(**self.target)
+        answer: Mapping[str, Any] = self.send_request("head_object", self.target)
         return answer if answer["ETag"].strip('"') == expected else None
 
     def abort(self) -> bool:
@@ -134,12 +144,11 @@ class MultipartUpload:
         In this order, because a part that arrives after the abort would stay.
         """
         self._stopped = True
-        self.cancel()
         self._dismiss()
         if self._upload_id is None:
             return True
         try:
-            self.client.abort_multipart_upload(**self.target, UploadId=self._upload_id)
+            self.send_request("abort_multipart_upload", self._named())
         except Exception as error:  # noqa: BLE001  what ended the upload is the error to raise
             return is_upload_gone(error) or code_of(error) == "NoSuchBucket"
         return True
@@ -156,14 +165,12 @@ class MultipartUpload:
             number, part = task
             del task  # whose buffers must not outlive their request while this thread waits
             try:
-                self._check()
                 checksum = self.checksums.of(part)
-                answer = self.client.upload_part(
-                    **self.target,
-                    UploadId=self._upload_id,
-                    PartNumber=number,
-                    Body=self.body(part, self._check),
-                    **checksum,
+                answer = self.send_request(
+                    "upload_part",
+                    {**self._named(), "PartNumber": number, **checksum},
+                    body=part,
+                    check=self._check,
                 )
                 self._sent[number] = {"ETag": answer["ETag"], **checksum}
                 del answer
@@ -173,6 +180,9 @@ class MultipartUpload:
                 self._error = self._error or without_frames(error)
             del part
             self._slots.release()
+
+    def _named(self) -> dict[str, Any]:
+        return {**self.target, "UploadId": self._upload_id}
 
     def _check(self) -> None:
         if self._stopped or self._error is not None:

@@ -30,13 +30,14 @@ from dcp_objstore.stores.endpoint import server_url, tls_context
 from dcp_objstore.stores.errors import advice_on, kind_of_answer
 from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.parse import parse
+from dcp_objstore.stores.retries import Requests
+from dcp_objstore.stores.s3.errors import judge_botocore
 from dcp_objstore.stores.uploads.s3 import S3Uploads, boto_errors
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.spec import StoreSpec
 
 _GOOGLE = "https://storage.googleapis.com"
-_RETRIES = 2
 
 
 class GcsUploads(S3Uploads):
@@ -71,7 +72,10 @@ class GcsUploads(S3Uploads):
         self._context = tls_context(options.verify)
         root = f"{spec.parsed.prefix}/" if spec.parsed.prefix else ""
         with boto_errors(spec.url):
-            super().__init__(self._make_client(), spec.parsed.bucket, root, {})
+            client = self._make_client()
+        bucket = spec.parsed.bucket
+        requests = Requests(spec.config, judge_botocore, options.endpoint_url, "gs", bucket)
+        super().__init__(client, requests, bucket, root, {})
 
     def lifecycle_rules(self) -> Sequence[Mapping[str, Any]]:
         """The bucket's lifecycle rules, as GCS describes them; none is an empty sequence.
@@ -79,7 +83,7 @@ class GcsUploads(S3Uploads):
         Raises:
             As `list`.
         """
-        return tuple(self._ask("lifecycle").get("rule", ()))
+        return tuple(self._bucket_field("lifecycle").get("rule", ()))
 
     def versioning(self) -> Literal["Enabled", "Suspended"] | None:
         """Whether the bucket keeps what is overwritten and deleted; None: not now.
@@ -87,7 +91,7 @@ class GcsUploads(S3Uploads):
         Raises:
             As `list`.
         """
-        return "Enabled" if self._ask("versioning").get("enabled") else None
+        return "Enabled" if self._bucket_field("versioning").get("enabled") else None
 
     def _headers(self) -> dict[str, str]:
         found = {} if self._payer is None else {"x-goog-user-project": self._payer}
@@ -127,10 +131,7 @@ class GcsUploads(S3Uploads):
                 response_checksum_validation="when_required",
                 connect_timeout=config.connect_timeout_seconds,
                 read_timeout=config.request_timeout_seconds,
-                retries={
-                    "mode": "standard",
-                    "total_max_attempts": 1 + min(_RETRIES, config.max_retries),
-                },
+                retries={"total_max_attempts": 1},
             ),
         )
 
@@ -141,7 +142,7 @@ class GcsUploads(S3Uploads):
         client.meta.events.register("before-send.s3", carry_token)
         return client
 
-    def _ask(self, field: str) -> Mapping[str, Any]:
+    def _bucket_field(self, field: str) -> Mapping[str, Any]:
         """One field of the bucket, as the JSON API describes it; empty where it is not set."""
         bucket = quote(self._bucket, safe="")
         request = urllib.request.Request(

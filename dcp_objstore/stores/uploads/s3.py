@@ -9,14 +9,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
-from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
+from dcp_objstore.errors import DcpObjstoreError, StoreUnavailableError, UnsupportedError
 from dcp_objstore.stores.protocol import UnfinishedUpload
 from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, translate_botocore
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from dcp_objstore.stores.retries import Requests
 
 
 _NO_RULES: Final = "NoSuchLifecycleConfiguration"
@@ -27,8 +30,11 @@ class S3Uploads:
 
     _scheme = "s3"
 
-    def __init__(self, client: Any, bucket: str, root: str, extra: Mapping[str, str]) -> None:
+    def __init__(
+        self, client: Any, requests: Requests, bucket: str, root: str, extra: Mapping[str, str]
+    ) -> None:
         self._client = client
+        self._requests = requests
         self._bucket = bucket
         self._root = root
         self._extra = extra
@@ -46,10 +52,9 @@ class S3Uploads:
             As every verb of `ObjectStore`; UnsupportedError if the server has no such call.
         """
         with boto_errors(self._url):
-            pages = self._client.get_paginator("list_multipart_uploads").paginate(
-                Bucket=self._bucket, Prefix=self._root, **self._extra
-            )
-            # Some servers ignore the prefix.
+            marks = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+            pages = self._pages("list_multipart_uploads", marks, Prefix=self._root)
+            # The prefix again, for servers that do not look at it.
             return [
                 self._described(entry)
                 for page in pages
@@ -58,9 +63,8 @@ class S3Uploads:
             ]
 
     def _described(self, entry: Mapping[str, Any]) -> UnfinishedUpload:
-        pages = self._client.get_paginator("list_parts").paginate(
-            Bucket=self._bucket, Key=entry["Key"], UploadId=entry["UploadId"], **self._extra
-        )
+        marks = {"PartNumberMarker": "NextPartNumberMarker"}
+        pages = self._pages("list_parts", marks, Key=entry["Key"], UploadId=entry["UploadId"])
         size_bytes = 0
         try:
             size_bytes = sum(part["Size"] for page in pages for part in page.get("Parts", ()))
@@ -74,12 +78,8 @@ class S3Uploads:
         """See `Uploads`."""
         with boto_errors(self._url):
             try:
-                self._client.abort_multipart_upload(
-                    Bucket=self._bucket,
-                    Key=self._root + upload.key,
-                    UploadId=upload.upload_id,
-                    **self._extra,
-                )
+                key = self._root + upload.key
+                self._ask("abort_multipart_upload", Key=key, UploadId=upload.upload_id)
             except self._client.exceptions.ClientError as error:
                 if not is_upload_gone(error):
                     raise
@@ -92,7 +92,7 @@ class S3Uploads:
         """
         with boto_errors(self._url):
             try:
-                answer = self._client.get_bucket_lifecycle_configuration(Bucket=self._bucket)
+                answer = self._ask("get_bucket_lifecycle_configuration")
             except self._client.exceptions.ClientError as error:
                 if code_of(error) != _NO_RULES:
                     raise
@@ -106,13 +106,41 @@ class S3Uploads:
             As `list`.
         """
         with boto_errors(self._url):
-            answer = self._client.get_bucket_versioning(Bucket=self._bucket)
+            answer = self._ask("get_bucket_versioning")
         status = answer.get("Status") or None
         if status not in ("Enabled", "Suspended", None):
             raise UnsupportedError(
                 f"the server calls the bucket's versioning {status!r}", url=self._url
             )
         return cast('Literal["Enabled", "Suspended"] | None', status)
+
+    def _ask(self, operation: str, **arguments: Any) -> Mapping[str, Any]:
+        """Send the request of an operation, again where that may help; return the answer."""
+        named = {"Bucket": self._bucket, **arguments}
+        if "Key" in arguments or "Prefix" in arguments:  # the bucket's settings take none of it
+            named.update(self._extra)
+        tries = self._requests.tries("list", arguments.get("Key", ""))
+        send = partial(getattr(self._client, operation), **named)
+        answer: Mapping[str, Any] = self._requests.run(tries, send)
+        return answer
+
+    def _pages(
+        self, operation: str, marks: Mapping[str, str], **arguments: Any
+    ) -> Iterator[Mapping[str, Any]]:
+        """The pages of a listing.
+
+        Args:
+            marks: for each argument that says where a page begins, its name in the page before.
+        """
+        after: dict[str, Any] = {}
+        while True:
+            page = self._ask(operation, **arguments, **after)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            before, after = after, {name: page.get(mark, "") for name, mark in marks.items()}
+            if after == before:
+                raise StoreUnavailableError("the store answers with the same page again")
 
     @property
     def prefix(self) -> str:

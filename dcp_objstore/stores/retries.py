@@ -1,0 +1,290 @@
+"""Retries: when a request that failed is sent again, for every store and for the commit rules.
+
+`RetryPolicy` says how often, until when and after which pauses. `Tries` is the one loop. `Requests`
+holds what the requests to one bucket share: a throttled request slows the whole process down
+(`Limiter`), all retries share one budget, a server that never answered is given up sooner, and each
+retry is reported to the save or load that the request belongs to.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from dcp_objstore.config import MIB
+from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.observe.dispatch import emit_retry
+from dcp_objstore.stores.admission.limiter import limiter_at
+
+if TYPE_CHECKING:
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.stores.admission.limiter import Limiter
+    from dcp_objstore.stores.errors import Failure
+
+T = TypeVar("T")
+
+# Before a server has ever answered, a wrong endpoint is likelier than an outage.
+FIRST_PATIENCE_SECONDS = 5.0
+# A read may wait this long for the next bytes. For writes there is no such limit: transports count
+# it from the start of the request, so it would cut uploads off, not only stalled ones.
+READ_PROGRESS_SECONDS = 30.0
+# What is sent with a longer body than this gets the time for a part of an upload.
+SMALL_BYTES = 4 * MIB
+# From here on a pause does not grow.
+_MOST_DOUBLINGS = 30
+
+
+class Clock(Protocol):
+    """The time, and sleep, as the module `time` has them."""
+
+    def monotonic(self) -> float:
+        """Return the seconds since some fixed moment."""
+        ...
+
+    def sleep(self, seconds: float, /) -> None:
+        """Sleep for this many seconds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often, until when and after which pauses something is tried again.
+
+    By default, ten retries of a refused connection take 31 to 62 s, so a store that restarts within
+    half a minute does not fail a save. Pauses that are random between a fixed first one and twice
+    the last one hardly grow: ten of them took 1.5 to 8.5 s, and each restart failed the save.
+
+    Attributes:
+        max_retries: the number of retries; None: only the time bounds them.
+        patience_seconds: no retry begins later than this after the first try.
+        first_pause_seconds: the longest that the first pause may be. Each next one may be twice as
+            long.
+        longest_pause_seconds: what no pause exceeds.
+    """
+
+    max_retries: int | None
+    patience_seconds: float
+    first_pause_seconds: float = 0.4
+    longest_pause_seconds: float = 10.0
+
+    def pause_seconds(self, retry: int) -> float:
+        """Return the pause before a retry, numbered from 1.
+
+        It is random between half of what it may be and all of it, so that clients that failed
+        together do not come back together. No secret depends on it.
+        """
+        doublings = min(retry - 1, _MOST_DOUBLINGS)
+        most = min(self.longest_pause_seconds, self.first_pause_seconds * 2.0**doublings)
+        return most * random.uniform(0.5, 1.0)
+
+
+class Tries:
+    """The tries of one request, or of one change that takes several requests.
+
+    Args:
+        policy: bounds when a retry may begin, not how long it takes; counted from now.
+        limiter: of the bucket: slows down when the store throttles, and has the budget of retries.
+        clock: the time to go by.
+        on_retry: called before each pause that follows an error, with the number of the next try
+            (from 2), the error, and the time of the first try.
+
+    Attributes:
+        policy: as above. It may be replaced by a less patient one.
+        retries: the number of retries so far.
+    """
+
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        *,
+        limiter: Limiter | None = None,
+        clock: Clock = time,
+        on_retry: Callable[[int, Exception, float], None] | None = None,
+    ) -> None:
+        self.policy = policy
+        self.retries = 0
+        self._limiter = limiter
+        self._clock = clock
+        self._on_retry = on_retry
+        self._began_at = clock.monotonic()
+
+    def pause(self, error: Exception | None = None) -> bool:
+        """Sleep and return True, or return False at once if there is to be no retry.
+
+        Args:
+            error: what the last try raised, if anything.
+        """
+        left_seconds = self._left_seconds()
+        if left_seconds <= 0:
+            return False
+        self.retries += 1
+        if error is not None and self._on_retry is not None:
+            self._on_retry(self.retries + 1, error, self._began_at)
+        self._clock.sleep(min(left_seconds, self.policy.pause_seconds(self.retries)))
+        return True
+
+    def failed(self, error: DcpObjstoreError, *, throttled: bool, begun_at: float) -> None:
+        """Return when it is time for the next try, after one that failed.
+
+        Args:
+            error: what it met.
+            throttled: the store asks for fewer requests.
+            begun_at: when the try began.
+
+        Raises:
+            `error`, with the number of retries in its text: there is to be no next try.
+        """
+        if throttled and self._limiter is not None:
+            self._limiter.throttled(begun_at)
+        may_retry = self._left_seconds() > 0
+        spent = may_retry and self._limiter is not None and not self._limiter.spend_retry()
+        if spent or not self.pause(error):
+            if self.retries:
+                slow = "the store was throttling; " if throttled else ""
+                seconds = self._clock.monotonic() - self._began_at
+                error.message += f" ({slow}{self.retries} retries in {seconds:.1f} s)"
+            if spent:
+                error.message += (
+                    "; the retries that all requests of this process to the store share are used"
+                    " up, so there is trouble beyond this request"
+                )
+            raise error
+        if self._limiter is not None:
+            self._limiter.wait_turn()
+
+    def run(
+        self,
+        request: Callable[[], T],
+        judge: Callable[[Exception], Failure],
+        *,
+        repeatable: bool = True,
+    ) -> T:
+        """Call `request`, again while it fails for a reason that may pass.
+
+        Args:
+            request: sends it once.
+            judge: says what an exception of `request` means.
+            repeatable: False for what must not be sent again if it may have taken effect.
+
+        Raises:
+            What `request` raises; the error that it means where it was sent again in vain.
+        """
+        if self._limiter is not None:
+            self._limiter.wait_turn()
+        while True:
+            begun_at = self._clock.monotonic()
+            try:
+                return request()
+            except DcpObjstoreError:
+                raise  # found by the adapter in an answer that came
+            except Exception as error:  # noqa: BLE001  transports have no type in common
+                self.again(error, judge(error), begun_at, repeatable=repeatable)
+
+    def again(
+        self, error: Exception, found: Failure, begun_at: float, *, repeatable: bool = True
+    ) -> None:
+        """Return when it is time for the next try, after one that raised `error`.
+
+        Args:
+            error: of the transport.
+            found: what it means.
+            begun_at: when the try began.
+            repeatable: see `run`.
+
+        Raises:
+            As `run`.
+        """
+        if not found.may_pass or not (repeatable or found.had_no_effect):
+            raise error
+        try:
+            self.failed(found.error, throttled=found.throttled, begun_at=begun_at)
+        except DcpObjstoreError as last:
+            raise last from error
+
+    def _left_seconds(self) -> float:
+        """How much later a retry may begin; 0 if there is to be none."""
+        if self.retries == self.policy.max_retries:
+            return 0.0
+        return self.policy.patience_seconds - (self._clock.monotonic() - self._began_at)
+
+
+class Requests:
+    """What the requests to one bucket share.
+
+    A small request (marker, index, listing) is given up within a third of the stall time-out, so
+    that a save fails soon if the store stalls. Ranges and parts have `retry_timeout_seconds`.
+
+    Args:
+        config: time-outs and retries.
+        judge: says what an exception of the transport means.
+        endpoint_url: the server; None for the provider's own.
+        scheme, bucket: of the URL.
+
+    Attributes:
+        reached: whether the server has ever answered, in whatever way.
+    """
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        judge: Callable[[Exception], Failure],
+        endpoint_url: str | None,
+        scheme: str,
+        bucket: str,
+    ) -> None:
+        self.reached = False
+        self._judge = judge
+        self._server = (endpoint_url, scheme, bucket)
+        self._policy = RetryPolicy(config.max_retries, config.retry_timeout_seconds)
+        small_seconds = min(config.retry_timeout_seconds, config.stall_timeout_seconds / 3)
+        self._small_policy = replace(self._policy, patience_seconds=small_seconds)
+
+    @property
+    def limiter(self) -> Limiter:
+        """The bucket's limiter in this process, which a forked child has its own of."""
+        return limiter_at(*self._server)
+
+    def tries(self, verb: str, key: str, size_bytes: int = 0) -> Tries:
+        """Make the tries of one request.
+
+        Args:
+            verb: of `ObjectStore`.
+            key: of the object, in the bucket.
+            size_bytes: of what is sent.
+        """
+        large = size_bytes > SMALL_BYTES or verb == "open_range"
+        return Tries(
+            self._policy if large else self._small_policy,
+            limiter=self.limiter,
+            on_retry=partial(_report, key),
+        )
+
+    def run(self, tries: Tries, request: Callable[[], T], *, repeatable: bool = True) -> T:
+        """Do what `Tries.run` does, and give up soon on a server that never answered."""
+        judge = partial(self._judged, tries)
+        result = tries.run(request, judge, repeatable=repeatable)
+        self.reached = True
+        return result
+
+    def again(self, tries: Tries, error: Exception, begun_at: float) -> None:
+        """Do what `Tries.again` does, and give up soon on a server that never answered."""
+        if isinstance(error, DcpObjstoreError):
+            raise error
+        tries.again(error, self._judged(tries, error), begun_at)
+
+    def _judged(self, tries: Tries, error: Exception) -> Failure:
+        found = self._judge(error)
+        self.reached = self.reached or found.answered
+        if not self.reached:
+            seconds = min(FIRST_PATIENCE_SECONDS, tries.policy.patience_seconds)
+            tries.policy = replace(tries.policy, patience_seconds=seconds)
+        return found
+
+
+def _report(key: str, number: int, error: Exception, began_at: float) -> None:
+    text = error.message if isinstance(error, DcpObjstoreError) else str(error)
+    emit_retry(key, number, text, began_at)

@@ -1,0 +1,185 @@
+"""Each transport sends a request once; one loop sends again what failed, and counts it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import StoreUnavailableError
+from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
+from dcp_objstore.stores.admission.limiter import limiter_of
+from dcp_objstore.stores.uploads.open import open_uploads
+from tests.support.scripted import Answer, ScriptedServer
+from tests.support.verbs import VERBS
+
+MIB = 1024 * 1024
+KEYS = {"key": "a", "secret": "b"}
+ADAPTERS: dict[str, tuple[str, dict[str, object]]] = {
+    "obstore": ("s3", KEYS),
+    "boto3": ("s3", {**KEYS, "transport": "boto3"}),
+    "s3fs": ("s3", {**KEYS, "transport": "fsspec"}),
+    "gcsfs": ("gs", {"anon": True, "transport": "fsspec"}),
+}
+# What obstore sends again by itself: parts and pages cannot be sent again from here.
+HIDDEN = {("obstore", "put_stream"), ("obstore", "list")}
+EACH = [(adapter, verb) for adapter in ADAPTERS for verb in VERBS if (adapter, verb) not in HIDDEN]
+RETRIES = 2
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcp_objstore.stores.retries.RetryPolicy.pause_seconds", lambda *_: 0.001)
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as found:
+        yield found
+
+
+@pytest.fixture
+def hanging_up() -> Iterator[tuple[str, list[bytes]]]:
+    """A server that reads the head of a request and closes the connection; what it has read."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    heads: list[bytes] = []
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                heads.append(connection.recv(65536))
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}", heads
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+def store_over(adapter: str, endpoint_url: str, retries: int = RETRIES) -> ObjectStore:
+    scheme, options = ADAPTERS[adapter]
+    if adapter in ("s3fs", "gcsfs"):
+        pytest.importorskip(adapter)
+    given = {**options, "endpoint_url": endpoint_url}
+    return open_store(f"{scheme}://bucket/run", given, TransferConfig(max_retries=retries))
+
+
+@pytest.mark.parametrize(("adapter", "verb"), EACH)
+def test_a_request_that_always_fails_is_sent_as_often_as_was_asked_for(
+    server: ScriptedServer, adapter: str, verb: str
+) -> None:
+    server.answer = lambda *_: (500, {}, b"")
+    with pytest.raises(StoreUnavailableError):
+        VERBS[verb](store_over(adapter, server.endpoint_url))
+    assert len(server.requests) == (1 if verb == "put_absent" else 1 + RETRIES)
+
+
+@pytest.mark.parametrize(("adapter", "verb"), EACH)
+def test_a_connection_that_is_hung_up_counts_as_a_try(
+    hanging_up: tuple[str, list[bytes]], adapter: str, verb: str
+) -> None:
+    endpoint_url, heads = hanging_up
+    with pytest.raises(StoreUnavailableError):
+        VERBS[verb](store_over(adapter, endpoint_url))
+    assert len(heads) == (1 if verb == "put_absent" else 1 + RETRIES)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_unfinished_uploads_are_asked_for_as_often_page_by_page(
+    server: ScriptedServer, scheme: str
+) -> None:
+    page = (
+        "<ListMultipartUploadsResult><IsTruncated>{more}</IsTruncated><NextKeyMarker>run/a"
+        "</NextKeyMarker><NextUploadIdMarker>u</NextUploadIdMarker></ListMultipartUploadsResult>"
+    )
+    pages = [
+        (500, ""),
+        (200, page.format(more="true")),
+        (500, ""),
+        (200, page.format(more="false")),
+    ]
+
+    def answer(method: str, target: str, nth: int) -> Answer:
+        status, body = pages[nth - 1]
+        return status, {"Content-Type": "application/xml"}, body.encode()
+
+    server.answer = answer
+    options = {**(KEYS if scheme == "s3" else {"anon": True}), "endpoint_url": server.endpoint_url}
+    spec = StoreSpec(f"{scheme}://bucket/run", options, TransferConfig(max_retries=RETRIES))
+    assert open_uploads(spec).list() == []
+    targets = [target for _, target, _ in server.requests]
+    assert ["upload-id-marker=u" in target for target in targets] == [False, False, True, True]
+    server.answer = lambda *_: (500, {}, b"")
+    del server.requests[:]
+    with pytest.raises(StoreUnavailableError):
+        open_uploads(spec).list()
+    assert len(server.requests) == 1 + RETRIES
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_a_store_that_throttles_slows_the_process_down_over_each_adapter(
+    server: ScriptedServer, adapter: str
+) -> None:
+    server.answer = lambda *_: (503, {}, b"")
+    store = store_over(adapter, server.endpoint_url, retries=0)
+    assert limiter_of(store).bounds.is_open
+    with pytest.raises(StoreUnavailableError):
+        store.head("k")
+    assert not limiter_of(store).bounds.is_open
+
+
+@pytest.mark.parametrize("adapter", ["boto3", "s3fs"])
+def test_a_part_that_fails_is_sent_again_and_slows_the_process_down(
+    server: ScriptedServer, adapter: str
+) -> None:
+    parts: list[str] = []
+
+    def answer(method: str, target: str, nth: int) -> Answer:
+        if "partNumber=" in target:
+            parts.append(target.partition("partNumber=")[2].partition("&")[0])
+            return (503, {}, b"") if len(parts) == 1 else (200, {"ETag": '"e"'}, b"")
+        name = "CompleteMultipartUploadResult" if "uploadId=" in target else ""
+        name = name or "InitiateMultipartUploadResult"
+        body = f'<{name}><UploadId>u</UploadId><ETag>"e"</ETag></{name}>'
+        return 200, {"Content-Type": "application/xml"}, body.encode()
+
+    server.answer = answer
+    store = store_over(adapter, server.endpoint_url)
+    store.put_stream("k", iter([bytes(5 * MIB)] * 3), part_size_bytes=5 * MIB, max_concurrency=1)
+    assert parts == ["1", "1", "2", "3"]
+    assert not limiter_of(store).bounds.is_open
+
+
+def test_a_chunk_to_gcs_that_fails_or_comes_in_part_is_sent_again(server: ScriptedServer) -> None:
+    ranges: list[str] = []
+
+    def answer(method: str, target: str, nth: int) -> Answer:
+        if "uploadType=resumable" in target:
+            return 200, {"Location": f"{server.endpoint_url}/the-address-of-the-upload"}, b"{}"
+        ranges.append(server.requests[-1][2]["Content-Range"])
+        if len(ranges) == 1:
+            return 503, {}, b""
+        if len(ranges) == 2:
+            return 308, {"Range": f"bytes=0-{4 * MIB - 1}"}, b""
+        if len(ranges) == 3:
+            return 308, {"Range": f"bytes=0-{5 * MIB - 1}"}, b""
+        return 200, {}, b'{"generation": "7"}'
+
+    server.answer = answer
+    version = store_over("gcsfs", server.endpoint_url).put_stream(
+        "k", iter([bytes(5 * MIB), b"rest"]), part_size_bytes=5 * MIB, max_concurrency=1
+    )
+    assert version.version == "7"
+    whole, total = 5 * MIB, 5 * MIB + 4
+    assert ranges == [
+        f"bytes 0-{whole - 1}/*",
+        f"bytes 0-{whole - 1}/*",
+        f"bytes {4 * MIB}-{whole - 1}/*",
+        f"bytes {whole}-{total - 1}/{total}",
+    ]

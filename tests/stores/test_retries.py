@@ -1,0 +1,233 @@
+"""The one loop that sends requests again: how long it goes on, and what ends it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+import pytest
+
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import (
+    CorruptDataError,
+    DcpObjstoreError,
+    PermissionDeniedError,
+    StoreUnavailableError,
+)
+from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter
+from dcp_objstore.stores.errors import Failure, failure
+from dcp_objstore.stores.retries import FIRST_PATIENCE_SECONDS, Requests, RetryPolicy, Tries
+
+
+class Clock:
+    """Time passes in `sleep` only, and there at once."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pauses: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of all requests."""
+    found = Clock()
+    monkeypatch.setattr("dcp_objstore.stores.retries.time.monotonic", found.monotonic)
+    monkeypatch.setattr("dcp_objstore.stores.retries.time.sleep", found.sleep)
+    return found
+
+
+class Server:
+    """Fails each request, as often as it is told to, and counts them."""
+
+    def __init__(self, failures: int = 10**9, **facts: object) -> None:
+        self.requests = 0
+        self.failures = failures
+        self.facts: dict[str, object] = {"status": 500, "code": None, **facts}
+
+    def ask(self) -> str:
+        self.requests += 1
+        if self.requests <= self.failures:
+            raise OSError("no")
+        return "answer"
+
+    def judge(self, error: Exception) -> Failure:
+        return failure(StoreUnavailableError(str(error)), **self.facts)  # type: ignore[arg-type]
+
+
+def refused() -> Server:
+    return Server(status=None, connected=False)
+
+
+def run(server: Server, policy: RetryPolicy, clock: Clock, **settings: object) -> object:
+    tries = Tries(policy, clock=clock, **settings)  # type: ignore[arg-type]
+    return tries.run(server.ask, server.judge)
+
+
+@pytest.mark.parametrize("attempt", range(20))
+def test_a_store_that_restarts_within_half_a_minute_fails_no_request(attempt: int) -> None:
+    clock, config = Clock(), TransferConfig()
+    server = Server()
+    policy = RetryPolicy(config.max_retries, config.retry_timeout_seconds)
+    with pytest.raises(StoreUnavailableError, match=r"\(10 retries in \d\d\.\d s\)"):
+        run(server, policy, clock)
+    assert server.requests == 11
+    assert 30 < clock.now < 63
+
+
+def test_pauses_double_up_to_the_longest_and_differ_between_clients() -> None:
+    policy = RetryPolicy(10, 1e9)
+    for retry, most in enumerate([0.4, 0.8, 1.6, 3.2, 6.4, 10, 10], 1):
+        found = [policy.pause_seconds(retry) for _ in range(200)]
+        assert most / 2 <= min(found) < 0.6 * most
+        assert 0.9 * most < max(found) <= most
+    assert policy.pause_seconds(5000) <= 10
+
+
+def test_no_retry_begins_after_the_patience_has_ended() -> None:
+    clock, began = Clock(), []
+
+    def ask() -> None:
+        began.append(clock.now)
+        raise OSError("no")
+
+    with pytest.raises(StoreUnavailableError):
+        Tries(RetryPolicy(None, 20.0), clock=clock).run(ask, Server().judge)
+    assert began[-1] == 20.0
+
+
+def test_a_request_that_succeeds_at_last_is_answered_and_each_retry_is_reported() -> None:
+    told: list[int] = []
+    answer = run(
+        Server(failures=3),
+        RetryPolicy(10, 60),
+        Clock(),
+        on_retry=lambda number, error, began_at: told.append(number),
+    )
+    assert answer == "answer"
+    assert told == [2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", [PermissionDeniedError, CorruptDataError])
+def test_what_will_not_pass_is_sent_once(kind: type[DcpObjstoreError]) -> None:
+    server = Server()
+    with pytest.raises(OSError, match="no"):
+        Tries(RetryPolicy(10, 60), clock=Clock()).run(
+            server.ask, lambda _: failure(kind("no"), 403, None)
+        )
+    assert server.requests == 1
+
+
+def test_what_the_adapter_finds_in_an_answer_is_not_asked_again() -> None:
+    server = Server()
+
+    def ask() -> None:
+        server.requests += 1
+        raise StoreUnavailableError("a key outside the root")
+
+    with pytest.raises(StoreUnavailableError, match="outside the root"):
+        Tries(RetryPolicy(10, 60), clock=Clock()).run(ask, server.judge)
+    assert server.requests == 1
+
+
+@pytest.mark.parametrize(
+    ("facts", "sent"),
+    [({"status": 503}, 4), ({"status": None, "connected": False}, 4), ({"status": None}, 1)],
+    ids=["refused by the store", "never connected", "answer lost"],
+)
+def test_what_must_not_be_sent_twice_is_sent_again_only_if_it_had_no_effect(
+    facts: dict[str, object], sent: int
+) -> None:
+    server = Server(**facts)
+    with pytest.raises((StoreUnavailableError, OSError)):
+        Tries(RetryPolicy(3, 60), clock=Clock()).run(server.ask, server.judge, repeatable=False)
+    assert server.requests == sent
+
+
+def test_retries_of_all_requests_end_with_the_budget_that_they_share() -> None:
+    limiter, server = Limiter(), Server()
+    found = ""
+    for _ in range(30):
+        with pytest.raises(StoreUnavailableError) as caught:
+            run(server, RetryPolicy(10, 1e9), Clock(), limiter=limiter)
+        found = str(caught.value)
+    assert server.requests == 30 + RETRY_BUDGET
+    assert "share are used up" in found
+
+
+def test_a_request_that_may_not_be_sent_again_takes_nothing_from_the_budget() -> None:
+    limiter = Limiter()
+    for _ in range(2 * int(RETRY_BUDGET)):
+        with pytest.raises(StoreUnavailableError):
+            run(Server(), RetryPolicy(0, 60), Clock(), limiter=limiter)
+    assert limiter.spend_retry()
+
+
+def test_a_throttled_request_slows_the_process_down_and_the_error_says_so(clock: Clock) -> None:
+    limiter = Limiter()
+    with pytest.raises(StoreUnavailableError, match="the store was throttling; 1 retries"):
+        run(Server(status=429), RetryPolicy(1, 1e9), clock, limiter=limiter)
+    assert not limiter.bounds.is_open
+
+
+def requests_to(server: Server, stall_timeout_seconds: float = 90) -> Requests:
+    config = TransferConfig(stall_timeout_seconds=stall_timeout_seconds)
+    return Requests(config, server.judge, None, "s3", secrets.token_hex(4))
+
+
+def seconds_of(request: Callable[[], object], clock: Clock) -> float:
+    began_at = clock.now
+    with pytest.raises(StoreUnavailableError):
+        request()
+    return clock.now - began_at
+
+
+def test_a_server_that_never_answered_is_given_up_soon_and_one_that_did_is_waited_for(
+    clock: Clock,
+) -> None:
+    server = refused()
+    requests = requests_to(server)
+
+    def get() -> str:
+        return requests.run(requests.tries("get", "k"), server.ask)
+
+    assert seconds_of(get, clock) == pytest.approx(FIRST_PATIENCE_SECONDS)
+    server.failures = 0
+    assert get() == "answer"
+    server.failures = 10**9
+    assert seconds_of(get, clock) > 25
+
+
+@pytest.mark.parametrize(
+    ("facts", "answered"),
+    [
+        ({"status": 503}, True),
+        ({"status": None}, True),
+        ({"status": None, "timed_out": True}, False),
+        ({"status": None, "connected": False}, False),
+    ],
+    ids=["503", "hung up", "silent", "refused"],
+)
+def test_only_a_sign_of_life_gets_all_the_patience(
+    clock: Clock, facts: dict[str, object], answered: bool
+) -> None:
+    server = Server(**facts)
+    requests = requests_to(server)
+    took = seconds_of(lambda: requests.run(requests.tries("head", "k"), server.ask), clock)
+    assert requests.reached == answered
+    assert took > 25 if answered else took <= FIRST_PATIENCE_SECONDS + 0.1
+
+
+def test_small_requests_have_a_third_of_the_stall_time_out(clock: Clock) -> None:
+    server = Server()
+    requests = requests_to(server, stall_timeout_seconds=9)
+    small = seconds_of(lambda: requests.run(requests.tries("get", "k"), server.ask), clock)
+    assert small == pytest.approx(3)
+    large = seconds_of(lambda: requests.run(requests.tries("open_range", "k"), server.ask), clock)
+    assert large > 25
