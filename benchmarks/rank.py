@@ -36,7 +36,6 @@ from benchmarks.resume_state import (
     wrong_tensors,
 )
 from benchmarks.settings import MIB
-from benchmarks.sink import fetch_stats
 from benchmarks.targets import Place
 
 _WARM_UP_BYTES = MIB
@@ -106,7 +105,7 @@ def _load(job: RankJob, peer: DcpPeer, filled: _Filled, place: Place) -> dict[st
     state = filled.state
     blank(state)
     if place.counted and job.rank == 0:
-        fetch_stats(str(place.endpoint_url), reset=True)
+        place.stats(reset=True)
     reports = []
 
     def act() -> None:
@@ -134,7 +133,7 @@ def _load(job: RankJob, peer: DcpPeer, filled: _Filled, place: Place) -> dict[st
     ranks = _gather(job, own)
     total = {name: _sum(ranks, name) for name in own if name not in ("extra_mib", "error")}
     if place.counted:
-        stats = fetch_stats(str(place.endpoint_url))
+        stats = place.stats()
         total["fetched_bytes"] = stats["sent_bytes"]
         total["requests"] = stats["requests"].get("GET", 0)
     extra = [rank["extra_mib"] for rank in ranks if rank["extra_mib"] is not None]
