@@ -2,6 +2,9 @@
 
     python -m benchmarks save                       1 GiB to the sink, every peer, 5 rounds
     python -m benchmarks load --peers raw dcp_objstore --gib 4 --tensors 64
+    python -m benchmarks load --tls                 over https
+    python -m benchmarks load --latency-ms 30 --rate-mib-per-connection 60    a store like S3
+    python -m benchmarks save --requests-per-second 20    a store that throttles
     python -m benchmarks save --target seaweedfs    a real S3 server on loopback
     python -m benchmarks save --url s3://bucket     your own bucket; cleaned up afterwards
     python -m benchmarks resume --saved-by 8 --loaded-by 4 --target seaweedfs
@@ -19,8 +22,9 @@
 sink discards what is saved to it, so that the client is what is measured; for `load` it keeps all
 peers' data in memory (--gib for each of them). Every measurement runs in a fresh process, the
 peers in turn (A B C A B C ...). Figures are medians of the rounds, ratios medians of the ratios to
-the raw loop of the same round; CPU seconds are the client's (user and system); extra memory is the
-peak above what was resident once the state was allocated. The exit status is 1 if a peer failed.
+the raw loop of the same round; CPU seconds are the client's (user and system), with the sink's in
+a column of their own; extra memory is the peak above what was resident once the state was
+allocated. The exit status is 1 if a peer failed.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
+from benchmarks.conditions import Conditions
 from benchmarks.peers import OPTIONAL, PEERS, RESUME_PEERS
 from benchmarks.settings import MIB, Settings
 from benchmarks.table import Result, Table
@@ -38,7 +43,6 @@ from benchmarks.table import Result, Table
 _COMPARED = {
     "save": "throughput, processor time, memory and requests of a save",
     "load": "the same of a load, from what each peer saved itself",
-    "async-loop": "steps per second of a Python loop while async_save uploads",
 }
 
 
@@ -55,7 +59,7 @@ def _target(text: str) -> str:
     return text
 
 
-def _add_compared(command: argparse.ArgumentParser, peers: list[str]) -> None:
+def _add_compared(command: argparse.ArgumentParser, peers: list[str], **conditions: object) -> None:
     command.add_argument(
         "--target",
         "--url",
@@ -74,6 +78,7 @@ def _add_compared(command: argparse.ArgumentParser, peers: list[str]) -> None:
         + "".join(f" but {name}" for name in peers if name in OPTIONAL),
     )
     _add_settings(command)
+    Conditions.add_options(command, **conditions)
 
 
 def _add_settings(command: argparse.ArgumentParser) -> None:
@@ -92,12 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in _COMPARED.items():
         _add_compared(commands.add_parser(name, help=text), list(PEERS))
-    commands.choices["async-loop"].add_argument(
-        "--throttle-gib-per-second",
-        type=float,
-        default=0.3,
-        help="what the sink takes; 0: all it can (default 0.3)",
+    command = commands.add_parser(
+        "async-loop", help="steps per second of a Python loop while async_save uploads"
     )
+    # As a network would, so that the upload lasts.
+    _add_compared(command, list(PEERS), gib_per_second=0.3)
     command = commands.add_parser("resume", help="a load by several ranks, in another layout")
     _add_compared(command, list(RESUME_PEERS))
     command.add_argument("--saved-by", type=_positive, default=8, help="ranks")
@@ -133,7 +137,17 @@ def _saved_layout(layout: str) -> str:
     return layout if layout == "fsdp2" else "shard0"
 
 
-def _run(options: argparse.Namespace) -> tuple[Table, Result]:
+def _conditions(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Conditions:
+    """Return the conditions of the sink; only the sink can keep to what was asked for."""
+    given = Conditions.from_options(options)
+    if options.target == "sink":
+        return given
+    if given != Conditions.from_options(parser.parse_args([options.command])):
+        parser.error(f"--target {options.target} takes no conditions: they are the sink's")
+    return Conditions()
+
+
+def _run(options: argparse.Namespace, conditions: Conditions) -> tuple[Table, Result]:
     # Each command imports what it needs: the sink and `startup` do without torch.
     if options.command == "small":
         from benchmarks.small import small
@@ -147,10 +161,12 @@ def _run(options: argparse.Namespace) -> tuple[Table, Result]:
         from benchmarks.digests import digests
 
         return digests(options.rounds)
-    return _run_with(Settings.from_options(options), options)
+    return _run_with(Settings.from_options(options), options, conditions)
 
 
-def _run_with(settings: Settings, options: argparse.Namespace) -> tuple[Table, Result]:
+def _run_with(
+    settings: Settings, options: argparse.Namespace, conditions: Conditions
+) -> tuple[Table, Result]:
     if options.command == "gpu":
         from benchmarks.gpu import gpu
 
@@ -163,8 +179,7 @@ def _run_with(settings: Settings, options: argparse.Namespace) -> tuple[Table, R
     if options.command == "async-loop":
         from benchmarks.async_loop import async_loop
 
-        throttle = options.throttle_gib_per_second if options.target == "sink" else None
-        return async_loop(options.peers, settings, options.target, options.rounds, throttle or None)
+        return async_loop(options.peers, settings, options.target, options.rounds, conditions)
     if options.command == "resume":
         from benchmarks.resume import resume
 
@@ -173,6 +188,7 @@ def _run_with(settings: Settings, options: argparse.Namespace) -> tuple[Table, R
             settings,
             options.target,
             options.rounds,
+            conditions,
             saved_by=options.saved_by,
             loaded_by=options.loaded_by,
             saved_layout=options.saved_layout or _saved_layout(options.layout),
@@ -180,13 +196,17 @@ def _run_with(settings: Settings, options: argparse.Namespace) -> tuple[Table, R
         )
     from benchmarks.rounds import compare
 
-    return compare(options.command, options.peers, settings, options.target, options.rounds)
+    return compare(
+        options.command, options.peers, settings, options.target, options.rounds, conditions
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 unless something that is installed failed."""
-    options = _parser().parse_args(arguments)
-    table, result = _run(options)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    compared = hasattr(options, "latency_ms")
+    table, result = _run(options, _conditions(parser, options) if compared else Conditions())
     if options.json:
         print(json.dumps(result, indent=2))
     else:

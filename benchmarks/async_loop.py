@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from benchmarks.child import Job, make_state
+from benchmarks.conditions import Conditions
 from benchmarks.peers import PEERS, AsyncPeer, DcpPeer, State, absent
 from benchmarks.processes import ChildFailedError, run_module
 from benchmarks.settings import GIB, MIB, Settings
@@ -101,12 +102,12 @@ def async_loop(
     settings: Settings,
     target: str,
     rounds: int,
-    throttle_gib_per_second: float | None = None,
+    conditions: Conditions,
 ) -> tuple[Table, Result]:
     """Every peer once per round in a fresh process; medians of the rounds."""
     problems = absent(peers)
     found: dict[str, list[dict[str, float]]] = {n: [] for n in peers if n not in problems}
-    with open_target(target, keep=False, throttle_gib_per_second=throttle_gib_per_second) as root:
+    with open_target(target, keep=False, conditions=conditions) as root:
         for turn in range(rounds):
             for name in list(found):
                 place = root.at(f"{name}-{turn}")
@@ -136,9 +137,8 @@ def async_loop(
         for name, row in medians.items()
     ]
     table = Table(
-        f"steps of a Python loop during async_save of {settings.gib:g} GiB to {target}"
-        + (f" at {throttle_gib_per_second:g} GiB/s" if throttle_gib_per_second else "")
-        + f", medians of {rounds} rounds",
+        f"steps of a Python loop during async_save of {settings.gib:g} GiB to"
+        f" {conditions.described(target)}, medians of {rounds} rounds",
         [
             "peer",
             "steps/s alone",

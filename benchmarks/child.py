@@ -22,7 +22,6 @@ import torch
 
 from benchmarks.peers import PEERS, Peer, State
 from benchmarks.settings import GIB, MIB, Settings
-from benchmarks.sink import fetch_stats
 from benchmarks.targets import Place
 
 _WARM_UP = "warm-up"
@@ -68,7 +67,8 @@ class Measured:
         gib_moved: bytes of tensors, in GiB.
         extra_mib: peak resident memory above what was resident before; None where the kernel
             does not tell (only Linux does).
-        requests: as counted by the sink, else None.
+        requests, refused: as counted by the sink, else None. The refused ones are among both.
+        server_cpu_seconds: user and system time of the sink, else None.
     """
 
     seconds: float
@@ -76,6 +76,8 @@ class Measured:
     gib_moved: float
     extra_mib: float | None
     requests: int | None
+    refused: int | None
+    server_cpu_seconds: float | None
 
     @property
     def gib_per_second(self) -> float:
@@ -101,21 +103,21 @@ def check_loaded(state: State) -> None:
 def measure(act: Callable[[], None], settings: Settings, place: Place) -> Measured:
     """Run `act` once and tell what it cost."""
     if place.counted:
-        fetch_stats(str(place.endpoint_url), reset=True)
+        place.stats(reset=True)
     before_mib = reset_peak_mib()
     cpu, start = cpu_seconds(), time.perf_counter()
     act()
     seconds, cpu = time.perf_counter() - start, cpu_seconds() - cpu
     peak_mib = status_mib("VmHWM")
-    requests = None
-    if place.counted:
-        requests = sum(fetch_stats(str(place.endpoint_url))["requests"].values())
+    stats = place.stats() if place.counted else None
     return Measured(
         seconds=seconds,
         cpu_seconds=cpu,
         gib_moved=settings.total_bytes / GIB,
         extra_mib=None if before_mib is None or peak_mib is None else peak_mib - before_mib,
-        requests=requests,
+        requests=None if stats is None else sum(stats["requests"].values()),
+        refused=None if stats is None else stats["refused"],
+        server_cpu_seconds=None if stats is None else stats["cpu_seconds"],
     )
 
 

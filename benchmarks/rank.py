@@ -29,7 +29,6 @@ from benchmarks.resume_state import (
     wrong_tensors,
 )
 from benchmarks.settings import MIB, Settings
-from benchmarks.sink import fetch_stats
 from benchmarks.targets import Place
 
 _WARM_UP_BYTES = MIB
@@ -119,7 +118,7 @@ def _load(peer: DcpPeer, filled: _Filled, place: Place, settings: Settings) -> d
     state = filled.state
     blank(state)
     if place.counted and dist.get_rank() == 0:
-        fetch_stats(str(place.endpoint_url), reset=True)
+        place.stats(reset=True)
     reports = []
 
     def act() -> None:
@@ -147,7 +146,7 @@ def _load(peer: DcpPeer, filled: _Filled, place: Place, settings: Settings) -> d
     ranks = _gather(own)
     total = {name: _sum(ranks, name) for name in own if name not in ("extra_mib", "error")}
     if place.counted:
-        stats = fetch_stats(str(place.endpoint_url))
+        stats = place.stats()
         total["fetched_bytes"] = stats["sent_bytes"]
         total["requests"] = stats["requests"].get("GET", 0)
     extra = [rank["extra_mib"] for rank in ranks if rank["extra_mib"] is not None]

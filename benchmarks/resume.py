@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.conditions import Conditions
 from benchmarks.peers import RESUME_PEERS, absent
 from benchmarks.processes import ChildFailedError
 from benchmarks.rank import RankJob, run
@@ -25,6 +26,7 @@ def resume(
     settings: Settings,
     target: str,
     rounds: int,
+    conditions: Conditions,
     *,
     saved_by: int,
     loaded_by: int,
@@ -40,7 +42,7 @@ def resume(
     """
     problems = absent(peers)
     size = {"total_bytes": settings.total_bytes, "tensors": settings.tensors}
-    with open_target(target, keep=True) as place:
+    with open_target(target, keep=True, conditions=conditions) as place:
 
         def work(action: str, world_size: int, layout: str) -> Measurements:
             able = [name for name in peers if name not in problems]
@@ -63,13 +65,15 @@ def resume(
         measured = work("load", loaded_by, layout)
     shown = {name: _summary(measured, name, size["total_bytes"]) for name in measured}
     title = (
-        f"resume from {target}: {size['total_bytes'] / GIB:.3g} GiB in {size['tensors']} tensors,"
+        f"resume from {conditions.described(target)}:"
+        f" {size['total_bytes'] / GIB:.3g} GiB in {size['tensors']} tensors,"
         f" saved by {saved_by} ranks ({saved_layout}), loaded by {loaded_by} ({layout}), medians of"
         f" {rounds} rounds"
     )
     return _table(title, shown, problems), {
         "command": "resume",
         "target": target,
+        "conditions": dataclasses.asdict(conditions),
         "settings": dataclasses.asdict(settings),
         **size,
         "saved_by": saved_by,

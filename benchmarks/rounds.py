@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.child import Job, Measured
+from benchmarks.conditions import Conditions
 from benchmarks.peers import PEERS, RAW, absent
 from benchmarks.processes import ChildFailedError, run_module
 from benchmarks.settings import Settings
@@ -18,12 +19,17 @@ _CHILD = "benchmarks.child"
 
 
 def compare(
-    action: str, peers: Sequence[str], settings: Settings, target: str, rounds: int
+    action: str,
+    peers: Sequence[str],
+    settings: Settings,
+    target: str,
+    rounds: int,
+    conditions: Conditions,
 ) -> tuple[Table, Result]:
     """Measure `save` or `load`; a peer that is missing or fails is reported as such."""
     problems = absent(peers)
     measured: Rounds = {name: [] for name in peers if name not in problems}
-    with open_target(target, keep=action == "load") as root:
+    with open_target(target, keep=action == "load", conditions=conditions) as root:
         if action == "load":
             for name in list(measured):
                 _attempt(
@@ -38,9 +44,10 @@ def compare(
                 _attempt(job, measured, problems)
                 if action == "save":
                     place.clear()
-    return _table(action, settings, target, rounds, measured, problems), {
+    return _table(action, settings, conditions.described(target), rounds, measured, problems), {
         "command": action,
         "target": target,
+        "conditions": dataclasses.asdict(conditions),
         "settings": dataclasses.asdict(settings),
         "peers": {name: _summary(measured, name) for name in measured},
         "rounds": {name: [dataclasses.asdict(m) for m in all_] for name, all_ in measured.items()},
@@ -73,6 +80,10 @@ def _summary(measured: Rounds, name: str) -> dict[str, float | None]:
         "cpu_to_raw": _median([m.cpu_seconds / r.cpu_seconds for m, r in pairs]),
         "extra_mib": _median(extra),
         "requests_per_gib": _median(requests),
+        "refused": _median([m.refused for m in own if m.refused is not None]),
+        "server_cpu_seconds_per_gib": _median(
+            [m.server_cpu_seconds / m.gib_moved for m in own if m.server_cpu_seconds is not None]
+        ),
     }
 
 
@@ -83,7 +94,7 @@ def _median(values: Sequence[float]) -> float | None:
 def _table(
     action: str,
     settings: Settings,
-    target: str,
+    where: str,
     rounds: int,
     measured: Rounds,
     problems: dict[str, str],
@@ -100,12 +111,24 @@ def _table(
                 number(row["cpu_to_raw"]),
                 number(row["extra_mib"], ".0f"),
                 number(row["requests_per_gib"], ".0f"),
+                number(row["refused"], ".0f"),
+                number(row["server_cpu_seconds_per_gib"]),
             ]
         )
     return Table(
-        f"{action} on {target}: {settings.gib:g} GiB in {settings.tensors} tensors, "
+        f"{action} on {where}: {settings.gib:g} GiB in {settings.tensors} tensors, "
         f"medians of {rounds} rounds",
-        ["peer", "GiB/s", "x raw", "CPU-s/GiB", "CPU x raw", "extra MiB", "requests/GiB"],
+        [
+            "peer",
+            "GiB/s",
+            "x raw",
+            "CPU-s/GiB",
+            "CPU x raw",
+            "extra MiB",
+            "requests/GiB",
+            "refused",
+            "sink's CPU-s/GiB",
+        ],
         rows,
         [f"{PEERS[name].label}: {problem}" for name, problem in problems.items()],
     )

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import threading
+import time
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 
 import xxhash
 
 # What bodies are kept in; see `Blocks`.
 _BLOCK_BYTES = 1 << 20
-_MOST_BUFFERS = 1024  # of one call of sendmsg (Linux: IOV_MAX)
 
 
 @dataclass(frozen=True)
@@ -26,32 +25,19 @@ class Body:
     size_bytes: int
     blocks: tuple[bytes, ...] | None
 
-    def send(self, connection: socket.socket, start: int, end: int) -> None:
-        """Send bytes `[start, end)`, in one call if they fit it; the body must have been kept.
-
-        Not with `sendfile`: its socket buffers are scattered pages, which cost the receiver, whose
-        processor time is what is measured, twice as much as those that a network card fills.
-        """
-        views = deque(self._between(start, end))
-        while views:
-            sent = connection.sendmsg(list(islice(views, _MOST_BUFFERS)))
-            while views and sent >= len(views[0]):
-                sent -= len(views.popleft())
-            if sent:
-                views[0] = views[0][sent:]
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        assert self.blocks is not None
-        return list(accumulate(map(len, self.blocks), initial=0))
-
-    def _between(self, start: int, end: int) -> Iterator[memoryview]:
+    def views(self, start: int, end: int) -> Iterator[memoryview]:
+        """Yield the memory of bytes `[start, end)`; the body must have been kept."""
         assert self.blocks is not None
         for number in range(bisect_right(self._starts, start) - 1, len(self.blocks)):
             block, position = self.blocks[number], self._starts[number]
             if position >= end:
                 return
             yield memoryview(block)[max(start - position, 0) : end - position]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        assert self.blocks is not None
+        return list(accumulate(map(len, self.blocks), initial=0))
 
 
 class Blocks:
@@ -130,22 +116,39 @@ class Objects:
         self._numbers = itertools.count(1)
         self._requests: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
+        self._refused = 0
+        self._cpu_seconds = time.process_time()
 
-    def count(self, verb: str, *, received_bytes: int = 0, sent_bytes: int = 0) -> None:
-        """Count one request and the body bytes that went either way."""
+    def count(self, verb: str, received_bytes: int) -> None:
+        """Count one request and the bytes of its body."""
         with self._lock:
             self._requests[verb] += 1
             self._bytes["received"] += received_bytes
-            self._bytes["sent"] += sent_bytes
+
+    def count_sent(self, size_bytes: int) -> None:
+        """Count the bytes of an answer's body."""
+        with self._lock:
+            self._bytes["sent"] += size_bytes
+
+    def count_refused(self) -> None:
+        """Count a request that was refused because there were too many."""
+        with self._lock:
+            self._refused += 1
 
     def stats(self) -> dict[str, object]:
-        """`requests` by verb, `received_bytes` and `sent_bytes` of bodies, uploads in progress."""
+        """Return what was counted.
+
+        `requests` by verb; `refused` of them; `received_bytes` and `sent_bytes` of bodies; uploads
+        in progress; `cpu_seconds` of this process.
+        """
         with self._lock:
             return {
                 "requests": dict(self._requests),
+                "refused": self._refused,
                 "received_bytes": self._bytes["received"],
                 "sent_bytes": self._bytes["sent"],
                 "open_uploads": len(self._uploads),
+                "cpu_seconds": time.process_time() - self._cpu_seconds,
             }
 
     def reset_stats(self) -> None:
@@ -153,6 +156,8 @@ class Objects:
         with self._lock:
             self._requests.clear()
             self._bytes.clear()
+            self._refused = 0
+            self._cpu_seconds = time.process_time()
 
     def put(
         self, key: str, body: Body, *, if_none_match: str | None, if_match: str | None

@@ -1,9 +1,4 @@
-"""The sink's side of one S3 connection: large bodies pass through no Python code.
-
-Bodies that are not kept are dropped by the kernel: `recv` with MSG_TRUNC takes them off the socket
-without copying them anywhere, and MSG_WAITALL makes that one call for a whole part. Kept bodies
-are sent from memory, a whole range in one call. So the process measured against the sink has the
-processor nearly to itself. Linux only.
+"""The sink's side of one S3 connection: what is asked, and the answer. `wire` moves the bodies.
 
 Protocol: Amazon S3 API Reference (PutObject, UploadPart, CompleteMultipartUpload, GetObject,
 ListObjectsV2, CopyObject, DeleteObjects) and its page on `aws-chunked` bodies with trailing
@@ -14,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import re
-import socket
+import ssl
 import threading
 import time
 from collections.abc import Mapping
@@ -26,13 +20,10 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from benchmarks.sink_objects import Body, Objects, RefusedError, Stored
+from benchmarks.wire import Wire
 
 # Bodies below this are kept in any case, so that indexes, markers and small values are real.
 KEEP_BELOW_BYTES = 1 << 20
-_SCRATCH_BYTES = 64 << 20
-_HEAD_BYTES = 1 << 16
-_THROTTLED_BYTES = 1 << 20
-_DISCARD = socket.MSG_TRUNC | socket.MSG_WAITALL  # Linux: tcp(7)
 _DATE = "Last-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n"
 _LIST_DATE = "2026-01-01T00:00:00.000Z"
 
@@ -59,52 +50,65 @@ class _Request:
         return {name: self.headers.get(name.replace("_", "-")) for name in names}
 
 
-class Throttle:
-    """Takes bytes at a given rate, all connections together.
+class RequestRate:
+    """What each bucket answers per second: a bucket of tokens that holds half a second's.
 
     Args:
-        bytes_per_second: the rate.
+        per_second: requests.
     """
 
-    def __init__(self, bytes_per_second: float) -> None:
-        self._bytes_per_second = bytes_per_second
+    def __init__(self, per_second: float) -> None:
+        self._per_second = per_second
+        self._most = max(1.0, per_second / 2)
         self._lock = threading.Lock()
-        self._free_at = time.monotonic()
+        self._tokens: dict[str, tuple[float, float]] = {}
 
-    def take(self, size_bytes: int) -> None:
-        """Wait until the bytes before these have been taken."""
+    def admits(self, bucket: str) -> bool:
+        """Take a token if there is one."""
         with self._lock:
             now = time.monotonic()
-            self._free_at = max(now, self._free_at) + size_bytes / self._bytes_per_second
-            wait_seconds = self._free_at - now
-        time.sleep(wait_seconds)
+            left, at = self._tokens.get(bucket, (self._most, now))
+            left = min(self._most, left + (now - at) * self._per_second)
+            admitted = left >= 1
+            self._tokens[bucket] = (left - admitted, now)
+            return admitted
 
 
 class Connection:
-    """Serves one client until it closes; one thread each."""
+    """Serves one client until it closes; one thread each.
+
+    Args:
+        wire: to the client.
+        objects: what is stored.
+        keep: keep large bodies too.
+        latency_seconds: before each answer. Default 0.
+        rate: refuses what exceeds it. Default None.
+    """
 
     def __init__(
         self,
-        connection: socket.socket,
+        wire: Wire,
         objects: Objects,
         *,
         keep: bool,
-        throttle: Throttle | None = None,
+        latency_seconds: float = 0.0,
+        rate: RequestRate | None = None,
     ) -> None:
-        self._socket = connection
+        self._wire = wire
         self._objects = objects
         self._keep = keep
-        self._throttle = throttle
+        self._latency_seconds = latency_seconds
+        self._rate = rate
         self._ahead = b""  # received, but not yet looked at
-        self._scratch = mmap.mmap(-1, _SCRATCH_BYTES)  # never touched
 
     def serve(self) -> None:
         """Answer requests until the client goes away."""
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with self._socket, self._scratch, contextlib.suppress(ConnectionError):
-            while (request := self._read_head()) is not None:
+        with self._wire, contextlib.suppress(ConnectionError, ssl.SSLError):
+            while True:  # until the client closes
+                request = self._read_head()
                 if request.headers.get("expect", "").lower() == "100-continue":
-                    self._socket.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    self._wire.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+                self._wire.begin_body()
                 body = self._read_body(request)
                 try:
                     self._answer(request, body)
@@ -113,13 +117,8 @@ class Connection:
                     # The answer to a HEAD has no body.
                     self._reply(error.status, "" if request.method == "HEAD" else text)
 
-    def _read_head(self) -> _Request | None:
-        while b"\r\n\r\n" not in self._ahead:
-            received = self._socket.recv(_HEAD_BYTES)
-            if not received:
-                return None
-            self._ahead += received
-        head, self._ahead = self._ahead.split(b"\r\n\r\n", 1)
+    def _read_head(self) -> _Request:
+        head = self._read_until(b"\r\n\r\n")
         first, *lines = head.decode("latin1").split("\r\n")
         method, target, _ = first.split(" ", 2)
         pairs = (line.partition(":") for line in lines)
@@ -130,44 +129,60 @@ class Connection:
         return _Request(method, bucket, key, {k: v[0] for k, v in fields.items()}, headers)
 
     def _read_body(self, request: _Request) -> Body | bytearray:
-        """The body, if it is kept as bytes or in memory files; else only its size."""
-        length = request.length_bytes
+        """Return the body as bytes, or only its size if it is not kept."""
         chunked = "aws-chunked" in request.headers.get("content-encoding", "")
-        drop = request.method == "PUT" and length >= KEEP_BELOW_BYTES and not self._keep
-        if drop:
-            self._discard(length)
-            size = int(request.headers["x-amz-decoded-content-length"]) if chunked else length
-            return Body(size, None)
-        received = bytearray(length)
-        count = min(length, len(self._ahead))
-        received[:count] = self._ahead[:count]
-        self._ahead = self._ahead[count:]
-        view = memoryview(received)[count:]
-        while view:
-            got = self._socket.recv_into(view)
-            if not got:
-                raise ConnectionError("the client closed in the middle of a body")
-            view = view[got:]
-        view.release()
-        return _join_chunks(received) if chunked else received
+        if request.headers.get("transfer-encoding", "").lower() == "chunked":
+            received = self._read_transfer_chunks()
+        else:
+            length = request.length_bytes
+            if request.method == "PUT" and length >= KEEP_BELOW_BYTES and not self._keep:
+                self._wire.discard_body(length - len(self._take_ahead(length)))
+                size = int(request.headers["x-amz-decoded-content-length"]) if chunked else length
+                return Body(size, None)
+            received = bytearray(length)
+            self._receive(memoryview(received))
+        body = _join_chunks(received) if chunked else received
+        keeps = self._keep or request.method != "PUT" or len(body) < KEEP_BELOW_BYTES
+        return body if keeps else Body(len(body), None)
 
-    def _discard(self, length: int) -> None:
-        count = min(length, len(self._ahead))
-        self._ahead = self._ahead[count:]
-        length -= count
-        while length:
-            most = _SCRATCH_BYTES if self._throttle is None else _THROTTLED_BYTES
-            got = self._socket.recv_into(self._scratch, min(length, most), _DISCARD)
-            if not got:
-                raise ConnectionError("the client closed in the middle of a body")
-            length -= got
-            if self._throttle is not None:
-                self._throttle.take(got)
+    def _read_transfer_chunks(self) -> bytearray:
+        """Read a body in chunks (RFC 9112, 7.1), as botocore sends it over https."""
+        received = bytearray()
+        while size_bytes := int(self._read_until(b"\r\n").split(b";")[0], 16):
+            chunk = bytearray(size_bytes + 2)
+            self._receive(memoryview(chunk))
+            received += memoryview(chunk)[:size_bytes]
+        while self._read_until(b"\r\n"):
+            pass  # trailers
+        return received
+
+    def _take_ahead(self, size_bytes: int) -> bytes:
+        taken, self._ahead = self._ahead[:size_bytes], self._ahead[size_bytes:]
+        return taken
+
+    def _receive(self, view: memoryview) -> None:
+        ahead = self._take_ahead(len(view))
+        view[: len(ahead)] = ahead
+        self._wire.receive_body(view[len(ahead) :])
+
+    def _read_until(self, mark: bytes) -> bytes:
+        """Return what comes before a mark, and take both.
+
+        Raises:
+            ConnectionError: the client has closed.
+        """
+        while mark not in self._ahead:
+            received = self._wire.receive()
+            if not received:
+                raise ConnectionError("the client has closed")
+            self._ahead += received
+        found, self._ahead = self._ahead.split(mark, 1)
+        return found
 
     def _reply(self, status: str, text: str = "", headers: str = "") -> None:
         body = text.encode()
         head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
-        self._socket.sendall(head.encode() + body)
+        self._wire.send(head.encode() + body)
 
     def _answer(self, request: _Request, body: Body | bytearray) -> None:
         if request.bucket == "__stats":
@@ -175,10 +190,12 @@ class Connection:
                 self._objects.reset_stats()
             self._reply("200 OK", json.dumps(self._objects.stats()))
             return
+        time.sleep(self._latency_seconds)
         verb = _verb(request)
-        size = body.size_bytes if isinstance(body, Body) else len(body)
-        if verb != "GET":
-            self._objects.count(verb, received_bytes=size)
+        self._objects.count(verb, body.size_bytes if isinstance(body, Body) else len(body))
+        if self._rate is not None and not self._rate.admits(request.bucket):
+            self._objects.count_refused()
+            raise RefusedError("503 Slow Down", "SlowDown")
         handlers = {
             "LIST": self._list,
             "GET": self._get,
@@ -265,14 +282,15 @@ class Connection:
         if request.method == "GET":
             if stored.body.blocks is None:
                 raise RefusedError("501 Not Implemented", "BodyDiscardedStartTheSinkWithKeep")
-            self._objects.count("GET", sent_bytes=end - start)
+            self._objects.count_sent(end - start)
         head = (
             f"HTTP/1.1 {status}\r\nContent-Length: {end - start}\r\nETag: {stored.e_tag}\r\n"
             f"Accept-Ranges: bytes\r\n{_DATE}{extra}\r\n"
         )
-        self._socket.sendall(head.encode())
+        self._wire.send(head.encode())
         if request.method == "GET":
-            stored.body.send(self._socket, start, end)
+            self._wire.begin_body()
+            self._wire.send_body(stored.body.views(start, end))
 
     def _list(self, request: _Request, body: Body | bytearray) -> None:
         del body

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.sink import Sink
+from benchmarks.conditions import Conditions
+from benchmarks.sink import Sink, fetch_stats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,7 @@ class Place:
     Attributes:
         bucket, prefix: where; the prefix has no slash at either end.
         endpoint_url, access_key, secret_key: of a server on loopback, or None.
+        certificate: the file with the certificate to trust for https; None: the system's.
         counted: the endpoint is a sink, which counts requests.
     """
 
@@ -26,6 +28,7 @@ class Place:
     endpoint_url: str | None = None
     access_key: str | None = None
     secret_key: str | None = None
+    certificate: str | None = None
     counted: bool = False
 
     @property
@@ -38,15 +41,20 @@ class Place:
         """In fsspec's spelling."""
         if self.endpoint_url is None:
             return {}
-        return {
+        options = {
             "key": self.access_key,
             "secret": self.secret_key,
             "endpoint_url": self.endpoint_url,
         }
+        return options if self.certificate is None else {**options, "verify": self.certificate}
 
     def at(self, name: str) -> Place:
         """A place below this one."""
         return Place(**{**vars(self), "prefix": f"{self.prefix}/{name}"})
+
+    def stats(self, *, reset: bool = False) -> dict[str, Any]:
+        """Return what the sink there has counted; see `fetch_stats`."""
+        return fetch_stats(str(self.endpoint_url), self.certificate, reset=reset)
 
     def clear(self) -> None:
         """Delete every object below the prefix."""
@@ -58,22 +66,20 @@ class Place:
 
 
 @contextlib.contextmanager
-def open_target(
-    name: str, *, keep: bool, throttle_gib_per_second: float | None = None
-) -> Iterator[Place]:
+def open_target(name: str, *, keep: bool, conditions: Conditions | None = None) -> Iterator[Place]:
     """A fresh prefix on `sink`, `seaweedfs` or `s3://bucket[/prefix]`, emptied in the end.
 
     Args:
         name: which of them.
         keep: what is saved must be readable (the sink else discards large bodies).
-        throttle_gib_per_second: of the sink; see there.
+        conditions: of the sink. Default None: plain HTTP without limits.
 
     Raises:
         ValueError: it is none of them.
     """
     run = f"benchmarks-{secrets.token_hex(4)}"
     if name == "sink":
-        with Sink(keep=keep, throttle_gib_per_second=throttle_gib_per_second) as sink:
+        with Sink(keep=keep, conditions=conditions) as sink:
             options: dict[str, Any] = sink.storage_options
             yield Place(
                 bucket="bench",
@@ -81,6 +87,7 @@ def open_target(
                 endpoint_url=sink.endpoint_url,
                 access_key=options["key"],
                 secret_key=options["secret"],
+                certificate=sink.certificate,
                 counted=True,
             )
     elif name == "seaweedfs":

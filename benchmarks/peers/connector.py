@@ -26,6 +26,8 @@ def _client_config(place: Place) -> S3ClientConfig:
     os.environ["AWS_ENDPOINT_URL"] = place.endpoint_url
     os.environ["AWS_ACCESS_KEY_ID"] = place.access_key or ""
     os.environ["AWS_SECRET_ACCESS_KEY"] = place.secret_key or ""
+    if place.certificate is not None:
+        os.environ["SSL_CERT_FILE"] = place.certificate
     return S3ClientConfig(force_path_style=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,8 @@ def _store(place: Place) -> S3Store:
         }
     # Unsigned payloads, as in our adapter: SHA-256 of every body would triple the processor time.
     options: Any = {"allow_http": True, "timeout": "150s"}
+    if place.certificate is not None:
+        options["root_certificate"] = Path(place.certificate).read_bytes()
     return S3Store(place.bucket, unsigned_payload=True, client_options=options, **config)
 
 

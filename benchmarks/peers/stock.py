@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -14,13 +14,19 @@ if TYPE_CHECKING:
     from benchmarks.targets import Place
 
 
+def _options(place: Place) -> dict[str, Any]:
+    options = place.storage_options
+    verify = options.pop("verify", None)  # s3fs hands it to its client
+    return options if verify is None else {**options, "client_kwargs": {"verify": verify}}
+
+
 class Stock:
     """Part sizes and concurrency are s3fs's own; the settings are not for it."""
 
     def writer(self, place: Place, settings: Settings) -> FsspecWriter:
         """See `DcpPeer`."""
         del settings
-        return FsspecWriter(place.url, **place.storage_options)
+        return FsspecWriter(place.url, **_options(place))
 
     def save(self, state: State, place: Place, settings: Settings) -> None:
         """See `Peer`."""
@@ -29,7 +35,7 @@ class Stock:
     def reader(self, place: Place, settings: Settings) -> FsspecReader:
         """See `DcpPeer`."""
         del settings
-        return FsspecReader(place.url, **place.storage_options)
+        return FsspecReader(place.url, **_options(place))
 
     def load(self, state: State, place: Place, settings: Settings) -> None:
         """See `Peer`."""

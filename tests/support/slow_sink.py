@@ -11,7 +11,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from benchmarks.sink_objects import Objects, RefusedError
-from benchmarks.sink_server import Connection, Throttle
+from benchmarks.sink_server import Connection
+from benchmarks.wire import Throttle, Wire
 from tests.support.proxy import Asked, Plan, Refuse
 
 
@@ -60,7 +61,8 @@ class SlowSink:
                 accepted, _ = self._listener.accept()
             except OSError:  # closed at the end
                 return
-            connection = _Checked(accepted, self.objects, keep=self._keep, throttle=self._throttle)
+            wire = Wire(accepted, shared=self._throttle)
+            connection = _Checked(wire, self.objects, keep=self._keep)
             connection.sink = self
             threading.Thread(target=connection.serve, daemon=True).start()
 

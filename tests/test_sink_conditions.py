@@ -1,0 +1,204 @@
+"""The sink keeps the conditions that it was asked for, and counts what it did."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from benchmarks.__main__ import main
+from benchmarks.conditions import Conditions
+from benchmarks.sink import Sink
+
+MIB = 1024**2
+_BODY = bytes(range(256)) * (4 * MIB // 256)
+
+
+@contextlib.contextmanager
+def connected(sink: Sink) -> Iterator[http.client.HTTPConnection]:
+    place = urlsplit(sink.endpoint_url).netloc
+    connection = (
+        http.client.HTTPConnection(place, timeout=60)
+        if sink.certificate is None
+        else http.client.HTTPSConnection(
+            place, timeout=60, context=ssl.create_default_context(cafile=sink.certificate)
+        )
+    )
+    connection.connect()
+    with contextlib.closing(connection):
+        yield connection
+
+
+def ask(connection: http.client.HTTPConnection, verb: str, body: bytes = b"") -> tuple[int, bytes]:
+    connection.request(verb, "/bench/o", body)
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def seconds_of(act: Callable[[], object]) -> float:
+    began_at = time.perf_counter()
+    act()
+    return time.perf_counter() - began_at
+
+
+def test_every_answer_comes_after_the_latency_and_not_much_later() -> None:
+    with Sink(conditions=Conditions(latency_ms=30)) as sink, connected(sink) as connection:
+        seconds = sorted(seconds_of(lambda: ask(connection, "HEAD")) for _ in range(15))
+    assert seconds[0] >= 0.030
+    assert seconds[3] < 0.060, "the fastest fifth, because this machine may be busy"
+
+
+@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_each_connection_has_its_rate_in_both_directions(keep: bool, tls: bool) -> None:
+    expected_seconds = 4 / 60
+    conditions = Conditions(rate_mib_per_connection=60, tls=tls)
+    with contextlib.ExitStack() as stack:
+        sink = stack.enter_context(Sink(keep=keep, conditions=conditions))
+        clients = [stack.enter_context(connected(sink)) for _ in range(3)]
+
+        def fastest(verb: str, body: bytes = b"") -> float:
+            def of(connection: http.client.HTTPConnection) -> list[float]:
+                return [seconds_of(lambda: ask(connection, verb, body)) for _ in range(5)]
+
+            with ThreadPoolExecutor(len(clients)) as pool:
+                seconds = sorted(one for all_ in pool.map(of, clients) for one in all_)
+            assert seconds[0] >= 0.98 * expected_seconds
+            return seconds[2]
+
+        # If the connections shared the rate, each would take three times as long.
+        assert fastest("PUT", _BODY) < 2 * expected_seconds
+        if keep:
+            assert fastest("GET") < 2 * expected_seconds
+
+
+def test_all_connections_together_have_the_common_rate() -> None:
+    with contextlib.ExitStack() as stack:
+        sink = stack.enter_context(Sink(conditions=Conditions(gib_per_second=64 / 1024)))
+        clients = [stack.enter_context(connected(sink)) for _ in range(3)]
+        with ThreadPoolExecutor(len(clients)) as pool:
+            together = seconds_of(lambda: list(pool.map(lambda c: ask(c, "PUT", _BODY), clients)))
+    assert together >= 0.95 * 12 / 64
+
+
+def test_a_bucket_answers_so_many_requests_per_second_and_refuses_the_others() -> None:
+    conditions = Conditions(requests_per_second=20)
+    with Sink(conditions=conditions) as sink, connected(sink) as connection:
+        began_at = time.perf_counter()
+        answers = [ask(connection, "GET") for _ in range(10)]
+        while time.perf_counter() - began_at < 0.5:
+            answers.append(ask(connection, "GET"))
+        elapsed_seconds = time.perf_counter() - began_at
+        connection.request("HEAD", "/another/o")
+        assert connection.getresponse().status == 404
+        stats = sink.stats()
+    refused = [body for status, body in answers if status == 503]
+    answered = len(answers) - len(refused)
+    # Half a second's at once, then one for each twentieth of a second.
+    assert 10 <= answered <= 10 + 20 * elapsed_seconds + 1
+    assert answered >= min(len(answers), 10 + 20 * 0.5 - 2)
+    assert all(b"SlowDown" in body for body in refused)
+    assert stats["refused"] == len(refused) > 0
+    assert stats["requests"] == {"GET": len(answers), "HEAD": 1}
+
+
+def test_over_tls_it_serves_only_who_trusts_its_certificate_and_counts_the_same() -> None:
+    with Sink(keep=True, conditions=Conditions(tls=True)) as sink:
+        state = {"w": torch.arange(3 * MIB, dtype=torch.float32)}
+        options = sink.storage_options
+        dos.save(state, "s3://bench/run/step-1", storage_options=options)
+        loaded = {"w": torch.zeros(3 * MIB)}
+        dos.load(loaded, "s3://bench/run/step-1", storage_options=options)
+        assert torch.equal(loaded["w"], state["w"])
+        stats = sink.stats()
+        assert stats["received_bytes"] >= 12 * MIB
+        assert stats["sent_bytes"] >= 12 * MIB
+        assert stats["cpu_seconds"] > 0
+        del options["verify"]
+        quick = dos.TransferConfig(max_retries=0)
+        with pytest.raises(dos.DcpObjstoreError):
+            dos.load(loaded, "s3://bench/run/step-1", storage_options=options, config=quick)
+
+
+@pytest.mark.parametrize("record_bytes", [4096, 16384])
+def test_records_are_as_large_as_was_asked(record_bytes: int) -> None:
+    conditions = Conditions(tls=True, tls_record_bytes=record_bytes)
+    with Sink(keep=True, conditions=conditions) as sink:
+        with connected(sink) as connection:
+            ask(connection, "PUT", _BODY)
+        lengths = _record_lengths(sink, b"GET /bench/o HTTP/1.1\r\nHost: x\r\n\r\n", len(_BODY))
+    # A record has a type and a tag of 16 bytes more (RFC 8446, 5.2).
+    assert max(lengths) == record_bytes + 17
+    assert sum(length == record_bytes + 17 for length in lengths) >= len(_BODY) // record_bytes
+
+
+def _record_lengths(sink: Sink, request: bytes, size_bytes: int) -> list[int]:
+    """Send a request and return the lengths of all TLS records of the server."""
+    arrived, leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.create_default_context(cafile=sink.certificate)
+    tls = context.wrap_bio(arrived, leaving, server_hostname="127.0.0.1")
+    place = urlsplit(sink.endpoint_url)
+    raw, plain_bytes = b"", 0
+    with socket.create_connection((str(place.hostname), int(place.port or 0))) as connection:
+
+        def exchange() -> None:
+            nonlocal raw
+            connection.sendall(leaving.read())
+            received = connection.recv(1 << 20)
+            assert received
+            raw += received
+            arrived.write(received)
+
+        while True:
+            try:
+                tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                exchange()
+        tls.write(request)
+        while plain_bytes < size_bytes:
+            try:
+                plain_bytes += len(tls.read(1 << 20))
+            except ssl.SSLWantReadError:
+                exchange()
+    lengths = []
+    while len(raw) > 5:
+        lengths.append(int.from_bytes(raw[3:5], "big"))
+        raw = raw[5 + lengths[-1] :]
+    return lengths
+
+
+def test_a_body_in_transfer_chunks_is_stored_without_their_framing() -> None:
+    pieces = [b"hello", b" world" * MIB]
+    with Sink(keep=True, conditions=Conditions(tls=True)) as sink, connected(sink) as connection:
+        connection.request("PUT", "/bench/o", iter(pieces), encode_chunked=True)
+        assert connection.getresponse().read() == b""
+        assert ask(connection, "GET") == (200, b"".join(pieces))
+
+
+def test_conditions_are_for_the_sink_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["save", "--target", "seaweedfs", "--tls"])
+    assert "conditions" in capsys.readouterr().err
+
+
+def test_the_options_of_a_command_line_are_the_conditions() -> None:
+    conditions = Conditions(tls=True, latency_ms=30, rate_mib_per_connection=60)
+    assert conditions.arguments == [
+        "--tls",
+        "--tls-record-bytes=16384",
+        "--latency-ms=30",
+        "--rate-mib-per-connection=60",
+    ]
+    assert conditions.described("sink") == (
+        "sink (https, 30 ms to the first byte, 60 MiB/s per connection)"
+    )
