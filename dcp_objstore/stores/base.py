@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -192,7 +193,20 @@ class BaseStore(ABC, Generic[Place]):
         try:
             yield place
         except DcpObjstoreError as error:
+            _clear_frames(error)
             error.at(object_key=key, url=self.url)
             raise
         except Exception as error:
+            _clear_frames(error)
             raise self._translate(error).at(object_key=key, url=self.url) from error
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Drop the local variables of the frames that an error and its causes have left.
+
+    A function that raises an error which it has in a variable is a reference cycle. Until the next
+    garbage collection it would hold the caller's buffers, and the memory of a staged save.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -163,7 +163,7 @@ def test_a_store_that_says_slow_down_for_ever_fails_the_load_within_the_shared_b
         proxy.plan = slow = SlowDown(0, 0, meant=is_transfer)
         found = {"zeros": torch.ones(8 * PART_BYTES, dtype=torch.uint8)}
         options = proxy.storage_options
-        with pytest.raises(StoreUnavailableError, match=r"throttling .*used up"):
+        with pytest.raises(StoreUnavailableError, match=r"throttling.*used up"):
             dos.load(found, url, storage_options=options, config=CONFIG, progress=False)
     # The workers' first tries, and the budget.
     assert len(slow.refused) <= CONFIG.download_concurrency + 6

@@ -83,7 +83,7 @@ class ObstoreSource(RangeSource):
             found = StoreUnavailableError(f"the connection to the store was lost: {error}")
             self._tries.failed(found, throttled=False, begun_at=asked_at)
         elif isinstance(error, PutOffError):
-            found = StoreUnavailableError(f"the store puts requests off (status {error.status})")
+            found = StoreUnavailableError(f"the store answered with status {error.status}")
             self._tries.failed(found, throttled=True, begun_at=asked_at)
         else:
             self._clients.again(self._tries, error, asked_at)
