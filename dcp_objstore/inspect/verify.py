@@ -181,8 +181,8 @@ class _Comparison:
     def missing(self, object_key: str) -> None:
         """Note a missing object and the items whose bytes it held."""
         number = self._source.object_keys.index(object_key)
-        items = self._source.items.items()
-        keys = list(dict.fromkeys(k for (k, _), s in items if s.object_number == number))
+        items = self._source.items
+        keys = list(dict.fromkeys(k for k, stored in items if stored.object_number == number))
         more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
         held = f"; it held {', '.join(keys[:_SHOWN])}{more}" if keys else ""
         text = f"{object_key}: the object is missing{held}"
@@ -387,7 +387,7 @@ class _GoneCheck:
 
 def _payload(source: StoredCheckpoint) -> Iterator[Span[_Piece]]:
     """Yield every block of every item."""
-    for (key, _), stored in source.items.items():
+    for key, stored in source.items:
         yield from _blocks(key, stored)
 
 
