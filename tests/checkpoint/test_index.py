@@ -87,7 +87,8 @@ def test_an_index_survives_the_round_trip():
 
 
 CONTRADICTIONS = {
-    "item beyond its object": chunk(item=item(offset=900)),
+    "item beyond its object": chunk(item=item(offset=900, payload_offset=964)),
+    "offset beyond the object": chunk(item=item(offset=1001, length=48, payload_offset=1001)),
     "payload before its item": chunk(item=item(offset=100)),
     "payload after its item": chunk(item=item(payload_offset=190)),
     "negative offset": chunk(item=item(offset=-1)),
@@ -98,6 +99,19 @@ CONTRADICTIONS = {
     "half a digest": chunk(item=item(digests=b"d" * 8)),
     "a digest too many": chunk(item=item(digests=DIGEST * 2)),
     "payload of another size than the shape": chunk(item=item(payload_length=44)),
+    "payload of half an element more": chunk(item=item(payload_length=50)),
+    "negative shape": index(tensors={"w": tensor(shape=(-3, -4))}),
+    "extents that overflow behind a 0": index(
+        tensors={"w": tensor(shape=(0, 2**62, 2**62), chunks=())}
+    ),
+    "65 dimensions": index(
+        tensors={
+            "w": tensor(
+                shape=(1,) * 65,
+                chunks=(indexes.Chunk((0,) * 65, (1,) * 65, item(payload_length=4)),),
+            )
+        }
+    ),
     "chunk outside the tensor": chunk(offsets=(1, 0)),
     "chunk of other rank": chunk(offsets=(0,), sizes=(12,)),
     "negative sizes that multiply right": chunk(sizes=(-3, -4)),
@@ -109,9 +123,11 @@ CONTRADICTIONS = {
         tensors={"w": tensor(chunks=halves()[::-1])}
     ),
     "items that overlap": index(
-        tensors={"w": tensor(chunks=(halves()[0], replaced(halves()[1], offset=199)))}
+        tensors={"w": tensor(chunks=(halves()[0], replaced(halves()[1], offset=99, length=101)))}
     ),
-    "a value in the bytes of a tensor": index(blobs={"step": item(offset=199)}),
+    "a value in the bytes of a tensor": index(
+        blobs={"step": item(offset=199, length=48, payload_offset=199)}
+    ),
     "a flag of 2": chunk(pickled=2),
     "volumes that add up modulo 2**64": index(
         objects=(ix.ObjectEntry("a", 2**63 - 1, None, DIGEST),),
@@ -178,6 +194,37 @@ def test_a_count_of_chunks_allocates_nothing_that_the_index_does_not_hold():
         plain[2][0][-1] = count
         with pytest.raises(CheckpointCorruptError):
             ix.decode(msgspec.msgpack.encode(plain))
+
+
+def test_negative_counts_of_chunks_are_corrupt_even_if_the_sum_is_right():
+    other = tensor(chunks=(replaced(tensor().chunks[0], offset=400, payload_offset=464),))
+    plain = msgspec.msgpack.decode(indexes.encode(index(tensors={"w": tensor(), "v": other})))
+    ix.decode(msgspec.msgpack.encode(plain))
+    plain[2][0][-1], plain[2][1][-1] = 3, -1
+    with pytest.raises(CheckpointCorruptError):
+        ix.decode(msgspec.msgpack.encode(plain))
+
+
+@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("length", [0, 1, 3, 5, 6, 15, 17, 48])
+def test_a_column_of_another_length_is_corrupt(number, length):
+    plain = msgspec.msgpack.decode(indexes.encode(index()))  # two rows
+    plain[4][number] = bytes(length)
+    with pytest.raises(CheckpointCorruptError):
+        ix.decode(msgspec.msgpack.encode(plain))
+
+
+def test_an_item_with_too_few_digests_is_named():
+    big = item(payload_length=5 * BLOCK_SIZE_BYTES, length=6 * BLOCK_SIZE_BYTES)
+    entry = ix.ObjectEntry("a", 2**40, None, DIGEST)
+    wrong = index(
+        objects=(entry,),
+        tensors={},
+        blobs={"v": item(offset=2**39, payload_offset=2**39), "b": big},
+    )
+    with pytest.raises(CheckpointCorruptError) as caught:
+        ix.decode(indexes.encode(wrong))
+    assert caught.value.key == "b"
 
 
 def test_a_chunk_is_found_by_its_offset_with_and_without_a_hint():
