@@ -497,26 +497,27 @@ def _check_chunks(index: Index, group: Group) -> None:
     If a chunk were missing, a part of the destination would silently keep its old values.
     """
     tensors = group.tensors
-    offsets, sizes, owner, rows = group.offsets, group.sizes, group.owner, group.rows
+    owner, rows = group.owner, group.rows
     shapes = np.array([tensor.shape for tensor in tensors], dtype=np.uint64)
-    limits = shapes.reshape(len(tensors), offsets.shape[1])[owner]
+    inside = np.ones(len(rows), dtype=bool)
+    volumes = np.ones(len(rows), dtype=np.uint64)
+    same = owner[1:] == owner[:-1]
+    # Whether a chunk lies after the one before it; whether the dimensions so far do not tell.
+    after, tied = np.zeros(len(same), dtype=bool), same.copy()
+    # By dimension, because a matrix of 64-bit numbers may be 60 times as large as the index.
+    for dim, (offset, size) in enumerate(zip(group.offsets.T, group.sizes.T, strict=True)):
+        limit = shapes[owner, dim]
+        inside &= (offset <= limit) & (size <= limit - np.minimum(offset, limit))
+        volumes *= size
+        after |= tied & (offset[:-1] < offset[1:])
+        tied &= offset[:-1] == offset[1:]
 
     def chunk(at: int) -> str:
-        return f"a chunk at {offsets[at].tolist()} of sizes {sizes[at].tolist()}"
+        return f"a chunk at {group.offsets[at].tolist()} of sizes {group.sizes[at].tolist()}"
 
-    inside = (offsets <= limits) & (sizes <= limits - np.minimum(offsets, limits))
-    outside: _Mask = ~np.logical_and.reduce(inside, axis=1)
-    _refuse(index, outside, lambda at: f"{chunk(at)}, outside of its tensor", rows)
+    _refuse(index, ~inside, lambda at: f"{chunk(at)}, outside of its tensor", rows)
     # In each tensor the offsets ascend, so no two chunks have the same.
-    same = owner[1:] == owner[:-1]
-    ascending, tied = np.zeros(len(same), dtype=bool), same.copy()
-    for one, other in zip(offsets[:-1].T, offsets[1:].T, strict=True):
-        ascending |= tied & (one < other)
-        tied &= one == other
-    _refuse(
-        index, same & ~ascending, lambda at: f"{chunk(at + 1)}, twice or out of order", rows[1:]
-    )
-    volumes = np.prod(sizes, axis=1, dtype=np.uint64)
+    _refuse(index, same & ~after, lambda at: f"{chunk(at + 1)}, twice or out of order", rows[1:])
     # The sum of volumes that a damaged index gives may need more than 64 bits, so their halves are
     # added up.
     high, low = (
