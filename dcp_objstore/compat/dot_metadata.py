@@ -154,11 +154,12 @@ def _value_places(index: ix.Index, keys: ix.Numbers) -> bytes:
 
 def _storage_info(index: ix.Index, rows: ix.Numbers) -> tuple[bytes | _Rows, ...]:
     columns = index.columns
+    keys = columns.object_number[rows].astype(np.int64) + len(_SHARED)
     length = columns.payload_length[rows].astype(np.int64)
     length += columns.lead[rows].astype(np.int64) + columns.trail[rows].astype(np.int64)
     return (
         _opened(StorageInfo),
-        *(_get("relative_path"), *_get_each(columns.object_number[rows] + len(_SHARED))),
+        *(_get("relative_path"), *_get_each(keys)),
         *(_get("offset"), _numbers(columns.offset[rows])),
         *(_get("length"), _numbers(length)),
         _CLOSED,

@@ -99,6 +99,23 @@ def test_pickle_load_and_our_decoder_give_back_what_stock_torch_would_have_writt
             assert type(one) is list
 
 
+@pytest.mark.parametrize("count", [200, 256, 300, 70_000])
+def test_every_item_is_found_in_its_object_however_many_there_are(count: int) -> None:
+    keys = [f"__{number}_0.a1.distcp" for number in range(count)]
+    chunks = tuple(
+        indexes.Chunk((number,), (1,), indexes.Item(number, number, 100, number + 9, 2, b"d" * 16))
+        for number in range(count)
+    )
+    objects = tuple(ix.ObjectEntry(key, count + 100, None, b"f" * 16) for key in keys)
+    made = index(objects=objects, tensors={"w": tensor(shape=(count,), chunks=chunks)}, blobs={})
+    read = pickle.loads(encode_metadata(made))
+    assert read.storage_data == {
+        MetadataIndex("w", [number]): _StorageInfo(key, number, 100)
+        for number, key in enumerate(keys)
+    }
+    assert [place.index for place in read.storage_data] == list(range(count))
+
+
 def test_it_is_read_back_as_stock_torch_pickles_it() -> None:
     read = pickle.loads(encode_metadata(index()))
     assert pickle.loads(pickle.dumps(read)) == metadata()
