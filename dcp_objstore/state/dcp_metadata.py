@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Final, TypeAlias, TypeVar, overload
+from typing import Final, TypeVar, overload
 
 import msgspec
 import numpy as np
@@ -31,8 +31,6 @@ from dcp_objstore.errors import (
 )
 
 T = TypeVar("T")
-
-_MadeChunks: TypeAlias = tuple[ChunkStorageMetadata, ...]
 
 # What a stock reader expects to find in Metadata.version (torch's CURRENT_DCP_VERSION).
 DCP_VERSION: Final = "1.0.0"
@@ -205,26 +203,34 @@ def _flatten_mapping(planner_data: object) -> dict[str, tuple[str | int, ...]] |
     )
 
 
-class Chunks(Sequence[ChunkStorageMetadata]):
-    """The chunks of a tensor, for DCP's planners, which take them for a list.
+class _Made(dict[object, tuple[ChunkStorageMetadata, ...]]):
+    """The chunks that were made of an index, by what tells how their tensor is cut."""
 
-    They are made of the index when a planner first looks at one, as it does for the tensors that
-    its rank loads. Tensors that are cut alike, as most are, share them.
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), ()  # they are made again where they are needed
+
+
+class Chunks(Sequence[ChunkStorageMetadata]):
+    """The chunks of a tensor, for DCP, which takes them for a list.
+
+    They are made of the index when someone first looks at one, as DCP's planners do for the tensors
+    that their rank loads. Tensors that are cut alike, as most are, share them. A pickle holds the
+    index instead of them.
 
     Args:
         index: the index.
         key: key of the tensor.
-        made: chunks that were made of the same index already.
+        made: the chunks that were made of this index.
     """
 
-    def __init__(self, index: ix.Index, key: str, made: dict[object, _MadeChunks]) -> None:
+    def __init__(self, index: ix.Index, key: str, made: _Made) -> None:
         self._index = index
         self._key = key
         self._made = made
-        self._own: _MadeChunks | None = None
+        self._own: tuple[ChunkStorageMetadata, ...] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self._index, self._key, {})
+        return type(self), (self._index, self._key, self._made)
 
     @property
     def boxes(self) -> tuple[ix.Matrix, ix.Matrix]:
@@ -232,7 +238,7 @@ class Chunks(Sequence[ChunkStorageMetadata]):
         return self._index.boxes(self._key)
 
     @property
-    def _chunks(self) -> _MadeChunks:
+    def _chunks(self) -> tuple[ChunkStorageMetadata, ...]:
         if self._own is None:
             offsets, sizes = self.boxes
             cut = offsets.shape, offsets.tobytes(), sizes.tobytes()
@@ -281,13 +287,13 @@ def boxes_of(saved: TensorStorageMetadata) -> tuple[ix.Matrix, ix.Matrix]:
 
 
 def describe(index: ix.Index, load_id: str | None = None) -> Metadata:
-    """Return the Metadata that DCP's planners need, without storage_data.
+    """Return the Metadata that DCP's planners need, without `storage_data`.
 
     The dtype of a tensor is None if this version or this torch does not know it;
     `StoredCheckpoint.item` refuses to read such a tensor.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    made: dict[object, _MadeChunks] = {}
+    made = _Made()
     for key, tensor in index.tensors.items():
         described[key] = TensorStorageMetadata(
             properties=properties_of(tensor),

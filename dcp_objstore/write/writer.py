@@ -31,7 +31,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.events import Saved
 from dcp_objstore.observe.hooks import Hooks, show
 from dcp_objstore.observe.report import SaveReport
-from dcp_objstore.state.dcp_metadata import DCP_VERSION, build_index
+from dcp_objstore.state.dcp_metadata import build_index, describe
 from dcp_objstore.stores.target import Target
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer.workers import wait_for
@@ -361,7 +361,10 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         if self._claim is None:
             # Set now: the checkpoint is committed, and what follows may be interrupted.
             self.last_save = report
-        metadata.version = DCP_VERSION
+        # DCP pickles it for all ranks, which takes seconds where there are many chunks as objects.
+        described = describe(index)
+        metadata.state_dict_metadata = described.state_dict_metadata
+        metadata.version = described.version
         if self._stock_metadata:
             publish_for_stock_readers(
                 store,

@@ -103,4 +103,6 @@ def test_a_pickled_metadata_carries_the_index_once_and_no_chunk() -> None:
     before = len(pickle.dumps(metadata))
     assert sum(len(saved(metadata, key).chunks[:]) for key in "abc") == 3 * RANKS
     assert len(pickle.dumps(metadata)) == before < 2 * len(ix.encode(stored))
-    assert pickle.loads(pickle.dumps(metadata)) == metadata
+    received = pickle.loads(pickle.dumps(metadata))
+    assert received == metadata
+    assert saved(received, "a").chunks[0] is saved(received, "b").chunks[0]

@@ -112,6 +112,17 @@ def test_an_interrupt_after_the_commit_leaves_the_report(monkeypatch: pytest.Mon
     assert_loads(url)
 
 
+def test_the_metadata_that_a_save_returns_is_pickled_without_an_object_per_chunk() -> None:
+    state = {f"layer.{number}": torch.ones(3) for number in range(3)}
+    saved = dcp.save(state, storage_writer=dos.ObjectStoreWriter(memory_url()), no_dist=True)
+    (chunk,) = saved.state_dict_metadata["layer.1"].chunks
+    assert (chunk.offsets, chunk.sizes) == ((0,), (3,))
+    assert saved.version == "1.0.0"
+    body = pickle.dumps(saved)  # DCP does this, to hand it to all ranks
+    assert pickle.loads(body) == saved
+    assert b"ChunkStorageMetadata" not in body
+
+
 def test_without_stock_metadata_the_checkpoint_loads_and_a_repair_writes_it(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/checkpoint"
     dos.save({"t": torch.ones(5)}, url, stock_metadata=False)
