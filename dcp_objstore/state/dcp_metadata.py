@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
@@ -45,9 +46,7 @@ class StoredObject(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The location of a stored item: `WriteResult.storage_data`, pickled between ranks.
-
-    All items of an object share one `object` instance, so pickle stores it once.
+    """The location of a stored item: `WriteResult.storage_data`.
 
     Attributes:
         object: the data object that holds the item.
@@ -69,6 +68,66 @@ class StoredItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     digests: bytes
     pickled: bool
     dtype: str | None = None
+
+
+class WriteResults(list[WriteResult]):
+    """A rank's results, with a `StoredItem` in each.
+
+    DCP pickles them for the coordinator. They travel as one msgpack object, because it takes five
+    times as long to unpickle them one by one.
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        objects: dict[str, StoredObject] = {}
+        numbers: dict[str, int] = {}
+        sent = []
+        for result in self:
+            stored: StoredItem = result.storage_data
+            key = stored.object.entry.key
+            if key not in objects:
+                objects[key], numbers[key] = stored.object, len(numbers)
+            place = msgspec.structs.astuple(stored)[1:]
+            at = result.index.fqn, result.index.offset, result.index.index
+            sent.append((*at, result.size_in_bytes, numbers[key], *place))
+        return _received, (msgspec.msgpack.encode((list(objects.values()), sent)),)
+
+
+class _Sent(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A result on its way to the coordinator: a WriteResult and its StoredItem, flat."""
+
+    fqn: str
+    chunk_offset: tuple[int, ...] | None
+    chunk_number: int | None
+    size_in_bytes: int
+    object_number: int
+    offset: int
+    length: int
+    payload_offset: int
+    payload_length: int
+    digests: bytes
+    pickled: bool
+    dtype: str | None
+
+
+def _received(body: bytes) -> WriteResults:
+    objects, sent = msgspec.msgpack.decode(body, type=tuple[list[StoredObject], list[_Sent]])
+    return WriteResults(
+        WriteResult(
+            MetadataIndex(one.fqn, one.chunk_offset, one.chunk_number),
+            one.size_in_bytes,
+            StoredItem(
+                objects[one.object_number],
+                one.offset,
+                one.length,
+                one.payload_offset,
+                one.payload_length,
+                one.digests,
+                one.pickled,
+                one.dtype,
+            ),
+        )
+        for one in sent
+    )
 
 
 def build_index(

@@ -9,13 +9,21 @@ import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.state import dcp_metadata
-from dcp_objstore.state.dcp_metadata import boxes_of, describe
+from dcp_objstore.state.dcp_metadata import (
+    StoredItem,
+    StoredObject,
+    WriteResults,
+    boxes_of,
+    describe,
+)
 from tests.support import indexes
 
 RANKS = 64
@@ -80,6 +88,32 @@ def test_tensors_that_are_cut_alike_share_their_chunks(made: list[ChunkStorageMe
     assert len(made) == RANKS
     assert saved(metadata, "c").chunks[1].sizes == (3, 3)
     assert len(made) == 2 * RANKS
+
+
+def test_the_results_of_a_rank_travel_without_a_pickled_object_for_each() -> None:
+    objects = [
+        StoredObject(ix.ObjectEntry(key, 9, '"e"', b"d" * 16), 2, "memory://x") for key in "pq"
+    ]
+    places: list[tuple[MetadataIndex, str | None]] = [
+        (MetadataIndex("w", [2, 0], 1), "float32"),
+        (MetadataIndex("w", [4, 0], 2), "float32"),
+        (MetadataIndex("n", [], 0), "int64"),
+        (MetadataIndex("step"), None),
+    ]
+    sent = WriteResults(
+        WriteResult(
+            place, 7, StoredItem(objects[n % 2], n, 2**40, n + 1, 6, b"d" * 32, n == 1, dtype)
+        )
+        for n, (place, dtype) in enumerate(places)
+    )
+    body = pickle.dumps(sent)
+    assert b"MetadataIndex" not in body
+    received = pickle.loads(body)
+    assert received == sent
+    assert [one.index.index for one in received] == [1, 2, 0, None]
+    assert [type(one.index.offset) for one in received] == [torch.Size] * 3 + [type(None)]
+    assert received[0].storage_data.object is received[2].storage_data.object
+    assert pickle.loads(pickle.dumps(WriteResults())) == []
 
 
 def test_chunks_are_taken_for_a_list() -> None:
