@@ -203,6 +203,10 @@ def add_index() -> None:
         "without chunks": {"chunks": ()},
         "chunk twice": {"chunks": (chunks, chunks)},
         "chunks overlap": {"shape": (3, 3), "chunks": (chunks, indexes.Chunk((1, 0), (2, 3), chunks.item))},
+        "chunks overlap and leave elements out": {"chunks": tuple(
+            indexes.Chunk(at, sizes, h.item(8 * n, h.PAYLOAD[8 * n : 8 * n + 8]))
+            for n, (at, sizes) in enumerate((((0, 0), (2, 1)), ((0, 1), (1, 2)), ((1, 0), (1, 2))))
+        )},
         "chunk of too few": {"shape": (4, 3)},
         "other dimensions": {"shape": (6,)},
         "dtype None": {"dtype": "None"},
