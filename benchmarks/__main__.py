@@ -16,6 +16,7 @@
     python -m benchmarks small                      cost of each of 20,000 tensors of 1 KiB
     python -m benchmarks startup                    seconds of the import and of --help
     python -m benchmarks digests                    GiB/s of XXH3-128, also beside a busy thread
+    python -m benchmarks index --ranks 256          the index of a large job, beside `.metadata`
     python -m benchmarks.sink --port 9000 [--keep]  the sink by itself
 
 `pip install -e '.[bench]'` brings the peers; one that is missing is reported and left out. The
@@ -127,6 +128,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--rounds", type=_positive, default=7)
     command = commands.add_parser("digests", help="GiB/s of XXH3-128, alone and beside Python")
     command.add_argument("--rounds", type=_positive, default=5)
+    command = commands.add_parser("index", help="cost of the index of many ranks and tensors")
+    command.add_argument("--ranks", type=_positive, default=256)
+    command.add_argument("--tensors", type=_positive, default=2000)
+    command.add_argument("--rounds", type=_positive, default=3)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print data, not a table")
     return parser
@@ -161,6 +166,10 @@ def _run(options: argparse.Namespace, conditions: Conditions) -> tuple[Table, Re
         from benchmarks.digests import digests
 
         return digests(options.rounds)
+    if options.command == "index":
+        from benchmarks.index import index
+
+        return index(options.ranks, options.tensors, options.rounds)
     return _run_with(Settings.from_options(options), options, conditions)
 
 

@@ -186,6 +186,23 @@ def test_the_load_benchmark_checks_what_it_loads() -> None:
     assert "requests/GiB" in done.stdout
 
 
+@pytest.mark.campaign  # four processes import torch
+def test_the_index_benchmark_loads_a_shard_of_each_tensor() -> None:
+    command = ["-m", "benchmarks", "index", "--ranks", "64", "--tensors", "80", "--rounds", "1"]
+    done = subprocess.run(
+        [sys.executable, *command, "--json"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    sizes = json.loads(done.stdout)["sizes"]
+    assert [one["chunks"] for one in sizes] == [640, 1280, 2560, 5120]
+    assert sizes[-1]["index_bytes"] < 0.5 * sizes[-1]["stock_bytes"]
+    assert sizes[-1]["decode_seconds"] < sizes[-1]["unpickle_seconds"]
+
+
 def test_the_gpu_benchmark_measures_or_says_that_there_is_no_gpu() -> None:
     command = ["-m", "benchmarks", "gpu", "--gib", "0.25", "--rounds", "1", "--tensors", "4"]
     done = subprocess.run(

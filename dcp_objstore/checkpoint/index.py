@@ -1,9 +1,14 @@
 """The index: what is in a checkpoint and where, as one msgpack object.
 
-It is typed, validated and bounded, and never pickled. `decode` returns only an index in which every
-offset is inside its object and every size agrees with its shape, so that readers may allocate
-and read by it without further checks. This module knows the names and sizes of dtypes; it does not
-import torch.
+What there is once per object or tensor (keys, shapes, dtypes) is stored as msgpack values. What
+there is once per item is stored in columns: arrays of unsigned little-endian integers, which are
+decoded and checked as arrays. A save by 256 ranks has up to 256 chunks of each tensor; no Python
+object is made of a chunk before someone asks for that chunk.
+
+The index is typed, validated and bounded, and never pickled. `decode` returns only an index in
+which every item lies inside its object, no two items overlap, and every size agrees with its shape,
+so that readers may allocate and read by it without further checks. This module knows the names and
+sizes of dtypes; it does not import torch.
 
 Structs are encoded as arrays. New fields are appended with a default, and the format number rises
 when an old reader would misread a new index.
@@ -11,16 +16,21 @@ when an old reader would misread a new index.
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Final
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 
 from dcp_objstore.checkpoint.names import check_object_key
 from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
-from dcp_objstore.transfer.digests import DIGEST_SIZE_BYTES, digest_count
+from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 # Bytes per element of every dtype that can be saved, by torch's name. The others (bits8, int4,
 # quint4x2) cannot: torch cannot pickle or copy them, or DCP does not know their size.
@@ -36,8 +46,17 @@ ITEM_SIZE_BYTES: Final[dict[str, int]] = {
 }
 _MAX_SIZE = 2**63 - 1
 _MAX_DIMENSIONS = 64
+# The widths of a column in bytes; each column has the narrowest that holds its largest number.
+_WIDTHS = (1, 2, 4, 8)
+_HALF = np.uint64(32)
+_LOW_HALF = np.uint64(2**32 - 1)
 # msgspec does not wrap the decoder's error for a map key that is not UTF-8.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+Column: TypeAlias = np.ndarray[tuple[int], np.dtype[np.unsignedinteger[Any]]]
+Matrix: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.unsignedinteger[Any]]]
+_Mask: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
+Numbers: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -56,55 +75,21 @@ class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
     framing_digest: bytes
 
 
-class Item(msgspec.Struct, frozen=True, array_like=True):
-    """Where an item is stored, and the digests of its payload.
-
-    Attributes:
-        object_number: position in `Index.objects`.
-        offset, length: the item within its object, in bytes; stock torch readers read this range.
-        payload_offset: where the payload begins in the object.
-        payload_length: size of the payload in bytes.
-        digests: 16 bytes per 4 MiB block of payload, counted from the payload's start.
-    """
-
-    object_number: int
-    offset: int
-    length: int
-    payload_offset: int
-    payload_length: int
-    digests: bytes
-
-
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """One saved box of a tensor.
-
-    Attributes:
-        offsets, sizes: the box within the tensor, in elements, one number per dimension.
-        item: where it is stored. The payload is the raw row-major elements or, if `pickled`, the
-            whole item as `torch.save` wrote it.
-        pickled: whether only torch can decode the payload (sparse, quantized and subclass tensors).
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    item: Item
-    pickled: bool = False
-
-
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of the state dict, as DCP's TensorProperties describe it, and its chunks.
+    """One tensor of the state dict, as DCP's TensorProperties describe it.
 
     `dtype` is that of the stored elements. If it is not in `ITEM_SIZE_BYTES`, a newer version wrote
     it: the tensor cannot be read, and its payload was not compared with its shape.
     """
 
+    key: str
     shape: tuple[int, ...]
     dtype: str
     layout: str
     requires_grad: bool
     memory_format: str
     pin_memory: bool
-    chunks: tuple[Chunk, ...]
+    chunk_count: int
 
 
 class StorageInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -115,43 +100,236 @@ class StorageInfo(msgspec.Struct, frozen=True, array_like=True):
     modules: tuple[str, ...] = ()
 
 
-class Index(msgspec.Struct, frozen=True, array_like=True):
+class Columns(NamedTuple):
+    """What the index holds for each item, one array for each property.
+
+    A row of the first six columns is an item: first the chunks of each tensor, in the order of
+    their offsets, tensor after tensor; then the pickled values. An item lies in its object like
+    this, so that no number in a column can place its payload outside of it:
+
+        [ object ... offset | lead | payload_length | trail ...          ]
+                            [----------- the item ----------]
+
+    Attributes:
+        object_number: position of the item's object in `Index.objects`.
+        offset: where the item begins in its object; stock torch readers read from here.
+        lead: number of bytes of the item before its payload.
+        payload_length: number of bytes of the payload.
+        trail: number of bytes of the item after its payload.
+        pickled: 1 if only torch can decode the payload (sparse, quantized and subclass tensors,
+            which are stored as `torch.save` wrote them); 0 for raw row-major elements and for
+            pickled values.
+        chunk_offsets: the offset of each chunk in its tensor, in elements: one number per
+            dimension, chunk after chunk.
+        chunk_sizes: the sizes of each chunk, likewise.
+        digests: 16 bytes per 4 MiB block of payload, counted from the payload's start, item after
+            item.
+    """
+
+    object_number: Column
+    offset: Column
+    lead: Column
+    payload_length: Column
+    trail: Column
+    pickled: Column
+    chunk_offsets: Column
+    chunk_sizes: Column
+    digests: Column
+
+
+class Item(NamedTuple):
+    """One row of the columns: where an item is stored, and the digests of its payload.
+
+    `Columns` describes the fields. `length` is that of the whole item; `payload_offset` counts from
+    the start of the object.
+    """
+
+    object_number: int
+    offset: int
+    length: int
+    payload_offset: int
+    payload_length: int
+    pickled: bool
+    digests: bytes
+
+
+class Group(NamedTuple):
+    """The chunks of all tensors that have the same number of dimensions, one row a chunk.
+
+    Attributes:
+        tensors: the tensors.
+        owner: position of the chunk's tensor in `tensors`.
+        number: number of the chunk in its tensor.
+        rows: the chunk's row in the columns.
+        offsets, sizes: the chunk's box in its tensor.
+    """
+
+    tensors: Sequence[Tensor]
+    owner: Numbers
+    number: Numbers
+    rows: Numbers
+    offsets: Matrix
+    sizes: Matrix
+
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        """Iterate over the tensors' first chunks and the ones after their last."""
+        counts = [tensor.chunk_count for tensor in self.tensors]
+        return itertools.pairwise(itertools.accumulate(counts, initial=0))
+
+
+class _Stored(msgspec.Struct, frozen=True, array_like=True):
+    """The index as it is stored. `columns` are the bytes of `Columns`, in its order."""
+
+    format: int
+    objects: tuple[ObjectEntry, ...]
+    tensors: tuple[Tensor, ...]
+    blobs: tuple[str, ...]
+    columns: tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]
+    flatten_mapping: dict[str, tuple[str | int, ...]] | None
+    storage: StorageInfo
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Index:
     """The whole checkpoint.
 
     Attributes:
-        format: number of this format; a newer one is refused.
         objects: the data objects.
         tensors: the tensors, by state-dict key (DCP's fqn).
-        blobs: pickled values by state-dict key, exactly as DCP's planner gave them (BYTE_IO).
+        blobs: keys of the pickled values, whose items are exactly what DCP's planner gave
+            (BYTE_IO).
+        columns: where the items lie.
         flatten_mapping: the place of each flattened key in the nested state dict, or None.
         storage: DCP's storage_meta.
     """
 
-    format: int
     objects: tuple[ObjectEntry, ...]
     tensors: dict[str, Tensor]
-    blobs: dict[str, Item]
+    blobs: tuple[str, ...]
+    columns: Columns
     flatten_mapping: dict[str, tuple[str | int, ...]] | None = None
-    storage: StorageInfo = StorageInfo()
+    storage: StorageInfo = field(default_factory=StorageInfo)
+    _first_row: dict[str, int] = field(init=False, repr=False)
+    _first_number: dict[str, int] = field(init=False, repr=False)
+    _first_digest: Numbers = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        counts = [tensor.chunk_count for tensor in self.tensors.values()]
+        rows = itertools.accumulate([*counts, *(1 for _ in self.blobs)], initial=0)
+        dims = [len(tensor.shape) for tensor in self.tensors.values()]
+        numbers = itertools.accumulate(map(int.__mul__, counts, dims), initial=0)
+        set_field = object.__setattr__
+        set_field(self, "_first_row", dict(zip((*self.tensors, *self.blobs), rows, strict=False)))
+        set_field(self, "_first_number", dict(zip(self.tensors, numbers, strict=False)))
+        counts_of_digests = digest_counts(self.columns.payload_length)
+        set_field(self, "_first_digest", np.cumsum(counts_of_digests) - counts_of_digests)
 
     @property
     def payload_bytes(self) -> int:
         """Size of all tensors and pickled values in bytes, without framing."""
-        return sum(item.payload_length for item in self._items())
+        return sum(self.columns.payload_length.tolist())
 
-    def _items(self) -> list[Item]:
-        items = [chunk.item for tensor in self.tensors.values() for chunk in tensor.chunks]
-        items.extend(self.blobs.values())
-        return items
+    def item(self, row: int) -> Item:
+        """Return one row of the columns."""
+        c = self.columns
+        offset, lead, length = int(c.offset[row]), int(c.lead[row]), int(c.payload_length[row])
+        first = int(self._first_digest[row]) * DIGEST_SIZE_BYTES
+        last = first + -(-length // BLOCK_SIZE_BYTES) * DIGEST_SIZE_BYTES
+        return Item(
+            int(c.object_number[row]),
+            offset,
+            lead + length + int(c.trail[row]),
+            offset + lead,
+            length,
+            bool(c.pickled[row]),
+            c.digests[first:last].tobytes(),
+        )
+
+    def rows(self, key: str) -> range:
+        """Return the rows of a tensor's chunks, or the one row of a value."""
+        first, tensor = self._first_row[key], self.tensors.get(key)
+        return range(first, first + (1 if tensor is None else tensor.chunk_count))
+
+    def boxes(self, key: str) -> tuple[Matrix, Matrix]:
+        """Return the offsets and the sizes of a tensor's chunks: a row each, as in `rows`."""
+        tensor = self.tensors[key]
+        shape = tensor.chunk_count, len(tensor.shape)
+        first = self._first_number[key]
+        after = first + shape[0] * shape[1]
+        columns = self.columns.chunk_offsets, self.columns.chunk_sizes
+        offsets, sizes = (column[first:after].reshape(shape) for column in columns)
+        return offsets, sizes
+
+    def groups(self) -> Iterator[Group]:
+        """Iterate over the tensors, grouped by their number of dimensions."""
+        alike: dict[int, list[Tensor]] = {}
+        for tensor in self.tensors.values():
+            alike.setdefault(len(tensor.shape), []).append(tensor)
+        for tensors in alike.values():
+            counts = np.array([tensor.chunk_count for tensor in tensors], dtype=np.int64)
+            owner = np.repeat(np.arange(len(tensors)), counts)
+            number = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+            first = np.array([self._first_row[tensor.key] for tensor in tensors], dtype=np.int64)
+            boxes = [self.boxes(tensor.key) for tensor in tensors]
+            offsets = np.concatenate([box[0] for box in boxes])
+            sizes = np.concatenate([box[1] for box in boxes])
+            yield Group(tensors, owner, number, first[owner] + number, offsets, sizes)
+
+    def find(self, key: str, offset: Sequence[int] | None, hint: int | None = None) -> int | None:
+        """Return the row of a chunk, or None if there is none.
+
+        Args:
+            key: the state-dict key.
+            offset: the chunk's offset in its tensor; None for a pickled value.
+            hint: which of the tensor's chunks it probably is.
+        """
+        if key not in self._first_row or (offset is None) == (key in self.tensors):
+            return None
+        first = self._first_row[key]
+        if offset is None:
+            return first
+        offsets = self.boxes(key)[0]
+        if len(offset) != offsets.shape[1]:
+            return None
+        wanted = list(offset)
+        if min(wanted, default=0) < 0:
+            return None
+        if hint is not None and 0 <= hint < len(offsets) and offsets[hint].tolist() == wanted:
+            return first + hint
+        found = np.flatnonzero((offsets == np.array(wanted, dtype=np.uint64)).all(axis=1))
+        return first + int(found[0]) if len(found) else None
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Index)
+def digest_counts(payload_length: Column) -> Numbers:
+    """Return the number of blocks of each payload; the last one of a payload may be short."""
+    whole, rest = np.divmod(payload_length, np.uint64(BLOCK_SIZE_BYTES))
+    counts: Numbers = whole.astype(np.int64)
+    counts += rest != 0
+    return counts
 
 
 def encode(index: Index) -> bytes:
     """Encode an index as it is stored."""
-    return _encoder.encode(index)
+    return msgspec.msgpack.encode(
+        _Stored(
+            FORMAT,
+            index.objects,
+            tuple(index.tensors.values()),
+            index.blobs,
+            tuple(map(_narrow, index.columns)),  # type: ignore[arg-type]  # there are nine
+            index.flatten_mapping,
+            index.storage,
+        )
+    )
+
+
+def _narrow(column: Column) -> bytes:
+    largest = int(column.max(initial=0))
+    width = next(width for width in _WIDTHS if largest < 256**width)
+    return column.astype(f"<u{width}").tobytes()
+
+
+_decoder = msgspec.msgpack.Decoder(_Stored)
 
 
 def decode(body: bytes) -> Index:
@@ -162,22 +340,32 @@ def decode(body: bytes) -> Index:
         CheckpointCorruptError: it is damaged, or it contradicts itself.
     """
     try:
-        index = _decoder.decode(body)
+        stored = _decoder.decode(body)
     except _UNREADABLE as error:
         _refuse_newer(body)
         raise CheckpointCorruptError(f"the index cannot be read: {error}") from None
-    if index.format != FORMAT:
+    if stored.format != FORMAT:
         _refuse_newer(body)
-        raise CheckpointCorruptError(f"the index has the impossible format {index.format}")
-    for entry in index.objects:
+        raise CheckpointCorruptError(f"the index has the impossible format {stored.format}")
+    for entry in stored.objects:
         _check_object(entry)
-    sizes = [entry.size_bytes for entry in index.objects]
-    for key, tensor in index.tensors.items():
-        _check_tensor(key, tensor, sizes)
-    for key, blob in index.blobs.items():
-        if key in index.tensors:
-            raise CheckpointCorruptError("the index lists it as a tensor and as a value", key=key)
-        _check_item(key, blob, sizes)
+    for tensor in stored.tensors:
+        _check_tensor(tensor)
+    tensors = {tensor.key: tensor for tensor in stored.tensors}
+    _check_keys([*(tensor.key for tensor in stored.tensors), *stored.blobs])
+    chunks = sum(tensor.chunk_count for tensor in stored.tensors)
+    numbers = sum(tensor.chunk_count * len(tensor.shape) for tensor in stored.tensors)
+    items = chunks + len(stored.blobs)
+    counts = (*(items,) * 6, numbers, numbers, len(stored.columns[-1]))
+    columns = Columns(*map(_column, Columns.__annotations__, stored.columns, counts))
+    index = Index(
+        stored.objects, tensors, stored.blobs, columns, stored.flatten_mapping, stored.storage
+    )
+    _check_places(index)
+    _check_digests(index)
+    _refuse(index, columns.pickled > 1, lambda at: f"the flag {columns.pickled[at]}, not 0 or 1")
+    for group in index.groups():
+        _check_chunks(index, group)
     return index
 
 
@@ -193,6 +381,16 @@ def _refuse_newer(body: bytes) -> None:
         )
 
 
+def _column(name: str, body: bytes, count: int) -> Column:
+    """Return `count` numbers. Nothing larger than `body` is allocated, whatever the count."""
+    width = 1 if not count else len(body) // count
+    if width not in _WIDTHS or len(body) != count * width:
+        raise CheckpointCorruptError(
+            f"the index has {len(body)} bytes in column {name}, which do not hold {count} numbers"
+        )
+    return np.frombuffer(body, dtype=f"<u{width}")
+
+
 def _check_object(entry: ObjectEntry) -> None:
     check_object_key(entry.key)
     if not 0 <= entry.size_bytes <= _MAX_SIZE:
@@ -204,71 +402,145 @@ def _check_object(entry: ObjectEntry) -> None:
         raise CheckpointCorruptError("framing digest of wrong length", object_key=entry.key)
 
 
-def _check_item(key: str, item: Item, object_sizes: list[int]) -> None:
-    if not 0 <= item.object_number < len(object_sizes):
+def _check_tensor(tensor: Tensor) -> None:
+    shape, key = tensor.shape, tensor.key
+    if len(shape) > _MAX_DIMENSIONS or min(shape, default=0) < 0 or tensor.chunk_count < 0:
         raise CheckpointCorruptError(
-            f"the index refers to object number {item.object_number} of {len(object_sizes)}",
-            key=key,
+            f"the index has impossible extents {shape[:8]}, or {tensor.chunk_count} chunks", key=key
         )
-    end = item.offset + item.length
-    payload_end = item.payload_offset + item.payload_length
-    if (
-        min(item.offset, item.length, item.payload_offset, item.payload_length) < 0
-        or end > object_sizes[item.object_number]
-        or item.payload_offset < item.offset
-        or payload_end > end
-    ):
+    if math.prod(n or 1 for n in shape) > _MAX_SIZE:
+        raise CheckpointCorruptError(f"the index has extents {shape[:8]} that overflow", key=key)
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    if len(set(keys)) != len(keys):
+        twice, _ = Counter(keys).most_common(1)[0]
+        raise CheckpointCorruptError("the index lists it twice", key=twice)
+
+
+def _refuse(
+    index: Index, bad: _Mask, what: Callable[[int], str], rows: Numbers | None = None
+) -> None:
+    """Raise CheckpointCorruptError for the first bad row, if there is one.
+
+    Args:
+        index: the index, to name the row's key.
+        bad: whether each row is bad.
+        what: describes a row, by its position in `bad`.
+        rows: the rows that `bad` is about, if they are not all.
+    """
+    if not bad.any():
+        return
+    at = int(bad.argmax())
+    row = at if rows is None else int(rows[at])
+    key = next(key for key in (*index.tensors, *index.blobs) if row in index.rows(key))
+    raise CheckpointCorruptError(f"the index has {what(at)}", key=key)
+
+
+# No sum or product in the checks below overflows: a number is compared with what is left of its
+# bound before it is subtracted, and a volume is at most the product of a checked shape.
+
+
+def _check_places(index: Index) -> None:
+    """Check that every item lies inside its object, and that no two items overlap."""
+    c, count = index.columns, len(index.objects)
+    _refuse(
+        index,
+        c.object_number >= count,
+        lambda at: f"an item in object number {c.object_number[at]} of {count}",
+    )
+    sizes = np.array([entry.size_bytes for entry in index.objects], dtype=np.uint64)
+    size = sizes[c.object_number]
+    left = size.copy()
+    outside = np.zeros(len(left), dtype=bool)
+    for column in (c.offset, c.lead, c.payload_length, c.trail):
+        outside |= column > left
+        left -= np.minimum(column, left)
+    _refuse(
+        index,
+        outside,
+        lambda at: (
+            f"an item at byte {c.offset[at]}, of {c.lead[at]} + {c.payload_length[at]} +"
+            f" {c.trail[at]} bytes, in an object of {size[at]} bytes"
+        ),
+    )
+    end = size - left
+    order = np.lexsort((end, c.offset, c.object_number))
+    before, after = order[:-1], order[1:]
+    shared = (c.object_number[before] == c.object_number[after]) & (end[before] > c.offset[after])
+    _refuse(
+        index,
+        shared,
+        lambda at: f"another item in the bytes from {c.offset[after[at]]}",
+        after,
+    )
+
+
+def _check_digests(index: Index) -> None:
+    given, rest = divmod(len(index.columns.digests), DIGEST_SIZE_BYTES)
+    needed = digest_counts(index.columns.payload_length)
+    # Each is compared first, so that the sum cannot overflow.
+    _refuse(
+        index,
+        needed > given,
+        lambda at: f"{given} digests for {index.columns.payload_length[at]} bytes of payload",
+    )
+    if rest or int(needed.sum()) != given:
         raise CheckpointCorruptError(
-            f"the index places bytes [{item.offset}, {end}), payload [{item.payload_offset},"
-            f" {payload_end}), in an object of {object_sizes[item.object_number]} bytes",
-            key=key,
-        )
-    if len(item.digests) != digest_count(item.payload_length) * DIGEST_SIZE_BYTES:
-        raise CheckpointCorruptError(
-            f"the index has {len(item.digests)} bytes of digests for"
-            f" {item.payload_length} bytes of payload",
-            key=key,
+            f"the index has {len(index.columns.digests)} bytes of digests for {needed.sum()} blocks"
         )
 
 
-def _check_tensor(key: str, tensor: Tensor, object_sizes: list[int]) -> None:
-    item_size = ITEM_SIZE_BYTES.get(tensor.dtype)
-    _check_extents(key, tensor.shape)
-    # If a chunk were missing, a part of the destination would silently keep its old values.
-    given = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-    if given != math.prod(tensor.shape) or len({c.offsets for c in tensor.chunks}) != len(
-        tensor.chunks
-    ):
-        raise CheckpointCorruptError(
-            f"the index has chunks of {given} elements for a tensor of shape {tensor.shape}",
-            key=key,
-        )
-    for chunk in tensor.chunks:
-        _check_extents(key, chunk.sizes)
-        _check_extents(key, chunk.offsets)
-        if not len(chunk.sizes) == len(chunk.offsets) == len(tensor.shape) or any(
-            offset + size > extent
-            for offset, size, extent in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
-        ):
+def _check_chunks(index: Index, group: Group) -> None:
+    """Check the chunks of tensors that have the same number of dimensions.
+
+    If a chunk were missing, a part of the destination would silently keep its old values.
+    """
+    tensors = group.tensors
+    owner, rows = group.owner, group.rows
+    shapes = np.array([tensor.shape for tensor in tensors], dtype=np.uint64)
+    inside = np.ones(len(rows), dtype=bool)
+    volumes = np.ones(len(rows), dtype=np.uint64)
+    same = owner[1:] == owner[:-1]
+    # Whether a chunk lies after the one before it; whether the dimensions so far do not tell.
+    after, tied = np.zeros(len(same), dtype=bool), same.copy()
+    # By dimension, because a matrix of 64-bit numbers may be 60 times as large as the index.
+    for dim, (offset, size) in enumerate(zip(group.offsets.T, group.sizes.T, strict=True)):
+        limit = shapes[owner, dim]
+        inside &= (offset <= limit) & (size <= limit - np.minimum(offset, limit))
+        volumes *= size
+        after |= tied & (offset[:-1] < offset[1:])
+        tied &= offset[:-1] == offset[1:]
+
+    def chunk(at: int) -> str:
+        return f"a chunk at {group.offsets[at].tolist()} of sizes {group.sizes[at].tolist()}"
+
+    _refuse(index, ~inside, lambda at: f"{chunk(at)}, outside of its tensor", rows)
+    # In each tensor the offsets ascend, so no two chunks have the same.
+    _refuse(index, same & ~after, lambda at: f"{chunk(at + 1)}, twice or out of order", rows[1:])
+    # The sum of volumes that a damaged index gives may need more than 64 bits, so their halves are
+    # added up.
+    high, low = (
+        np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(half)])
+        for half in (volumes >> _HALF, volumes & _LOW_HALF)
+    )
+    for tensor, (first, last) in zip(tensors, group.bounds(), strict=True):
+        elements = (int(high[last] - high[first]) << 32) + int(low[last] - low[first])
+        if elements != math.prod(tensor.shape):
             raise CheckpointCorruptError(
-                f"the index has a chunk at {chunk.offsets} of sizes {chunk.sizes}"
-                f" in a tensor of shape {tensor.shape}",
-                key=key,
+                f"the index has chunks of {elements} elements for a tensor of shape {tensor.shape}",
+                key=tensor.key,
             )
-        _check_item(key, chunk.item, object_sizes)
-        if chunk.pickled or item_size is None:
-            continue
-        payload_bytes = math.prod(chunk.sizes) * item_size
-        if chunk.item.payload_length != payload_bytes:
-            raise CheckpointCorruptError(
-                f"the index has {chunk.item.payload_length} bytes of payload for a chunk of"
-                f" sizes {chunk.sizes} and dtype {tensor.dtype}, which takes {payload_bytes}",
-                key=key,
-            )
-
-
-def _check_extents(key: str, extents: tuple[int, ...]) -> None:
-    if len(extents) > _MAX_DIMENSIONS or any(n < 0 for n in extents):
-        raise CheckpointCorruptError(f"the index has impossible extents {extents[:8]}", key=key)
-    if math.prod(n or 1 for n in extents) > _MAX_SIZE:
-        raise CheckpointCorruptError(f"the index has extents {extents[:8]} that overflow", key=key)
+    item_sizes = [ITEM_SIZE_BYTES.get(tensor.dtype, 0) for tensor in tensors]
+    item_size = np.array(item_sizes, dtype=np.uint64)[owner]
+    is_raw = (index.columns.pickled[rows] == 0) & (item_size != 0)
+    stored, rest = np.divmod(index.columns.payload_length[rows], np.maximum(item_size, 1))
+    _refuse(
+        index,
+        is_raw & ((stored != volumes) | (rest != 0)),
+        lambda at: (
+            f"{index.columns.payload_length[rows[at]]} bytes of payload for {chunk(at)} with"
+            f" elements of {item_size[at]} bytes"
+        ),
+        rows,
+    )

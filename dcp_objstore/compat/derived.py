@@ -5,14 +5,9 @@ Its methods import torch; this module does not, because most upkeep never calls 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import parse_data_key
 from dcp_objstore.errors import CorruptDataError, InputError
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
 
 
 class StockDotMetadata:
@@ -22,17 +17,19 @@ class StockDotMetadata:
         """Return the `.metadata` of an encoded index."""
         from dcp_objstore.compat.dot_metadata import encode_metadata
 
-        return encode_metadata(self._wanted(index))
+        return encode_metadata(ix.decode(index))
 
     def describes(self, body: bytes, index: bytes) -> bool:
         """Return whether a `.metadata` leads stock torch to the items of an encoded index."""
         from dcp_objstore.compat.foreign import decode_metadata
 
+        derived = self.derive(index)
+        if body == derived:
+            return True
         try:
-            found = decode_metadata(body)
+            found, wanted = decode_metadata(body), decode_metadata(derived)
         except (CorruptDataError, InputError):
             return False
-        wanted = self._wanted(index)
         return (
             found.storage_data == wanted.storage_data
             and found.state_dict_metadata == wanted.state_dict_metadata
@@ -48,9 +45,3 @@ class StockDotMetadata:
         except (CorruptDataError, InputError):
             return False
         return all(parse_data_key(place.relative_path) is not None for place in places)
-
-    def _wanted(self, index: bytes) -> Metadata:
-        from dcp_objstore.state.dcp_metadata import describe, stock_metadata
-
-        parsed = ix.decode(index)
-        return stock_metadata(describe(parsed), parsed)

@@ -1,109 +1,235 @@
 """Write `.metadata`, the pickle by which stock torch readers find a checkpoint's items.
 
-It contains only stock classes, in a form that `pickle.load` reads with torch 2.6 and later,
-regardless of the version of torch that wrote it.
+It holds stock classes only, in a form that `pickle.load` reads with torch 2.6 and later, whichever
+torch writes it. torch pickles three objects per chunk. Here their pickles are written from the
+columns of the index instead, as rows of bytes that differ only in their numbers.
 """
 
 from __future__ import annotations
 
-import copyreg
+import functools
 import io
-import os
 import pickle
-from types import FunctionType
-from typing import Any, Final
+from typing import Final, TypeAlias
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 
-from dcp_objstore import torch_private
-from dcp_objstore.errors import UnsupportedError
+from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.state.dcp_metadata import (
+    DCP_VERSION,
+    properties_of,
+    storage_meta,
+    unknown_dtype,
+)
+from dcp_objstore.torch_private import StorageInfo
 
 # Stock torch takes Python's default protocol: 4 up to Python 3.13, 5 from 3.14 on.
 _PROTOCOL: Final = 4
-_STOCK: Final = frozenset(
-    {
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-        torch_private.MemoryFormatEncoding,
-        torch_private.StorageInfo,
-        torch.Size,
-        torch.dtype,
-        torch.layout,
-    }
+# Protocol 3 is the last one without frames, so its opcodes can stand inside of another pickle.
+_PART_PROTOCOL: Final = 3
+
+# What the pickles of all chunks refer to. Each has its position here as its number in the memo;
+# then come the keys of the objects, and then the state-dict keys.
+_SHARED: Final = (
+    *(ChunkStorageMetadata, "offsets", "sizes", torch.Size),
+    *(MetadataIndex, "fqn", "offset", "index"),
+    *(StorageInfo, "relative_path", "length"),
+    *(TensorStorageMetadata, "properties", "size", "chunks"),
+    *(TensorProperties, BytesStorageMetadata),
 )
 
+_Rows: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 
-def encode_metadata(metadata: Metadata) -> bytes:
-    """Pickle `metadata` so that stock torch 2.6 and later can read it.
+
+def encode_metadata(index: ix.Index) -> bytes:
+    """Pickle the `Metadata` by which a stock FileSystemReader finds the items of a checkpoint.
 
     TensorProperties is always the 5-tuple (dtype, layout, requires_grad, memory format, pinned):
-    torch 2.15 writes six fields, which torch up to 2.14 rejects. `storage_meta.checkpoint_id` is
-    converted to `str`. Attributes that `Metadata` does not have are left out. The argument is not
-    changed.
+    torch 2.15 writes six fields, which torch up to 2.14 rejects.
 
     Raises:
-        UnsupportedError: `metadata` contains a class that stock torch does not write there.
+        UnsupportedError: the dtype of a tensor is unknown.
+        CheckpointCorruptError: torch does not have a tensor's layout or memory format.
     """
+    shared = (*_SHARED, *(entry.key for entry in index.objects))
+    first = len(shared)  # the number in the memo of the first state-dict key
+    number_of = {key: first + at for at, key in enumerate((*index.tensors, *index.blobs))}
+    chunks: dict[str, bytes] = {}
+    places = [_value_places(index, np.array([number_of[key] for key in index.blobs], np.int64))]
+    for group in index.groups():
+        made = _chunks(group)
+        for tensor, (low, high) in zip(group.tensors, group.bounds(), strict=True):
+            chunks[tensor.key] = made[low:high].tobytes()
+        keys = np.array([number_of[tensor.key] for tensor in group.tensors], dtype=np.int64)
+        places.append(_chunk_places(index, group, keys))
+    value = _get(BytesStorageMetadata) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+    described = [
+        *(
+            _put(key, number_of[key]) + _tensor(tensor, chunks[key])
+            for key, tensor in index.tensors.items()
+        ),
+        *(_put(key, number_of[key]) + value for key in index.blobs),
+    ]
+    fields = {
+        # Only the last value of a field counts: the first one fills the memo.
+        "version": b"(" + b"".join(map(_put, shared, range(first))) + b"t",
+        "state_dict_metadata": _dict(*described),
+        "planner_data": _part(index.flatten_mapping),
+        "storage_data": _dict(*places),
+        "storage_meta": _part(storage_meta(index)),
+    }
+    state = [_part(name) + body for name, body in fields.items()]
+    return b"".join([
+        pickle.PROTO + bytes([_PROTOCOL]),
+        _part(Metadata) + pickle.EMPTY_TUPLE + pickle.NEWOBJ,
+        _dict(*state, _part("version") + _part(DCP_VERSION)) + pickle.BUILD + pickle.STOP,
+    ])  # fmt: skip
+
+
+def _tensor(tensor: ix.Tensor, chunks: bytes) -> bytes:
+    properties = properties_of(tensor)
+    if properties.dtype is None:
+        raise unknown_dtype(tensor.dtype, tensor.key)
+    return b"".join([
+        _opened(TensorStorageMetadata),
+        *(_get("properties"), _get(TensorProperties), pickle.EMPTY_TUPLE, pickle.NEWOBJ),
+        # What torch 2.6 to 2.14 pickle; later versions append to it.
+        *(_state(properties.__getstate__()[:5]), pickle.BUILD),  # type: ignore[no-untyped-call]
+        *(_get("size"), _part(torch.Size(tensor.shape))),
+        *(_get("chunks"), pickle.EMPTY_LIST, pickle.MARK, chunks, pickle.APPENDS),
+        _CLOSED,
+    ])  # fmt: skip
+
+
+@functools.cache  # few tensors differ in it
+def _state(fields: tuple[object, ...]) -> bytes:
+    return _part(fields)
+
+
+def _chunks(group: ix.Group) -> _Rows:
+    """A row for each chunk: its ChunkStorageMetadata."""
+    return _side_by_side(
+        len(group.rows),
+        _opened(ChunkStorageMetadata),
+        *(_get("offsets"), *_size(group.offsets)),
+        *(_get("sizes"), *_size(group.sizes)),
+        _CLOSED,
+    )
+
+
+def _chunk_places(index: ix.Index, group: ix.Group, keys: ix.Numbers) -> bytes:
+    """For each chunk: its MetadataIndex and its StorageInfo."""
+    return _side_by_side(
+        len(group.rows),
+        _opened(MetadataIndex),
+        *(_get("fqn"), *_get_each(keys[group.owner])),
+        *(_get("offset"), *_size(group.offsets)),
+        *(_get("index"), _numbers(group.number)),
+        _CLOSED,
+        *_storage_info(index, group.rows),
+    ).tobytes()
+
+
+def _value_places(index: ix.Index, keys: ix.Numbers) -> bytes:
+    """For each pickled value: its MetadataIndex and its StorageInfo."""
+    items = len(index.columns.offset)
+    return _side_by_side(
+        len(keys),
+        _opened(MetadataIndex),
+        *(_get("fqn"), *_get_each(keys)),
+        *(_get("index"), pickle.NONE),
+        _CLOSED,
+        *_storage_info(index, np.arange(items - len(keys), items)),
+    ).tobytes()
+
+
+def _storage_info(index: ix.Index, rows: ix.Numbers) -> tuple[bytes | _Rows, ...]:
+    columns = index.columns
+    keys = columns.object_number[rows].astype(np.int64) + len(_SHARED)
+    length = columns.payload_length[rows].astype(np.int64)
+    length += columns.lead[rows].astype(np.int64) + columns.trail[rows].astype(np.int64)
+    return (
+        _opened(StorageInfo),
+        *(_get("relative_path"), *_get_each(keys)),
+        *(_get("offset"), _numbers(columns.offset[rows])),
+        *(_get("length"), _numbers(length)),
+        _CLOSED,
+    )
+
+
+# Opcodes.
+
+# Sets the attributes of the object that `_opened` has made.
+_CLOSED: Final = pickle.SETITEMS + pickle.BUILD
+
+
+def _part(value: object) -> bytes:
+    """Return the opcodes that push a value and leave the memo alone."""
     buffer = io.BytesIO()
-    _StockPickler(buffer, _PROTOCOL).dump(
-        Metadata(
-            state_dict_metadata=metadata.state_dict_metadata,
-            planner_data=metadata.planner_data,
-            storage_data=metadata.storage_data,
-            storage_meta=_with_text_id(metadata.storage_meta),
-            version=getattr(metadata, "version", None),
-        )
+    pickler = pickle.Pickler(buffer, _PART_PROTOCOL)
+    pickler.fast = True  # no memo
+    pickler.dump(value)
+    return buffer.getvalue()[len(pickle.PROTO) + 1 : -len(pickle.STOP)]
+
+
+def _put(value: object, number: int) -> bytes:
+    """Push a value and give it a number in the memo."""
+    return _part(value) + pickle.LONG_BINPUT + number.to_bytes(4, "little")
+
+
+def _get(value: object) -> bytes:
+    """Push one of `_SHARED`."""
+    return pickle.BINGET + bytes([_SHARED.index(value)])
+
+
+def _get_each(numbers: ix.Column | ix.Numbers) -> tuple[bytes, _Rows]:
+    """In each row, push the value that has this number in the memo."""
+    return pickle.LONG_BINGET, numbers.astype("<u4").view(np.uint8).reshape(len(numbers), 4)
+
+
+def _dict(*items: bytes) -> bytes:
+    return b"".join([pickle.EMPTY_DICT, pickle.MARK, *items, pickle.SETITEMS])
+
+
+def _opened(cls: type) -> bytes:
+    """Push a new object; then come its attributes, then `_CLOSED`."""
+    return _get(cls) + pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + pickle.MARK
+
+
+def _size(sizes: ix.Matrix) -> tuple[bytes | _Rows, ...]:
+    """In each row, push a `torch.Size` of the row's numbers."""
+    opened, closed = _get(torch.Size) + pickle.MARK, pickle.TUPLE + pickle.TUPLE1 + pickle.REDUCE
+    numbers = _numbers(sizes.reshape(-1))
+    rows, dims = sizes.shape
+    return opened, numbers.reshape(rows, dims * numbers.shape[1]), closed
+
+
+def _numbers(column: ix.Column | ix.Numbers) -> _Rows:
+    """In each row, push the row's number."""
+    is_small = int(column.max(initial=0)) < 2**31
+    opcode, dtype = (pickle.BININT, "<i4") if is_small else (pickle.LONG1 + b"\x08", "<i8")
+    numbers = column.astype(dtype)
+    digits = numbers.view(np.uint8).reshape(len(column), numbers.itemsize)
+    return _side_by_side(len(column), opcode, digits)
+
+
+def _side_by_side(count: int, *pieces: bytes | _Rows) -> _Rows:
+    """Return `count` rows of the same width; a piece of bytes is the same in each."""
+    return np.concatenate(
+        [
+            np.broadcast_to(np.frombuffer(piece, dtype=np.uint8), (count, len(piece)))
+            if isinstance(piece, bytes)
+            else piece
+            for piece in pieces
+        ],
+        axis=1,
     )
-    return buffer.getvalue()
-
-
-def _with_text_id(meta: StorageMeta | None) -> StorageMeta | None:
-    """Return a copy with a `str` as `checkpoint_id`, so that no class of paths is pickled."""
-    if meta is None:
-        return None
-    place = meta.checkpoint_id
-    return StorageMeta(
-        checkpoint_id=None if place is None else str(os.fspath(place)),
-        save_id=meta.save_id,
-        load_id=meta.load_id,
-        modules=list(meta.modules),
-    )
-
-
-class _StockPickler(pickle.Pickler):
-    """A pickler of stock classes and plain data, which refuses everything else."""
-
-    def reducer_override(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is TensorProperties:
-            return copyreg.__newobj__, (TensorProperties,), _five_fields(value)  # type: ignore[attr-defined]
-        if kind in _STOCK:
-            return NotImplemented
-        if kind is FunctionType and value is torch_private.layout_by_name:
-            return NotImplemented
-        if isinstance(value, type) and value in _STOCK:
-            return NotImplemented
-        raise UnsupportedError(
-            f".metadata cannot hold a {kind.__module__}.{kind.__qualname__}: stock torch writes "
-            "only its own classes and plain data there"
-        )
-
-
-def _five_fields(properties: TensorProperties) -> tuple[object, ...]:
-    """Return the fields that torch 2.6 to 2.14 pickle; later versions append others."""
-    state: tuple[object, ...] = properties.__getstate__()  # type: ignore[no-untyped-call]
-    return state[:5]

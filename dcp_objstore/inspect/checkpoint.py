@@ -32,6 +32,7 @@ from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.report import size_text
 from dcp_objstore.read.planner import nearest
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
+from dcp_objstore.state.dcp_metadata import boxes_of
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.stores import StoreSpec
 
@@ -209,7 +210,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
     @property
     def total_bytes(self) -> int:
         """Number of bytes of all tensors and pickled values, without framing."""
-        return sum(place.payload_length for place in self._stored.items.values())
+        return self._stored.items.payload_bytes
 
     def __len__(self) -> int:
         return len(self._stored.metadata.state_dict_metadata)
@@ -227,7 +228,8 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             hint = f"; nearest: {', '.join(near)}" if near else ""
             raise AbsentKeyError(f"the checkpoint has no key {key!r}{hint}", url=self.url)
         if isinstance(saved, TensorStorageMetadata):
-            chunks = tuple((tuple(c.offsets), tuple(c.sizes)) for c in saved.chunks)
+            offsets, sizes = (map(tuple, rows.tolist()) for rows in boxes_of(saved))
+            chunks = tuple(zip(offsets, sizes, strict=True))
             dtype = saved.properties.dtype
             return TensorEntry(self, key, tuple(saved.size), dtype, chunks)
         return ValueEntry(self, key, self._stored.item(MetadataIndex(key)).payload_length)

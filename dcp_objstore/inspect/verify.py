@@ -182,8 +182,8 @@ class _Comparison:
     def missing(self, object_key: str) -> None:
         """Note a missing object and the items whose bytes it held."""
         number = self._stored.object_keys.index(object_key)
-        items = self._stored.items.items()
-        keys = list(dict.fromkeys(k for (k, _), s in items if s.object_number == number))
+        items = self._stored.items
+        keys = list(dict.fromkeys(key for key, place in items if place.object_number == number))
         held = f"; it held {first_few(keys, _SHOWN)}" if keys else ""
         text = f"{object_key}: the object is missing{held}"
         self.damaged.add(Damage(object_key, "missing", text=text))
@@ -387,7 +387,7 @@ class _GoneCheck:
 
 def _payload(stored: StoredCheckpoint) -> Iterator[Span[_Piece]]:
     """Yield every block of every item."""
-    for (key, _), location in stored.items.items():
+    for key, location in stored.items:
         yield from _blocks(key, location)
 
 

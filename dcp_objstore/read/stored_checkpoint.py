@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -37,7 +37,7 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     UnsupportedError,
 )
-from dcp_objstore.state.dcp_metadata import describe, known_dtype, unknown_dtype
+from dcp_objstore.state.dcp_metadata import boxes_of, describe, known_dtype, unknown_dtype
 from dcp_objstore.state.geometry import fills
 from dcp_objstore.transfer.workers import wait_for
 
@@ -96,6 +96,94 @@ class ItemLocation:
         return body
 
 
+class Items(Protocol):
+    """Where the items of a checkpoint lie. Iteration gives each item's key and location."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[tuple[str, ItemLocation]]: ...
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of all tensors and pickled values in bytes, without framing."""
+        ...
+
+    def find(self, place: MetadataIndex) -> ItemLocation | None:
+        """Return the location of an item, or None if the checkpoint does not say it."""
+        ...
+
+
+class IndexItems:
+    """The items of an index, whose locations are made when they are asked for."""
+
+    def __init__(self, index: ix.Index) -> None:
+        self._index = index
+
+    def __len__(self) -> int:
+        return len(self._index.columns.offset)
+
+    def __iter__(self) -> Iterator[tuple[str, ItemLocation]]:
+        for key in (*self._index.tensors, *self._index.blobs):
+            for row in self._index.rows(key):
+                yield key, self._location(key, row)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of all tensors and pickled values in bytes, without framing."""
+        return self._index.payload_bytes
+
+    def find(self, place: MetadataIndex) -> ItemLocation | None:
+        """Return the location of an item, or None if there is no such item."""
+        row = self._index.find(place.fqn, place.offset, place.index)
+        return None if row is None else self._location(place.fqn, row)
+
+    def _location(self, key: str, row: int) -> ItemLocation:
+        item, tensor = self._index.item(row), self._index.tensors.get(key)
+        sizes = dtype = None
+        if tensor is not None:
+            number = row - self._index.rows(key).start
+            sizes = tuple(self._index.boxes(key)[1][number].tolist())
+            if not item.pickled or known_dtype(tensor.dtype) is None:
+                dtype = tensor.dtype
+        return ItemLocation(
+            item.object_number,
+            item.payload_offset,
+            item.payload_length,
+            sizes,
+            dtype,
+            item.digests,
+            # torch does not compress, so an item never unpacks to more than is stored; if it
+            # would, this library did not write it.
+            limit_bytes=None if dtype is not None else item.payload_length,
+        )
+
+
+class ForeignItems:
+    """The items of a checkpoint that another library wrote.
+
+    Args:
+        locations: location of each item, by key and the chunk's offsets (None for a value).
+    """
+
+    def __init__(self, locations: dict[tuple[str, tuple[int, ...] | None], ItemLocation]) -> None:
+        self._locations = locations
+
+    def __len__(self) -> int:
+        return len(self._locations)
+
+    def __iter__(self) -> Iterator[tuple[str, ItemLocation]]:
+        return ((key, location) for (key, _), location in self._locations.items())
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of all items in bytes; they are `torch.save` blobs, whose framing counts here."""
+        return sum(location.payload_length for location in self._locations.values())
+
+    def find(self, place: MetadataIndex) -> ItemLocation | None:
+        """Return the location of an item, or None if the `.metadata` does not say it."""
+        return self._locations.get((place.fqn, place.offset))
+
+
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
     """A checkpoint that was opened for reading.
@@ -103,7 +191,7 @@ class StoredCheckpoint:
     Attributes:
         metadata: metadata for DCP's planners.
         object_keys: keys of its data objects.
-        items: location of each item, by key and the chunk's offsets (None for a value).
+        items: where its items lie.
         commit_id: identifier of the commit; None for a checkpoint that another library wrote.
         marker: commit marker; None for a checkpoint that another library wrote.
         objects: the index's entry for each data object; None for a checkpoint that another library
@@ -112,7 +200,7 @@ class StoredCheckpoint:
 
     metadata: Metadata
     object_keys: tuple[str, ...]
-    items: dict[tuple[str, tuple[int, ...] | None], ItemLocation]
+    items: Items
     commit_id: str | None
     marker: Marker | None = None
     objects: tuple[ix.ObjectEntry, ...] | None = None
@@ -125,9 +213,9 @@ class StoredCheckpoint:
             UnsupportedError: the item went through a stream extension that cannot be undone here,
                 or its dtype is unknown.
         """
-        offset = None if place.offset is None else tuple(place.offset)
-        found = self.items.get((place.fqn, offset))
+        found = self.items.find(place)
         if found is None:
+            offset = None if place.offset is None else tuple(place.offset)
             raise CheckpointCorruptError(
                 f"the checkpoint describes a chunk at offset {offset} but not where it lies",
                 key=place.fqn,
@@ -144,17 +232,21 @@ class StoredCheckpoint:
         Raises:
             CheckpointCorruptError: the chunks of a tensor do not cover it exactly.
         """
+        checked: set[tuple[object, ...]] = set()  # most tensors are cut alike
         for key in dict.fromkeys(keys):
             saved = self.metadata.state_dict_metadata.get(key)
-            if isinstance(saved, TensorStorageMetadata):
-                sizes = [chunk.sizes for chunk in saved.chunks]
-                if not fills(saved.size, [chunk.offsets for chunk in saved.chunks], sizes):
-                    raise CheckpointCorruptError(
-                        "the chunks in the checkpoint do not make up this tensor: they have"
-                        f" {sum(size.numel() for size in sizes)} of its {saved.size.numel()}"
-                        " elements, or overlap and leave some out",
-                        key=key,
-                    )
+            if not isinstance(saved, TensorStorageMetadata):
+                continue
+            offsets, sizes = boxes_of(saved)
+            cut = saved.size, offsets.tobytes(), sizes.tobytes()
+            if cut not in checked and not fills(saved.size, offsets, sizes):
+                raise CheckpointCorruptError(
+                    "the chunks in the checkpoint do not make up this tensor: they have"
+                    f" {sum(map(math.prod, sizes.tolist()))} of its {saved.size.numel()}"
+                    " elements, or overlap and leave some out",
+                    key=key,
+                )
+            checked.add(cut)
 
     def explain(self, store: ObjectStore, error: ObjectNotFoundError) -> DcpObjstoreError:
         """Return why a data object is missing: checkpoint deleted or replaced since, or corrupt."""
@@ -209,36 +301,13 @@ def _open(store: ObjectStore, load_id: str | None) -> StoredCheckpoint:
         _check_no_rank_metadata(store)
     marker, body = commit.open_found(store, found)
     index = ix.decode(body)
-    items: dict[tuple[str, tuple[int, ...] | None], ItemLocation] = {
-        (key, None): _stored(blob, None, None) for key, blob in index.blobs.items()
-    }
-    for key, tensor in index.tensors.items():
-        known = known_dtype(tensor.dtype) is not None
-        for chunk in tensor.chunks:
-            items[key, chunk.offsets] = _stored(
-                chunk.item, chunk.sizes, None if chunk.pickled and known else tensor.dtype
-            )
     return StoredCheckpoint(
         metadata=describe(index, load_id),
         object_keys=tuple(entry.key for entry in index.objects),
-        items=items,
+        items=IndexItems(index),
         commit_id=marker.commit_id,
         marker=marker,
         objects=index.objects,
-    )
-
-
-def _stored(item: ix.Item, sizes: tuple[int, ...] | None, dtype: str | None) -> ItemLocation:
-    # torch does not compress, so an item never unpacks to more than is stored; if it would, this
-    # library did not write it.
-    return ItemLocation(
-        item.object_number,
-        item.payload_offset,
-        item.payload_length,
-        sizes,
-        dtype,
-        item.digests,
-        limit_bytes=None if dtype is not None else item.payload_length,
     )
 
 
@@ -302,4 +371,4 @@ def _foreign(metadata: Metadata, load_id: str | None) -> StoredCheckpoint:
         )
     if not items and metadata.state_dict_metadata:
         raise CheckpointNotFoundError("the .metadata found describes items but not where they lie")
-    return StoredCheckpoint(metadata, tuple(numbers), items, commit_id=None)
+    return StoredCheckpoint(metadata, tuple(numbers), ForeignItems(items), commit_id=None)

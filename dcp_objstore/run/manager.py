@@ -156,6 +156,8 @@ class CheckpointManager:
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
             `endpoint_url`, ...). Default: from the environment.
         config: sizes, concurrency and time-outs.
+        stock_metadata: after each commit, write `.metadata`, by which stock torch finds the
+            checkpoint. `ObjectStoreWriter` says what False means. Default True.
         allow_unfenced: save even to a store without conditional writes, which cannot keep two
             writers of one checkpoint apart. Default False: refuse.
         process_group: the ranks that save and load together. Default: all.
@@ -196,6 +198,7 @@ class CheckpointManager:
         sweep: bool = True,
         storage_options: Mapping[str, object] | None = None,
         config: TransferConfig | None = None,
+        stock_metadata: bool = True,
         allow_unfenced: bool = False,
         process_group: dist.ProcessGroup | None = None,
         verify: Literal["strict", "off"] = "strict",
@@ -216,7 +219,11 @@ class CheckpointManager:
         self._access: dict[str, Any] = {"storage_options": storage_options, "config": config}
         EventSettings(on_event, trace)  # refuses wrong values now, rather than at the first save
         shared: dict[str, Any] = {**self._access, "on_event": on_event, "trace": trace}
-        self._saving = {**shared, "allow_unfenced": allow_unfenced}
+        self._saving = {
+            **shared,
+            "stock_metadata": stock_metadata,
+            "allow_unfenced": allow_unfenced,
+        }
         self._loading = {**shared, "verify": verify, "trust_pickle": trust_pickle}
         self._retainer = Retainer(
             self._url, as_policy(keep), now=delete_now, sweeps=sweep, **self._access

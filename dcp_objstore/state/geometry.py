@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+_Matrix = np.ndarray[tuple[int, int], np.dtype[Any]]
 _ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 # The types with which elements are moved, by their size in bytes; their values are not looked at.
@@ -239,14 +240,19 @@ def _within_row(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[
 
 
 def fills(
-    shape: Sequence[int], offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
+    shape: Sequence[int],
+    offsets: Sequence[Sequence[int]] | _Matrix,
+    sizes: Sequence[Sequence[int]] | _Matrix,
 ) -> bool:
     """Whether boxes within a shape cover all of it. They may overlap.
+
+    Boxes are given by their offsets and sizes, a row each.
 
     If the boxes cut the shape into more than 16 million cells, which no grid of ranks does, only
     their elements are counted.
     """
-    if sum(math.prod(size) for size in sizes) < math.prod(shape):
+    rows = sizes.tolist() if isinstance(sizes, np.ndarray) else sizes
+    if sum(map(math.prod, rows)) < math.prod(shape):
         return False
     if len(sizes) < 2 or not shape:
         return True

@@ -47,6 +47,7 @@ def save(
     trace: str | os.PathLike[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
     user_metadata: Mapping[str, object] | None = None,
+    stock_metadata: bool = True,
     allow_unfenced: bool = False,
     claim: RunClaim | None = None,
 ) -> SaveReport:
@@ -72,6 +73,8 @@ def save(
         trace: name of a local file to write a trace of the save to. `ObjectStoreWriter` describes
             how ranks name their files.
         user_metadata: small JSON values to store in the commit marker (metrics, step, config).
+        stock_metadata: after the commit, write `.metadata`, by which stock torch finds the
+            checkpoint. `ObjectStoreWriter` says what False means. Default True.
         allow_unfenced: save even to a store without conditional writes, where two writers of one
             checkpoint are not kept apart. Default False: refuse.
         claim: the claim that `claim_run` returned for the run. Default: none.
@@ -103,6 +106,7 @@ def save(
             trace=trace,
             allow_unfenced=allow_unfenced,
             user_metadata=user_metadata,
+            stock_metadata=stock_metadata,
             claim=claim,
         )
     )

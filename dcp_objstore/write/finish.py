@@ -18,8 +18,6 @@ from dcp_objstore.observe.report import logger
 from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-
     from dcp_objstore.stores import ObjectStore
     from dcp_objstore.write.session import Save
 
@@ -88,11 +86,11 @@ def commit_save(
 
 
 def publish_for_stock_readers(
-    store: ObjectStore, commit_id: str, stock: Metadata, *, deadline_seconds: float, fenced: bool
+    store: ObjectStore, commit_id: str, index: ix.Index, *, deadline_seconds: float, fenced: bool
 ) -> None:
     """Write `.metadata`. The checkpoint is committed already, so a failure only warns."""
     try:
-        body = encode_metadata(stock)
+        body = encode_metadata(index)
         wait_for(
             commit.publish_dot_metadata,
             store,

@@ -18,7 +18,7 @@ from dcp_objstore.checkpoint.names import data_key
 from dcp_objstore.compat.values import warn_unsafe_value
 from dcp_objstore.errors import InputError
 from dcp_objstore.observe.events import Hashed, Planned
-from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject
+from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject, WriteResults
 from dcp_objstore.state.device import Outbound, settle_streams
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.transfer.digests import block_digests
@@ -48,7 +48,7 @@ def upload_items(
     planner: SavePlanner,
     config: TransferConfig,
     warned_keys: set[str],
-) -> tuple[list[WriteResult], list[StoredObject]]:
+) -> tuple[WriteResults, list[StoredObject]]:
     """Upload the items of a rank's plan and return when all of them are on the store.
 
     Args:
@@ -76,7 +76,7 @@ def upload_items(
         max_object_size_bytes=config.max_object_size_bytes,
         largest_item_bytes=max((size_bytes for _, size_bytes in pending), default=0),
     )
-    results: list[WriteResult] = []
+    results = WriteResults()
     objects: list[StoredObject] = []
     save.channel.emit(
         Planned,

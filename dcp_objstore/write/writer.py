@@ -32,7 +32,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Saved
 from dcp_objstore.observe.report import SaveReport, logger
-from dcp_objstore.state.dcp_metadata import build_index, stock_metadata
+from dcp_objstore.state.dcp_metadata import build_index, describe
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.write.finish import commit_save, publish_for_stock_readers
@@ -89,6 +89,11 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         allow_unfenced: save even to a store without conditional writes, where two writers of one
             checkpoint are not kept apart. Default False: refuse.
         user_metadata: small JSON values to store in the commit marker (metrics, step, config).
+        stock_metadata: write `.metadata`, by which stock torch and other libraries find the
+            checkpoint. It is written after the commit, and takes some 1 s per million chunks. If
+            False, only this library reads the checkpoint until `dcp-objstore repair` or a sweep
+            writes `.metadata`; over a checkpoint that is replaced, stock readers still find the old
+            one until then. Default True.
         claim: the claim that `claim_run` returned for the run; the checkpoint must lie directly
             below the run. Once another job has taken the run over, no save of this job counts any
             more, and each save raises SupersededError. Without a claim, a save into a run that was
@@ -139,6 +144,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         trace: str | os.PathLike[str] | None = None,
         allow_unfenced: bool = False,
         user_metadata: Mapping[str, object] | None = None,
+        stock_metadata: bool = True,
         claim: RunClaim | None = None,
         on_busy: OnBusy = "wait",
     ) -> None:
@@ -150,6 +156,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         self._allow_unfenced = allow_unfenced
         # Checked here, because it is stored only after all data was uploaded.
         self._user_metadata = check_user_metadata(user_metadata)
+        self._stock_metadata = stock_metadata
         self._claim = claim
         if self._target.url is not None:
             check_claim(claim, self._target.spec)
@@ -161,7 +168,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings, without secrets, locks or the current save."""
         kept = ("_target", "_overwrite", "_progress", "_allow_unfenced", "_user_metadata")
-        of_saves = ("_claim", "_on_busy", "_event_settings", "_staged")
+        of_saves = ("_stock_metadata", "_claim", "_on_busy", "_event_settings", "_staged")
         return {name: getattr(self, name) for name in kept + of_saves}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -341,14 +348,14 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         same_url([found[0].storage_data.object.url if found else own for found in results])
         store, channel = save.open(), save.channel
         metadata.storage_meta = StorageMeta(checkpoint_id=save.spec.url, save_id=save.nonce)
-        index, objects = build_index(metadata, results)
-        stock = stock_metadata(metadata, index)
+        built, objects = build_index(metadata, results)
+        index, index_body = _read_back(built)
         assert save.begin is not None
         commit_id = commit_save(
             save,
             store,
             index,
-            _encoded(index),
+            index_body,
             user_metadata=self._user_metadata,
             deadline_seconds=self._deadline_seconds,
         )
@@ -356,14 +363,18 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         if self._claim is None:
             # Set now: the checkpoint is committed, and what follows may be interrupted.
             self.last_save = report
-        metadata.storage_data, metadata.version = stock.storage_data, stock.version
-        publish_for_stock_readers(
-            store,
-            commit_id,
-            stock,
-            deadline_seconds=self._deadline_seconds,
-            fenced=save.fenced,
-        )
+        # DCP pickles it for all ranks, which takes seconds where there are many chunks as objects.
+        described = describe(index)
+        metadata.state_dict_metadata = described.state_dict_metadata
+        metadata.version = described.version
+        if self._stock_metadata:
+            publish_for_stock_readers(
+                store,
+                commit_id,
+                index,
+                deadline_seconds=self._deadline_seconds,
+                fenced=save.fenced,
+            )
         wait_for(commit.remove_beacon, store, save.begin.beacon)
         if self._claim is not None:
             wait_for(
@@ -409,22 +420,21 @@ def _refuse_uncounted(claim: RunClaim | None, step: StoreSpec) -> None:
         )
 
 
-def _encoded(index: ix.Index) -> bytes:
-    """Encode the index, and check that a reader can decode it.
+def _read_back(index: ix.Index) -> tuple[ix.Index, bytes]:
+    """Encode the index; return it as a reader decodes it, and its stored form.
 
     Raises:
         RankFailedError: readers would refuse the index, so it must not be committed.
     """
     body = ix.encode(index)
     try:
-        ix.decode(body)
+        return ix.decode(body), body
     except (CorruptDataError, UnsupportedError) as error:
         raise RankFailedError(
             f"the save is not committed, because its index could not be read back: {error.message}",
             key=error.key,
             object_key=error.object_key,
         ) from error
-    return body
 
 
 note_children(ObjectStoreWriter)

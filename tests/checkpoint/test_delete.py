@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -320,7 +321,7 @@ def test_keys_that_are_not_of_our_form_are_never_removed(store: MemoryStore) -> 
         store.put(key, b"somebody's")
     named_too = [msgspec.structs.replace(entry, key=key, size_bytes=1) for key in others]
     token = commits.begin(store, overwrite=False)
-    hostile = msgspec.structs.replace(index, objects=(*index.objects, *named_too))
+    hostile = replace(index, objects=(*index.objects, *named_too))
     import dcp_objstore.checkpoint.commit as module
 
     original, module.check_objects = module.check_objects, lambda *_: None

@@ -9,11 +9,12 @@ from hypothesis import given, strategies as st
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError, UnsupportedError
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
+from tests.support import indexes
 
 DIGEST = b"d" * 16
 
 
-def item(**changes) -> ix.Item:
+def item(**changes) -> indexes.Item:
     values = {
         "object_number": 0,
         "offset": 0,
@@ -22,10 +23,10 @@ def item(**changes) -> ix.Item:
         "payload_length": 48,
         "digests": DIGEST,
     }
-    return ix.Item(**{**values, **changes})
+    return indexes.Item(**{**values, **changes})
 
 
-def tensor(**changes) -> ix.Tensor:
+def tensor(**changes) -> indexes.Tensor:
     values = {
         "shape": (3, 4),
         "dtype": "float32",
@@ -33,34 +34,60 @@ def tensor(**changes) -> ix.Tensor:
         "requires_grad": False,
         "memory_format": "contiguous_format",
         "pin_memory": False,
-        "chunks": (ix.Chunk((0, 0), (3, 4), item()),),
+        "chunks": (indexes.Chunk((0, 0), (3, 4), item()),),
     }
-    return ix.Tensor(**{**values, **changes})
+    return indexes.Tensor(**{**values, **changes})
 
 
-def index(**changes) -> ix.Index:
+def index(**changes) -> indexes.Index:
     values = {
-        "format": ix.FORMAT,
         "objects": (ix.ObjectEntry("__0_0.abc.distcp", 1000, '"e"', DIGEST),),
         "tensors": {"w": tensor()},
         "blobs": {"step": item(offset=200, length=48, payload_offset=200)},
         "flatten_mapping": {"w": ("w",), "step": ("opt", 0, "step")},
     }
-    return ix.Index(**{**values, **changes})
+    return indexes.Index(**{**values, **changes})
 
 
-def chunk(**changes) -> ix.Index:
+def chunk(**changes) -> indexes.Index:
     values = {"offsets": (0, 0), "sizes": (3, 4), "item": item()}
-    return index(tensors={"w": tensor(chunks=(ix.Chunk(**{**values, **changes}),))})
+    return index(tensors={"w": tensor(chunks=(indexes.Chunk(**{**values, **changes}),))})
+
+
+def replaced(one: indexes.Chunk, **changes) -> indexes.Chunk:
+    return msgspec.structs.replace(one, item=msgspec.structs.replace(one.item, **changes))
+
+
+def halves() -> tuple[indexes.Chunk, indexes.Chunk]:
+    """Two chunks of shapes (1, 4) and (2, 4) that make up the tensor."""
+    first = item(length=100, payload_length=16)
+    second = item(offset=100, length=100, payload_offset=164, payload_length=32)
+    return indexes.Chunk((0, 0), (1, 4), first), indexes.Chunk((1, 0), (2, 4), second)
+
+
+def wrapping() -> tuple[indexes.Chunk, ...]:
+    """Overlapping chunks of 2**64 + 2**62 elements in all."""
+    empty = item(length=0, payload_offset=0, payload_length=0, digests=b"")
+    return tuple(
+        indexes.Chunk((number,), (size,), empty)
+        for number, size in enumerate([2**62, *[2**62 - 8] * 4, 32])
+    )
 
 
 def test_an_index_survives_the_round_trip():
-    assert ix.decode(ix.encode(index())) == index()
-    assert index().payload_bytes == 96
+    body = indexes.encode(index())
+    decoded = ix.decode(body)
+    assert ix.encode(decoded) == body
+    assert decoded.payload_bytes == 96
+    assert list(decoded.tensors) == ["w"]
+    assert decoded.blobs == ("step",)
+    assert decoded.item(0) == (0, 0, 200, 64, 48, False, DIGEST)
+    assert decoded.item(1) == (0, 200, 48, 200, 48, False, DIGEST)
 
 
 CONTRADICTIONS = {
-    "item beyond its object": chunk(item=item(offset=900)),
+    "item beyond its object": chunk(item=item(offset=900, payload_offset=964)),
+    "offset beyond the object": chunk(item=item(offset=1001, length=48, payload_offset=1001)),
     "payload before its item": chunk(item=item(offset=100)),
     "payload after its item": chunk(item=item(payload_offset=190)),
     "negative offset": chunk(item=item(offset=-1)),
@@ -71,6 +98,19 @@ CONTRADICTIONS = {
     "half a digest": chunk(item=item(digests=b"d" * 8)),
     "a digest too many": chunk(item=item(digests=DIGEST * 2)),
     "payload of another size than the shape": chunk(item=item(payload_length=44)),
+    "payload of half an element more": chunk(item=item(payload_length=50)),
+    "negative shape": index(tensors={"w": tensor(shape=(-3, -4))}),
+    "extents that overflow behind a 0": index(
+        tensors={"w": tensor(shape=(0, 2**62, 2**62), chunks=())}
+    ),
+    "65 dimensions": index(
+        tensors={
+            "w": tensor(
+                shape=(1,) * 65,
+                chunks=(indexes.Chunk((0,) * 65, (1,) * 65, item(payload_length=4)),),
+            )
+        }
+    ),
     "chunk outside the tensor": chunk(offsets=(1, 0)),
     "chunk of other rank": chunk(offsets=(0,), sizes=(12,)),
     "negative sizes that multiply right": chunk(sizes=(-3, -4)),
@@ -78,9 +118,24 @@ CONTRADICTIONS = {
         tensors={"w": tensor(shape=(2**32, 2**32), chunks=())},
     ),
     "no chunks": index(tensors={"w": tensor(chunks=())}),
+    "chunks that are not in the order of their offsets": index(
+        tensors={"w": tensor(chunks=halves()[::-1])}
+    ),
+    "items that overlap": index(
+        tensors={"w": tensor(chunks=(halves()[0], replaced(halves()[1], offset=99, length=101)))}
+    ),
+    "a value in the bytes of a tensor": index(
+        blobs={"step": item(offset=199, length=48, payload_offset=199)}
+    ),
+    "a flag of 2": chunk(pickled=2),
+    "volumes that add up modulo 2**64": index(
+        objects=(ix.ObjectEntry("a", 2**63 - 1, None, DIGEST),),
+        tensors={"w": tensor(shape=(2**62,), dtype="float3", chunks=wrapping())},
+        blobs={},
+    ),
     "a chunk twice": index(tensors={"w": tensor(shape=(6, 4), chunks=tensor().chunks * 2)}),
     "chunks that overlap": index(
-        tensors={"w": tensor(chunks=(*tensor().chunks, ix.Chunk((1, 0), (2, 4), item())))}
+        tensors={"w": tensor(chunks=(*tensor().chunks, indexes.Chunk((1, 0), (2, 4), item())))}
     ),
     "too many dimensions": index(tensors={"w": tensor(shape=(1,) * 65, chunks=())}),
     "tensor and value": index(blobs={"w": item()}),
@@ -97,7 +152,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("wrong", CONTRADICTIONS.values(), ids=CONTRADICTIONS.keys())
 def test_an_index_that_contradicts_itself_is_corrupt(wrong):
     with pytest.raises(CheckpointCorruptError):
-        ix.decode(ix.encode(wrong))
+        ix.decode(indexes.encode(wrong))
 
 
 def test_a_newer_index_asks_for_an_upgrade_even_if_its_fields_are_unknown():
@@ -105,14 +160,99 @@ def test_a_newer_index_asks_for_an_upgrade_even_if_its_fields_are_unknown():
     with pytest.raises(UnsupportedError, match="upgrade"):
         ix.decode(msgspec.msgpack.encode(newer))
     with pytest.raises(UnsupportedError, match="upgrade"):
-        ix.decode(ix.encode(index(format=ix.FORMAT + 1)))
+        ix.decode(indexes.encode(index(format=ix.FORMAT + 1)))
 
 
 def test_an_unknown_dtype_is_kept_for_the_key_that_has_it():
-    newer = index(tensors={"w": tensor(dtype="float3"), "v": tensor()})
-    assert ix.decode(ix.encode(newer)) == newer
+    other = tensor(chunks=(replaced(tensor().chunks[0], offset=400, payload_offset=464),))
+    decoded = ix.decode(indexes.encode(index(tensors={"w": tensor(dtype="float3"), "v": other})))
+    assert [one.dtype for one in decoded.tensors.values()] == ["float3", "float32"]
     with pytest.raises(CheckpointCorruptError):  # its place is checked all the same
-        ix.decode(ix.encode(index(tensors={"w": tensor(dtype="float3", shape=(3, 5))})))
+        ix.decode(indexes.encode(index(tensors={"w": tensor(dtype="float3", shape=(3, 5))})))
+
+
+def test_the_bad_item_is_named():
+    second = tensor(chunks=(halves()[0], replaced(halves()[1], offset=2**40)))
+    moved = tensor(chunks=(replaced(tensor().chunks[0], offset=300, payload_offset=364),))
+    with pytest.raises(CheckpointCorruptError) as caught:
+        ix.decode(indexes.encode(index(tensors={"w": moved, "v": second})))
+    assert caught.value.key == "v"
+
+
+def test_a_key_that_is_listed_twice_is_corrupt():
+    plain = msgspec.msgpack.decode(indexes.encode(index(blobs={})))
+    nothing = ["w", [0], "float32", "strided", False, "contiguous_format", False, 0]
+    plain[2].append(nothing)
+    with pytest.raises(CheckpointCorruptError, match="twice"):
+        ix.decode(msgspec.msgpack.encode(plain))
+
+
+def test_a_count_of_chunks_allocates_nothing_that_the_index_does_not_hold():
+    plain = msgspec.msgpack.decode(indexes.encode(index()))
+    for count in (-1, 0, 2, 2**31, 2**62, 2**63):
+        plain[2][0][-1] = count
+        with pytest.raises(CheckpointCorruptError):
+            ix.decode(msgspec.msgpack.encode(plain))
+
+
+def test_negative_counts_of_chunks_are_corrupt_even_if_the_sum_is_right():
+    other = tensor(chunks=(replaced(tensor().chunks[0], offset=400, payload_offset=464),))
+    plain = msgspec.msgpack.decode(indexes.encode(index(tensors={"w": tensor(), "v": other})))
+    ix.decode(msgspec.msgpack.encode(plain))
+    plain[2][0][-1], plain[2][1][-1] = 3, -1
+    with pytest.raises(CheckpointCorruptError):
+        ix.decode(msgspec.msgpack.encode(plain))
+
+
+@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("length", [0, 1, 3, 5, 6, 15, 17, 48])
+def test_a_column_of_another_length_is_corrupt(number, length):
+    plain = msgspec.msgpack.decode(indexes.encode(index()))  # two rows
+    plain[4][number] = bytes(length)
+    with pytest.raises(CheckpointCorruptError):
+        ix.decode(msgspec.msgpack.encode(plain))
+
+
+def test_an_item_with_too_few_digests_is_named():
+    big = item(payload_length=5 * BLOCK_SIZE_BYTES, length=6 * BLOCK_SIZE_BYTES)
+    entry = ix.ObjectEntry("a", 2**40, None, DIGEST)
+    wrong = index(
+        objects=(entry,),
+        tensors={},
+        blobs={"v": item(offset=2**39, payload_offset=2**39), "b": big},
+    )
+    with pytest.raises(CheckpointCorruptError) as caught:
+        ix.decode(indexes.encode(wrong))
+    assert caught.value.key == "b"
+
+
+def test_a_chunk_is_found_by_its_offset_with_and_without_a_hint():
+    decoded = ix.decode(indexes.encode(index(tensors={"w": tensor(chunks=halves())})))
+    for hint in (None, 0, 1, 2, -1):
+        assert decoded.find("w", (1, 0), hint) == 1
+        assert decoded.find("w", (2, 0), hint) is None
+    assert decoded.find("step", None) == 2
+    assert decoded.find("w", None) is None
+    assert decoded.find("step", (0,)) is None
+    assert decoded.find("w", (0,)) is None
+    assert decoded.find("w", (-1, 0)) is None
+    assert decoded.find("absent", None) is None
+
+
+@pytest.mark.parametrize("number", [0, 2**8 - 1, 2**8, 2**16, 2**32 - 1, 2**32, 2**61])
+def test_numbers_of_every_width_survive(number):
+    place = item(offset=number, length=number, payload_offset=number, payload_length=0, digests=b"")
+    one = indexes.Chunk((0,), (number,), place)
+    made = index(
+        objects=(ix.ObjectEntry("a", 2 * number, None, DIGEST),),
+        tensors={"w": tensor(shape=(number,), dtype="float3", chunks=(one,))},
+        blobs={},
+    )
+    body = indexes.encode(made)
+    decoded = ix.decode(body)
+    assert ix.encode(decoded) == body
+    assert decoded.item(0) == (0, number, number, number, 0, False, b"")
+    assert decoded.boxes("w")[1].tolist() == [[number]]
 
 
 def test_every_dtype_of_this_torch_that_has_memory_is_known_with_its_size():
@@ -126,14 +266,14 @@ def test_every_dtype_of_this_torch_that_has_memory_is_known_with_its_size():
 
 def test_a_payload_of_several_blocks_needs_a_digest_for_each():
     size = 2 * BLOCK_SIZE_BYTES + 4
-    big = ix.Item(0, 0, size, 0, size, DIGEST * 3)
+    big = indexes.Item(0, 0, size, 0, size, DIGEST * 3)
     entry = ix.ObjectEntry("a", size, None, DIGEST)
-    wanted = index(objects=(entry,), tensors={})
-    good = msgspec.structs.replace(wanted, blobs={"b": big})
-    assert ix.decode(ix.encode(good)) == good
-    bad = msgspec.structs.replace(good, blobs={"b": msgspec.structs.replace(big, digests=DIGEST)})
-    with pytest.raises(CheckpointCorruptError):
-        ix.decode(ix.encode(bad))
+    wanted = index(objects=(entry,), tensors={}, blobs={"b": big})
+    assert ix.decode(indexes.encode(wanted)).item(0).digests == DIGEST * 3
+    for digests in (DIGEST, DIGEST * 2, DIGEST * 4, DIGEST * 3 + b"d"):
+        bad = msgspec.structs.replace(big, digests=digests)
+        with pytest.raises(CheckpointCorruptError):
+            ix.decode(indexes.encode(msgspec.structs.replace(wanted, blobs={"b": bad})))
 
 
 @given(st.binary(max_size=300))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import math
 import pickletools
 import random
 from collections import deque
@@ -143,20 +145,24 @@ def checked(read: Callable[[], object]) -> object:
 
 
 def index_within_bounds(index: ix.Index) -> None:
-    sizes = [entry.size_bytes for entry in index.objects]
     for key, tensor in index.tensors.items():
-        given = 0
-        for chunk in tensor.chunks:
-            ends = [a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)]
+        offsets, sizes = (rows.tolist() for rows in index.boxes(key))
+        for offset, size in zip(offsets, sizes, strict=True):
+            ends = [a + b for a, b in zip(offset, size, strict=True)]
             assert all(end <= n for end, n in zip(ends, tensor.shape, strict=True)), key
-            assert min((*chunk.offsets, *chunk.sizes), default=0) >= 0
-            given += torch.Size(chunk.sizes).numel()
-        assert given == torch.Size(tensor.shape).numel()
-    for item in index._items():
+        assert sum(map(math.prod, sizes)) == math.prod(tensor.shape)
+        assert len(set(map(tuple, offsets))) == len(index.rows(key))
+    taken = [(0, 0, 0)]
+    for row in range(len(index.columns.offset)):
+        item = index.item(row)
+        end = item.offset + item.length
         assert 0 <= item.offset <= item.payload_offset
-        assert 0 <= item.payload_offset + item.payload_length <= item.offset + item.length
-        assert item.offset + item.length <= sizes[item.object_number]
+        assert item.payload_offset <= item.payload_offset + item.payload_length <= end
+        assert end <= index.objects[item.object_number].size_bytes
         assert len(item.digests) == 16 * -(-item.payload_length // (4 << 20))
+        taken.append((item.object_number, item.offset, end))
+    for before, after in itertools.pairwise(sorted(taken)):
+        assert before[0] < after[0] or before[2] <= after[1]
     for entry in index.objects:
         assert not {"", ".", ".."} & set(entry.key.split("/"))
         assert "://" not in entry.key and "\\" not in entry.key

@@ -25,7 +25,7 @@ import xxhash
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.marker import Counts, IndexRef, Marker, encode_marker
 from dcp_objstore.transfer.digests import block_digest
-from tests.support import pickles as p
+from tests.support import indexes, pickles as p
 
 Objects = dict[str, bytes]
 CORRUPT = ("CheckpointCorruptError",)
@@ -135,21 +135,24 @@ def sealed(index: bytes, data: Mapping[str, bytes], **changes: Any) -> Objects:
     return {"_COMMIT": encode_marker(marker), INDEX_KEY: index, **data}
 
 
-def item(offset: int, body: bytes) -> ix.Item:
-    return ix.Item(0, offset, len(body), offset, len(body), block_digest(body) if body else b"")
+def item(offset: int, body: bytes) -> indexes.Item:
+    return indexes.Item(
+        0, offset, len(body), offset, len(body), block_digest(body) if body else b""
+    )
 
 
-def tensor(**changes: Any) -> ix.Tensor:
-    chunk = ix.Chunk((0, 0), (2, 3), item(0, PAYLOAD))
-    plain = ix.Tensor((2, 3), "float32", "strided", False, "contiguous_format", False, (chunk,))
+def tensor(**changes: Any) -> indexes.Tensor:
+    chunk = indexes.Chunk((0, 0), (2, 3), item(0, PAYLOAD))
+    plain = indexes.Tensor(
+        (2, 3), "float32", "strided", False, "contiguous_format", False, (chunk,)
+    )
     return msgspec.structs.replace(plain, **changes)
 
 
-def index_of(data: bytes, **changes: Any) -> ix.Index:
+def index_of(data: bytes, **changes: Any) -> indexes.Index:
     """An index of one object `data`, which begins with PAYLOAD and STEP if it is DATA."""
     entry = ix.ObjectEntry(DATA_KEY, len(data), None, xxhash.xxh3_128(b"").digest())
-    plain = ix.Index(
-        ix.FORMAT,
+    plain = indexes.Index(
         (entry,),
         {"w": tensor()},
         {"step": item(len(PAYLOAD), STEP)},
@@ -161,8 +164,8 @@ def index_of(data: bytes, **changes: Any) -> ix.Index:
 DATA = PAYLOAD + STEP
 
 
-def ours(index: ix.Index | bytes | None = None, **marker: Any) -> Objects:
-    body = index if isinstance(index, bytes) else ix.encode(index or index_of(DATA))
+def ours(index: indexes.Index | bytes | None = None, **marker: Any) -> Objects:
+    body = index if isinstance(index, bytes) else indexes.encode(index or index_of(DATA))
     return sealed(body, {DATA_KEY: DATA}, **marker)
 
 
@@ -194,7 +197,7 @@ def with_key(key: str) -> Objects:
 
 def with_raw(edit: Callable[[list[Any]], None]) -> Objects:
     """The index as plain msgpack values, edited past what our types would encode."""
-    plain = msgspec.msgpack.decode(ix.encode(index_of(DATA)))
+    plain = msgspec.msgpack.decode(indexes.encode(index_of(DATA)))
     edit(plain)
     return ours(msgspec.msgpack.encode(plain))
 
@@ -226,14 +229,14 @@ def with_field(name: str, value: object) -> Objects:
 def our_value(body: bytes) -> Objects:
     """A value of our own format, with right digests: only the value itself is hostile."""
     index = index_of(body, tensors={}, blobs={"step": item(0, body)}, flatten_mapping=None)
-    return sealed(ix.encode(index), {DATA_KEY: body})
+    return sealed(indexes.encode(index), {DATA_KEY: body})
 
 
 def our_blob(body: bytes) -> Objects:
     """The same of a tensor that was stored as a whole `torch.save` blob."""
-    chunk = ix.Chunk((0, 0), (2, 3), item(0, body), pickled=True)
+    chunk = indexes.Chunk((0, 0), (2, 3), item(0, body), pickled=True)
     index = index_of(body, tensors={"w": tensor(chunks=(chunk,))}, blobs={}, flatten_mapping=None)
-    return sealed(ix.encode(index), {DATA_KEY: body})
+    return sealed(indexes.encode(index), {DATA_KEY: body})
 
 
 def foreign(metadata: bytes, data: bytes = b"") -> Objects:

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from dcp_objstore.checkpoint import index as ix
-from tests.support import hostile as h, pickles as p
+from tests.support import hostile as h, indexes, pickles as p
 from tests.support.hostile import add, add_all
 
 BIG = 1 << 62
@@ -163,7 +162,7 @@ def set_at(*path: Any, value: Any) -> Any:
 
 
 def add_index() -> None:
-    chunks = ix.Chunk((0, 0), (2, 3), h.item(0, h.PAYLOAD))
+    chunks = indexes.Chunk((0, 0), (2, 3), h.item(0, h.PAYLOAD))
     add_all("index leaves the checkpoint", h.with_key, {
         "up": "../x", "inner": "a/../../x", "absolute": "/etc/passwd", "host": "//host/x",
         "s3": "s3://other/x", "http": "http://169.254.169.254/", "file": "file:///etc/passwd",
@@ -188,6 +187,7 @@ def add_index() -> None:
         "no digest": {"digests": b""},
         "short digest": {"digests": b"x" * 15},
         "a million digests": {"digests": b"x" * 16_000_000},
+        "in the bytes of the value": {"offset": 1, "payload_offset": 1},
         "wrong digest": {"digests": b"x" * 16},
     })  # fmt: skip
     add_all("index has impossible shapes", lambda changes: h.with_tensor(**changes), {
@@ -200,7 +200,11 @@ def add_index() -> None:
         "64 TiB without chunks": {"shape": (2**44, 1), "chunks": ()},
         "without chunks": {"chunks": ()},
         "chunk twice": {"chunks": (chunks, chunks)},
-        "chunks overlap": {"shape": (3, 3), "chunks": (chunks, ix.Chunk((1, 0), (2, 3), chunks.item))},
+        "chunks overlap": {"shape": (3, 3), "chunks": (chunks, indexes.Chunk((1, 0), (2, 3), chunks.item))},
+        "chunks overlap and leave elements out": {"chunks": tuple(
+            indexes.Chunk(at, sizes, h.item(8 * n, h.PAYLOAD[8 * n : 8 * n + 8]))
+            for n, (at, sizes) in enumerate((((0, 0), (2, 1)), ((0, 1), (1, 2)), ((1, 0), (1, 2))))
+        )},
         "chunk of too few": {"shape": (4, 3)},
         "other dimensions": {"shape": (6,)},
         "dtype None": {"dtype": "None"},
@@ -219,7 +223,9 @@ def add_index() -> None:
         "chunk of -2 x -3": {"sizes": (-2, -3)},
         "chunk that overflows": {"offsets": (2**63 - 1, 0), "sizes": (2**63 - 1, 3)},
         "chunk of 70 dimensions": {"offsets": (0,) * 70, "sizes": (1,) * 70},
-        "raw payload said to be pickled": {"pickled": True},
+        "raw payload said to be pickled": {"pickled": 1},
+        "pickled 2": {"pickled": 2},
+        "pickled 255": {"pickled": 255},
     }, h.REFUSED)  # fmt: skip
     add_all("index has impossible objects", lambda changes: h.with_object(**changes), {
         "negative size": {"size_bytes": -1},
@@ -227,8 +233,8 @@ def add_index() -> None:
         "short framing digest": {"framing_digest": b""},
         "long framing digest": {"framing_digest": b"x" * 1_000_000},
     })  # fmt: skip
-    body = ix.encode(h.index_of(h.DATA))
-    head = b"\x96\x01"
+    body = indexes.encode(h.index_of(h.DATA))
+    head = b"\x97\x02"
     add_all("index is no msgpack", h.ours, {
         "empty": b"",
         "nil": b"\xc0",
@@ -237,15 +243,16 @@ def add_index() -> None:
         "array of 2**32 - 1": b"\xdd\xff\xff\xff\xff",
         "objects: array of 2**32 - 1": head + b"\xdd\xff\xff\xff\xff",
         "objects: nested arrays of 65535": head + b"\xdc\xff\xff" * 10_000,
-        "tensors: map of 2**32 - 1": head + b"\x90\xdf\xff\xff\xff\xff",
-        "key of 4 GiB": head + b"\x90\x81\xdb\xff\xff\xff\xff",
-        "shape: array of 2**31": head + b"\x90\x81\xa1w\x97\xdd\x80\0\0\0",
+        "tensors: array of 2**32 - 1": head + b"\x90\xdd\xff\xff\xff\xff",
+        "key of 4 GiB": head + b"\x90\x91\x98\xdb\xff\xff\xff\xff",
+        "shape: array of 2**31": head + b"\x90\x91\x98\xa1w\xdd\x80\0\0\0",
+        "column of 4 GiB": head + b"\x90\x90\x90\x99\xc6\xff\xff\xff\xff",
         "digests of 4 GiB": head + b"\x91\x94\xa1a\1\xc0\xc6\xff\xff\xff\xff",
         "nested arrays": b"\x91" * 100_000,
         "nested maps": b"\x81\xa1a" * 100_000,
-        "nested as an unknown field": b"\x97" + body[1:] + b"\x91" * 100_000 + b"\x90",
-        "newer format, nested": b"\x92\x02" + b"\x91" * 100_000,
-        "newer format, array of 2**32 - 1": b"\x92\x02\xdd\xff\xff\xff\xff",
+        "nested as an unknown field": b"\x98" + body[1:] + b"\x91" * 100_000 + b"\x90",
+        "newer format, nested": b"\x92\x03" + b"\x91" * 100_000,
+        "newer format, array of 2**32 - 1": b"\x92\x03\xdd\xff\xff\xff\xff",
         "extension": head + b"\xc9\xff\xff\xff\xff\1",
         "timestamp": head + b"\xd7\xff" + b"\xff" * 8,
         "reserved byte": b"\xc1",
@@ -253,11 +260,12 @@ def add_index() -> None:
         "trailing": body + b"\xc0",
         "twice": body * 2,
         "no UTF-8": body.replace(DATA_KEY, b"\xff" * len(DATA_KEY)),
-        "key no UTF-8": body.replace(b"\x81\xa4step", b"\x81\xa4\xff\xfe\xfd\xfc"),
+        "key no UTF-8": body.replace(b"\x91\xa4step", b"\x91\xa4\xff\xfe\xfd\xfc"),
     }, (*h.CORRUPT, *h.UNSUPPORTED))  # fmt: skip
     add_all("index has other types", h.with_raw, {
         "format 0": set_at(0, value=0),
-        "format 2": set_at(0, value=2),
+        "format 1": set_at(0, value=1),
+        "format 3": set_at(0, value=3),
         "format 2**63": set_at(0, value=2**63),
         "format -1": set_at(0, value=-1),
         "format 1.0": set_at(0, value=1.5),
@@ -266,14 +274,29 @@ def add_index() -> None:
         "key bytes": set_at(1, 0, 0, value=b"x"),
         "size NaN": set_at(1, 0, 1, value=float("nan")),
         "size 1e308": set_at(1, 0, 1, value=1e308),
-        "tensor a number": set_at(2, "w", value=1),
-        "shape of floats": set_at(2, "w", 0, value=[2.5, 3.0]),
-        "dtype a number": set_at(2, "w", 1, value=1),
-        "chunks null": set_at(2, "w", 6, value=None),
-        "number as key": set_at(2, 5, value=[]),
-        "value and tensor": set_at(3, "w", value=[0, 24, 1, 24, 1, b"x" * 16]),
-        "flatten mapping of maps": set_at(4, "w", value=[{}]),
-        "checkpoint_id a number": set_at(5, value=[1, None, []]),
+        "tensor a number": set_at(2, 0, value=1),
+        "number as key": set_at(2, 0, 0, value=5),
+        "shape of floats": set_at(2, 0, 1, value=[2.5, 3.0]),
+        "dtype a number": set_at(2, 0, 2, value=1),
+        "chunks null": set_at(2, 0, 7, value=None),
+        "-1 chunks": set_at(2, 0, 7, value=-1),
+        "0 chunks": set_at(2, 0, 7, value=0),
+        "2 chunks": set_at(2, 0, 7, value=2),
+        "2**62 chunks": set_at(2, 0, 7, value=2**62),
+        "2**64 - 1 chunks": set_at(2, 0, 7, value=2**64 - 1),
+        "value and tensor": set_at(3, 0, value="w"),
+        "value twice": set_at(3, value=["step", "step"]),
+        "columns null": set_at(4, value=None),
+        "columns missing": set_at(4, value=[b"\0\0"] * 8),
+        "column of text": set_at(4, 0, value="\0\0"),
+        "column of numbers": set_at(4, 0, value=[0, 0]),
+        "column of 3 bytes": set_at(4, 0, value=b"\0\0\0"),
+        "column of 6 bytes": set_at(4, 0, value=b"\0" * 6),
+        "column of 32 bytes": set_at(4, 0, value=b"\0" * 32),
+        "column empty": set_at(4, 1, value=b""),
+        "digest in halves": set_at(4, 8, value=b"x" * 24),
+        "flatten mapping of maps": set_at(5, "w", value=[{}]),
+        "checkpoint_id a number": set_at(6, value=[1, None, []]),
     }, (*h.CORRUPT, *h.UNSUPPORTED))  # fmt: skip
 
 

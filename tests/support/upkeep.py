@@ -15,6 +15,7 @@ from dcp_objstore.checkpoint.read import find_marker
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.digests import DIGEST_SIZE_BYTES
+from tests.support import indexes
 
 DAY_SECONDS = 24 * 3600.0
 
@@ -77,7 +78,7 @@ def upload(store: ObjectStore, ranks: int = 2) -> ix.Index:
         key = data_key(rank, 0, new_nonce())
         store.put(key, b"data of " + key.encode())
         entries.append(ix.ObjectEntry(key, len(key) + 8, None, bytes(DIGEST_SIZE_BYTES)))
-    return ix.Index(format=ix.FORMAT, objects=tuple(entries), tensors={}, blobs={})
+    return ix.decode(indexes.encode(indexes.Index(tuple(entries))))
 
 
 def commit(

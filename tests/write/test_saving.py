@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import logging
 import pickle
@@ -105,6 +106,53 @@ def test_an_interrupt_after_the_commit_leaves_the_report(monkeypatch: pytest.Mon
     assert writer.last_save is not None
     assert writer.last_save.commit_id is not None
     assert_loads(url)
+
+
+def test_the_metadata_that_a_save_returns_is_pickled_without_an_object_per_chunk() -> None:
+    state = {f"layer.{number}": torch.ones(3) for number in range(3)}
+    saved = dcp.save(state, storage_writer=dos.ObjectStoreWriter(memory_url()), no_dist=True)
+    (chunk,) = saved.state_dict_metadata["layer.1"].chunks
+    assert (chunk.offsets, chunk.sizes) == ((0,), (3,))
+    assert saved.version == "1.0.0"
+    body = pickle.dumps(saved)  # DCP does this, to hand it to all ranks
+    assert pickle.loads(body) == saved
+    assert b"ChunkStorageMetadata" not in body
+
+
+def test_without_stock_metadata_the_checkpoint_loads_and_a_repair_writes_it(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/checkpoint"
+    dos.save({"t": torch.ones(5)}, url, stock_metadata=False)
+    assert "_COMMIT" in keys(url)
+    assert ".metadata" not in keys(url)
+    assert_loads(url)
+    assert dos.repair(url).dot_metadata == "written"
+    loaded = {"t": torch.zeros(5)}
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path / "checkpoint"), no_dist=True)
+    assert loaded["t"].eq(1).all()
+
+
+def test_async_save_without_stock_metadata_writes_none() -> None:
+    url = memory_url()
+    dos.async_save({"t": torch.ones(5)}, url, stock_metadata=False).result()
+    assert ".metadata" not in keys(url)
+    assert_loads(url)
+    writer = pickle.loads(pickle.dumps(dos.ObjectStoreWriter(url, stock_metadata=False)))
+    writer.reset(url + "-2")
+    dcp.save({"t": torch.ones(5)}, storage_writer=writer, no_dist=True)
+    assert ".metadata" not in keys(url + "-2")
+
+
+class Text(str):
+    """A string of a class of its own, as the keys of some state dicts are."""
+
+    __slots__ = ()
+
+
+def test_stock_torch_reads_a_state_whose_keys_are_of_a_class_of_their_own(tmp_path: Path) -> None:
+    dos.save({Text("a"): {Text("t"): torch.ones(5)}}, f"file://{tmp_path}/checkpoint")
+    body = (tmp_path / "checkpoint/.metadata").read_bytes()
+    assert b"Text" not in body
+    assert type(pickle.loads(body).planner_data["a.t"][0]) is str
 
 
 # --- planners of one's own ---
@@ -229,7 +277,7 @@ def test_an_index_that_readers_would_refuse_is_not_committed(
     def too_short(*args: Any) -> Any:
         index, objects = build(*args)
         entry = msgspec.structs.replace(index.objects[0], size_bytes=1)
-        return msgspec.structs.replace(index, objects=(entry,)), objects
+        return dataclasses.replace(index, objects=(entry,)), objects
 
     monkeypatch.setattr(writer_module, "build_index", too_short)
     with pytest.raises(dos.RankFailedError, match="not committed"):
