@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import ipaddress
 import json
 import ssl
 import time
@@ -17,7 +16,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -32,6 +30,7 @@ from tests.support.azurite import ACCOUNT, KEY, AzureBucket, Azurite
 from tests.support.gcs_tokens import ShortLived, is_valid, post
 from tests.support.proxy import Asked, NetworkProxy, Refuse
 from tests.support.servers import BUCKET, Bucket, MotoServer
+from tests.support.tls import Certificate, make_certificate
 from tests.support.verbs import ONCE, VERBS, check
 
 gcs = pytest.mark.backends("gcs")
@@ -154,45 +153,19 @@ def test_gcs_a_listing_that_is_refused_in_its_midst_goes_on_where_it_was(
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Of 127.0.0.1, signed by itself; comes with azure-identity's own needs."""
-    pytest.importorskip("cryptography")
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
-    now = datetime.now(UTC)
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    built = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    folder = tmp_path_factory.mktemp("certificate")
-    (folder / "cert.pem").write_bytes(built.public_bytes(serialization.Encoding.PEM))
-    private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-    (folder / "key.pem").write_bytes(private)
-    return folder / "cert.pem", folder / "key.pem"
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    return make_certificate(tmp_path_factory.mktemp("certificate"))
 
 
 @pytest.fixture(scope="module")
-def token_server(certificate: tuple[Path, Path]) -> Iterator[Azurite]:
+def token_server(certificate: Certificate) -> Iterator[Azurite]:
     with Azurite(certificate) as server:
         yield server
 
 
 @pytest.fixture
 def container(
-    request: pytest.FixtureRequest, token_server: Azurite, certificate: tuple[Path, Path]
+    request: pytest.FixtureRequest, token_server: Azurite, certificate: Certificate
 ) -> AzureBucket:
     """A fresh prefix, with options that lack credentials."""
     options = {
@@ -272,7 +245,7 @@ def test_azure_fresh_tokens_that_are_refused_too_say_what_to_do(
 
 
 def test_azure_an_upload_that_is_refused_in_a_part_can_be_tried_again(
-    container: AzureBucket, certificate: tuple[Path, Path]
+    container: AzureBucket, certificate: Certificate
 ) -> None:
     identity = Identity(2, HOUR_SECONDS)
     store = opened(container, identity)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dcp_objstore.config import MIB, TransferConfig
@@ -14,6 +15,7 @@ from dcp_objstore.stores.credentials.aws import find_s3_credentials
 from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
+from dcp_objstore.stores.endpoint import is_directory_bucket, tls_context
 from dcp_objstore.stores.obstore.direct import SIGNED_FOR_SECONDS, DirectLane
 from dcp_objstore.stores.obstore.errors import (
     http_code,
@@ -41,6 +43,8 @@ from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.options.s3 import S3Options
 
 if TYPE_CHECKING:
+    from ssl import SSLContext
+
     from dcp_objstore.stores.urls import StoreUrl
 
 # A read may wait this long for the next bytes. For writes there is no such limit: the transport
@@ -85,12 +89,12 @@ class Clients:
         limiter: Limiter,
         endpoint_url: str | None = None,
         *,
-        direct: bool = False,
+        trust: Callable[[], SSLContext] | None = None,
         credentials: Credentials | None = None,
     ) -> None:
         self.endpoint_url = endpoint_url
         self._credentials = credentials
-        self._direct = direct
+        self._trust = trust
         self._renewals = 0
         self.reached = False
         self.proven = False
@@ -127,7 +131,7 @@ class Clients:
         return self._get("list" if self.reached else "first")
 
     def direct(self) -> DirectLane | None:
-        """For reads over plain HTTP whose URL can be signed, without further headers."""
+        """For reads whose URL can be signed, without further headers."""
         return self._lane
 
     def tries(self, verb: str, key: str, size_bytes: int = 0) -> Tries:
@@ -225,10 +229,10 @@ class Clients:
         return result
 
     def _new_lane(self) -> DirectLane | None:
-        if not self._direct:
+        if self._trust is None:
             return None
         seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, self._config.request_timeout_seconds)
-        return DirectLane(self._sign, seconds)
+        return DirectLane(self._sign, seconds, self._trust)
 
     def _sign(self, path: str) -> str:
         import obstore
@@ -294,7 +298,7 @@ def make_clients(
     if url.scheme == "memory":
         limiter = limiter_at(None, url.scheme, url.bucket)
         return Clients(memory_maker(url), config, limiter)
-    direct = False
+    trust = None
     if url.scheme == "gs":
         # To sign a URL, GCS would ask for a private key or make a request.
         gcs = parse(GcsOptions, options)
@@ -308,7 +312,8 @@ def make_clients(
         settings = parse(S3Options, options)
         found = find_s3_credentials(settings, stripped)
         make, endpoint_url = s3_maker(url, settings, found)
-        plain = endpoint_url is not None and endpoint_url.startswith("http://")
-        direct = plain and not settings.anon and not settings.requester_pays
+        express = is_directory_bucket(url.bucket) and endpoint_url is None
+        if not (settings.anon or settings.requester_pays or express):
+            trust = partial(tls_context, settings.verify)
     limiter = limiter_at(endpoint_url, url.scheme, url.bucket)
-    return Clients(make, config, limiter, endpoint_url, direct=direct, credentials=found)
+    return Clients(make, config, limiter, endpoint_url, trust=trust, credentials=found)
