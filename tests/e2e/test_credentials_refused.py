@@ -6,17 +6,11 @@ reads in a token when it ends.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import hmac
-import json
 import ssl
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
 from urllib.parse import quote
 
 import pytest
@@ -26,7 +20,7 @@ import dcp_objstore as dos
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores import ObjectStore, open_store
 from tests.contract import PART
-from tests.support.azurite import ACCOUNT, KEY, AzureBucket, Azurite
+from tests.support.azurite import ACCOUNT, HOUR_SECONDS, KEY, AzureBucket, Azurite, Identity
 from tests.support.gcs_tokens import ShortLived, is_valid, post
 from tests.support.proxy import Asked, NetworkProxy, Refuse
 from tests.support.servers import BUCKET, Bucket, MotoServer
@@ -34,7 +28,7 @@ from tests.support.tls import Certificate, make_certificate
 from tests.support.verbs import ONCE, VERBS, check
 
 gcs = pytest.mark.backends("gcs")
-HOUR_SECONDS = 3600
+
 VERSION = "2023-11-03"  # of Azure's API; access tokens need one from 2017 on
 
 
@@ -175,41 +169,6 @@ def container(
     }
     url = f"az://{BUCKET}/{request.node.name.replace('[', '-').rstrip(']')}"
     return AzureBucket("azure", url, options, server=token_server)
-
-
-class Token(NamedTuple):
-    token: str
-    expires_on: int
-
-
-class Identity:
-    """Of the kind of azure-identity: its tokens end when they like, and say in an hour."""
-
-    def __init__(self, *lasting_seconds: float) -> None:
-        self.lasting_seconds = list(lasting_seconds)
-        self.handed_out: list[str] = []
-
-    def get_token(self, *_: str, tenant_id: str | None = None) -> Token:
-        lasting = self.lasting_seconds[min(len(self.handed_out), len(self.lasting_seconds) - 1)]
-        self.handed_out.append(access_token(lasting))
-        return Token(self.handed_out[-1], int(time.time()) + HOUR_SECONDS)
-
-
-def access_token(lasting_seconds: float) -> str:
-    """A JWT (RFC 7519) with the claims of Azure AD's access tokens."""
-    now = int(time.time())
-    claims = {
-        "aud": "https://storage.azure.com",
-        "iss": "https://sts.windows-ppe.net/ab1f708d-50f6-404c-a006-d71b2ac7a606/",
-        "iat": now - HOUR_SECONDS,
-        "nbf": now - HOUR_SECONDS,
-        "exp": now + lasting_seconds,
-    }
-    head = json.dumps({"alg": "HS256", "typ": "JWT"}).encode()
-    parts = [base64.urlsafe_b64encode(part) for part in (head, json.dumps(claims).encode())]
-    signature = hmac.digest(b"nobody checks it", b".".join(parts), hashlib.sha256)
-    parts.append(base64.urlsafe_b64encode(signature))
-    return b".".join(part.rstrip(b"=") for part in parts).decode()
 
 
 def opened(container: AzureBucket, identity: object) -> ObjectStore:

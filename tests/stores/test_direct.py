@@ -8,7 +8,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,11 +23,13 @@ from dcp_objstore.stores.obstore.direct import (
     DirectAnswer,
     DirectLane,
     LaneError,
+    SignedGet,
 )
 from dcp_objstore.stores.obstore.ranges import ObstoreSource
 from dcp_objstore.stores.ranges import Answer, read_range
 from tests.support import tampering
-from tests.support.servers import Bucket
+from tests.support.azurite import ACCOUNT, KEY, AzureBucket, Azurite, Identity
+from tests.support.servers import BUCKET, Bucket
 from tests.support.tampering import TamperingProxy
 from tests.support.tls import Certificate, make_certificate, speak_tls
 from tests.support.verbs import ONCE
@@ -138,7 +140,7 @@ def make_lane(certificate: Certificate) -> Lanes:
 
 @pytest.fixture
 def lane(server: Server, make_lane: Lanes) -> DirectLane:
-    return make_lane(lambda _key: server.url, timeout_seconds=5)
+    return make_lane(lambda _key: SignedGet(server.url), timeout_seconds=5)
 
 
 def read(lane: DirectLane, start: int = 1000, end: int = 500_000) -> bytes | None:
@@ -196,7 +198,7 @@ def test_a_server_that_closes_after_every_answer_is_read_from(
 def test_a_server_that_sends_nothing_for_the_time_out_is_given_up(
     server: Server, make_lane: Lanes, how: str
 ) -> None:
-    lane = make_lane(lambda _key: server.url, timeout_seconds=0.5)
+    lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=0.5)
     server.how = how
     assert read(lane) is None
     server.how = "right"
@@ -227,7 +229,7 @@ def test_a_server_that_is_gone_and_a_url_that_cannot_be_signed_are_no_errors(
 ) -> None:
     server.shutdown()
     server.server_close()
-    assert read(make_lane(lambda _key: server.url, timeout_seconds=1)) is None
+    assert read(make_lane(lambda _key: SignedGet(server.url), timeout_seconds=1)) is None
 
     def refuse(key: str) -> str:
         raise ValueError(f"cannot sign {key}")
@@ -304,7 +306,7 @@ def test_nothing_is_asked_ahead_that_the_lane_does_not_read(
 
     with pytest.raises(LaneError):
         make_lane(fail, timeout_seconds=5).ask("key", 0, 400_000)
-    lane = make_lane(lambda _key: server.url, timeout_seconds=5)
+    lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=5)
     assert lane.ask("key", 0, WORTHWHILE_BYTES - 1) is None
     asked = lane.ask("key", 0, 400_000)
     assert asked is not None
@@ -320,7 +322,7 @@ def test_both_versions_of_tls_are_spoken_and_sessions_are_resumed(
     context.minimum_version = context.maximum_version = version
     with running(Server(context)) as server:
         server.how = "last"
-        lane = make_lane(lambda _key: server.url, timeout_seconds=5)
+        lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=5)
         for _ in range(3):
             assert read(lane) == BODY[1000:500_000]
         assert server.connections == 3
@@ -342,7 +344,7 @@ def test_older_versions_of_tls_are_not_spoken(
     with pytest.warns(DeprecationWarning):
         context.minimum_version = context.maximum_version = version
     with running(Server(context)) as server:
-        assert read(make_lane(lambda _key: server.url, timeout_seconds=5)) is None
+        assert read(make_lane(lambda _key: SignedGet(server.url), timeout_seconds=5)) is None
         assert not server.seen
 
 
@@ -489,3 +491,66 @@ def test_what_a_signed_url_cannot_say_is_left_to_the_transport(bucket: Bucket, a
     assert not store.range_reading.ahead
     assert read_range(store, "key", 0, len(BODY)) == BODY
     assert not asks.over_lane
+
+
+@pytest.mark.backends("gcs", "azure")
+def test_gcs_and_azure_are_read_directly_too(bucket: Bucket, asks: Asks) -> None:
+    bucket.put("dir/object-1_2.bin", BODY)
+    store = open_store(bucket.url, bucket.storage_options)
+    assert store.range_reading.ahead
+    assert read_range(store, "dir/object-1_2.bin", 3, 500_000) == BODY[3:500_000]
+    assert (asks.over_lane, asks.of_transport) == ([(3, 500_000)], [])
+    # With an account's key, obstore cannot sign this one.
+    bucket.put("an object/ü +%.bin", BODY)
+    assert read_range(store, "an object/ü +%.bin", 3, 500_000) == BODY[3:500_000]
+    assert len(asks.of_transport) == (bucket.kind == "azure")
+    assert len(asks.over_lane) == 1 + (bucket.kind == "gcs")
+
+
+@pytest.mark.backends("azure")
+def test_a_signature_in_place_of_a_key_serves_as_well(bucket: AzureBucket, asks: Asks) -> None:
+    bucket.put("an object/ü +%.bin", BODY)
+    options = {**bucket.storage_options, "sas_token": read_signature()}
+    del options["account_key"]
+    store = open_store(bucket.url, options)
+    assert read_range(store, "an object/ü +%.bin", 3, 500_000) == BODY[3:500_000]
+    assert (asks.over_lane, asks.of_transport) == ([(3, 500_000)], [])
+
+
+def test_an_access_token_serves_and_one_that_is_refused_is_left_to_the_transport(
+    certificate: Certificate, asks: Asks
+) -> None:
+    with Azurite(certificate) as server:
+        bucket = AzureBucket("azure", f"az://{BUCKET}/run", {}, server=server)
+        bucket.put("key", BODY)
+        options = {"account_name": ACCOUNT, "endpoint_url": server.endpoint_url}
+        options["verify"] = str(certificate.path)
+        for lasting, of_transport in ([3600], []), ([-10, 3600], [(3, 500_000)]):
+            identity = Identity(*lasting)
+            store = open_store(bucket.url, {**options, "credential": identity})
+            assert read_range(store, "key", 3, 500_000) == BODY[3:500_000]
+            assert asks.over_lane.pop() == (3, 500_000)
+            assert asks.of_transport == of_transport
+
+
+@pytest.mark.backends("gcs")
+def test_the_project_that_pays_is_named_over_the_lane_too(bucket: Bucket) -> None:
+    bucket.put("key", BODY)
+    with TamperingProxy(bucket.storage_options) as proxy:
+        options = {**proxy.storage_options, "requester_pays": "payer"}
+        assert read_range(open_store(bucket.url, options), "key", 0, len(BODY)) == BODY
+    (asked,) = [asked for asked in proxy.asked if asked.start == 0]
+    assert asked.headers["x-goog-user-project"] == "payer"
+    assert "user-agent" not in asked.headers, "it is not the transport that asks"
+
+
+def test_what_holds_a_secret_does_not_show_it() -> None:
+    signed = SignedGet("https://store/bucket/key?sig=secret", {"Authorization": "Bearer secret"})
+    assert "secret" not in f"{signed!r} {signed}"
+
+
+def read_signature() -> str:
+    from azure.storage.blob import generate_container_sas
+
+    ends = datetime.now(UTC) + timedelta(1)
+    return str(generate_container_sas(ACCOUNT, BUCKET, KEY, permission="rl", expiry=ends))

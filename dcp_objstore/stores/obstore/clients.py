@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -16,7 +17,7 @@ from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
 from dcp_objstore.stores.endpoint import is_directory_bucket, tls_context
-from dcp_objstore.stores.obstore.direct import SIGNED_FOR_SECONDS, DirectLane
+from dcp_objstore.stores.obstore.direct import DirectLane
 from dcp_objstore.stores.obstore.errors import (
     http_code,
     is_expired,
@@ -37,14 +38,13 @@ from dcp_objstore.stores.obstore.retries import (
     PAUSE_BASE,
     Tries,
 )
+from dcp_objstore.stores.obstore.signing import Sign, azure_sign, gcs_sign, s3_sign
 from dcp_objstore.stores.options.azure import AzureOptions
 from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.options.s3 import S3Options
 
 if TYPE_CHECKING:
-    from ssl import SSLContext
-
     from dcp_objstore.stores.urls import StoreUrl
 
 # A read may wait this long for the next bytes. For writes there is no such limit: the transport
@@ -63,6 +63,7 @@ _BACKOFF = {
     "max_backoff": timedelta(seconds=LONGEST_PAUSE_SECONDS),
     "base": PAUSE_BASE,
 }
+_GOOGLE = "https://storage.googleapis.com"
 _Kind = Literal["stream", "write", "small", "read", "range", "list", "first"]
 
 T = TypeVar("T")
@@ -89,12 +90,13 @@ class Clients:
         limiter: Limiter,
         endpoint_url: str | None = None,
         *,
-        trust: Callable[[], SSLContext] | None = None,
+        sign: Sign | None = None,
+        trust: Callable[[], ssl.SSLContext] = ssl.create_default_context,
         credentials: Credentials | None = None,
     ) -> None:
         self.endpoint_url = endpoint_url
         self._credentials = credentials
-        self._trust = trust
+        self._sign, self._trust = sign, trust
         self._renewals = 0
         self.reached = False
         self.proven = False
@@ -131,7 +133,7 @@ class Clients:
         return self._get("list" if self.reached else "first")
 
     def direct(self) -> DirectLane | None:
-        """For reads whose URL can be signed, without further headers."""
+        """For reads whose requests can be signed here."""
         return self._lane
 
     def tries(self, verb: str, key: str, size_bytes: int = 0) -> Tries:
@@ -229,16 +231,11 @@ class Clients:
         return result
 
     def _new_lane(self) -> DirectLane | None:
-        if self._trust is None:
+        sign = self._sign
+        if sign is None:
             return None
         seconds = min(_READ_PROGRESS_TIMEOUT_SECONDS, self._config.request_timeout_seconds)
-        return DirectLane(self._sign, seconds, self._trust)
-
-    def _sign(self, path: str) -> str:
-        import obstore
-
-        lasting = timedelta(seconds=SIGNED_FOR_SECONDS)
-        return obstore.sign(self.range(), "GET", path, lasting)
+        return DirectLane(lambda path: sign(self.range(), path), seconds, self._trust)
 
     def _get(self, kind: _Kind) -> Any:
         with self._lock:
@@ -298,22 +295,27 @@ def make_clients(
     if url.scheme == "memory":
         limiter = limiter_at(None, url.scheme, url.bucket)
         return Clients(memory_maker(url), config, limiter)
-    trust = None
+    verify: bool | str
     if url.scheme == "gs":
-        # To sign a URL, GCS would ask for a private key or make a request.
         gcs = parse(GcsOptions, options)
         found = find_gcs_credentials(gcs, stripped)
         make, endpoint_url = gcs_maker(url, gcs, found)
+        sign = gcs_sign(url, gcs, found, endpoint_url or _GOOGLE)
+        verify = gcs.verify
     elif url.scheme == "az":
         azure = parse(AzureOptions, options)
         found = find_azure_credentials(azure, stripped)
         make, endpoint_url = azure_maker(url, azure, found)
+        base = endpoint_url or f"https://{found.account_name}.blob.core.windows.net"
+        sign = azure_sign(url, found, base)
+        verify = azure.verify
     else:
         settings = parse(S3Options, options)
         found = find_s3_credentials(settings, stripped)
         make, endpoint_url = s3_maker(url, settings, found)
         express = is_directory_bucket(url.bucket) and endpoint_url is None
-        if not (settings.anon or settings.requester_pays or express):
-            trust = partial(tls_context, settings.verify)
+        sign = s3_sign(settings, express=express)
+        verify = settings.verify
     limiter = limiter_at(endpoint_url, url.scheme, url.bucket)
-    return Clients(make, config, limiter, endpoint_url, trust=trust, credentials=found)
+    trust = partial(tls_context, verify)
+    return Clients(make, config, limiter, endpoint_url, sign=sign, trust=trust, credentials=found)
