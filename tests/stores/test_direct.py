@@ -348,12 +348,13 @@ def test_older_versions_of_tls_are_not_spoken(
         assert not server.seen
 
 
+@pytest.mark.parametrize("credentials", [{"key": "k", "secret": "s"}, {"anon": True}])
 def test_plain_aws_is_read_directly_at_the_host_and_path_that_were_signed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, credentials: dict[str, object]
 ) -> None:
     host = "a-bucket.s3.eu-west-1.amazonaws.com"
     certificate = make_certificate(tmp_path, host)
-    options = {"key": "k", "secret": "s", "region": "eu-west-1", "verify": str(certificate.path)}
+    options = {**credentials, "region": "eu-west-1", "verify": str(certificate.path)}
     with running(Server(certificate.context())) as server:
         monkeypatch.setattr(socket, "getaddrinfo", partial(_here, server.server_port))
         store = open_store("s3://a-bucket/run", options)
@@ -363,7 +364,7 @@ def test_plain_aws_is_read_directly_at_the_host_and_path_that_were_signed(
     assert asked_host == host
     path, _, query = asked_path.partition("?")
     assert path == "/run/an%20object/%C3%BC%20%2B%25.bin"
-    assert "X-Amz-Signature=" in query
+    assert ("X-Amz-Signature=" in query) == ("key" in credentials)
 
 
 @pytest.mark.parametrize("named", ["verify", "AWS_CA_BUNDLE", "SSL_CERT_FILE", "not checked"])
@@ -505,6 +506,28 @@ def test_gcs_and_azure_are_read_directly_too(bucket: Bucket, asks: Asks) -> None
     assert read_range(store, "an object/ü +%.bin", 3, 500_000) == BODY[3:500_000]
     assert len(asks.of_transport) == (bucket.kind == "azure")
     assert len(asks.over_lane) == 1 + (bucket.kind == "gcs")
+
+
+@pytest.mark.parametrize(
+    ("url", "path", "path_there"),
+    [
+        ("s3://bucket/run", "", "/bucket/run/a%20key"),
+        ("gs://bucket/run", "", "/bucket/run/a%20key"),
+        ("az://container/run", "/account", "/account/container/run/a%20key"),
+    ],
+)
+def test_public_buckets_are_read_directly_without_any_credentials(
+    certificate: Certificate, asks: Asks, url: str, path: str, path_there: str
+) -> None:
+    options: dict[str, object] = {"anon": True, "verify": str(certificate.path)}
+    if path:
+        options["account_name"] = "account"
+    with running(Server(certificate.context())) as server:
+        options["endpoint_url"] = f"https://127.0.0.1:{server.server_port}{path}"
+        store = open_store(url, options, ONCE)
+        assert read_range(store, "a key", 3, 500_000) == BODY[3:500_000]
+    assert asks.of_transport == []
+    assert [place for _, place in server.places] == [path_there]
 
 
 @pytest.mark.backends("azure")

@@ -16,7 +16,7 @@ from dcp_objstore.stores.credentials.aws import find_s3_credentials
 from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
-from dcp_objstore.stores.endpoint import is_directory_bucket, tls_context
+from dcp_objstore.stores.endpoint import tls_context
 from dcp_objstore.stores.obstore.direct import DirectLane
 from dcp_objstore.stores.obstore.errors import (
     http_code,
@@ -63,7 +63,6 @@ _BACKOFF = {
     "max_backoff": timedelta(seconds=LONGEST_PAUSE_SECONDS),
     "base": PAUSE_BASE,
 }
-_GOOGLE = "https://storage.googleapis.com"
 _Kind = Literal["stream", "write", "small", "read", "range", "list", "first"]
 
 T = TypeVar("T")
@@ -300,21 +299,19 @@ def make_clients(
         gcs = parse(GcsOptions, options)
         found = find_gcs_credentials(gcs, stripped)
         make, endpoint_url = gcs_maker(url, gcs, found)
-        sign = gcs_sign(url, gcs, found, endpoint_url or _GOOGLE)
+        sign = gcs_sign(url, gcs, found, endpoint_url)
         verify = gcs.verify
     elif url.scheme == "az":
         azure = parse(AzureOptions, options)
         found = find_azure_credentials(azure, stripped)
         make, endpoint_url = azure_maker(url, azure, found)
-        base = endpoint_url or f"https://{found.account_name}.blob.core.windows.net"
-        sign = azure_sign(url, found, base)
+        sign = azure_sign(url, found, endpoint_url)
         verify = azure.verify
     else:
         settings = parse(S3Options, options)
         found = find_s3_credentials(settings, stripped)
         make, endpoint_url = s3_maker(url, settings, found)
-        express = is_directory_bucket(url.bucket) and endpoint_url is None
-        sign = s3_sign(settings, express=express)
+        sign = s3_sign(url, settings, found)
         verify = settings.verify
     limiter = limiter_at(endpoint_url, url.scheme, url.bucket)
     trust = partial(tls_context, verify)

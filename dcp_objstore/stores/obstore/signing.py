@@ -1,4 +1,4 @@
-"""Make the GETs that the direct lane sends: by a signed URL, or with an access token.
+"""Make the GETs that the direct lane sends: by a URL, signed or not, or with an access token.
 
 None of this makes a request, but for a token that has ended.
 """
@@ -11,6 +11,12 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from dcp_objstore.stores.endpoint import (
+    is_directory_bucket,
+    is_virtual,
+    s3_server,
+    virtual_url,
+)
 from dcp_objstore.stores.obstore.direct import LaneError, SignedGet
 
 if TYPE_CHECKING:
@@ -30,44 +36,63 @@ _LEAST_LEFT_SECONDS = 60.0
 _AZURE_VERSION = "2023-11-03"
 
 
-def s3_sign(settings: S3Options, *, express: bool) -> Sign | None:
-    """By a signed URL; None for what needs more than that."""
-    needs_more = settings.anon or settings.requester_pays or express
-    return None if needs_more else _signed_url
+def s3_sign(url: StoreUrl, settings: S3Options, found: Credentials) -> Sign | None:
+    """By a signed URL; None for what needs more than that.
+
+    Raises:
+        ConfigError: an endpoint or a region that cannot be used.
+    """
+    endpoint, region = s3_server(settings, found)
+    express = endpoint is None and is_directory_bucket(url.bucket)
+    if settings.requester_pays or express:
+        return None
+    if not settings.anon:
+        return _signed_url
+    base = endpoint or f"https://s3.{region}.amazonaws.com"
+    virtual = is_virtual(settings, endpoint, url.bucket)
+    return _unsigned(virtual_url(base, url.bucket) if virtual else f"{base}/{url.bucket}")
 
 
-def gcs_sign(url: StoreUrl, options: GcsOptions, found: Credentials, base: str) -> Sign | None:
+def gcs_sign(
+    url: StoreUrl, options: GcsOptions, found: Credentials, endpoint: str | None
+) -> Sign | None:
     """With an access token: to sign, GCS would ask for a private key or make a request."""
+    place = f"{endpoint or 'https://storage.googleapis.com'}/{url.bucket}"
     provider = found.provider
     if provider is None:
-        return None
+        return _unsigned(place) if found.anonymous else None
     headers = {"x-goog-user-project": options.payer} if options.payer else {}
 
     def sign(_client: Any, key: str) -> SignedGet:
-        return _with_token(_url(base, url.bucket, key), provider(), headers)
+        return _with_token(f"{place}/{_quoted(key)}", provider(), headers)
 
     return sign
 
 
-def azure_sign(url: StoreUrl, found: Credentials, base: str) -> Sign | None:
+def azure_sign(url: StoreUrl, found: Credentials, endpoint: str | None) -> Sign | None:
     """By the account's key, a SAS or an access token; None for what obstore finds by itself."""
+    place = f"{endpoint or f'https://{found.account_name}.blob.core.windows.net'}/{url.bucket}"
     provider = found.provider
     if provider is None:
-        return None
+        return _unsigned(place) if found.anonymous else None
 
     def sign(client: Any, key: str) -> SignedGet:
-        given = provider()
-        place = _url(base, url.bucket, key)
+        given, quoted = provider(), _quoted(key)
         if "access_key" in given:
-            if not place.endswith(key):
+            if quoted != key:
                 # obstore 0.12 signs the key as it is in the URL; Azure checks it as it is.
                 raise LaneError("a key with such characters is not signed as Azure does")
             return _signed_url(client, key)
         if "sas_token" in given:
-            return SignedGet(f"{place}?{given['sas_token']}")
-        return _with_token(place, given, {"x-ms-version": _AZURE_VERSION})
+            return SignedGet(f"{place}/{quoted}?{given['sas_token']}")
+        return _with_token(f"{place}/{quoted}", given, {"x-ms-version": _AZURE_VERSION})
 
     return sign
+
+
+def _unsigned(place: str) -> Sign:
+    """For a bucket that everybody may read."""
+    return lambda _client, key: SignedGet(f"{place}/{_quoted(key)}")
 
 
 def _signed_url(client: Any, key: str) -> SignedGet:
@@ -83,5 +108,5 @@ def _with_token(place: str, given: Any, headers: Mapping[str, str]) -> SignedGet
     return SignedGet(place, {"Authorization": f"Bearer {given['token']}", **headers}, until)
 
 
-def _url(base: str, bucket: str, key: str) -> str:
-    return f"{base}/{bucket}/{quote(key, safe='/~')}"
+def _quoted(key: str) -> str:
+    return quote(key, safe="/~")
