@@ -56,8 +56,9 @@ class TransferConfig:
             that a rank holds is never split: above this size it gets an object of its own, up to
             5 TiB. At least 5 MiB, at most 5 TiB (which all stores accept). Default 256 GiB, which
             keeps parts at 32 MiB.
-        request_size_bytes: the largest ranged GET. Over plain HTTP, where requests are sent ahead,
-            it grows to 32 MiB for large loads of one rank into host memory. Default 8 MiB.
+        request_size_bytes: the largest ranged GET. Where large ranges come past the transport
+            ("Transfers" in the documentation), it grows to 32 MiB for large loads of one rank into
+            host memory. Default 8 MiB.
         download_concurrency: ranged GETs in flight per rank. Default 8.
         memory_budget_bytes: memory for the requests in flight, per rank. Each thread that reads
             takes one block (4 MiB) and what the transport holds: 4 MiB at most, over fsspec twice

@@ -6,19 +6,11 @@ reads in a token when it ends.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import hmac
-import ipaddress
-import json
 import ssl
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import quote
 
 import pytest
@@ -28,14 +20,15 @@ import dcp_objstore as dos
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores import ObjectStore, open_store
 from tests.contract import PART
-from tests.support.azurite import ACCOUNT, KEY, AzureBucket, Azurite
+from tests.support.azurite import ACCOUNT, HOUR_SECONDS, KEY, AzureBucket, Azurite, Identity
 from tests.support.gcs_tokens import ShortLived, is_valid, post
 from tests.support.proxy import Asked, NetworkProxy, Refuse
 from tests.support.servers import BUCKET, Bucket, MotoServer
+from tests.support.tls import Certificate, make_certificate
 from tests.support.verbs import ONCE, VERBS, check
 
 gcs = pytest.mark.backends("gcs")
-HOUR_SECONDS = 3600
+
 VERSION = "2023-11-03"  # of Azure's API; access tokens need one from 2017 on
 
 
@@ -154,45 +147,19 @@ def test_gcs_a_listing_that_is_refused_in_its_midst_goes_on_where_it_was(
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Of 127.0.0.1, signed by itself; comes with azure-identity's own needs."""
-    pytest.importorskip("cryptography")
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
-    now = datetime.now(UTC)
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    built = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    folder = tmp_path_factory.mktemp("certificate")
-    (folder / "cert.pem").write_bytes(built.public_bytes(serialization.Encoding.PEM))
-    private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-    (folder / "key.pem").write_bytes(private)
-    return folder / "cert.pem", folder / "key.pem"
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    return make_certificate(tmp_path_factory.mktemp("certificate"))
 
 
 @pytest.fixture(scope="module")
-def token_server(certificate: tuple[Path, Path]) -> Iterator[Azurite]:
+def token_server(certificate: Certificate) -> Iterator[Azurite]:
     with Azurite(certificate) as server:
         yield server
 
 
 @pytest.fixture
 def container(
-    request: pytest.FixtureRequest, token_server: Azurite, certificate: tuple[Path, Path]
+    request: pytest.FixtureRequest, token_server: Azurite, certificate: Certificate
 ) -> AzureBucket:
     """A fresh prefix, with options that lack credentials."""
     options = {
@@ -202,41 +169,6 @@ def container(
     }
     url = f"az://{BUCKET}/{request.node.name.replace('[', '-').rstrip(']')}"
     return AzureBucket("azure", url, options, server=token_server)
-
-
-class Token(NamedTuple):
-    token: str
-    expires_on: int
-
-
-class Identity:
-    """Of the kind of azure-identity: its tokens end when they like, and say in an hour."""
-
-    def __init__(self, *lasting_seconds: float) -> None:
-        self.lasting_seconds = list(lasting_seconds)
-        self.handed_out: list[str] = []
-
-    def get_token(self, *_: str, tenant_id: str | None = None) -> Token:
-        lasting = self.lasting_seconds[min(len(self.handed_out), len(self.lasting_seconds) - 1)]
-        self.handed_out.append(access_token(lasting))
-        return Token(self.handed_out[-1], int(time.time()) + HOUR_SECONDS)
-
-
-def access_token(lasting_seconds: float) -> str:
-    """A JWT (RFC 7519) with the claims of Azure AD's access tokens."""
-    now = int(time.time())
-    claims = {
-        "aud": "https://storage.azure.com",
-        "iss": "https://sts.windows-ppe.net/ab1f708d-50f6-404c-a006-d71b2ac7a606/",
-        "iat": now - HOUR_SECONDS,
-        "nbf": now - HOUR_SECONDS,
-        "exp": now + lasting_seconds,
-    }
-    head = json.dumps({"alg": "HS256", "typ": "JWT"}).encode()
-    parts = [base64.urlsafe_b64encode(part) for part in (head, json.dumps(claims).encode())]
-    signature = hmac.digest(b"nobody checks it", b".".join(parts), hashlib.sha256)
-    parts.append(base64.urlsafe_b64encode(signature))
-    return b".".join(part.rstrip(b"=") for part in parts).decode()
 
 
 def opened(container: AzureBucket, identity: object) -> ObjectStore:
@@ -272,7 +204,7 @@ def test_azure_fresh_tokens_that_are_refused_too_say_what_to_do(
 
 
 def test_azure_an_upload_that_is_refused_in_a_part_can_be_tried_again(
-    container: AzureBucket, certificate: tuple[Path, Path]
+    container: AzureBucket, certificate: Certificate
 ) -> None:
     identity = Identity(2, HOUR_SECONDS)
     store = opened(container, identity)

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dcp_objstore.errors import CorruptDataError, ObjectNotFoundError
+from dcp_objstore.errors import ConfigError, CorruptDataError, ObjectNotFoundError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.obstore.direct import (
     WORTHWHILE_BYTES,
     DirectAnswer,
     DirectLane,
     LaneError,
+    SignedGet,
 )
 from dcp_objstore.stores.obstore.ranges import ObstoreSource
 from dcp_objstore.stores.ranges import Answer, read_range
 from tests.support import tampering
-from tests.support.servers import Bucket
+from tests.support.azurite import ACCOUNT, KEY, AzureBucket, Azurite, Identity
+from tests.support.servers import BUCKET, Bucket
 from tests.support.tampering import TamperingProxy
+from tests.support.tls import Certificate, make_certificate, speak_tls
+from tests.support.verbs import ONCE
 
 BODY = bytes(range(256)) * 4096  # 1 MiB
 
@@ -34,6 +45,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.seen.append(self.headers["Range"])
+        self.server.places.append((self.headers["Host"], self.path))
         how = self.server.how
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
         part = BODY[first : last + 1]
@@ -52,10 +64,16 @@ class Handler(BaseHTTPRequestHandler):
         if how == "silent":
             self.server.released.wait()
         self.end_headers()
-        self.wfile.write(part[: length // 2 if how in ("broken", "stalled") else length])
+        of_record = {"in a record": 16384, "forged": 99}
+        some = how in ("broken", "stalled", *of_record)
+        self.wfile.write(part[: length // 2 if some else length])
+        if how in of_record and self.server.scheme == "https":
+            # The head of a record of TLS 1.2 and 1.3, and the same or less than it announces.
+            with socket.socket(fileno=os.dup(self.connection.fileno())) as raw:
+                raw.sendall(b"\x17\x03\x03" + of_record[how].to_bytes(2) + bytes(99))
         if how == "stalled":
             self.server.released.wait()
-        if how in ("broken", "closing"):
+        if how in ("broken", "closing", *of_record):
             self.close_connection = True
 
     def setup(self) -> None:
@@ -69,30 +87,61 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.scheme = "http"
+        if tls is not None:
+            self.scheme = "https"
+            speak_tls(self, tls)
         self.how = "right"
         self.seen: list[str] = []
+        self.places: list[tuple[str, str]] = []
         self.connections = 0
         self.released = threading.Event()
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/bucket/key?signed=1"
+        self.url = f"{self.scheme}://127.0.0.1:{self.server_address[1]}/bucket/key?signed=1"
 
     def handle_error(self, *_: Any) -> None:
         """A client that has gone is what some tests are about."""
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        yield running
-        running.released.set()
-        running.shutdown()
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    return make_certificate(tmp_path_factory.mktemp("certificate"))
+
+
+def _here(port: int, host: str, _port: object, *_: object, **__: object) -> list[Any]:
+    """`socket.getaddrinfo` of a world in which every host is the test's server."""
+    return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port))]
+
+
+@contextmanager
+def running(server: Server) -> Iterator[Server]:
+    with server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.released.set()
+        server.shutdown()
+
+
+@pytest.fixture(params=["http", "https"])
+def server(request: pytest.FixtureRequest, certificate: Certificate) -> Iterator[Server]:
+    with running(Server(certificate.context() if request.param == "https" else None)) as found:
+        yield found
+
+
+Lanes = Callable[..., DirectLane]
 
 
 @pytest.fixture
-def lane(server: Server) -> DirectLane:
-    return DirectLane(lambda _key: server.url, timeout_seconds=5)
+def make_lane(certificate: Certificate) -> Lanes:
+    """To a server that has the certificate."""
+    trust = partial(ssl.create_default_context, cafile=certificate.path)
+    return partial(DirectLane, trust=trust)
+
+
+@pytest.fixture
+def lane(server: Server, make_lane: Lanes) -> DirectLane:
+    return make_lane(lambda _key: SignedGet(server.url), timeout_seconds=5)
 
 
 def read(lane: DirectLane, start: int = 1000, end: int = 500_000) -> bytes | None:
@@ -147,17 +196,21 @@ def test_a_server_that_closes_after_every_answer_is_read_from(
 
 
 @pytest.mark.parametrize("how", ["silent", "stalled"])
-def test_a_server_that_sends_nothing_for_the_time_out_is_given_up(server: Server, how: str) -> None:
-    lane = DirectLane(lambda _key: server.url, timeout_seconds=0.2)
+def test_a_server_that_sends_nothing_for_the_time_out_is_given_up(
+    server: Server, make_lane: Lanes, how: str
+) -> None:
+    lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=0.5)
     server.how = how
     assert read(lane) is None
     server.how = "right"
     assert read(lane) == BODY[1000:500_000]
 
 
-@pytest.mark.parametrize(
-    "how", ["whole", "refused", "moved", "elsewhere", "short", "packed", "broken"]
-)
+WRONG = ("whole", "refused", "moved", "elsewhere", "short", "packed", "broken")
+IN_A_RECORD = ("in a record", "forged")  # over plain HTTP they are "broken"
+
+
+@pytest.mark.parametrize("how", [*WRONG, *IN_A_RECORD])
 def test_an_answer_that_is_not_the_bytes_asked_for_is_none(
     server: Server, lane: DirectLane, how: str
 ) -> None:
@@ -175,22 +228,24 @@ def test_a_lane_that_only_fails_is_left_alone(server: Server, lane: DirectLane) 
 
 
 def test_a_server_that_is_gone_and_a_url_that_cannot_be_signed_are_no_errors(
-    server: Server,
+    server: Server, make_lane: Lanes
 ) -> None:
     server.shutdown()
     server.server_close()
-    assert read(DirectLane(lambda _key: server.url, timeout_seconds=1)) is None
+    assert read(make_lane(lambda _key: SignedGet(server.url), timeout_seconds=1)) is None
 
     def refuse(key: str) -> str:
         raise ValueError(f"cannot sign {key}")
 
-    assert read(DirectLane(refuse, timeout_seconds=1)) is None
+    assert read(make_lane(refuse, timeout_seconds=1)) is None
 
 
+@pytest.mark.parametrize("whose", ["its own", "of all schemes"])
 def test_a_proxy_is_left_to_the_transport(
-    server: Server, lane: DirectLane, monkeypatch: pytest.MonkeyPatch
+    server: Server, lane: DirectLane, monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    variable = f"{server.scheme if whose == 'its own' else 'all'}_proxy"
+    monkeypatch.setenv(variable, "http://127.0.0.1:1")
     monkeypatch.setenv("no_proxy", "")
     assert read(lane) is None
     assert server.seen == []
@@ -211,10 +266,11 @@ def test_a_connection_is_not_used_again_when_its_body_was_not_read_to_the_end(
     assert server.connections == 2
 
 
+@pytest.mark.parametrize("how", ["broken", *IN_A_RECORD])
 def test_bytes_that_came_before_a_body_broke_off_are_right(
-    server: Server, lane: DirectLane
+    server: Server, lane: DirectLane, how: str
 ) -> None:
-    server.how = "broken"
+    server.how = how
     came = received(lane, 1000, len(BODY))
     assert len(came) == (len(BODY) - 1000) // 2
     assert came == BODY[1000 : 1000 + len(came)]
@@ -245,18 +301,111 @@ def test_what_was_asked_ahead_and_goes_wrong_is_left_to_the_transport(
     assert came == [BODY[:bytes_given]] * 2
 
 
-def test_nothing_is_asked_ahead_that_the_lane_does_not_read(server: Server) -> None:
+def test_nothing_is_asked_ahead_that_the_lane_does_not_read(
+    server: Server, make_lane: Lanes
+) -> None:
     def fail(_key: str) -> str:
         raise ValueError("no signature")
 
     with pytest.raises(LaneError):
-        DirectLane(fail, timeout_seconds=5).ask("key", 0, 400_000)
-    lane = DirectLane(lambda _key: server.url, timeout_seconds=5)
+        make_lane(fail, timeout_seconds=5).ask("key", 0, 400_000)
+    lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=5)
     assert lane.ask("key", 0, WORTHWHILE_BYTES - 1) is None
     asked = lane.ask("key", 0, 400_000)
     assert asked is not None
     asked.close()
     assert read(lane) == BODY[1000:500_000]
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_both_versions_of_tls_are_spoken_and_sessions_are_resumed(
+    certificate: Certificate, make_lane: Lanes, version: ssl.TLSVersion
+) -> None:
+    context = certificate.context()
+    context.minimum_version = context.maximum_version = version
+    with running(Server(context)) as server:
+        server.how = "last"
+        lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=5)
+        for _ in range(3):
+            assert read(lane) == BODY[1000:500_000]
+        assert server.connections == 3
+        server.how = "right"
+        assert read(lane) == BODY[1000:500_000]
+        assert read(lane) == BODY[1000:500_000]
+        server.how = "last"
+        asked = [lane.ask("key", 0, 400_000) for _ in range(2)]
+        assert [received(lane, 0, 400_000, one) for one in asked] == [BODY[:400_000]] * 2
+        assert context.session_stats()["hits"] == 1
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1])
+def test_older_versions_of_tls_are_not_spoken(
+    certificate: Certificate, make_lane: Lanes, version: ssl.TLSVersion
+) -> None:
+    context = certificate.context()
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    with pytest.warns(DeprecationWarning):
+        context.minimum_version = context.maximum_version = version
+    with running(Server(context)) as server:
+        assert read(make_lane(lambda _key: SignedGet(server.url), timeout_seconds=5)) is None
+        assert not server.seen
+
+
+@pytest.mark.parametrize("credentials", [{"key": "k", "secret": "s"}, {"anon": True}])
+def test_plain_aws_is_read_directly_at_the_host_and_path_that_were_signed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, credentials: dict[str, object]
+) -> None:
+    host = "a-bucket.s3.eu-west-1.amazonaws.com"
+    certificate = make_certificate(tmp_path, host)
+    options = {**credentials, "region": "eu-west-1", "verify": str(certificate.path)}
+    with running(Server(certificate.context())) as server:
+        monkeypatch.setattr(socket, "getaddrinfo", partial(_here, server.server_port))
+        store = open_store("s3://a-bucket/run", options)
+        assert store.range_reading.ahead
+        assert read_range(store, "an object/ü +%.bin", 3, 500_000) == BODY[3:500_000]
+    ((asked_host, asked_path),) = server.places
+    assert asked_host == host
+    path, _, query = asked_path.partition("?")
+    assert path == "/run/an%20object/%C3%BC%20%2B%25.bin"
+    assert ("X-Amz-Signature=" in query) == ("key" in credentials)
+
+
+@pytest.mark.parametrize("named", ["verify", "AWS_CA_BUNDLE", "SSL_CERT_FILE", "not checked"])
+def test_certificates_are_those_that_the_option_and_the_environment_name(
+    certificate: Certificate, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    options: dict[str, object] = {"key": "k", "secret": "s"}
+    monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
+    if named in ("verify", "not checked"):
+        options["verify"] = str(certificate.path) if named == "verify" else False
+    else:
+        monkeypatch.setenv(named, str(certificate.path))
+    with running(Server(certificate.context())) as server:
+        endpoint_url = f"https://127.0.0.1:{server.server_port}"
+        store = open_store("s3://bucket", {**options, "endpoint_url": endpoint_url}, ONCE)
+        assert read_range(store, "key", 3, 500_000) == BODY[3:500_000]
+        assert read_range(store, "key", 3, 500) == BODY[3:500]
+    over_lane = ["X-Amz-Signature=" in path for _, path in server.places]
+    assert over_lane == [True, False], "the transport, for small ranges, trusts the same ones"
+
+
+@pytest.mark.parametrize("wrong", ["expired", "of another host", "signed by itself"])
+def test_a_certificate_that_is_not_valid_is_an_error_and_nothing_is_sent(
+    certificate: Certificate, tmp_path: Path, wrong: str
+) -> None:
+    used = {
+        "expired": partial(make_certificate, lasting=timedelta(days=-1)),
+        "of another host": partial(make_certificate, host="localhost"),
+        "signed by itself": make_certificate,
+    }[wrong](tmp_path)
+    trusted = certificate if wrong == "signed by itself" else used
+    with running(Server(used.context())) as server:
+        options = {"key": "k", "secret": "s", "verify": str(trusted.path)}
+        options["endpoint_url"] = f"https://127.0.0.1:{server.server_port}"
+        store = open_store("s3://bucket", options, ONCE)
+        with pytest.raises(ConfigError, match="certificate is not valid"):
+            read_range(store, "key", 3, 500_000)
+    assert not server.seen
 
 
 class Asks:
@@ -308,12 +457,13 @@ def test_a_store_reads_large_ranges_directly_and_says_what_is_wrong_as_ever(
     assert len(asks.over_lane) == len(asks.of_transport) == 3
 
 
+@pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.backends("seaweed")
 def test_of_a_body_that_breaks_off_only_the_rest_is_asked_for_and_that_of_the_transport(
-    bucket: Bucket, asks: Asks
+    bucket: Bucket, asks: Asks, certificate: Certificate, tls: bool
 ) -> None:
     bucket.put("key", BODY)
-    with TamperingProxy(bucket.storage_options) as proxy:
+    with TamperingProxy(bucket.storage_options, certificate if tls else None) as proxy:
         proxy.tamper(tampering.cut, lambda asked: asked.signed_url, times=1)
         store = open_store(bucket.url, proxy.storage_options)
         assert read_range(store, "key", 24, len(BODY)) == BODY[24:]
@@ -345,3 +495,88 @@ def test_what_a_signed_url_cannot_say_is_left_to_the_transport(bucket: Bucket, a
     assert not store.range_reading.ahead
     assert read_range(store, "key", 0, len(BODY)) == BODY
     assert not asks.over_lane
+
+
+@pytest.mark.backends("gcs", "azure")
+def test_gcs_and_azure_are_read_directly_too(bucket: Bucket, asks: Asks) -> None:
+    bucket.put("dir/object-1_2.bin", BODY)
+    store = open_store(bucket.url, bucket.storage_options)
+    assert store.range_reading.ahead
+    assert read_range(store, "dir/object-1_2.bin", 3, 500_000) == BODY[3:500_000]
+    assert (asks.over_lane, asks.of_transport) == ([(3, 500_000)], [])
+    # With an account's key, obstore cannot sign this one.
+    bucket.put("an object/ü +%.bin", BODY)
+    assert read_range(store, "an object/ü +%.bin", 3, 500_000) == BODY[3:500_000]
+    assert len(asks.of_transport) == (bucket.kind == "azure")
+    assert len(asks.over_lane) == 1 + (bucket.kind == "gcs")
+
+
+@pytest.mark.parametrize(
+    ("url", "path", "path_there"),
+    [
+        ("s3://bucket/run", "", "/bucket/run/a%20key"),
+        ("gs://bucket/run", "", "/bucket/run/a%20key"),
+        ("az://container/run", "/account", "/account/container/run/a%20key"),
+    ],
+)
+def test_public_buckets_are_read_directly_without_any_credentials(
+    certificate: Certificate, asks: Asks, url: str, path: str, path_there: str
+) -> None:
+    options: dict[str, object] = {"anon": True, "verify": str(certificate.path)}
+    if path:
+        options["account_name"] = "account"
+    with running(Server(certificate.context())) as server:
+        options["endpoint_url"] = f"https://127.0.0.1:{server.server_port}{path}"
+        store = open_store(url, options, ONCE)
+        assert read_range(store, "a key", 3, 500_000) == BODY[3:500_000]
+    assert asks.of_transport == []
+    assert [place for _, place in server.places] == [path_there]
+
+
+@pytest.mark.backends("azure")
+def test_a_signature_in_place_of_a_key_serves_as_well(bucket: AzureBucket, asks: Asks) -> None:
+    bucket.put("an object/ü +%.bin", BODY)
+    options = {**bucket.storage_options, "sas_token": read_signature()}
+    del options["account_key"]
+    store = open_store(bucket.url, options)
+    assert read_range(store, "an object/ü +%.bin", 3, 500_000) == BODY[3:500_000]
+    assert (asks.over_lane, asks.of_transport) == ([(3, 500_000)], [])
+
+
+def test_an_access_token_serves_and_one_that_is_refused_is_left_to_the_transport(
+    certificate: Certificate, asks: Asks
+) -> None:
+    with Azurite(certificate) as server:
+        bucket = AzureBucket("azure", f"az://{BUCKET}/run", {}, server=server)
+        bucket.put("key", BODY)
+        options = {"account_name": ACCOUNT, "endpoint_url": server.endpoint_url}
+        options["verify"] = str(certificate.path)
+        for lasting, of_transport in ([3600], []), ([-10, 3600], [(3, 500_000)]):
+            identity = Identity(*lasting)
+            store = open_store(bucket.url, {**options, "credential": identity})
+            assert read_range(store, "key", 3, 500_000) == BODY[3:500_000]
+            assert asks.over_lane.pop() == (3, 500_000)
+            assert asks.of_transport == of_transport
+
+
+@pytest.mark.backends("gcs")
+def test_the_project_that_pays_is_named_over_the_lane_too(bucket: Bucket) -> None:
+    bucket.put("key", BODY)
+    with TamperingProxy(bucket.storage_options) as proxy:
+        options = {**proxy.storage_options, "requester_pays": "payer"}
+        assert read_range(open_store(bucket.url, options), "key", 0, len(BODY)) == BODY
+    (asked,) = [asked for asked in proxy.asked if asked.start == 0]
+    assert asked.headers["x-goog-user-project"] == "payer"
+    assert "user-agent" not in asked.headers, "it is not the transport that asks"
+
+
+def test_what_holds_a_secret_does_not_show_it() -> None:
+    signed = SignedGet("https://store/bucket/key?sig=secret", {"Authorization": "Bearer secret"})
+    assert "secret" not in f"{signed!r} {signed}"
+
+
+def read_signature() -> str:
+    from azure.storage.blob import generate_container_sas
+
+    ends = datetime.now(UTC) + timedelta(1)
+    return str(generate_container_sas(ACCOUNT, BUCKET, KEY, permission="rl", expiry=ends))

@@ -7,14 +7,19 @@ Where it is stricter or laxer than Azure, as far as we know: a wrong key is `Aut
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
+import hmac
+import json
 import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -23,6 +28,9 @@ from tests.support.servers import BUCKET, Bucket
 # Both are public: they stand in Microsoft's documentation of the emulator.
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+
+HOUR_SECONDS = 3600
 
 
 class Azurite:
@@ -166,3 +174,38 @@ class AzureDoor:
     def part_sizes(self, key: str) -> list[int] | None:
         committed, _ = self.client.get_blob_client(self.root + key).get_block_list()
         return [block.size for block in committed]
+
+
+class Token(NamedTuple):
+    token: str
+    expires_on: int
+
+
+class Identity:
+    """Of the kind of azure-identity: its tokens end when they like, and say in an hour."""
+
+    def __init__(self, *lasting_seconds: float) -> None:
+        self.lasting_seconds = list(lasting_seconds)
+        self.handed_out: list[str] = []
+
+    def get_token(self, *_: str, tenant_id: str | None = None) -> Token:
+        lasting = self.lasting_seconds[min(len(self.handed_out), len(self.lasting_seconds) - 1)]
+        self.handed_out.append(access_token(lasting))
+        return Token(self.handed_out[-1], int(time.time()) + HOUR_SECONDS)
+
+
+def access_token(lasting_seconds: float) -> str:
+    """A JWT (RFC 7519) with the claims of Azure AD's access tokens."""
+    now = int(time.time())
+    claims = {
+        "aud": "https://storage.azure.com",
+        "iss": "https://sts.windows-ppe.net/ab1f708d-50f6-404c-a006-d71b2ac7a606/",
+        "iat": now - HOUR_SECONDS,
+        "nbf": now - HOUR_SECONDS,
+        "exp": now + lasting_seconds,
+    }
+    head = json.dumps({"alg": "HS256", "typ": "JWT"}).encode()
+    parts = [base64.urlsafe_b64encode(part) for part in (head, json.dumps(claims).encode())]
+    signature = hmac.digest(b"nobody checks it", b".".join(parts), hashlib.sha256)
+    parts.append(base64.urlsafe_b64encode(signature))
+    return b".".join(part.rstrip(b"=") for part in parts).decode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Literal, NamedTuple, Self
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.stores import ObjectStore, StoreSpec
+from tests.support.tls import speak_tls
 from tests.support.verbs import ONCE
 
 Dialect = Literal["s3", "gcs-xml", "gcs-json", "azure"]
@@ -115,13 +117,20 @@ def fault_answer(dialect: Dialect, fault: Fault) -> Answer | None:
 
 
 class HttpServer(ThreadingHTTPServer):
-    """HTTP/1.1 on loopback, in threads, until the `with` block ends; a subclass gives `reply`."""
+    """HTTP/1.1 on loopback, in threads, until the `with` block ends; a subclass gives `reply`.
+
+    Args:
+        tls: makes it an HTTPS server.
+    """
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.endpoint_url = f"http://127.0.0.1:{self.server_port}"
+        if tls is not None:
+            speak_tls(self, tls)
+            self.endpoint_url = f"https://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def reply(
@@ -177,12 +186,16 @@ class ScriptedServer(HttpServer):
         requests: method, target and headers of every request so far.
     """
 
-    def __init__(self, answer: Callable[[str, str, int], Answer | None] | None = None) -> None:
+    def __init__(
+        self,
+        answer: Callable[[str, str, int], Answer | None] | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         self._count = itertools.count(1)
         if answer is not None:
             self.answer = answer
-        super().__init__()
+        super().__init__(tls)
 
     def reply(
         self, method: str, target: str, headers: dict[str, str], body: bytes

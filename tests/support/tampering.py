@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from dcp_objstore.stores import open_store
 from tests.support.scripted import Answer, HttpServer, fault_answer
+from tests.support.tls import Certificate
 
 _DENIED = fault_answer("s3", "forbidden")
 _SIGNED_BY = re.compile(r"Credential=([^/&]+)/")
@@ -110,6 +111,7 @@ class TamperingProxy(HttpServer):
 
     Args:
         storage_options: of the server behind it.
+        certificate: makes it an HTTPS server.
 
     Attributes:
         storage_options: for clients that are to go through it.
@@ -118,7 +120,9 @@ class TamperingProxy(HttpServer):
         damage: of these requests, the body's first byte is flipped on its way to the server.
     """
 
-    def __init__(self, storage_options: Mapping[str, object]) -> None:
+    def __init__(
+        self, storage_options: Mapping[str, object], certificate: Certificate | None = None
+    ) -> None:
         self._options_behind = storage_options
         self.behind = urlsplit(str(storage_options["endpoint_url"])).netloc
         self.asked: list[Asked] = []
@@ -128,8 +132,10 @@ class TamperingProxy(HttpServer):
         self._rules: list[_Rule] = []
         self._before: tuple[Meant, Callable[[], None]] | None = None
         self._lock = threading.Lock()
-        super().__init__()
+        super().__init__(certificate and certificate.context())
         self.storage_options = {**storage_options, "endpoint_url": self.endpoint_url}
+        if certificate is not None:
+            self.storage_options["verify"] = str(certificate.path)
 
     def tamper(self, change: Change, meant: Meant, times: int | None = None) -> None:
         """Change the answers to what is meant, the first `times` for each range, or always."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dcp_objstore.config import TransferConfig
@@ -14,7 +16,8 @@ from dcp_objstore.stores.credentials.aws import find_s3_credentials
 from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
-from dcp_objstore.stores.obstore.direct import SIGNED_FOR_SECONDS, DirectLane
+from dcp_objstore.stores.endpoint import tls_context
+from dcp_objstore.stores.obstore.direct import DirectLane
 from dcp_objstore.stores.obstore.errors import (
     http_code,
     is_expired,
@@ -30,6 +33,7 @@ from dcp_objstore.stores.obstore.makers import (
     memory_maker,
     s3_maker,
 )
+from dcp_objstore.stores.obstore.signing import Sign, azure_sign, gcs_sign, s3_sign
 from dcp_objstore.stores.options.azure import AzureOptions
 from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.parse import parse
@@ -80,13 +84,14 @@ class Clients(Requests):
         config: TransferConfig,
         endpoint_url: str | None = None,
         *,
-        direct: bool = False,
+        sign: Sign | None = None,
+        trust: Callable[[], ssl.SSLContext] = ssl.create_default_context,
         credentials: Credentials | None = None,
     ) -> None:
         super().__init__(config, judge_obstore, endpoint_url, url.scheme, url.bucket)
         self.endpoint_url = endpoint_url
         self._credentials = credentials
-        self._direct = direct
+        self._sign, self._trust = sign, trust
         self._renewals = 0
         self.proven = False
         self._make = make
@@ -120,7 +125,7 @@ class Clients(Requests):
         return self._get("list" if self.reached else "first")
 
     def direct(self) -> DirectLane | None:
-        """For reads over plain HTTP whose URL can be signed, without further headers."""
+        """For reads whose requests can be signed here."""
         return self._lane
 
     def fresh(self, request: Callable[[], T]) -> T:
@@ -196,16 +201,11 @@ class Clients(Requests):
             raise
 
     def _new_lane(self) -> DirectLane | None:
-        if not self._direct:
+        sign = self._sign
+        if sign is None:
             return None
         seconds = min(READ_PROGRESS_SECONDS, self._config.request_timeout_seconds)
-        return DirectLane(self._sign, seconds)
-
-    def _sign(self, path: str) -> str:
-        import obstore
-
-        lasting = timedelta(seconds=SIGNED_FOR_SECONDS)
-        return obstore.sign(self.range(), "GET", path, lasting)
+        return DirectLane(lambda path: sign(self.range(), path), seconds, self._trust)
 
     def _get(self, kind: _Kind) -> Any:
         with self._lock:
@@ -264,20 +264,24 @@ def make_clients(
     """
     if url.scheme == "memory":
         return Clients(url, memory_maker(url), config)
-    direct = False
+    verify: bool | str
     if url.scheme == "gs":
-        # To sign a URL, GCS would ask for a private key or make a request.
         gcs = parse(GcsOptions, options)
         found = find_gcs_credentials(gcs, stripped)
         make, endpoint_url = gcs_maker(url, gcs, found)
+        sign = gcs_sign(url, gcs, found, endpoint_url)
+        verify = gcs.verify
     elif url.scheme == "az":
         azure = parse(AzureOptions, options)
         found = find_azure_credentials(azure, stripped)
         make, endpoint_url = azure_maker(url, azure, found)
+        sign = azure_sign(url, found, endpoint_url)
+        verify = azure.verify
     else:
         settings = parse(S3Options, options)
         found = find_s3_credentials(settings, stripped)
         make, endpoint_url = s3_maker(url, settings, found)
-        plain = endpoint_url is not None and endpoint_url.startswith("http://")
-        direct = plain and not settings.anon and not settings.requester_pays
-    return Clients(url, make, config, endpoint_url, direct=direct, credentials=found)
+        sign = s3_sign(url, settings, found)
+        verify = settings.verify
+    trust = partial(tls_context, verify)
+    return Clients(url, make, config, endpoint_url, sign=sign, trust=trust, credentials=found)

@@ -83,7 +83,9 @@ def check_certificates(verify: bool | str) -> bool | str:
     try:
         path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"the certificates named by 'verify' cannot be read: {error}") from error
+        raise ConfigError(
+            f"the certificates named by 'verify' or the environment cannot be read: {error}"
+        ) from error
     return str(path)
 
 

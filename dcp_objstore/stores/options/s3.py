@@ -77,6 +77,7 @@ class S3Options(Schema):
         default=True,
         also=("client_kwargs.verify",),
         native=("allow_invalid_certificates", "root_certificate"),
+        environment=("AWS_CA_BUNDLE",),
     )
     addressing_style: str | None = option(
         "`virtual`, `path` or `auto`: the bucket in the host's name or in the path;"
@@ -159,12 +160,13 @@ class S3Options(Schema):
                 encrypt with (obstore would send it with AES256 as well, which AWS refuses).
         """
         payer = self.option("requester_pays").from_environment() or ""
+        bundle = self.option("verify").from_environment()
         found = replace(
             self,
             endpoint_url=self.or_environment("endpoint_url"),
             region=self.or_environment("region"),
             requester_pays=self.requester_pays or payer.lower() in ("requester", "true"),
-            verify=check_certificates(self.verify),
+            verify=check_certificates(bundle if bundle and self.verify is True else self.verify),
             sse=self.or_environment("sse"),
             checksum_algorithm=self.checksum_algorithm or _checksum_of_environment(),
         )
