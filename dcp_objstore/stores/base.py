@@ -25,6 +25,8 @@ from dcp_objstore.stores.ranges import Range, RangeSource
 from dcp_objstore.stores.urls import StoreUrl
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from typing_extensions import Buffer
 
 Place = TypeVar("Place")
@@ -220,5 +222,19 @@ def _clear_frames(error: BaseException, handled: int) -> None:
         one = waiting.pop()
         if one is not None and id(one) not in seen:
             seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
+            for frame, _ in traceback.walk_tb(one.__traceback__):
+                _clear_frame(frame)
             waiting += [one.__cause__, one.__context__]
+
+
+def _clear_frame(frame: FrameType | None) -> None:
+    """Clear a frame and its callers, up to one that still runs.
+
+    Callers too, because botocore keeps an error in a function that has returned it.
+    """
+    while frame is not None:
+        try:
+            frame.clear()
+        except RuntimeError:
+            return
+        frame = frame.f_back
