@@ -117,6 +117,10 @@ class Tries:
         self._refunds = refunds
         self._began_at = clock.monotonic()
 
+    def came(self) -> None:
+        """Count the time from now, because a part of what was asked for has come."""
+        self._began_at = self._clock.monotonic()
+
     def pause(self, error: Exception | None = None) -> bool:
         """Sleep and return True, or return False at once if there is to be no retry.
 

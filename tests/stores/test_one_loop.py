@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +14,7 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import StoreUnavailableError
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
+from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.uploads.open import open_uploads
 from tests.support.scripted import Answer, ScriptedServer
 from tests.support.verbs import VERBS
@@ -28,6 +31,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, object]]] = {
 HIDDEN = {("obstore", "put_stream"), ("obstore", "list")}
 EACH = [(adapter, verb) for adapter in ADAPTERS for verb in VERBS if (adapter, verb) not in HIDDEN]
 RETRIES = 2
+BODY = random.Random(1).randbytes(4 * MIB)
 
 
 @pytest.fixture(autouse=True)
@@ -183,3 +187,54 @@ def test_a_chunk_to_gcs_that_fails_or_comes_in_part_is_sent_again(server: Script
         f"bytes {4 * MIB}-{whole - 1}/*",
         f"bytes {whole}-{total - 1}/{total}",
     ]
+
+
+def range_answer(asked: str, *, share: float = 1.0) -> Answer:
+    """The answer to a request with this `Range`, or the first share of it."""
+    first, last = map(int, asked.removeprefix("bytes=").split("-"))
+    headers = {
+        "ETag": '"e"',
+        "Last-Modified": "Wed, 01 Jan 2025 00:00:00 GMT",
+        "Content-Range": f"bytes {first}-{last}/{len(BODY)}",
+        "Content-Length": str(last + 1 - first),
+        "Connection": "close",
+    }
+    return Answer(206, headers, BODY[first : first + int(share * (last + 1 - first))])
+
+
+def asked_range(server: ScriptedServer) -> str:
+    return {name.lower(): value for name, value in server.requests[-1][2].items()}["range"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [KEYS, {"anon": True}, {**KEYS, "transport": "boto3"}],
+    ids=["direct", "obstore", "boto3"],
+)
+def test_a_body_that_breaks_off_under_a_reader_that_takes_its_time_is_asked_for_again(
+    server: ScriptedServer, options: dict[str, object]
+) -> None:
+    server.answer = lambda method, target, nth: range_answer(
+        asked_range(server), share=0.5 if nth == 1 else 1.0
+    )
+    given = {**options, "endpoint_url": server.endpoint_url}
+    store = open_store("s3://bucket/run", given, TransferConfig(retry_timeout_seconds=0.2))
+    into = memoryview(bytearray(len(BODY)))
+    with store.open_range("k", 0, len(BODY)) as body:
+        body.readinto(into[:MIB])
+        time.sleep(0.4)
+        body.readinto(into[MIB:])
+    assert into == BODY
+    assert len(server.requests) == 2
+
+
+def test_a_server_that_answered_over_the_direct_lane_alone_is_waited_for_as_one_that_was_reached(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dcp_objstore.stores.retries.FIRST_PATIENCE_SECONDS", 0)
+    server.answer = lambda *_: range_answer(asked_range(server))
+    store = store_over("obstore", server.endpoint_url)
+    assert read_range(store, "k", 0, len(BODY)) == BODY
+    server.stop()
+    with pytest.raises(StoreUnavailableError, match=rf"\({RETRIES} retries in"):
+        read_range(store, "k", 0, len(BODY))

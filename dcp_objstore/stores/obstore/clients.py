@@ -43,6 +43,7 @@ from dcp_objstore.stores.retries import (
 )
 
 if TYPE_CHECKING:
+    from dcp_objstore.stores.errors import Failure
     from dcp_objstore.stores.urls import StoreUrl
 
 # However short the stall time-out is, a small request has so long.
@@ -194,6 +195,11 @@ class Clients(Requests):
             if http_code(error)[1] is not None:
                 self.proven = True
             raise
+
+    def _judged(self, tries: Tries, error: Exception) -> Failure:
+        lane = self._lane
+        self.reached = self.reached or (lane is not None and lane.answered)
+        return super()._judged(tries, error)
 
     def _new_lane(self) -> DirectLane | None:
         if not self._direct:

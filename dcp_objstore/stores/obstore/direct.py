@@ -68,6 +68,9 @@ class DirectLane:
     Args:
         sign: the URL of a GET of an object, by its key in the bucket.
         timeout_seconds: to connect, and between bytes that arrive.
+
+    Attributes:
+        answered: whether the server ever has, in whatever way.
     """
 
     def __init__(self, sign: Callable[[str], str], timeout_seconds: float) -> None:
@@ -77,6 +80,7 @@ class DirectLane:
         self._idle: list[tuple[_Connection, str, float]] = []
         self._lock = threading.Lock()
         self._failures = 0
+        self.answered = False
 
     @property
     def is_used(self) -> bool:
@@ -236,6 +240,7 @@ class DirectAnswer:
             self._connection = self._lane.connect(_origin(self._url))
             _send(self._connection, self._url, self._start, self._end)
             answer = self._respond()
+        self._lane.answered = True
         _check(answer, self._start, self._end)
         self._ahead = memoryview(answer.peek())
         return answer
