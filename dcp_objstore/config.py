@@ -73,8 +73,9 @@ class TransferConfig:
             `TransferStalledError`. Default 180.
         max_retries: retries of one request, with jittered exponential backoff. With the default, a
             store may be down for about half a minute (31 to 62 s). Default 10.
-        retry_timeout_seconds: no retry starts later than this after the first try. A server that
-            this process has never reached is given up after 5 to 10 s. Default 180.
+        retry_timeout_seconds: no retry starts later than this after the first try, or after a body
+            broke off of which some had come. A server that this process has never reached is given
+            up after 5 to 10 s. Default 180.
         peer_timeout_seconds: how long a rank waits for the others in a process group that this
             package makes (for `async_save`, and for `save` and `load` if the default group is NCCL
             alone). It bounds the wait for a rank that hangs. It must allow the slowest rank to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
@@ -24,6 +25,8 @@ from dcp_objstore.stores.ranges import Range, RangeSource
 from dcp_objstore.stores.urls import StoreUrl
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from typing_extensions import Buffer
 
 Place = TypeVar("Place")
@@ -190,23 +193,48 @@ class BaseStore(ABC, Generic[Place]):
     def _errors(self, key: str | None) -> Iterator[Place]:
         """Yield the place of a key; translate what is raised, and say in it where it happened."""
         place = self._place(key)
+        handled = id(sys.exception())  # not itself: a listing would keep it until its end
         try:
             yield place
         except DcpObjstoreError as error:
-            _clear_frames(error)
+            _clear_frames(error, handled)
             error.at(object_key=key, url=self.url)
             raise
         except Exception as error:
-            _clear_frames(error)
+            _clear_frames(error, handled)
             raise self._translate(error).at(object_key=key, url=self.url) from error
 
 
-def _clear_frames(error: BaseException | None) -> None:
-    """Drop the local variables of the frames that an error and its causes have left.
+def _clear_frames(error: BaseException, handled: int) -> None:
+    """Drop the local variables of the frames that an error and what led to it have left.
 
     A function that raises an error which it has in a variable is a reference cycle. Until the next
     garbage collection it would hold the caller's buffers, and the memory of a staged save.
+
+    Args:
+        error: where to begin. Causes and contexts may form a circle.
+        handled: the id of the error that the caller of the verb was handling. Its frames are not
+            ours: a generator that waits in one of them would be closed.
     """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    seen = {handled}
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            for frame, _ in traceback.walk_tb(one.__traceback__):
+                _clear_frame(frame)
+            waiting += [one.__cause__, one.__context__]
+
+
+def _clear_frame(frame: FrameType | None) -> None:
+    """Clear a frame and its callers, up to one that still runs.
+
+    Callers too, because botocore keeps an error in a function that has returned it.
+    """
+    while frame is not None:
+        try:
+            frame.clear()
+        except RuntimeError:
+            return
+        frame = frame.f_back

@@ -69,17 +69,19 @@ class RangeSource(ABC):
         del start, end
         return None
 
-    def failed(self, error: Exception, asked_at: float) -> None:
+    def failed(self, error: Exception, asked_at: float, *, came: bool) -> None:
         """Decide what becomes of an answer that broke off. The default is to raise.
 
         Args:
             error: raised by `Answer.readinto`.
             asked_at: when the request was sent (monotonic).
+            came: whether some of its bytes have come. How long ago the range was opened then says
+                nothing of the store: the reader may have been busy with the bytes meanwhile.
 
         Returns:
             When it is time to ask for the rest.
         """
-        del asked_at
+        del asked_at, came
         raise error
 
 
@@ -107,6 +109,7 @@ class Range:
         self._errors = errors
         self._answer = ahead
         self._asked_at = time.monotonic()
+        self._asked_from = start
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -148,13 +151,13 @@ class Range:
     def _next(self, into: memoryview) -> int:
         """Read some bytes; none if the next request has to be made."""
         if self._answer is None:
-            self._asked_at = time.monotonic()
+            self._asked_at, self._asked_from = time.monotonic(), self._at
             self._answer = self._source.ask(self._at, self._end)
         try:
             came_bytes = self._answer.readinto(into)
         except Exception as error:  # noqa: BLE001  raised there, if it is not to be asked again
             self._drop()
-            self._source.failed(error, self._asked_at)
+            self._source.failed(error, self._asked_at, came=self._at > self._asked_from)
             return 0
         if not came_bytes:
             self._drop()

@@ -34,6 +34,10 @@ FIRST_PATIENCE_SECONDS = 5.0
 READ_PROGRESS_SECONDS = 30.0
 # What is sent with a longer body than this gets the time for a part of an upload.
 SMALL_BYTES = 4 * MIB
+# The verbs of transfers, which note the answers in their slots (`admission`).
+_IN_SLOTS = ("open_range", "put_stream")
+# However short the stall time-out is, a small request has so long.
+_LEAST_SMALL_TIMEOUT_SECONDS = 3.0
 # From here on a pause does not grow.
 _MOST_DOUBLINGS = 30
 
@@ -91,6 +95,7 @@ class Tries:
         clock: the time to go by.
         on_retry: called before each pause that follows an error, with the number of the next try
             (from 2), the error, and the time of the first try.
+        refunds: whether an answer gives a part of a retry back to the limiter's budget.
 
     Attributes:
         policy: as above. It may be replaced by a less patient one.
@@ -104,13 +109,19 @@ class Tries:
         limiter: Limiter | None = None,
         clock: Clock = time,
         on_retry: Callable[[int, Exception, float], None] | None = None,
+        refunds: bool = False,
     ) -> None:
         self.policy = policy
         self.retries = 0
         self._limiter = limiter
         self._clock = clock
         self._on_retry = on_retry
+        self._refunds = refunds
         self._began_at = clock.monotonic()
+
+    def came(self) -> None:
+        """Count the time from now, because a part of what was asked for has come."""
+        self._began_at = self._clock.monotonic()
 
     def pause(self, error: Exception | None = None) -> bool:
         """Sleep and return True, or return False at once if there is to be no retry.
@@ -178,11 +189,15 @@ class Tries:
         while True:
             begun_at = self._clock.monotonic()
             try:
-                return request()
+                answer = request()
             except DcpObjstoreError:
                 raise  # found by the adapter in an answer that came
             except Exception as error:  # noqa: BLE001  transports have no type in common
                 self.again(error, judge(error), begun_at, repeatable=repeatable)
+            else:
+                if self._refunds and self._limiter is not None:
+                    self._limiter.refund_retry()
+                return answer
 
     def again(
         self, error: Exception, found: Failure, begun_at: float, *, repeatable: bool = True
@@ -226,6 +241,7 @@ class Requests:
 
     Attributes:
         reached: whether the server has ever answered, in whatever way.
+        small_timeout_seconds: for one try of a small request.
     """
 
     def __init__(
@@ -242,6 +258,10 @@ class Requests:
         self._policy = RetryPolicy(config.max_retries, config.retry_timeout_seconds)
         small_seconds = min(config.retry_timeout_seconds, config.stall_timeout_seconds / 3)
         self._small_policy = replace(self._policy, patience_seconds=small_seconds)
+        self.small_timeout_seconds = min(
+            config.request_timeout_seconds,
+            max(config.stall_timeout_seconds / 3, _LEAST_SMALL_TIMEOUT_SECONDS),
+        )
 
     @property
     def limiter(self) -> Limiter:
@@ -261,6 +281,7 @@ class Requests:
             self._policy if large else self._small_policy,
             limiter=self.limiter,
             on_retry=partial(_report, key),
+            refunds=verb not in _IN_SLOTS,
         )
 
     def run(self, tries: Tries, request: Callable[[], T], *, repeatable: bool = True) -> T:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +14,7 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import StoreUnavailableError
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
+from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.uploads.open import open_uploads
 from tests.support.scripted import Answer, ScriptedServer
 from tests.support.verbs import VERBS
@@ -28,6 +31,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, object]]] = {
 HIDDEN = {("obstore", "put_stream"), ("obstore", "list")}
 EACH = [(adapter, verb) for adapter in ADAPTERS for verb in VERBS if (adapter, verb) not in HIDDEN]
 RETRIES = 2
+BODY = random.Random(1).randbytes(4 * MIB)
 
 
 @pytest.fixture(autouse=True)
@@ -75,8 +79,9 @@ def test_a_request_that_always_fails_is_sent_as_often_as_was_asked_for(
     server: ScriptedServer, adapter: str, verb: str
 ) -> None:
     server.answer = lambda *_: (500, {}, b"")
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(StoreUnavailableError) as caught:
         VERBS[verb](store_over(adapter, server.endpoint_url))
+    assert "max retries" not in str(caught.value), "a library's own count"
     assert len(server.requests) == (1 if verb == "put_absent" else 1 + RETRIES)
 
 
@@ -88,6 +93,22 @@ def test_a_connection_that_is_hung_up_counts_as_a_try(
     with pytest.raises(StoreUnavailableError):
         VERBS[verb](store_over(adapter, endpoint_url))
     assert len(heads) == (1 if verb == "put_absent" else 1 + RETRIES)
+
+
+@pytest.mark.parametrize("adapter", ["obstore", "boto3", "s3fs"])
+@pytest.mark.parametrize("verb", ["put", "put_absent", "delete"])
+def test_a_small_write_to_a_silent_server_has_a_third_of_the_stall_time_out(
+    adapter: str, verb: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        scheme, options = ADAPTERS[adapter]
+        given = {**options, "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        config = TransferConfig(max_retries=0, request_timeout_seconds=25, stall_timeout_seconds=9)
+        store = open_store(f"{scheme}://bucket/run", given, config)
+        began_at = time.monotonic()
+        with pytest.raises(StoreUnavailableError, match="firewall"):
+            VERBS[verb](store)
+        assert time.monotonic() - began_at < 15
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
@@ -183,3 +204,54 @@ def test_a_chunk_to_gcs_that_fails_or_comes_in_part_is_sent_again(server: Script
         f"bytes {4 * MIB}-{whole - 1}/*",
         f"bytes {whole}-{total - 1}/{total}",
     ]
+
+
+def range_answer(asked: str, *, share: float = 1.0) -> Answer:
+    """The answer to a request with this `Range`, or the first share of it."""
+    first, last = map(int, asked.removeprefix("bytes=").split("-"))
+    headers = {
+        "ETag": '"e"',
+        "Last-Modified": "Wed, 01 Jan 2025 00:00:00 GMT",
+        "Content-Range": f"bytes {first}-{last}/{len(BODY)}",
+        "Content-Length": str(last + 1 - first),
+        "Connection": "close",
+    }
+    return Answer(206, headers, BODY[first : first + int(share * (last + 1 - first))])
+
+
+def asked_range(server: ScriptedServer) -> str:
+    return {name.lower(): value for name, value in server.requests[-1][2].items()}["range"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [KEYS, {"anon": True}, {**KEYS, "transport": "boto3"}],
+    ids=["direct", "obstore", "boto3"],
+)
+def test_a_body_that_breaks_off_under_a_reader_that_takes_its_time_is_asked_for_again(
+    server: ScriptedServer, options: dict[str, object]
+) -> None:
+    server.answer = lambda method, target, nth: range_answer(
+        asked_range(server), share=0.5 if nth == 1 else 1.0
+    )
+    given = {**options, "endpoint_url": server.endpoint_url}
+    store = open_store("s3://bucket/run", given, TransferConfig(retry_timeout_seconds=0.2))
+    into = memoryview(bytearray(len(BODY)))
+    with store.open_range("k", 0, len(BODY)) as body:
+        body.readinto(into[:MIB])
+        time.sleep(0.4)
+        body.readinto(into[MIB:])
+    assert into == BODY
+    assert len(server.requests) == 2
+
+
+def test_a_server_that_answered_over_the_direct_lane_alone_is_waited_for_as_one_that_was_reached(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dcp_objstore.stores.retries.FIRST_PATIENCE_SECONDS", 0)
+    server.answer = lambda *_: range_answer(asked_range(server))
+    store = store_over("obstore", server.endpoint_url)
+    assert read_range(store, "k", 0, len(BODY)) == BODY
+    server.stop()
+    with pytest.raises(StoreUnavailableError, match=rf"\({RETRIES} retries in"):
+        read_range(store, "k", 0, len(BODY))

@@ -49,7 +49,7 @@ class Source(RangeSource):
         self.open.append(Piecemeal(self, start, self.limit(end - start), ends=self.ends))
         return self.open[0]
 
-    def failed(self, error: Exception, asked_at: float) -> None:
+    def failed(self, error: Exception, asked_at: float, *, came: bool) -> None:
         self.failures -= 1
         if self.failures < 0:
             raise StoreUnavailableError("too often") from error

@@ -169,6 +169,15 @@ def test_a_request_that_may_not_be_sent_again_takes_nothing_from_the_budget() ->
     assert limiter.spend_retry()
 
 
+@pytest.mark.parametrize("verb", ["get", "head", "list", "delete", "put"])
+def test_every_tenth_small_request_may_fail_for_ever(clock: Clock, verb: str) -> None:
+    server = Server()
+    requests = requests_to(server)
+    for _ in range(12 * int(RETRY_BUDGET)):
+        server.failures = server.requests + (server.requests % 10 == 0)
+        assert requests.run(requests.tries(verb, "k"), server.ask) == "answer"
+
+
 def test_a_throttled_request_slows_the_process_down_and_the_error_says_so(clock: Clock) -> None:
     limiter = Limiter()
     with pytest.raises(StoreUnavailableError, match="the store was throttling; 1 retries"):

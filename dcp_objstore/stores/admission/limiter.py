@@ -91,11 +91,11 @@ class Limiter:
             )
 
     def succeeded(self) -> None:
-        """Record that a request was answered."""
+        """Record that a request of a transfer was answered."""
         with self._changed:
             now = self._clock()
             self._done.append(now)
-            self._budget = min(RETRY_BUDGET, self._budget + _REFUND)
+            self.refund_retry()
             self._bounds = self._bounds.succeeded(now)
 
     def spend_retry(self) -> bool:
@@ -105,6 +105,11 @@ class Limiter:
                 return False
             self._budget -= 1
             return True
+
+    def refund_retry(self) -> None:
+        """Give a part of a retry back to the budget, for a request that was answered."""
+        with self._changed:
+            self._budget = min(RETRY_BUDGET, self._budget + _REFUND)
 
     def wait_turn(self, check: Callable[[], None] = lambda: None) -> None:
         """Wait until the rate allows a request. `check` is called meanwhile, and may raise."""

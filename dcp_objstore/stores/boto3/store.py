@@ -125,8 +125,10 @@ class _Boto3Source(RangeSource):
             raise
         return _Boto3Answer(answer["Body"])
 
-    def failed(self, error: Exception, asked_at: float) -> None:
+    def failed(self, error: Exception, asked_at: float, *, came: bool) -> None:
         """See `RangeSource.failed`."""
+        if came:
+            self._tries.came()
         self._clients.again(self._tries, error, asked_at)
 
 

@@ -47,10 +47,9 @@ from dcp_objstore.stores.retries import (
 )
 
 if TYPE_CHECKING:
+    from dcp_objstore.stores.errors import Failure
     from dcp_objstore.stores.urls import StoreUrl
 
-# However short the stall time-out is, a small request has so long.
-_LEAST_SMALL_TIMEOUT_SECONDS = 3.0
 # For what only obstore itself can send again. It has a jitter of its own: a pause is random between
 # the first one and `base` times the last one, and with a base of 2 they would hardly grow. Parts of
 # uploads are sent again no sooner than after 1 s, by which the limiter tells that they were
@@ -97,10 +96,6 @@ class Clients(Requests):
         self._make = make
         self._config = config
         self._lane = self._new_lane()
-        third_seconds = config.stall_timeout_seconds / 3
-        self._small_timeout_seconds = min(
-            config.request_timeout_seconds, max(third_seconds, _LEAST_SMALL_TIMEOUT_SECONDS)
-        )
         self._made: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -200,6 +195,11 @@ class Clients(Requests):
                 self.proven = True
             raise
 
+    def _judged(self, tries: Tries, error: Exception) -> Failure:
+        lane = self._lane
+        self.reached = self.reached or (lane is not None and lane.answered)
+        return super()._judged(tries, error)
+
     def _new_lane(self) -> DirectLane | None:
         sign = self._sign
         if sign is None:
@@ -217,7 +217,7 @@ class Clients(Requests):
         config = self._config
         whole_seconds = config.request_timeout_seconds
         if kind in ("small", "list", "first"):
-            whole_seconds = self._small_timeout_seconds
+            whole_seconds = self.small_timeout_seconds
         timeouts = {
             "timeout": timedelta(seconds=whole_seconds),
             "connect_timeout": timedelta(
@@ -227,7 +227,7 @@ class Clients(Requests):
         if kind in ("read", "range", "list", "first"):
             progress_seconds = min(READ_PROGRESS_SECONDS, whole_seconds)
             if kind != "range":
-                progress_seconds = min(progress_seconds, self._small_timeout_seconds)
+                progress_seconds = min(progress_seconds, self.small_timeout_seconds)
             timeouts["read_timeout"] = timedelta(seconds=progress_seconds)
         return timeouts
 

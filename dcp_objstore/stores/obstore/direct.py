@@ -89,6 +89,9 @@ class DirectLane:
         sign: makes the GET of an object, by its key in the bucket.
         timeout_seconds: to connect, and between bytes that arrive.
         trust: makes the context of TLS, called once and only if there is TLS.
+
+    Attributes:
+        answered: whether the server ever has, in whatever way.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class DirectLane:
         self._idle: list[tuple[_Connection, str, float]] = []
         self._lock = threading.Lock()
         self._failures = 0
+        self.answered = False
 
     @property
     def is_used(self) -> bool:
@@ -283,6 +287,7 @@ class DirectAnswer:
             self._connection = self._lane.connect(self._signed.origin)
             _send(self._connection, self._signed, self._start, self._end)
             answer = self._respond()
+        self._lane.answered = True
         _check(answer, self._start, self._end)
         self._ahead = memoryview(answer.peek())
         return answer

@@ -73,8 +73,10 @@ class ObstoreSource(RangeSource):
             answer = self._clients.run(self._tries, partial(self._ask_obstore, start, end))
         return answer
 
-    def failed(self, error: Exception, asked_at: float) -> None:
+    def failed(self, error: Exception, asked_at: float, *, came: bool) -> None:
         """See `RangeSource.failed`. Whatever the lane does not give is asked of obstore next."""
+        if came:
+            self._tries.came()
         if isinstance(error, LaneError):
             self._over_lane = False
             if not error.broke_off:

@@ -7,6 +7,7 @@ have classes of their own, so no text is read here.
 from __future__ import annotations
 
 import http.client
+import re
 import ssl
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,6 +34,8 @@ _NO_SUCH_KEY = "NoSuchKey"
 # And nothing else, so that no object can be missing.
 _NEED_A_BUCKET = ("ListObjectsV2", "PutObject", "CreateMultipartUpload")
 _NO_SUCH_UPLOAD = "NoSuchUpload"
+# botocore counts its own retries, which are off.
+_RETRIES_OF_BOTOCORE = re.compile(r" \(reached max retries: \d+\)")
 
 
 def translate_botocore(error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
@@ -123,16 +126,17 @@ def without_frames(error: BaseException) -> BaseException:
 
 def _answer(error: Any, conditional: bool) -> DcpObjstoreError:
     status, code = status_of(error), code_of(error)
+    text = _RETRIES_OF_BOTOCORE.sub("", str(error))
     kind = kind_of_answer(status, code) or DcpObjstoreError
     if code == _NO_SUCH_KEY and conditional:
         kind = PreconditionFailedError  # If-Match on an absent key: 404 on AWS and moto
     if code == _NO_SUCH_UPLOAD:
-        return StoreUnavailableError(f"the store lost this upload before its end: {error}")
+        return StoreUnavailableError(f"the store lost this upload before its end: {text}")
     missing = status == http.client.NOT_FOUND and code in ("", str(status))
     if missing and not conditional and error.operation_name in _NEED_A_BUCKET:
-        return ConfigError(f"{NO_STORE}, and that the bucket exists: {error} (status {status})")
+        return ConfigError(f"{NO_STORE}, and that the bucket exists: {text} (status {status})")
     advice = advice_on(kind, status, code) or type(error).__name__
-    return kind(f"{advice}: {error}")
+    return kind(f"{advice}: {text}")
 
 
 def _no_answer(error: Exception) -> tuple[type[DcpObjstoreError], str]:

@@ -1,0 +1,95 @@
+"""What an error that leaves a store holds on to, and what it leaves alone."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import ObjectNotFoundError, StoreUnavailableError
+from dcp_objstore.stores import ObjectStore, open_store
+
+PART_BYTES = 5 << 20
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return open_store(f"file://{tmp_path}")
+
+
+@pytest.mark.parametrize("transport", ["native", "boto3"])
+def test_the_buffer_of_a_request_that_failed_dies_with_the_error(transport: str) -> None:
+    options = {
+        "key": "a",
+        "secret": "b",
+        "endpoint_url": "http://127.0.0.1:1",
+        "transport": transport,
+    }
+    store = open_store("s3://bucket/run", options, TransferConfig(max_retries=0))
+    body = np.zeros(PART_BYTES, dtype=np.uint8)
+    alive = weakref.ref(body)
+    gc.collect()
+    gc.disable()
+    try:
+        try:
+            store.put("k", body)
+        except StoreUnavailableError:
+            del body
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_errors_that_were_raised_in_a_circle_are_raised_like_others(store: ObjectStore) -> None:
+    def buffers() -> Iterator[bytes]:
+        first, second = OSError("first"), KeyError("second")
+        try:
+            try:
+                raise first
+            except OSError as error:
+                raise second from error
+        except KeyError:
+            raise first  # noqa: B904  its context is `second`, whose cause it is
+        yield b""
+
+    raised: list[BaseException] = []
+
+    def put() -> None:
+        try:
+            store.put_stream("k", buffers(), part_size_bytes=PART_BYTES, max_concurrency=1)
+        except OSError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=put, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert [str(error) for error in raised] == ["first"]
+
+
+def test_an_error_leaves_alone_the_frames_of_what_its_caller_was_handling(
+    store: ObjectStore,
+) -> None:
+    kept: list[KeyError] = []
+
+    def steps() -> Iterator[int]:
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            kept.append(error)
+        yield 1
+        yield 2
+
+    waiting = steps()
+    assert next(waiting) == 1
+    try:
+        raise kept[0]
+    except KeyError:
+        with pytest.raises(ObjectNotFoundError):
+            store.head("absent")
+    assert list(waiting) == [2]
