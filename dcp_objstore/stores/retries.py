@@ -36,6 +36,8 @@ READ_PROGRESS_SECONDS = 30.0
 SMALL_BYTES = 4 * MIB
 # The verbs of transfers, which note the answers in their slots (`admission`).
 _IN_SLOTS = ("open_range", "put_stream")
+# However short the stall time-out is, a small request has so long.
+_LEAST_SMALL_TIMEOUT_SECONDS = 3.0
 # From here on a pause does not grow.
 _MOST_DOUBLINGS = 30
 
@@ -239,6 +241,7 @@ class Requests:
 
     Attributes:
         reached: whether the server has ever answered, in whatever way.
+        small_timeout_seconds: for one try of a small request.
     """
 
     def __init__(
@@ -255,6 +258,10 @@ class Requests:
         self._policy = RetryPolicy(config.max_retries, config.retry_timeout_seconds)
         small_seconds = min(config.retry_timeout_seconds, config.stall_timeout_seconds / 3)
         self._small_policy = replace(self._policy, patience_seconds=small_seconds)
+        self.small_timeout_seconds = min(
+            config.request_timeout_seconds,
+            max(config.stall_timeout_seconds / 3, _LEAST_SMALL_TIMEOUT_SECONDS),
+        )
 
     @property
     def limiter(self) -> Limiter:

@@ -95,6 +95,22 @@ def test_a_connection_that_is_hung_up_counts_as_a_try(
     assert len(heads) == (1 if verb == "put_absent" else 1 + RETRIES)
 
 
+@pytest.mark.parametrize("adapter", ["obstore", "boto3", "s3fs"])
+@pytest.mark.parametrize("verb", ["put", "put_absent", "delete"])
+def test_a_small_write_to_a_silent_server_has_a_third_of_the_stall_time_out(
+    adapter: str, verb: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        scheme, options = ADAPTERS[adapter]
+        given = {**options, "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        config = TransferConfig(max_retries=0, request_timeout_seconds=25, stall_timeout_seconds=9)
+        store = open_store(f"{scheme}://bucket/run", given, config)
+        began_at = time.monotonic()
+        with pytest.raises(StoreUnavailableError, match="firewall"):
+            VERBS[verb](store)
+        assert time.monotonic() - began_at < 15
+
+
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_unfinished_uploads_are_asked_for_as_often_page_by_page(
     server: ScriptedServer, scheme: str

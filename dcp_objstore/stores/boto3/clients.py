@@ -85,8 +85,8 @@ class Boto3Clients(Requests):
         """The client for a use, which sends each request once.
 
         Args:
-            use: `write` waits `request_timeout_seconds` for an answer; `read` gives up sooner on a
-                body that makes no progress.
+            use: `write` waits `request_timeout_seconds` for an answer, `small` less; `read` gives
+                up sooner on a body that makes no progress.
         """
         mine = self._mine()
         with mine.lock:
@@ -121,6 +121,8 @@ class Boto3Clients(Requests):
         seconds = config.request_timeout_seconds
         if use == "read":
             seconds = min(READ_PROGRESS_SECONDS, seconds)
+        elif use == "small":
+            seconds = self.small_timeout_seconds
         return mine.session.client(
             "s3",
             endpoint_url=mine.endpoint_url,

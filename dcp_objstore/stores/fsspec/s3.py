@@ -47,6 +47,8 @@ class S3fsStore(S3Store):
         sent = asyncio.run_coroutine_threadsafe(fs._call_s3(operation, **arguments), fs.loop)
         # aiohttp has no time-out for the "100 Continue" before a body.
         seconds = self._filesystems.request_timeout_seconds
+        if use == "small":
+            seconds = self._filesystems.small_timeout_seconds
         step_seconds = None if check is None else STEP_SECONDS
         try:
             return result_of(sent, seconds, look=check, step_seconds=step_seconds)

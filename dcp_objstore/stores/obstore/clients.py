@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.errors import Failure
     from dcp_objstore.stores.urls import StoreUrl
 
-# However short the stall time-out is, a small request has so long.
-_LEAST_SMALL_TIMEOUT_SECONDS = 3.0
 # For what only obstore itself can send again. It has a jitter of its own: a pause is random between
 # the first one and `base` times the last one, and with a base of 2 they would hardly grow. Parts of
 # uploads are sent again no sooner than after 1 s, by which the limiter tells that they were
@@ -93,10 +91,6 @@ class Clients(Requests):
         self._make = make
         self._config = config
         self._lane = self._new_lane()
-        third_seconds = config.stall_timeout_seconds / 3
-        self._small_timeout_seconds = min(
-            config.request_timeout_seconds, max(third_seconds, _LEAST_SMALL_TIMEOUT_SECONDS)
-        )
         self._made: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -223,7 +217,7 @@ class Clients(Requests):
         config = self._config
         whole_seconds = config.request_timeout_seconds
         if kind in ("small", "list", "first"):
-            whole_seconds = self._small_timeout_seconds
+            whole_seconds = self.small_timeout_seconds
         timeouts = {
             "timeout": timedelta(seconds=whole_seconds),
             "connect_timeout": timedelta(
@@ -233,7 +227,7 @@ class Clients(Requests):
         if kind in ("read", "range", "list", "first"):
             progress_seconds = min(READ_PROGRESS_SECONDS, whole_seconds)
             if kind != "range":
-                progress_seconds = min(progress_seconds, self._small_timeout_seconds)
+                progress_seconds = min(progress_seconds, self.small_timeout_seconds)
             timeouts["read_timeout"] = timedelta(seconds=progress_seconds)
         return timeouts
 

@@ -25,6 +25,7 @@ from dcp_objstore.stores.protocol import (
     Precondition,
     Version,
 )
+from dcp_objstore.stores.retries import SMALL_BYTES
 from dcp_objstore.stores.s3.errors import status_of
 from dcp_objstore.stores.s3.upload import MultipartUpload
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.retries import Requests
     from dcp_objstore.stores.s3.checksums import Checksums
 
-Use = Literal["read", "write"]
+Use = Literal["read", "small", "write"]
 _READS = ("get_object", "head_object", "list_objects_v2")
+# Of little data. Not the end of an upload, which takes the store long.
+_SMALL_WRITES = ("put_object", "delete_object", "create_multipart_upload")
 
 
 class S3Store(BaseStore["dict[str, str]"]):
@@ -135,8 +138,10 @@ class S3Store(BaseStore["dict[str, str]"]):
             repeatable: see `Tries.run`.
             retry: whether it may be sent again at all.
         """
-        use: Use = "read" if operation in _READS else "write"
         size_bytes = sum(map(len, body))
+        use: Use = "read" if operation in _READS else "write"
+        if operation in _SMALL_WRITES and size_bytes <= SMALL_BYTES:
+            use = "small"
 
         def request() -> Any:
             if check is not None:
