@@ -134,7 +134,7 @@ def test_a_conditional_write_that_fails_keeps_nobody_waiting() -> None:
     def fake(**_: object) -> None:
         raise raised.pop()
 
-    store._clients.get("write").meta.events.register("before-send.s3", fake)
+    store._clients.get("small").meta.events.register("before-send.s3", fake)
     for error, told in ((RuntimeError, DcpObjstoreError), (KeyboardInterrupt, KeyboardInterrupt)):
         raised += [RuntimeError, error]
         with pytest.raises(told):
