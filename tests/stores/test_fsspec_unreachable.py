@@ -60,12 +60,12 @@ def test_a_refused_connection_is_given_up_and_says_what_to_check(
 
 
 @BOTH
-def test_a_server_that_says_nothing_is_asked_once(
+def test_a_server_that_says_nothing_is_not_asked_again(
     silent: RawServer, url: str, options: dict[str, object]
 ) -> None:
     with pytest.raises(StoreUnavailableError, match="check endpoint_url"):
         at(url, options, f"http://{silent.address}").put("k", b"body")
-    assert len(silent.requests) == 1
+    assert len(silent.requests) <= 1  # none if a busy machine needs the whole time-out to send it
 
 
 @BOTH
