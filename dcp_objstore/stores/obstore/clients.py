@@ -74,6 +74,7 @@ class Clients(Requests):
     Attributes:
         endpoint_url: the server, or None for the provider's own.
         proven: whether an answer was such as only a store gives.
+        has_put: whether an object was put, so that a 404 means the key and not the bucket.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Clients(Requests):
         self._credentials = credentials
         self._sign, self._trust = sign, trust
         self._renewals = 0
-        self.proven = False
+        self.proven = self.has_put = False
         self._make = make
         self._config = config
         self._lane = self._new_lane()

@@ -13,6 +13,7 @@ Facts about obstore 0.12 that shape this module (each is pinned by a test):
 
 from __future__ import annotations
 
+import http.client
 import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     ForkedProcessError,
     InputError,
+    ObjectNotFoundError,
     StoreUnavailableError,
 )
 from dcp_objstore.stores.answers import (
@@ -152,7 +154,7 @@ class ObstoreStore(BaseStore[str]):
                 result = self._clients.run(tries, send, repeatable=precondition is None)
             else:
                 result = self._clients.fresh(send)
-        self._clients.proven = True
+        self._clients.proven = self._clients.has_put = True
         return _version(result)
 
     def _put_stream(
@@ -206,6 +208,8 @@ class ObstoreStore(BaseStore[str]):
                 status, code = http_code(error)
                 if status not in UNCLEAR_IN_HEAD or code is not None:
                     raise
+                if status == http.client.NOT_FOUND and self._clients.has_put:
+                    raise ObjectNotFoundError("there is no such object") from error
                 # A GET of nearly nothing says it.
                 answer = obstore.get(self._clients.read(), place, options={"range": (0, 1)})
                 return self._meta(answer.meta)
