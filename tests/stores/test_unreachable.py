@@ -14,6 +14,7 @@ from dcp_objstore.errors import (
     ConfigError,
     CorruptDataError,
     DcpObjstoreError,
+    ObjectNotFoundError,
     PermissionDeniedError,
     StoreUnavailableError,
     UnsupportedError,
@@ -243,3 +244,16 @@ def test_a_store_that_ignores_range_is_named_as_such(tmp_path: Path) -> None:
             read_range(store, "k", 5, 9)
         with pytest.raises(CorruptDataError, match="ignores Range"):
             read_range(store, "k", 5, MIB + 5)
+
+
+def test_once_an_object_was_put_the_head_of_an_absent_one_is_one_request() -> None:
+    def answer(method: str, target: str, nth: int) -> Answer:
+        return Answer(200, {"ETag": '"e"'}, b"") if method == "PUT" else Answer(404, {}, b"")
+
+    with ScriptedServer(answer) as server:
+        store = at(server.endpoint_url, ONCE)
+        store.put("k", b"body")
+        del server.requests[:]
+        with pytest.raises(ObjectNotFoundError):
+            store.head("absent")
+    assert [method for method, *_ in server.requests] == ["HEAD"]
