@@ -377,7 +377,7 @@ def _read(fd: int, size_bytes: int) -> bytes:
 
 
 def _make_folder(folder: Path) -> None:
-    """As `mkdir -p`, and synced: a new object must not vanish with the name of its folder."""
+    """Make a folder and those above it, synced: a new object must not vanish with its folder."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)
