@@ -45,6 +45,11 @@ from .inspect.checkpoint import (
     open as open,  # noqa: A004 - `dos.open`, as gzip.open
 )
 from .inspect.verify import Damage as Damage, VerifyReport as VerifyReport
+from .integrations.install import (
+    Installation as Installation,
+    install as install,
+    uninstall as uninstall,
+)
 from .observe import events as events
 from .observe.report import LoadReport as LoadReport, SaveReport as SaveReport
 from .observe.trace import merge_traces as merge_traces

@@ -14,6 +14,10 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint._async_process_executor import (
+    # Saves in a spawned child for `dcp.async_save`, in process mode. torch 2.9 to 2.15.
+    _ProcessBasedAsyncCheckpointExecutor as ProcessExecutor,
+)
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING as MemoryFormatEncoding,  # noqa: N811 - a class
@@ -128,6 +132,7 @@ def legacy_classes() -> tuple[type, ...]:
 
 __all__ = [
     "MemoryFormatEncoding",
+    "ProcessExecutor",
     "StagesAtOnce",
     "StorageInfo",
     "count_groups",

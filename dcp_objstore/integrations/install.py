@@ -1,0 +1,287 @@
+"""`install`: torch's own storage classes save to and load from buckets with this library.
+
+Frameworks name a URL or make torch's `FileSystemWriter`, and torch chooses a class for a URL from a
+list that nobody can extend (2.9 to 2.15). So making exactly `FileSystemWriter`, `FileSystemReader`
+or their fsspec forms for one of our URLs gives our writer or reader. That holds for names that were
+imported earlier, too. Local paths and subclasses stay torch's.
+
+Three things are hooked: `__new__` and `validate_checkpoint_id` of the two classes,
+`dcp.async_save`, so that our writer stages, and torch's executor for process mode: its child has no
+hooks, so it is sent the writer. The hooks stay for good, because Python cannot take `__new__` back
+from a class; without settings they do nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from dcp_objstore.errors import ConfigError, UnsupportedError
+from dcp_objstore.read.reader import ObjectStoreReader
+from dcp_objstore.stores.spec import checked_config
+from dcp_objstore.stores.urls import parse_url
+from dcp_objstore.torch_private import ProcessExecutor
+from dcp_objstore.write.staging.stager import note_children
+from dcp_objstore.write.writer import ObjectStoreWriter
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from dcp_objstore.config import TransferConfig
+
+SCHEMES = ("s3", "gs", "gcs", "az", "azure", "abfs", "abfss")
+# By name, because the fsspec forms import fsspec, and are public from torch 2.15 on.
+_CLASSES = ("FileSystemWriter", "FsspecWriter", "FileSystemReader", "FsspecReader")
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What `install` was called with."""
+
+    schemes: frozenset[str]
+    overwrite: bool | None
+    storage_options: Mapping[str, object]
+    config: TransferConfig
+    trust_pickle: bool
+    allow_unfenced: bool
+
+    def url(self, path: object) -> str | None:
+        """Return the URL that a path stands for; None if the path stays torch's.
+
+        `pathlib` and `os.path.abspath` make "s3:/bucket/key" and "/somewhere/s3:/bucket/key" of a
+        URL; that is undone.
+        """
+        if not isinstance(path, str | os.PathLike):
+            return None
+        parts = str(os.fspath(path)).split("/")
+        for number, part in enumerate(parts):
+            if part.endswith(":") and (scheme := part[:-1].lower()) in self.schemes:
+                root = "/" if scheme == "file" else ""
+                return f"{scheme}://{root}" + "/".join(parts[number + 1 :]).lstrip("/")
+        return None
+
+
+_Make = Callable[[_Settings, str, Mapping[str, Any]], object]
+
+
+class _Installed:
+    """What is installed in this process."""
+
+    settings: _Settings | None = None
+    has_hooks = False
+
+
+_installed = _Installed()
+
+
+def _url(path: object) -> str | None:
+    return None if _installed.settings is None else _installed.settings.url(path)
+
+
+class InstalledWriter(ObjectStoreWriter):
+    """What making a `FileSystemWriter` or `FsspecWriter` for an installed URL gives."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Aim at another checkpoint, whose URL may have become a path."""
+        super().reset(_url(checkpoint_id) or checkpoint_id)
+
+
+class InstalledReader(ObjectStoreReader):
+    """What making a `FileSystemReader` or `FsspecReader` for an installed URL gives."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Aim at another checkpoint, whose URL may have become a path."""
+        super().reset(_url(checkpoint_id) or checkpoint_id)
+
+
+# `multiprocessing` pickles by the exact class.
+note_children(InstalledWriter)
+
+
+class Installation:
+    """What `install` returns. As a context manager it restores what was installed before.
+
+    >>> with install():
+    ...     trainer.fit(model)  # doctest: +SKIP
+    """
+
+    def __init__(self, before: _Settings | None) -> None:
+        self._before = before
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _installed.settings = self._before
+
+
+def install(
+    *,
+    schemes: Collection[str] = SCHEMES,
+    overwrite: bool | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+    trust_pickle: bool = False,
+    allow_unfenced: bool = False,
+) -> Installation:
+    """Make torch's storage classes save to and load from buckets with this library.
+
+    Call it once on every rank, before anything is saved or loaded. From then on
+    `dcp.save(state, checkpoint_id="s3://bucket/run/step-1")`, `dcp.load`, `dcp.async_save` in both
+    modes, `format_utils`, and a `FileSystemWriter`, `FileSystemReader`, `FsspecWriter` or
+    `FsspecReader` that a framework makes for such a URL do what `ObjectStoreWriter` and
+    `ObjectStoreReader` do. Local paths and subclasses of these classes stay torch's. A path that
+    `pathlib` or `os.path.abspath` made of a URL ("s3:/bucket/run") is taken for that URL.
+
+    A second call replaces the settings of the first.
+
+    Args:
+        schemes: of the URLs that are taken. Default: those of S3, GCS and Azure. Any other scheme
+            that this library knows may be named, `file` and `memory` too.
+        overwrite: whether a committed checkpoint is replaced. Default None: as the class that is
+            made says, and torch's replace.
+        storage_options: credentials and endpoint. Default: taken from the environment. Options
+            that a `FsspecWriter` or `FsspecReader` is made with are added.
+        config: sizes, concurrency and time-outs.
+        trust_pickle: as in `ObjectStoreReader`.
+        allow_unfenced: as in `ObjectStoreWriter`.
+
+    Returns:
+        A context manager that, at its end, restores what was installed before.
+
+    Options of torch's classes that say how files are written (`thread_count`,
+    `single_file_per_rank`, `sync_files`, ...) have no meaning here and are ignored.
+
+    Raises:
+        ConfigError: `schemes` is empty or a single string, or `config` is no TransferConfig.
+        InvalidUrlError: a scheme is unknown.
+        UnsupportedError: this version of torch has no place to hook. Also raised by a class that is
+            made with `_extensions` or `serialization_format`, which this library does not write.
+    """
+    if isinstance(schemes, str) or not schemes:
+        raise ConfigError(f"schemes must name at least one scheme, as ('s3',), got {schemes!r}")
+    for scheme in schemes:
+        parse_url(f"{scheme}:///bucket" if scheme == "file" else f"{scheme}://bucket")
+    settings = _Settings(
+        schemes=frozenset(scheme.lower() for scheme in schemes),
+        overwrite=overwrite,
+        storage_options=storage_options or {},
+        config=checked_config(config),
+        trust_pickle=trust_pickle,
+        allow_unfenced=allow_unfenced,
+    )
+    if not _installed.has_hooks:
+        _hook()
+        _installed.has_hooks = True
+    before, _installed.settings = _installed.settings, settings
+    return Installation(before)
+
+
+def uninstall() -> None:
+    """Let torch's storage classes do again what they did. Does nothing if they do."""
+    _installed.settings = None
+
+
+def _hook() -> None:
+    expected = {"checkpoint_id", "storage_writer"}
+    if not expected <= inspect.signature(ProcessExecutor.execute_save).parameters.keys():
+        raise UnsupportedError(
+            f"install() cannot hook torch {torch.__version__}: it is tested with 2.9 to 2.15. Pass"
+            " storage_writer=ObjectStoreWriter(url) to dcp.save instead"
+        )
+    classes: list[tuple[Any, _Make]] = [(FileSystemWriter, _writer), (FileSystemReader, _reader)]
+    for owner, make in classes:
+        owner.__new__ = _new(owner, make)
+        owner.validate_checkpoint_id = classmethod(_validate(owner))
+    for module in (dcp, state_dict_saver):
+        module.async_save = _with_writer(module.async_save)  # type: ignore[attr-defined]
+    ProcessExecutor.execute_save = _with_writer(ProcessExecutor.execute_save)  # type: ignore[method-assign]
+
+
+def _is_torchs(kind: type) -> bool:
+    """Whether it is one of torch's own four classes, and no subclass."""
+    return kind.__name__ in _CLASSES and kind.__module__.startswith("torch.")
+
+
+def _new(owner: Any, make: _Make) -> Callable[..., object]:
+    original: Any = owner.__new__
+
+    def __new__(cls: Any, *args: Any, **kwargs: Any) -> object:  # noqa: N807 - it becomes that
+        if _is_torchs(cls):
+            try:
+                given = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments
+            except TypeError:
+                given = {}  # `__init__` raises it
+            settings = _installed.settings
+            if settings is not None and (url := settings.url(given.get("path"))):
+                return make(settings, url, given)
+        return original(cls) if original is object.__new__ else original(cls, *args, **kwargs)
+
+    return __new__
+
+
+def _validate(owner: Any) -> Callable[[type, Any], bool]:
+    original = owner.validate_checkpoint_id.__func__
+
+    def validate_checkpoint_id(cls: type, checkpoint_id: Any) -> bool:
+        found: bool = original(cls, checkpoint_id)
+        return found or (_is_torchs(cls) and _url(checkpoint_id) is not None)
+
+    return validate_checkpoint_id
+
+
+def _writer(settings: _Settings, url: str, given: Mapping[str, Any]) -> InstalledWriter:
+    kind = given.get("serialization_format")
+    if given.get("_extensions") or (kind is not None and kind.name != "TORCH_SAVE"):
+        raise UnsupportedError(
+            "a FileSystemWriter with _extensions or serialization_format cannot write to a URL that"
+            " install() took; leave them out",
+            url=url,
+        )
+    overwrite = given.get("overwrite", True) if settings.overwrite is None else settings.overwrite
+    return InstalledWriter(
+        url,
+        overwrite=overwrite,
+        storage_options={**settings.storage_options, **given.get("kwargs", {})},
+        config=settings.config,
+        allow_unfenced=settings.allow_unfenced,
+    )
+
+
+def _reader(settings: _Settings, url: str, given: Mapping[str, Any]) -> InstalledReader:
+    return InstalledReader(
+        url,
+        storage_options={**settings.storage_options, **given.get("kwargs", {})},
+        config=settings.config,
+        trust_pickle=settings.trust_pickle,
+    )
+
+
+def _with_writer(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Pass our writer to a function that has only been given a URL."""
+
+    @functools.wraps(save)
+    def with_writer(
+        *args: Any, checkpoint_id: Any = None, storage_writer: Any = None, **kwargs: Any
+    ) -> Any:
+        settings = _installed.settings
+        if settings is not None and (url := settings.url(checkpoint_id)):
+            checkpoint_id = url
+            storage_writer = storage_writer or _writer(settings, url, {})
+        return save(*args, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **kwargs)
+
+    return with_writer

@@ -1,0 +1,207 @@
+"""`install`: torch's storage classes save to and load from a bucket, and stay torch's elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+# As frameworks do, before anything is installed.
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    async_save as async_save_imported_earlier,
+)
+
+import dcp_objstore as dos
+from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.integrations import install as module
+from tests.support.checkpoints import Options
+from tests.support.ranks import run_ranks
+from tests.support.servers import Bucket
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def no_local_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is installed after a test, and none leaves a folder `s3:` behind."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    yield
+    dos.uninstall()
+    assert list(Path().iterdir()) == []
+
+
+def state(value: float = 0.0) -> dict[str, Any]:
+    return {"weight": torch.full((64, 32), value), "step": int(value)}
+
+
+def is_committed(bucket: Bucket, name: str) -> bool:
+    return MARKER_KEY in bucket.keys(name)
+
+
+def loaded(url: object) -> float:
+    found = state()
+    dcp.load(found, checkpoint_id=url)  # type: ignore[arg-type]
+    assert torch.equal(found["weight"], torch.full((64, 32), float(found["step"])))
+    return float(found["step"])
+
+
+def as_path(url: str) -> Path:
+    return Path(url)
+
+
+# What `os.path.abspath` and `pathlib` make of a URL, too.
+FORMS = [str, as_path, os.path.abspath]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoint_id_alone_is_committed_and_loaded(bucket: Bucket, form: Any) -> None:
+    with dos.install(storage_options=bucket.storage_options):
+        dcp.save(state(3), checkpoint_id=form(bucket.at("step-3")))
+        assert is_committed(bucket, "step-3")
+        assert loaded(form(bucket.at("step-3"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [(FileSystemWriter, FileSystemReader), (FsspecWriter, FsspecReader)]
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_torchs_classes_made_for_a_url_are_ours(
+    bucket: Bucket, writer: Any, reader: Any, form: Any
+) -> None:
+    dos.install(storage_options=bucket.storage_options)
+    url = form(bucket.at("step-3"))
+    made = writer(path=url, single_file_per_rank=False, thread_count=4)
+    dcp.save(state(3), storage_writer=made, checkpoint_id=url)
+    assert is_committed(bucket, "step-3")
+    assert isinstance(made, dos.ObjectStoreWriter)
+    found = state()
+    dcp.load(found, storage_reader=reader(url), checkpoint_id=url)
+    assert found["step"] == 3
+
+
+def test_storage_options_of_an_fsspec_writer_count(bucket: Bucket) -> None:
+    dos.install()
+    url = bucket.at("step-3")
+    dcp.save(state(3), storage_writer=FsspecWriter(url, **bucket.storage_options))
+    assert is_committed(bucket, "step-3")
+    found = state()
+    dcp.load(found, storage_reader=FsspecReader(url, **bucket.storage_options))
+    assert found["step"] == 3
+
+
+def test_local_paths_and_subclasses_stay_torchs(tmp_path: Path, bucket: Bucket) -> None:
+    class Own(FileSystemWriter):
+        pass
+
+    dos.install(storage_options=bucket.storage_options)
+    assert type(FileSystemWriter(tmp_path / "a")) is FileSystemWriter
+    assert type(FileSystemReader(str(tmp_path / "a"))) is FileSystemReader
+    assert type(FsspecWriter(f"file://{tmp_path}/b")) is FsspecWriter
+    assert type(Own("s3://bucket/key")) is Own
+    assert type(HuggingFaceStorageWriter("memory://bucket/key")) is HuggingFaceStorageWriter
+    assert not Own.validate_checkpoint_id("s3://bucket/key")
+    dcp.save(state(3), checkpoint_id=tmp_path / "a")
+    assert (tmp_path / "a" / ".metadata").exists()
+    assert loaded(tmp_path / "a") == 3
+
+
+def test_only_the_schemes_that_are_named_are_taken(tmp_path: Path) -> None:
+    dos.install(schemes=["memory", "file"])
+    assert not FileSystemWriter.validate_checkpoint_id("s3://bucket/key")
+    for url in (f"memory://{tmp_path.name}/a", f"file://{tmp_path}/a"):
+        dcp.save(state(3), checkpoint_id=url)
+        assert loaded(url) == 3
+    assert (tmp_path / "a" / MARKER_KEY).exists()
+
+
+def test_a_url_is_replaced_as_torch_does_unless_someone_says_no(bucket: Bucket) -> None:
+    url = bucket.at("step-3")
+    with dos.install(storage_options=bucket.storage_options):
+        dcp.save(state(3), checkpoint_id=url)
+        dcp.save(state(4), checkpoint_id=url)
+        with pytest.raises(dcp.api.CheckpointException, match="CheckpointExistsError"):
+            dcp.save(state(5), storage_writer=FileSystemWriter(url, overwrite=False))
+        with (
+            dos.install(storage_options=bucket.storage_options, overwrite=False),
+            pytest.raises(dcp.api.CheckpointException, match="CheckpointExistsError"),
+        ):
+            dcp.save(state(5), checkpoint_id=url)
+        dcp.save(state(6), checkpoint_id=url)
+        assert loaded(url) == 6
+
+
+def test_afterwards_torchs_classes_do_what_they_did(tmp_path: Path) -> None:
+    with dos.install(), dos.install(schemes=["gs"]):
+        assert not FileSystemWriter.validate_checkpoint_id("s3://bucket/key")
+    assert not FileSystemWriter.validate_checkpoint_id("gs://bucket/key")
+    dos.uninstall()
+    assert type(FileSystemWriter(str(tmp_path / "s3:" / "b"))) is FileSystemWriter
+    dcp.save(state(3), checkpoint_id=tmp_path / "s3:" / "b")
+    assert loaded(tmp_path / "s3:" / "b") == 3
+
+
+def test_torchs_tools_for_torch_save_read_and_write_buckets(bucket: Bucket, tmp_path: Path) -> None:
+    torch.save(state(3), tmp_path / "in.pt")
+    with dos.install(storage_options=bucket.storage_options):
+        torch_save_to_dcp(tmp_path / "in.pt", bucket.at("step-3"))
+        assert is_committed(bucket, "step-3")
+        dcp_to_torch_save(bucket.at("step-3"), tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert torch.equal(found["weight"], state(3)["weight"])
+
+
+def save_in_the_background(rank: int, world: int, url: str, options: Options) -> None:
+    modes = (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS)
+    with dos.install(storage_options=options):
+        for number, save in enumerate((dcp.async_save, async_save_imported_earlier)):
+            for mode in modes:
+                step = Path(f"{url}/{mode.value}-{number}")
+                saved: Any = save(state(3), checkpoint_id=step, async_checkpointer_type=mode)
+                saved.result()
+                assert loaded(step) == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_background_saves_are_committed_in_thread_and_process_mode(bucket: Bucket) -> None:
+    run_ranks(1, save_in_the_background, bucket.url, bucket.storage_options)
+    for name in ("thread-0", "process-0", "thread-1", "process-1"):
+        assert is_committed(bucket, name)
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    with pytest.raises(dos.ConfigError, match="at least one scheme"):
+        dos.install(schemes="s3")
+    with pytest.raises(dos.ConfigError, match="at least one scheme"):
+        dos.install(schemes=[])
+    with pytest.raises(dos.InvalidUrlError, match="s3a"):
+        dos.install(schemes=["s3a"])
+    with pytest.raises(dos.ConfigError, match="TransferConfig"):
+        dos.install(config=8)  # type: ignore[arg-type]
+    assert not FileSystemWriter.validate_checkpoint_id("s3://bucket/key")
+    dos.install()
+    with pytest.raises(dos.UnsupportedError, match="_extensions"):
+        FileSystemWriter("s3://bucket/key", _extensions=[object()])
+    with pytest.raises(TypeError, match="path"):
+        FileSystemWriter()  # type: ignore[call-arg]
+
+
+def test_a_torch_without_these_hooks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        def execute_save(self, state: object) -> None: ...
+
+    monkeypatch.setattr(module, "ProcessExecutor", Other)
+    monkeypatch.setattr(module._installed, "has_hooks", False)
+    with pytest.raises(dos.UnsupportedError, match=r"cannot hook torch 2\."):
+        dos.install()
+    assert not FileSystemWriter.validate_checkpoint_id("s3://bucket/key")
