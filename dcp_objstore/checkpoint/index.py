@@ -256,24 +256,35 @@ class Index:
         shape = tensor.chunk_count, len(tensor.shape)
         first = self._first_number[key]
         after = first + shape[0] * shape[1]
-        columns = self.columns.chunk_offsets, self.columns.chunk_sizes
-        offsets, sizes = (column[first:after].reshape(shape) for column in columns)
-        return offsets, sizes
+        c = self.columns
+        offsets, sizes = c.chunk_offsets[first:after], c.chunk_sizes[first:after]
+        return offsets.reshape(shape), sizes.reshape(shape)
+
+    def box(self, key: str, number: int) -> tuple[list[int], list[int]]:
+        """Return the offsets and the sizes of one chunk of a tensor."""
+        dims = len(self.tensors[key].shape)
+        first = self._first_number[key] + number * dims
+        after, c = first + dims, self.columns
+        return c.chunk_offsets[first:after].tolist(), c.chunk_sizes[first:after].tolist()
 
     def groups(self) -> Iterator[Group]:
         """Iterate over the tensors, grouped by their number of dimensions."""
         alike: dict[int, list[Tensor]] = {}
         for tensor in self.tensors.values():
             alike.setdefault(len(tensor.shape), []).append(tensor)
-        for tensors in alike.values():
-            counts = np.array([tensor.chunk_count for tensor in tensors], dtype=np.int64)
-            owner = np.repeat(np.arange(len(tensors)), counts)
-            number = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
-            first = np.array([self._first_row[tensor.key] for tensor in tensors], dtype=np.int64)
-            boxes = [self.boxes(tensor.key) for tensor in tensors]
-            offsets = np.concatenate([box[0] for box in boxes])
-            sizes = np.concatenate([box[1] for box in boxes])
-            yield Group(tensors, owner, number, first[owner] + number, offsets, sizes)
+        counts = np.array([tensor.chunk_count for tensor in self.tensors.values()], np.int64)
+        dims = np.array([len(tensor.shape) for tensor in self.tensors.values()], np.uint8)
+        dims_of_chunk = np.repeat(dims, counts)
+        dims_of_number = np.repeat(dims, counts * dims)
+        for dim, tensors in alike.items():
+            rows = np.flatnonzero(dims_of_chunk == dim)
+            counted = counts[dims == dim]
+            owner = np.repeat(np.arange(len(tensors)), counted)
+            number = np.arange(len(owner)) - (np.cumsum(counted) - counted)[owner]
+            mask, shape = dims_of_number == dim, (len(rows), dim)
+            offsets = self.columns.chunk_offsets[mask].reshape(shape)
+            sizes = self.columns.chunk_sizes[mask].reshape(shape)
+            yield Group(tensors, owner, number, rows, offsets, sizes)
 
     def find(self, key: str, offset: Sequence[int] | None, hint: int | None = None) -> int | None:
         """Return the row of a chunk, or None if there is none.
@@ -288,14 +299,12 @@ class Index:
         first = self._first_row[key]
         if offset is None:
             return first
-        offsets = self.boxes(key)[0]
-        if len(offset) != offsets.shape[1]:
+        wanted, tensor = list(offset), self.tensors[key]
+        if len(wanted) != len(tensor.shape) or min(wanted, default=0) < 0:
             return None
-        wanted = list(offset)
-        if min(wanted, default=0) < 0:
-            return None
-        if hint is not None and 0 <= hint < len(offsets) and offsets[hint].tolist() == wanted:
+        if hint is not None and 0 <= hint < tensor.chunk_count and self.box(key, hint)[0] == wanted:
             return first + hint
+        offsets = self.boxes(key)[0]
         found = np.flatnonzero((offsets == np.array(wanted, dtype=np.uint64)).all(axis=1))
         return first + int(found[0]) if len(found) else None
 

@@ -156,7 +156,6 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         saved a value.
         """
         others: set[str] = set()
-        places = {tuple(map(str, path)): path for path in self.mappings.values()}
         for place, wants_all in self._per_rank.items():
             prefix = ".".join(place) + "."
             saved = {
@@ -167,7 +166,7 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
             own = f"{prefix}{own_name()}"
             if not saved:
                 continue  # the missing key is treated like any other
-            path = places[(*place, own_name())][:-1]
+            path = self.mappings[own][:-1]
             del self.state_dict[own]
             for key, name in saved.items():
                 if wants_all or key == own:
@@ -181,12 +180,11 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         """Drop requests for the optimizer state of parameters that were saved without any."""
         saved = metadata.state_dict_metadata
         asked: dict[tuple[Place, str], list[str]] = {}
-        for key in self.state_dict:
-            path = tuple(map(str, self.mappings[key]))
-            if "state" in path:
-                for optimizer in self._optimizers:
-                    if path[: len(optimizer) + 1] == (*optimizer, "state"):
-                        asked.setdefault((optimizer, path[len(optimizer) + 1]), []).append(key)
+        for optimizer in self._optimizers:
+            for key in self.state_dict:
+                path = tuple(map(str, self.mappings[key]))
+                if path[: len(optimizer) + 1] == (*optimizer, "state"):
+                    asked.setdefault((optimizer, path[len(optimizer) + 1]), []).append(key)
         for (optimizer, parameter), keys in asked.items():
             named = ".".join((*self._optimizers[optimizer], parameter))
             known = named in saved or not self._strict

@@ -141,8 +141,7 @@ class IndexItems:
         item, tensor = self._index.item(row), self._index.tensors.get(key)
         sizes = dtype = None
         if tensor is not None:
-            number = row - self._index.rows(key).start
-            sizes = tuple(self._index.boxes(key)[1][number].tolist())
+            sizes = tuple(self._index.box(key, row - self._index.rows(key).start)[1])
             if not item.pickled or known_dtype(tensor.dtype) is None:
                 dtype = tensor.dtype
         return ItemLocation(

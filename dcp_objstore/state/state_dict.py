@@ -12,7 +12,7 @@ import contextlib
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -36,7 +36,6 @@ Path: TypeAlias = tuple[Any, ...]
 # The same path with keys as str, as DCP has them.
 Place: TypeAlias = tuple[str, ...]
 
-# Checked first, because lists can be long and isinstance(..., Stateful) takes a microsecond.
 _SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 
 
@@ -135,7 +134,7 @@ class ConvertedState:
             return _Leaf(path, value, given, modules[place])
         if isinstance(value, PerRank):
             return _Leaf(path, value, self._convert_per_rank(path, value))
-        if isinstance(value, Stateful):
+        if _is_stateful(value):
             return _Leaf(path, value, value.state_dict())
         if isinstance(value, tuple) and _has_parts(value):
             raise StateMismatchError(
@@ -193,14 +192,13 @@ class ConvertedState:
         """
         loaded = [(leaf, _at(self.state_dict, leaf.path)) for leaf in self._leaves]
         # Modules first: an optimizer's state is matched to its module's parameters.
-        for kinds in ((torch.nn.Module,), (torch.optim.Optimizer,), ()):
-            for leaf, found in loaded:
-                first = isinstance(leaf.value, torch.nn.Module | torch.optim.Optimizer)
-                if isinstance(leaf.value, kinds) if kinds else not first:
-                    if isinstance(leaf.value, PerRank):
-                        leaf.value.fill(found)
-                    else:
-                        self._restore_one(leaf, _alike(leaf.given, found), without_state)
+        kinds = torch.nn.Module, torch.optim.Optimizer
+        loaded.sort(key=lambda pair: [not isinstance(pair[0].value, kind) for kind in kinds])
+        for leaf, found in loaded:
+            if isinstance(leaf.value, PerRank):
+                leaf.value.fill(found)
+            else:
+                self._restore_one(leaf, _alike(leaf.given, found), without_state)
 
     def _restore_one(
         self, leaf: _Leaf, loaded: Any, without_state: Collection[tuple[Place, str]]
@@ -216,12 +214,18 @@ class ConvertedState:
             # Not strict: the planner has already checked the state of each parameter.
             options = StateDictOptions(strict=False)
             set_optimizer_state_dict(leaf.module, leaf.value, loaded, options=options)
-        elif isinstance(leaf.value, Stateful):
+        elif _is_stateful(leaf.value):
             leaf.value.load_state_dict(loaded)
         elif isinstance(leaf.value, list) and isinstance(loaded, list):
             leaf.value[:] = loaded
         elif loaded is not leaf.value:
             _at(self._state, leaf.path[:-1], by_str=False)[leaf.path[-1]] = loaded
+
+
+def _is_stateful(value: Any) -> TypeGuard[Stateful]:
+    """Whether a value has a state dict. Stateful is a protocol, which is slow to compare with."""
+    plain = isinstance(value, torch.Tensor) or type(value) in _SCALARS
+    return not plain and isinstance(value, Stateful)
 
 
 def _refuse_module_on_meta(path: Path, module: torch.nn.Module) -> None:
@@ -364,8 +368,8 @@ def _has_parts(value: Any) -> bool:
         return any(_has_parts(item) for item in value)
     if isinstance(value, Mapping):
         return any(_has_parts(item) for item in value.values())
-    kinds = torch.nn.Module | torch.optim.Optimizer | DTensor | Stateful | PerRank
-    return isinstance(value, kinds)
+    kinds = torch.nn.Module | torch.optim.Optimizer | DTensor | PerRank
+    return isinstance(value, kinds) or _is_stateful(value)
 
 
 def _is_whole(value: list[Any]) -> bool:

@@ -79,7 +79,11 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], options: tuple[object, ...
         dtype: dtype of the tensor.
         shape: shape of the tensor.
         options: the result of `save_options()`.
+
+    Raises:
+        UnsupportedError: the dtype is not one of `ITEM_SIZE_BYTES`.
     """
+    check_dtype(dtype)
     del options  # process-wide, so part of the cache key only
     sink = _FrameSink()
     # A new, empty tensor: torch does not seek over meta tensors, cannot pickle fake ones, and would
@@ -97,34 +101,30 @@ def padding_before(position: int, header_bytes: int) -> int:
     return -(position + header_bytes) % ALIGNMENT_BYTES
 
 
-def raw_payload(tensor: torch.Tensor, key: str) -> torch.Tensor | None:
+def raw_payload(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor whose memory is the payload; None if plain `torch.save` is needed.
 
     Only tensors that are conjugated, negated or not contiguous are copied. The result is None for
     quantized tensors and tensor subclasses.
-
-    Args:
-        tensor: the tensor to save.
-        key: key of the tensor, for errors.
 
     Raises:
         UnsupportedError: the tensor has no memory (meta, fake), or is sparse.
     """
     if tensor.requires_grad or type(tensor) is not torch.Tensor:
         tensor = tensor.detach()
-    check_layout(tensor.layout, key)
+    check_layout(tensor.layout)
     if tensor.is_meta:
-        raise UnsupportedError("a meta tensor has no data to save", key=key)
+        raise UnsupportedError("a meta tensor has no data to save")
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
         return None
     if tensor.numel() and tensor.data_ptr() == 0:
-        raise UnsupportedError("the tensor's memory was freed; there is no data to save", key=key)
+        raise UnsupportedError("the tensor's memory was freed; there is no data to save")
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-def check_layout(layout: torch.layout, key: str) -> None:
+def check_layout(layout: torch.layout) -> None:
     """Refuse tensors that DCP cannot place in a grid of chunks; stock writers fail on them too.
 
     Raises:
@@ -133,12 +133,11 @@ def check_layout(layout: torch.layout, key: str) -> None:
     if layout not in (torch.strided, torch.jagged):
         raise UnsupportedError(
             f"a tensor of layout {str(layout).removeprefix('torch.')} cannot be saved; save its"
-            " to_dense(), or its parts (indices and values) as separate tensors",
-            key=key,
+            " to_dense(), or its parts (indices and values) as separate tensors"
         )
 
 
-def check_dtype(dtype: torch.dtype, key: str) -> None:
+def check_dtype(dtype: torch.dtype) -> None:
     """Refuse tensors that could not be loaded again.
 
     Raises:
@@ -149,8 +148,7 @@ def check_dtype(dtype: torch.dtype, key: str) -> None:
         instead = "dequantize()" if is_quantized(dtype) else "view(torch.uint8)"
         raise UnsupportedError(
             f"a tensor of dtype {name} cannot be saved, because it could not be loaded again; save"
-            f" its {instead}",
-            key=key,
+            f" its {instead}"
         )
 
 

@@ -111,10 +111,10 @@ def check_item(item: WriteItem) -> None:
         UnsupportedError: DCP cannot place the layout, the dtype cannot be loaded again, or the
             chunk is larger than an object may be.
     """
-    if item.tensor_data is not None:
-        tensor_frame.check_layout(item.tensor_data.properties.layout, item.index.fqn)
-        tensor_frame.check_dtype(item.tensor_data.properties.dtype, item.index.fqn)
     try:
+        if item.tensor_data is not None:
+            tensor_frame.check_layout(item.tensor_data.properties.layout)
+            tensor_frame.check_dtype(item.tensor_data.properties.dtype)
         check_item_size(item_bytes(item))
     except UnsupportedError as error:
         raise error.at(key=item.index.fqn) from None
@@ -223,12 +223,12 @@ class Layout:
             self.on_value(item.index.fqn, data.getvalue())
             yield from self._whole(item, np.frombuffer(data.getbuffer(), np.uint8), None)
             return
-        tensor_frame.check_dtype(data.dtype, item.index.fqn)
-        payload = tensor_frame.raw_payload(data, item.index.fqn)
+        payload = tensor_frame.raw_payload(data)
         if payload is None:
+            tensor_frame.check_dtype(data.dtype)
             yield from self._whole(item, tensor_frame.pickled_blob(data), data.dtype)
         elif (size_bytes := payload.nbytes) <= (
-            _SMALL_BYTES if payload.device.type == "cpu" else _SMALL_DEVICE_BYTES
+            _SMALL_BYTES if payload.is_cpu else _SMALL_DEVICE_BYTES
         ):
             # A buffer is no larger than a slice.
             if len(self._gathered) + size_bytes > self.plan.slice_size_bytes - _FRAMING_BYTES:
@@ -240,7 +240,7 @@ class Layout:
             yield from self._large_tensor(item, payload, size_bytes)
 
     def _small_tensor(self, item: WriteItem, payload: torch.Tensor, size_bytes: int) -> None:
-        if payload.device.type != "cpu":
+        if not payload.is_cpu:
             payload = payload.cpu()
         frame = tensor_frame.frame(payload.dtype, tuple(payload.shape), self._options)
         body = tensor_frame.small_payload(payload, size_bytes)
