@@ -8,12 +8,14 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec import AbstractFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import BucketNotFoundError, ObjectNotFoundError
 from dcp_objstore.stores import ObjectStore, open_store
-from tests.contract import BucketContract, StoreContract
+from tests.contract import MIB, BucketContract, ExpectedError, StoreContract, put_broken
 from tests.contract.failures import EXPECTED, VERBS
 from tests.support.scripted import Fault
 from tests.support.servers import BUCKET, FakeGcsServer
@@ -70,6 +72,39 @@ class TestUnknown(StoreContract):
     @pytest.fixture
     def side_door(self, tmp_path: Path) -> SideDoor:
         return FolderDoor(tmp_path / "some" / "where")
+
+
+class UploadedWhenClosed(AbstractBufferedFile):
+    """What fsspec's filesystems on object stores write to."""
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        if final:
+            self.fs.uploaded[self.path] = self.buffer.getvalue()
+        return not final
+
+
+class OfAnObjectStore(AbstractFileSystem):
+    protocol = "of-an-object-store"
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self.uploaded: dict[str, bytes] = {}
+
+    def _open(self, path: str, mode: str = "rb", **options: object) -> UploadedWhenClosed:
+        return UploadedWhenClosed(self, path, mode, block_size=64 * MIB)
+
+
+def test_on_an_object_store_a_stream_that_breaks_off_uploads_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(OfAnObjectStore, "__module__", "ossfs.core")
+    fs = OfAnObjectStore(skip_instance_cache=True)
+    store = open_store("of-an-object-store://bucket/run", {"fs": fs})
+    assert store.capabilities.clean_abort
+    put_broken(store, "k", [b"some", b"more"], ExpectedError())
+    assert fs.uploaded == {}
+    store.put_stream("k", iter([b"some", b"more"]), part_size_bytes=5 * MIB, max_concurrency=1)
+    assert list(fs.uploaded.values()) == [b"somemore"]
 
 
 @pytest.mark.backends("seaweed")
