@@ -23,6 +23,7 @@ from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import new_id
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY
 from dcp_objstore.checkpoint.pins import pin
+from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.checkpoint.sweep import sweep
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -258,7 +259,7 @@ def test_older_versions_do_not_rewrite_a_marker_with_a_claim(run: MemoryStore) -
 
 
 def decode_marker_of(run: MemoryStore, name: str) -> Any:
-    found = commits.read_marker(Process(run).at(name))
+    found = read_marker(Process(run).at(name))
     assert found is not None
     return found[0]
 

@@ -19,6 +19,8 @@ from dcp_objstore.checkpoint.names import (
     index_key,
     new_nonce,
 )
+from dcp_objstore.checkpoint.publish import publish_dot_metadata
+from dcp_objstore.checkpoint.read import explain_missing, open_committed, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -93,7 +95,7 @@ def save(
 
 def rewrite(store: MemoryStore, **changes: object) -> Marker:
     """Put the marker with other fields, as a deleter or a sweep would."""
-    found = commits.read_marker(store)
+    found = read_marker(store)
     assert found is not None
     marker = msgspec.structs.replace(found[0], write_id=new_id(), **changes)
     store.put(MARKER_KEY, encode_marker(marker), precondition=IfVersion(found[1]))
@@ -147,7 +149,7 @@ def test_commit_is_one_conditional_put_after_objects_and_index(store: MemoryStor
     assert marker.user_metadata == {"loss": 0.5}
     assert marker.index is not None
     assert marker.index.sha256 == hashlib.sha256(b"an index").hexdigest()
-    assert commits.open_committed(store) == (marker, b"an index")
+    assert open_committed(store) == (marker, b"an index")
 
 
 def test_committed_checkpoint_is_refused_without_overwrite(store: MemoryStore) -> None:
@@ -162,7 +164,7 @@ def test_overwrite_logs_the_replaced_commit_and_uses_its_version(store: MemorySt
     first = save(store)
     token = commits.begin(store, overwrite=True)
     second = finish(store, token)
-    marker, _ = commits.open_committed(store)
+    marker, _ = open_committed(store)
     assert marker == second.marker
     assert marker.generation == 2
     assert marker.log == (first.commit_id,)
@@ -183,12 +185,12 @@ def test_tombstone_counts_as_absent_and_is_what_the_next_commit_replaces(
     first = save(store)
     tombstone = rewrite(store, state="deleted")
     with pytest.raises(CheckpointNotFoundError, match="deleted"):
-        commits.open_committed(store)
+        open_committed(store)
     token = commits.begin(store, overwrite=False)
     assert token.marker == tombstone
     second = finish(store, token)
     assert isinstance(marker_puts(store)[-1].precondition, IfVersion)
-    assert commits.open_committed(store)[0].log == (first.commit_id,)
+    assert open_committed(store)[0].log == (first.commit_id,)
     assert second.marker.generation == 2
 
 
@@ -197,17 +199,17 @@ def test_a_deletion_that_a_crash_left_does_not_block_saving(
     store: MemoryStore, overwrite: bool
 ) -> None:
     first = save(store)
-    commits.publish_dot_metadata(store, first.commit_id, b"first")
+    publish_dot_metadata(store, first.commit_id, b"first")
     rewrite(store, state="deleting")
     with pytest.raises(CheckpointNotFoundError, match="being deleted"):
-        commits.open_committed(store)
+        open_committed(store)
     token = commits.begin(store, overwrite=overwrite)
     # Now, not at the commit: whoever finished it meanwhile would defeat this save.
     assert token.marker is not None
     assert token.marker.state == "deleted"
     assert DOT_METADATA_KEY not in store.objects
     done = finish(store, token)
-    assert commits.open_committed(store)[0].log == (first.commit_id,)
+    assert open_committed(store)[0].log == (first.commit_id,)
     assert not done.superseded
 
 
@@ -235,7 +237,7 @@ def test_what_is_committed_while_a_save_finishes_a_deletion_is_not_replaced_unas
     store.on_delete = overtake
     with pytest.raises(CheckpointExistsError):
         commits.begin(store, overwrite=False)
-    assert commits.open_committed(store)[0].commit_id == others[0].commit_id
+    assert open_committed(store)[0].commit_id == others[0].commit_id
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -280,7 +282,7 @@ def test_unrelated_objects_do_not_disturb_a_commit(store: MemoryStore) -> None:
         store.put(f"{i:02}/other", b"x")
         store.put(f"zz{i}", b"x")
     save(store)
-    assert commits.open_committed(store)[1] == b"an index"
+    assert open_committed(store)[1] == b"an index"
 
 
 def test_failed_listing_or_index_put_commits_nothing(store: MemoryStore) -> None:
@@ -314,7 +316,7 @@ def test_of_two_writers_with_one_begin_state_exactly_one_wins(store: MemoryStore
         with pytest.raises(CommitLostError) as caught:
             finish(store, two, index=b"the loser's")
         assert winner.commit_id in str(caught.value)
-        marker, index = commits.open_committed(store)
+        marker, index = open_committed(store)
         assert (marker.commit_id, index) == (winner.commit_id, b"the winner's")
         assert before.items() <= store.objects.items()  # nothing of the winner's changed
 
@@ -329,7 +331,7 @@ def test_of_two_writers_whose_marker_puts_cross_exactly_one_wins(store: MemorySt
     store.on_put = on_marker(overtake)
     with pytest.raises(CommitLostError):
         finish(store, one)
-    assert commits.open_committed(store)[0].commit_id == others[0].commit_id
+    assert open_committed(store)[0].commit_id == others[0].commit_id
 
 
 def test_deletion_since_begin_defeats_an_overwrite(store: MemoryStore) -> None:
@@ -361,7 +363,7 @@ def test_put_that_took_effect_without_an_answer_is_a_success(store: MemoryStore)
     done = save(store)
     assert not done.superseded
     assert len(marker_puts(store)) == 1
-    assert commits.open_committed(store)[0] == done.marker
+    assert open_committed(store)[0] == done.marker
 
 
 def test_put_that_took_effect_but_answers_conflict_is_a_success(store: MemoryStore) -> None:
@@ -373,7 +375,7 @@ def test_put_that_took_effect_but_answers_conflict_is_a_success(store: MemorySto
 
     store.on_put = on_marker(doubled)
     done = save(store)
-    assert commits.open_committed(store)[0] == done.marker
+    assert open_committed(store)[0] == done.marker
 
 
 def test_a_put_without_an_effect_is_sent_again_with_the_same_body(store: MemoryStore) -> None:
@@ -385,7 +387,7 @@ def test_a_put_without_an_effect_is_sent_again_with_the_same_body(store: MemoryS
     assert len({put.data for put in puts}) == 1
     assert len({put.precondition for put in puts}) == 1
     assert not any(put.retry for put in puts)
-    assert commits.open_committed(store)[0] == done.marker
+    assert open_committed(store)[0] == done.marker
 
 
 @pytest.mark.parametrize(
@@ -422,7 +424,7 @@ def test_late_put_cannot_undo_a_commit_that_was_resent(store: MemoryStore) -> No
     after = store.body(MARKER_KEY)
     assert store.deliver() == [False]
     assert store.body(MARKER_KEY) == after
-    assert commits.open_committed(store)[0] == done.marker
+    assert open_committed(store)[0] == done.marker
 
 
 def test_silence_until_the_deadline_is_unknown_and_deletes_nothing(store: MemoryStore) -> None:
@@ -440,7 +442,7 @@ def test_silence_until_the_deadline_is_unknown_and_deletes_nothing(store: Memory
     assert left == set(store.objects)
     # And so the commit that lands after all is whole.
     assert store.deliver()[0]
-    assert commits.open_committed(store)[1] == b"an index"
+    assert open_committed(store)[1] == b"an index"
 
 
 def test_store_that_cannot_be_read_after_a_lost_answer_is_unknown(store: MemoryStore) -> None:
@@ -458,7 +460,7 @@ def test_store_that_cannot_be_read_after_a_lost_answer_is_unknown(store: MemoryS
     with pytest.raises(CommitUnknownError):
         finish(store, token, uploaded)
     store.on_get = None
-    assert commits.open_committed(store)[1] == b"an index"
+    assert open_committed(store)[1] == b"an index"
 
 
 REFUSALS = [PermissionDeniedError, CredentialsError, UnsupportedError, ConfigError, InputError]
@@ -478,7 +480,7 @@ def test_a_refusal_is_not_believed_before_the_marker_is_read(
     done = save(store)
     assert not done.superseded
     assert len(marker_puts(store)) == 1
-    assert commits.open_committed(store)[0] == done.marker
+    assert open_committed(store)[0] == done.marker
 
 
 @pytest.mark.parametrize("lands", [False, True])
@@ -530,7 +532,7 @@ def test_refusal_after_an_unanswered_put_does_not_hide_that_it_may_land(
         finish(store, token)
     store.on_put = None
     assert store.deliver() == [True]
-    assert commits.open_committed(store)[1] == b"an index"
+    assert open_committed(store)[1] == b"an index"
 
 
 def test_unreadable_marker_after_a_lost_answer_is_unknown(store: MemoryStore) -> None:
@@ -554,15 +556,15 @@ def test_unfenced_commit_sends_no_condition(store: MemoryStore) -> None:
 
     store.on_put = refuse_conditions
     done = finish(store, commits.begin(store, overwrite=False), fenced=False)
-    assert commits.publish_dot_metadata(store, done.commit_id, b"ours", fenced=False)
-    assert commits.open_committed(store)[0] == done.marker
+    assert publish_dot_metadata(store, done.commit_id, b"ours", fenced=False)
+    assert open_committed(store)[0] == done.marker
 
 
 # --- .metadata
 
 
 def publish(store: MemoryStore, commit_id: str, body: bytes) -> bool:
-    return commits.publish_dot_metadata(store, commit_id, body, clock=TickingClock())
+    return publish_dot_metadata(store, commit_id, body, clock=TickingClock())
 
 
 def test_dot_metadata_is_written_and_replaced_by_the_next_commit(store: MemoryStore) -> None:
@@ -623,7 +625,7 @@ def test_dot_metadata_that_cannot_be_written_is_an_error_and_the_commit_stands(
         store.on_put = lambda put, fate=fate: fate
         with pytest.raises(kind):
             publish(store, done.commit_id, b"ours")
-    assert commits.open_committed(store)[0] == done.marker
+    assert open_committed(store)[0] == done.marker
 
 
 # --- reading
@@ -632,7 +634,7 @@ def test_dot_metadata_that_cannot_be_written_is_an_error_and_the_commit_stands(
 def test_absence_is_explained(store: MemoryStore) -> None:
     def reason() -> str:
         with pytest.raises(CheckpointNotFoundError) as caught:
-            commits.open_committed(store)
+            open_committed(store)
         return str(caught.value)
 
     assert "nothing here" in reason()
@@ -655,7 +657,7 @@ def test_absence_is_explained(store: MemoryStore) -> None:
 def test_opening_a_committed_checkpoint_never_lists(store: MemoryStore) -> None:
     done = save(store)
     store.requests.clear()
-    commits.open_committed(store)
+    open_committed(store)
     assert done.marker.index is not None
     assert store.requests == [("get", MARKER_KEY), ("get", done.marker.index.key)]
 
@@ -669,7 +671,7 @@ def test_damaged_or_missing_index_is_corrupt(store: MemoryStore, body: bytes | N
     if body is not None:
         store.put(key, body)
     with pytest.raises(CheckpointCorruptError) as caught:
-        commits.open_committed(store)
+        open_committed(store)
     assert caught.value.object_key == key
 
 
@@ -693,14 +695,14 @@ def test_index_that_went_with_its_commit_is_gone_not_corrupt(store: MemoryStore,
 
     store.on_get = meanwhile
     with pytest.raises(CheckpointGoneError, match="replaced" if how == "replaced" else "deleted"):
-        commits.open_committed(store)
+        open_committed(store)
 
 
 def test_missing_object_is_explained_by_the_marker(store: MemoryStore) -> None:
     done = save(store)
 
     def explain() -> DcpObjstoreError:
-        return commits.explain_missing(store, done.commit_id, "__0_0.x.distcp")
+        return explain_missing(store, done.commit_id, "__0_0.x.distcp")
 
     assert isinstance(explain(), CheckpointCorruptError)
     rewrite(store)  # a sweep: the same commit
@@ -724,7 +726,7 @@ def test_damaged_marker_is_never_taken_for_absence(store: MemoryStore) -> None:
         with pytest.raises(CheckpointCorruptError):
             commits.begin(store, overwrite=False)
         with pytest.raises(CheckpointCorruptError) as caught:
-            commits.open_committed(store)
+            open_committed(store)
         assert caught.value.object_key == MARKER_KEY
 
 
@@ -736,7 +738,7 @@ def test_damaged_marker_is_replaced_when_that_is_asked_for(
     store.put(MARKER_KEY, damage(store.body(MARKER_KEY)))
     committed = save(store, overwrite=True)
     assert not committed.superseded
-    assert commits.open_committed(store)[0].commit_id == committed.commit_id
+    assert open_committed(store)[0].commit_id == committed.commit_id
 
 
 def test_of_two_who_replace_a_damaged_marker_one_loses(store: MemoryStore) -> None:
@@ -745,7 +747,7 @@ def test_of_two_who_replace_a_damaged_marker_one_loses(store: MemoryStore) -> No
     committed = finish(store, first)
     with pytest.raises(CommitLostError):
         finish(store, second)
-    assert commits.open_committed(store)[0].commit_id == committed.commit_id
+    assert open_committed(store)[0].commit_id == committed.commit_id
 
 
 def test_marker_that_is_repaired_while_it_is_looked_at_is_not_replaced(store: MemoryStore) -> None:

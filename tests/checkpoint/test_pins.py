@@ -9,7 +9,7 @@ from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import MAX_PINS
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.checkpoint.pins import pin, unpin
-from dcp_objstore.checkpoint.read import read_marker
+from dcp_objstore.checkpoint.read import open_committed, read_marker
 from dcp_objstore.checkpoint.sweep import sweep
 from dcp_objstore.errors import (
     CheckpointExistsError,
@@ -36,7 +36,7 @@ def test_a_pin_stays_until_it_is_removed_and_the_commit_with_it(real: ObjectStor
     done = save(store)
     assert pin(store, "paper") == pin(store, "paper") == ("paper",)
     assert pin(store, "ö 1") == ("paper", "ö 1")
-    marker = commits.open_committed(store)[0]
+    marker = open_committed(store)[0]
     assert (marker.pins, marker.commit_id) == (("paper", "ö 1"), done.commit_id)
     assert marker.write_id != done.marker.write_id
     with pytest.raises(CheckpointPinnedError):
@@ -67,7 +67,7 @@ def test_an_overwrite_under_way_does_not_replace_what_was_pinned_meanwhile(
     pin(store, "paper")
     with pytest.raises(CommitLostError):
         finish(store, token, index, clock=TickingClock())
-    assert commits.open_committed(store)[0].commit_id == done.commit_id
+    assert open_committed(store)[0].commit_id == done.commit_id
     named(store)
 
 

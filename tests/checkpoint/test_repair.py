@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_objstore.checkpoint import commit as commits, probe
+from dcp_objstore.checkpoint import probe
 from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
+from dcp_objstore.checkpoint.read import open_committed, read_marker
 from dcp_objstore.checkpoint.repair import RepairReport, repair
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -26,7 +27,7 @@ def go(store: ObjectStore, *, dry_run: bool = False) -> RepairReport:
 
 def in_line(store: ObjectStore) -> bool:
     body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
-    return DESCRIBED.describes(body, commits.open_committed(store)[1])
+    return DESCRIBED.describes(body, open_committed(store)[1])
 
 
 def test_missing_dot_metadata_is_written(real: ObjectStore) -> None:
@@ -45,9 +46,9 @@ def test_the_marker_is_rewritten_only_where_that_can_lose_no_save(store: MemoryS
         store.capabilities = Capabilities(conditional_update=can_update)
         probe.forget()
         store.delete(DOT_METADATA_KEY)
-        before = commits.read_marker(store)
+        before = read_marker(store)
         assert go(store).dot_metadata == "written"
-        return commits.read_marker(store) != before
+        return read_marker(store) != before
 
     save(store)
     assert written(can_update=True)

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dcp_objstore.checkpoint.commit import open_committed
 from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.checkpoint.read import open_committed
 from dcp_objstore.cli.demo import proofs
 from dcp_objstore.cli.demo.place import Place, in_bucket, on_loopback
 from dcp_objstore.cli.demo.proofs import Loaded, ProofFailedError, State
