@@ -153,7 +153,7 @@ class _Call:
     pickled: bytes
 
 
-class _Worker:
+class _RankWorker:
     def __init__(self, log: Path) -> None:
         self.log = log
         self.idle = True
@@ -201,7 +201,7 @@ class Ranks:
         self._reuse = reuse
         self._store_port = store_port
         self._directory = tempfile.TemporaryDirectory(prefix="dcp-objstore-ranks-")
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, _RankWorker] = {}
         self._numbers = itertools.count()
 
     def start(
@@ -237,14 +237,14 @@ class Ranks:
             )
         return Job(workers, time.monotonic() + timeout_seconds)
 
-    def _ready_worker(self, rank: int, number: int) -> _Worker:
+    def _ready_worker(self, rank: int, number: int) -> _RankWorker:
         worker = self._workers.get(rank)
         if worker is not None and not (worker.idle and worker.process.is_alive()):
             worker.end()
             worker = None
         if worker is None:
             log = Path(self._directory.name, f"rank-{rank}-from-job-{number}.log")
-            worker = self._workers[rank] = _Worker(log)
+            worker = self._workers[rank] = _RankWorker(log)
         return worker
 
     def end(self) -> None:
@@ -276,7 +276,7 @@ class Job:
         pids: of the processes, by rank.
     """
 
-    def __init__(self, workers: list[_Worker], deadline: float) -> None:
+    def __init__(self, workers: list[_RankWorker], deadline: float) -> None:
         self.said: list[Said] = []
         self.outcomes: dict[int, Outcome] = {}
         self.pids = [worker.process.pid or 0 for worker in workers]
