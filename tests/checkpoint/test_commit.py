@@ -49,6 +49,7 @@ from tests.support.memory_store import (
     MemoryStore,
     Put,
     TickingClock,
+    in_turn,
 )
 
 
@@ -100,19 +101,6 @@ def rewrite(store: MemoryStore, **changes: object) -> Marker:
     marker = msgspec.structs.replace(found[0], write_id=new_id(), **changes)
     store.put(MARKER_KEY, encode_marker(marker), precondition=IfVersion(found[1]))
     return marker
-
-
-def on_marker(*fates: Fate | BaseException | Callable[[Put], Fate | BaseException | None] | None):
-    """Meet the PUTs of the marker with these fates, in turn; later ones pass."""
-    left = list(fates)
-
-    def decide(put: Put) -> Fate | BaseException | None:
-        if put.key != MARKER_KEY or not left:
-            return None
-        fate = left.pop(0)
-        return fate(put) if callable(fate) else fate
-
-    return decide
 
 
 def marker_puts(store: MemoryStore) -> list[Put]:
@@ -328,7 +316,7 @@ def test_of_two_writers_whose_marker_puts_cross_exactly_one_wins(store: MemorySt
     def overtake(_: Put) -> None:
         others.append(finish(store, two))
 
-    store.on_put = on_marker(overtake)
+    store.on_put = in_turn(MARKER_KEY, overtake)
     with pytest.raises(CommitLostError):
         finish(store, one)
     assert open_committed(store)[0].commit_id == others[0].commit_id
@@ -349,7 +337,7 @@ def test_marker_removed_by_hand_since_begin_defeats_an_overwrite(store: MemorySt
         save(store, overwrite=True)
         token = commits.begin(store, overwrite=True)
         store.delete(MARKER_KEY)
-        store.on_put = on_marker(answer)
+        store.on_put = in_turn(MARKER_KEY, answer)
         with pytest.raises(CommitLostError, match="removed"):
             finish(store, token)
         assert MARKER_KEY not in store.objects
@@ -359,7 +347,7 @@ def test_marker_removed_by_hand_since_begin_defeats_an_overwrite(store: MemorySt
 
 
 def test_put_that_took_effect_without_an_answer_is_a_success(store: MemoryStore) -> None:
-    store.on_put = on_marker(UNANSWERED)
+    store.on_put = in_turn(MARKER_KEY, UNANSWERED)
     done = save(store)
     assert not done.superseded
     assert len(marker_puts(store)) == 1
@@ -373,14 +361,14 @@ def test_put_that_took_effect_but_answers_conflict_is_a_success(store: MemorySto
         store.apply(put)
         return PreconditionFailedError("412")
 
-    store.on_put = on_marker(doubled)
+    store.on_put = in_turn(MARKER_KEY, doubled)
     done = save(store)
     assert open_committed(store)[0] == done.marker
 
 
 def test_a_put_without_an_effect_is_sent_again_with_the_same_body(store: MemoryStore) -> None:
     """S3 may answer 409 to a conditional PUT although nobody else wins."""
-    store.on_put = on_marker(LOST, LOST, PreconditionFailedError("409"))
+    store.on_put = in_turn(MARKER_KEY, LOST, LOST, PreconditionFailedError("409"))
     done = save(store)
     puts = marker_puts(store)
     assert len(puts) == 4
@@ -410,7 +398,7 @@ def test_what_lost_its_answer_is_a_success_whatever_came_then(
         after.append(store.body(MARKER_KEY))
         return StoreUnavailableError("no answer")
 
-    store.on_put = on_marker(land_and_be_followed)
+    store.on_put = in_turn(MARKER_KEY, land_and_be_followed)
     done = save(store)
     assert done.superseded is superseded
     assert store.body(MARKER_KEY) == after[-1]
@@ -419,7 +407,7 @@ def test_what_lost_its_answer_is_a_success_whatever_came_then(
 
 
 def test_late_put_cannot_undo_a_commit_that_was_resent(store: MemoryStore) -> None:
-    store.on_put = on_marker(DELAYED)
+    store.on_put = in_turn(MARKER_KEY, DELAYED)
     done = save(store)
     after = store.body(MARKER_KEY)
     assert store.deliver() == [False]
@@ -476,7 +464,7 @@ def test_a_refusal_is_not_believed_before_the_marker_is_read(
         store.apply(put)
         return kind("no")
 
-    store.on_put = on_marker(landed)
+    store.on_put = in_turn(MARKER_KEY, landed)
     done = save(store)
     assert not done.superseded
     assert len(marker_puts(store)) == 1
@@ -514,7 +502,7 @@ def test_refusal_of_the_first_put_is_raised_at_once(
 ) -> None:
     clock = TickingClock()
     token = commits.begin(store, overwrite=False)
-    store.on_put = on_marker(kind("no"), kind("no"))
+    store.on_put = in_turn(MARKER_KEY, kind("no"), kind("no"))
     with pytest.raises(kind):
         finish(store, token, clock=clock)
     assert len(marker_puts(store)) == 1
@@ -527,7 +515,7 @@ def test_refusal_after_an_unanswered_put_does_not_hide_that_it_may_land(
 ) -> None:
     """Credentials that expire between two PUTs say nothing of the first one."""
     token = commits.begin(store, overwrite=False)
-    store.on_put = on_marker(DELAYED, *[CredentialsError("expired")] * 1000)
+    store.on_put = in_turn(MARKER_KEY, DELAYED, *[CredentialsError("expired")] * 1000)
     with pytest.raises(CommitUnknownError):
         finish(store, token)
     store.on_put = None
@@ -542,7 +530,7 @@ def test_unreadable_marker_after_a_lost_answer_is_unknown(store: MemoryStore) ->
         store.put(MARKER_KEY, b"{}")
         return LOST
 
-    store.on_put = on_marker(damaged)
+    store.on_put = in_turn(MARKER_KEY, damaged)
     clock = TickingClock()
     with pytest.raises(CommitUnknownError, match="damaged"):
         finish(store, token, clock=clock)

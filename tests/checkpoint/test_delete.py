@@ -33,7 +33,15 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.protocol import IfVersion
-from tests.support.memory_store import DELAYED, LOST, UNANSWERED, MemoryStore, Put, TickingClock
+from tests.support.memory_store import (
+    DELAYED,
+    LOST,
+    UNANSWERED,
+    MemoryStore,
+    Put,
+    TickingClock,
+    in_turn,
+)
 from tests.support.upkeep import finish, keys, loose, named, save, state, tear, upload
 from tests.support.wrapped_stores import Fault, FaultStore
 
@@ -120,14 +128,7 @@ def test_pinned_checkpoint_is_not_deleted_until_it_is_unpinned(real: ObjectStore
 
 def test_a_pin_that_comes_between_reading_and_deleting_wins(store: MemoryStore) -> None:
     save(store)
-    pinned = []
-
-    def first(put: Put) -> None:
-        if put.key == MARKER_KEY and not pinned:
-            pinned.append(True)
-            pin(store, "paper", clock=TickingClock())
-
-    store.on_put = first
+    store.on_put = in_turn(MARKER_KEY, lambda _: pin(store, "paper", clock=TickingClock()))
     with pytest.raises(CheckpointPinnedError, match="paper"):
         go(store, now=True)
     assert state(store) == "committed"
@@ -138,33 +139,24 @@ def test_a_pin_that_comes_between_reading_and_deleting_wins(store: MemoryStore) 
 def test_a_commit_that_comes_between_reading_and_deleting_wins(store: MemoryStore) -> None:
     save(store)
     saved = []
-
-    def first(put: Put) -> None:
-        if put.key == MARKER_KEY and not saved:
-            saved.append(None)
-            saved.append(save(store, overwrite=True))
-
-    store.on_put = first
+    store.on_put = in_turn(MARKER_KEY, lambda _: saved.append(save(store, overwrite=True)))
     with pytest.raises(LostRaceError, match="replaced"):
         go(store, now=True)
-    assert open_committed(store)[0].commit_id == saved[1].commit_id
+    assert open_committed(store)[0].commit_id == saved[0].commit_id
     named(store)
     assert DOT_METADATA_KEY in store.objects
 
 
 def test_a_fence_that_comes_between_does_not_keep_it_from_being_deleted(store: MemoryStore) -> None:
     save(store)
-    fenced = []
 
-    def first(put: Put) -> None:
-        if put.key == MARKER_KEY and not fenced:
-            fenced.append(True)
-            found = read_marker(store)
-            assert found is not None
-            marker = msgspec.structs.replace(found[0], write_id=new_id())
-            store.put(MARKER_KEY, encode_marker(marker), precondition=IfVersion(found[1]))
+    def fence(_: Put) -> None:
+        found = read_marker(store)
+        assert found is not None
+        marker = msgspec.structs.replace(found[0], write_id=new_id())
+        store.put(MARKER_KEY, encode_marker(marker), precondition=IfVersion(found[1]))
 
-    store.on_put = first
+    store.on_put = in_turn(MARKER_KEY, fence)
     go(store)
     assert state(store) == "deleted"
 
@@ -237,15 +229,7 @@ def test_cut_anywhere_the_same_call_finishes_it(now: bool) -> None:
 @pytest.mark.parametrize("number", [1, 2], ids=["deleting", "deleted"])
 def test_lost_and_late_answers_are_found_out(store: MemoryStore, fate, number: int) -> None:
     save(store)
-    markers = []
-
-    def decide(put: Put):
-        if put.key == MARKER_KEY:
-            markers.append(put)
-            return fate if len(markers) == number else None
-        return None
-
-    store.on_put = decide
+    store.on_put = in_turn(MARKER_KEY, *[None] * (number - 1), fate)
     go(store, now=True)
     store.deliver()
     assert set(store.objects) == {MARKER_KEY}

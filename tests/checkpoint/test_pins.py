@@ -20,7 +20,14 @@ from dcp_objstore.errors import (
     ConfigError,
 )
 from dcp_objstore.stores import ObjectStore
-from tests.support.memory_store import DELAYED, LOST, UNANSWERED, MemoryStore, Put, TickingClock
+from tests.support.memory_store import (
+    DELAYED,
+    LOST,
+    UNANSWERED,
+    MemoryStore,
+    TickingClock,
+    in_turn,
+)
 from tests.support.upkeep import DESCRIBED, AgedStore, finish, named, save, state, tear, upload
 
 
@@ -83,14 +90,7 @@ def test_a_sweep_keeps_pins(store: MemoryStore) -> None:
 
 def test_two_pins_at_once_are_both_set(store: MemoryStore) -> None:
     save(store)
-    seen = []
-
-    def other(put: Put) -> None:
-        if put.key == MARKER_KEY and not seen:
-            seen.append(True)
-            pin(store, "other", clock=TickingClock())
-
-    store.on_put = other
+    store.on_put = in_turn(MARKER_KEY, lambda _: pin(store, "other", clock=TickingClock()))
     pin(store, "mine", clock=TickingClock())
     assert set(pins_of(store)) == {"mine", "other"}
 

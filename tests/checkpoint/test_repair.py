@@ -16,7 +16,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.protocol import Capabilities
-from tests.support.memory_store import MemoryStore, Put, TickingClock
+from tests.support.memory_store import MemoryStore, TickingClock, in_turn
 from tests.support.upkeep import DESCRIBED, keys, named, save, state, tear
 from tests.support.wrapped_stores import Fault, FaultStore
 
@@ -130,15 +130,9 @@ def test_a_save_that_comes_while_dot_metadata_is_removed_has_its_own_afterwards(
 def test_an_overwrite_that_comes_between_has_the_last_word(store: MemoryStore) -> None:
     save(store, publish=False)
     saved = []
-
-    def meanwhile(put: Put) -> None:
-        if put.key == DOT_METADATA_KEY and not saved:
-            saved.append(None)
-            saved.append(save(store, overwrite=True))
-
-    store.on_put = meanwhile
+    store.on_put = in_turn(DOT_METADATA_KEY, lambda _: saved.append(save(store, overwrite=True)))
     report = go(store)
-    assert report.commit_id == saved[1].commit_id
+    assert report.commit_id == saved[0].commit_id
     assert in_line(store)
 
 

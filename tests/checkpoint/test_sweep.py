@@ -35,7 +35,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import ObjectMeta, UnfinishedUpload, Version
-from tests.support.memory_store import LOST, UNANSWERED, MemoryStore, Put, TickingClock
+from tests.support.memory_store import LOST, UNANSWERED, MemoryStore, TickingClock, in_turn
 from tests.support.servers import Bucket
 from tests.support.upkeep import (
     DAY_SECONDS,
@@ -196,14 +196,7 @@ def test_writer_that_commits_between_the_listing_and_the_fence_wins(store: AgedS
         index = upload(store)
         store.age()
         inner: MemoryStore = store.inner  # type: ignore[assignment]
-        seen: list[bool] = []
-
-        def first(put: Put, token=token, index=index, seen=seen) -> None:
-            if put.key == MARKER_KEY and not seen:
-                seen.append(True)
-                finish(store, token, index)
-
-        inner.on_put = first
+        inner.on_put = in_turn(MARKER_KEY, lambda _, args=(token, index): finish(store, *args))
         done = go(store)
         inner.on_put = None
         assert (done.outcome, done.deleted) == ("lost", 1)  # its beacon, which looked old
@@ -314,12 +307,7 @@ def test_a_superseded_step_that_somebody_pins_or_changes_first_stays(store: Aged
     save(store)
     store.age()
     inner: MemoryStore = store.inner  # type: ignore[assignment]
-
-    def first(put: Put) -> None:
-        inner.on_put = None
-        pin(inner, "look at it")
-
-    inner.on_put = first
+    inner.on_put = in_turn(MARKER_KEY, lambda _: pin(inner, "look at it"))
     assert go(store, base=1).outcome == "lost"
     store.age()
     assert not go(store, base=1).superseded  # it is pinned
