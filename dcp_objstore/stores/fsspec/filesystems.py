@@ -30,6 +30,7 @@ from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.options.schemes import is_foreign, is_secret
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests
 from dcp_objstore.stores.s3.checksums import Checksums, checksums_for
+from dcp_objstore.stores.s3.settings import botocore_settings
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
@@ -186,8 +187,8 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
         checksums = checksums_for(settings, endpoint_url)
         return Filesystems(url, config, *found, endpoint_url=endpoint_url, checksums=checksums)
     if url.scheme == "gs":
-        # The newer class asks Google over gRPC what kind of bucket it is: a minute of waiting for
-        # each where the server is another.
+        # The registered class asks Google over gRPC what kind of bucket it is, for verbs that are
+        # not used here: a minute of waiting for each bucket where the server is another.
         from gcsfs.core import GCSFileSystem
 
         gcs = parse(GcsOptions, options)
@@ -204,7 +205,7 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
     )
 
 
-def _made(cls: Any, *args: Any, **options: Any) -> Any:
+def _made(cls: Any, /, *args: Any, **options: Any) -> Any:
     """Make a filesystem of our own, without a cache; s3fs and gcsfs without retries of theirs."""
     options |= {"use_listings_cache": False, "skip_instance_cache": True}
     if is_of(cls, S3FS):
@@ -227,7 +228,7 @@ def _made(cls: Any, *args: Any, **options: Any) -> Any:
         from fsspec.asyn import sync
 
         # The decorator sends again, and would log an error, with its frames.
-        fs._request = MethodType(cls._request.__wrapped__, fs)
+        fs._request = MethodType(getattr(cls._request, "__wrapped__", cls._request), fs)
         _without_resending(sync(fs.loop, fs._set_session))
     return fs
 
@@ -243,7 +244,6 @@ def _without_resending(session: Any) -> Any:
 
 
 def _s3(settings: S3Options, config: TransferConfig, read_seconds: float) -> dict[str, Any]:
-    style = settings.addressing_style
     given: dict[str, Any] = {
         "anon": settings.anon,
         "key": settings.key,
@@ -256,19 +256,9 @@ def _s3(settings: S3Options, config: TransferConfig, read_seconds: float) -> dic
             "verify": None if settings.verify is True else settings.verify,
             **({"region_name": settings.region} if settings.region else {}),
         },
-        "config_kwargs": {
-            # Bodies are not signed unless asked for, as over the native transport: that and
-            # botocore's checksum cost more than sending them. TLS and our digests protect them.
-            "s3": {
-                "payload_signing_enabled": settings.sign_payload,
-                **({"addressing_style": style} if style else {}),
-            },
-            "request_checksum_calculation": "when_required",
-            "response_checksum_validation": "when_required",
-            "connect_timeout": config.connect_timeout_seconds,
-            "read_timeout": read_seconds,
-            "max_pool_connections": 2 * max(config.upload_concurrency, config.download_concurrency),
-        },
+        "config_kwargs": botocore_settings(
+            settings, config, settings.addressing_style, read_seconds
+        ),
     }
     if settings.profile is not None:
         given["profile"] = settings.profile
