@@ -15,7 +15,7 @@ from fsspec.spec import AbstractBufferedFile
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import BucketNotFoundError, ObjectNotFoundError
 from dcp_objstore.stores import ObjectStore, open_store
-from tests.contract import MIB, BucketContract, ExpectedError, StoreContract, put_broken
+from tests.contract import PART, BucketContract, ExpectedError, StoreContract, put_broken
 from tests.contract.failures import EXPECTED, VERBS
 from tests.support.scripted import Fault
 from tests.support.servers import BUCKET, FakeGcsServer
@@ -75,12 +75,12 @@ class TestUnknown(StoreContract):
 
 
 class UploadedWhenClosed(AbstractBufferedFile):
-    """What fsspec's filesystems on object stores write to."""
+    """What fsspec's filesystems on object stores write to: parts, or one PUT if it is small."""
 
-    def _upload_chunk(self, final: bool = False) -> bool:
+    def _upload_chunk(self, final: bool = False) -> None:
+        self.parts = [*getattr(self, "parts", []), self.buffer.getvalue()]
         if final:
-            self.fs.uploaded[self.path] = self.buffer.getvalue()
-        return not final
+            self.fs.uploaded[self.path] = self.parts
 
 
 class OfAnObjectStore(AbstractFileSystem):
@@ -88,23 +88,37 @@ class OfAnObjectStore(AbstractFileSystem):
 
     def __init__(self, **options: object) -> None:
         super().__init__(**options)
-        self.uploaded: dict[str, bytes] = {}
+        self.uploaded: dict[str, list[bytes]] = {}
 
     def _open(self, path: str, mode: str = "rb", **options: object) -> UploadedWhenClosed:
-        return UploadedWhenClosed(self, path, mode, block_size=64 * MIB)
+        return UploadedWhenClosed(self, path, mode, **options)
+
+
+@pytest.fixture
+def of_an_object_store(monkeypatch: pytest.MonkeyPatch) -> OfAnObjectStore:
+    monkeypatch.setattr(OfAnObjectStore, "__module__", "ossfs.core")
+    return OfAnObjectStore(skip_instance_cache=True)
 
 
 def test_on_an_object_store_a_stream_that_breaks_off_uploads_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    of_an_object_store: OfAnObjectStore,
 ) -> None:
-    monkeypatch.setattr(OfAnObjectStore, "__module__", "ossfs.core")
-    fs = OfAnObjectStore(skip_instance_cache=True)
-    store = open_store("of-an-object-store://bucket/run", {"fs": fs})
+    store = open_store("of-an-object-store://broken/run", {"fs": of_an_object_store})
     assert store.capabilities.clean_abort
-    put_broken(store, "k", [b"some", b"more"], ExpectedError())
-    assert fs.uploaded == {}
-    store.put_stream("k", iter([b"some", b"more"]), part_size_bytes=5 * MIB, max_concurrency=1)
-    assert list(fs.uploaded.values()) == [b"somemore"]
+    for pieces in ([b"some", b"more"], [bytes(PART), b"more"]):
+        put_broken(store, "k", pieces, ExpectedError())
+    assert of_an_object_store.uploaded == {}
+
+
+def test_on_an_object_store_a_small_object_is_one_put_and_a_large_one_goes_in_parts(
+    of_an_object_store: OfAnObjectStore,
+) -> None:
+    store = open_store("of-an-object-store://whole/run", {"fs": of_an_object_store})
+    for body in (b"", b"small"):
+        store.put("k", body)
+        assert list(of_an_object_store.uploaded.values()) == [[body]]
+    store.put_stream("k", iter([bytes(PART), b"rest"]), part_size_bytes=PART, max_concurrency=1)
+    assert list(of_an_object_store.uploaded.values()) == [[bytes(PART), b"rest"]]
 
 
 @pytest.mark.backends("seaweed")

@@ -65,6 +65,8 @@ class FsspecStore(BaseStore[str]):
     """
 
     def __init__(self, url: StoreUrl, filesystems: Filesystems) -> None:
+        from fsspec import AbstractFileSystem
+
         super().__init__(url, filesystems.endpoint_url)
         self._filesystems = filesystems
         self._fs = filesystems.read
@@ -73,6 +75,7 @@ class FsspecStore(BaseStore[str]):
         self._is_local = is_of(kind, "fsspec.LocalFileSystem")
         self._is_memory = is_of(kind, "fsspec.MemoryFileSystem")
         self._writes_whole = is_of(kind, *_OBJECT_STORES)
+        self._renames = kind.mv is not AbstractFileSystem.mv
 
     @property
     def _is_known(self) -> bool:
@@ -177,7 +180,8 @@ class FsspecStore(BaseStore[str]):
         absent: bool,
         retry: bool,  # noqa: ARG002  retries are the filesystem's own
     ) -> None:
-        self._fill(place, [body], len(body), absent=absent)
+        # Of a body that does not fill a part, an object store makes a single PUT.
+        self._fill(place, [body], len(body) + 1, absent=absent)
 
     def _fill(
         self, path: str, parts: Iterable[bytes], part_size_bytes: int, *, absent: bool = False
@@ -195,9 +199,11 @@ class FsspecStore(BaseStore[str]):
                     self._fs.cp_file(temporary, path)
             elif absent:
                 self._fs.link(temporary, path)
-            else:
-                self._move(temporary, path)
+            elif self._renames:
+                self._fs.mv(temporary, path)
                 return
+            else:
+                self._fs.cp_file(temporary, path)
             self._fs.rm_file(temporary)
 
     def _write_file(self, path: str, parts: Iterable[bytes], part_size_bytes: int) -> None:
@@ -260,15 +266,6 @@ class FsspecStore(BaseStore[str]):
             with suppress(FileNotFoundError):
                 self._fs.rm_file(temporary)
             raise
-
-    def _move(self, temporary: str, path: str) -> None:
-        from fsspec import AbstractFileSystem
-
-        if type(self._fs).mv is not AbstractFileSystem.mv:
-            self._fs.mv(temporary, path)
-        else:
-            self._fs.cp_file(temporary, path)
-            self._fs.rm_file(temporary)
 
 
 def _version(info: Mapping[str, Any]) -> Version:
