@@ -142,6 +142,12 @@ class TestS3fs(BucketContract):
         return open_store("s3://bucket/run", options, ONCE)
 
 
+@pytest.mark.campaign
+@pytest.mark.backends("moto")
+class TestS3fsOnMoto(TestS3fs):
+    """moto's server."""
+
+
 @pytest.fixture(scope="module")
 def fake_gcs() -> Iterator[FakeGcsServer]:
     pytest.importorskip("gcsfs")
