@@ -65,12 +65,8 @@ from dcp_objstore.checkpoint.names import (
     index_key,
     new_nonce,
 )
-from dcp_objstore.checkpoint.publish import publish_dot_metadata
 from dcp_objstore.checkpoint.read import (
     Found,
-    explain_missing,
-    open_committed,
-    open_found,
     read_marker,
 )
 from dcp_objstore.errors import (
@@ -551,24 +547,3 @@ def put_marker(
         landed=landed or (lambda seen: seen.write_id == marker.write_id),
         fenced=fenced,
     )
-
-
-__all__ = [
-    "BeginToken",
-    "CommitResult",
-    "Found",
-    "begin",
-    "commit",
-    "explain_missing",
-    "finish_deleting",
-    "open_committed",
-    "open_found",
-    "pause_or_raise",
-    "publish_dot_metadata",
-    "put_marker",
-    "put_tombstone",
-    "read_marker",
-    "refuse_later",
-    "remove_beacon",
-    "rewrite_marker",
-]

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from dcp_objstore.cli import weed_guardian
@@ -192,12 +191,7 @@ class SeaweedServer:
     def __enter__(self) -> SeaweedServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _start_anywhere(self) -> None:

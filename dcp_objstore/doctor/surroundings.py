@@ -25,9 +25,9 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.report import size_text
 from dcp_objstore.stores.diagnosis.identity import Identity, identify
 from dcp_objstore.stores.diagnosis.server import ask_server, named_server
-from dcp_objstore.stores.fsspec.errors import status_and_code
 from dcp_objstore.stores.obstore.errors import http_code
 from dcp_objstore.stores.ranges import read_range
+from dcp_objstore.stores.s3.errors import code_of
 from dcp_objstore.stores.uploads.lifecycle import LIFECYCLE_DAYS, covering_days
 from dcp_objstore.stores.uploads.s3 import S3Uploads
 
@@ -212,7 +212,8 @@ class Surroundings:
         if scheme not in _OTHER_TOOLS or (scheme != "s3" and _over_fsspec(self._spec)):
             return True
         cause = error.__cause__
-        return cause is not None and bool(http_code(cause)[1] or status_and_code(cause)[1])
+        code = "" if cause is None else http_code(cause)[1] or code_of(cause)
+        return bool(code) and not code.isdigit()
 
     def _where(self) -> tuple[str, dict[str, object]]:
         try:

@@ -14,12 +14,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from dcp_objstore.distributed.groups import current_rank
-from dcp_objstore.distributed.plugin import plugin_errors, same_url
+from dcp_objstore.distributed.plugin import same_url
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.state.per_rank import own_name
-from dcp_objstore.state.state_dict import Place, naming_what_clashes
+from dcp_objstore.state.state_dict import AgreeingPlanner, Place
 
 _SHOWN = 10
 
@@ -28,7 +27,7 @@ _SHOWN = 10
 _COMPARED = 200
 
 
-class AgreeingLoadPlanner(DefaultLoadPlanner):
+class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
     """A load planner whose errors list every missing key and wrong shape, with the nearest names.
 
     It also refuses ranks that load from different URLs.
@@ -67,27 +66,13 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
         self.without_state: set[tuple[Place, str]] = set()
         self.reading = False
 
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Override `DefaultLoadPlanner.set_up_planner` with a typed error for clashing names.
-
-        Raises:
-            StateMismatchError: two values of the state have the same name in a checkpoint.
-        """
-        with plugin_errors(current_rank(), self._url), naming_what_clashes(state_dict):
-            super().set_up_planner(state_dict, metadata, is_coordinator)
-
     def create_local_plan(self) -> LoadPlan:
         """Override `DefaultLoadPlanner.create_local_plan`; check keys and shapes first.
 
         Raises:
             StateMismatchError: the state asks for keys or shapes that the checkpoint does not have.
         """
-        with plugin_errors(current_rank(), self._url):
+        with self._typed_errors():
             plan = self._fitting_plan()
             return dataclasses.replace(plan, planner_data=(self._url, len(self.missing)))
 
@@ -126,7 +111,7 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
                 that they have opened the same commit.)
             StateMismatchError: the checkpoint has none of the keys that the ranks ask for.
         """
-        with plugin_errors(current_rank(), self._url):
+        with self._typed_errors():
             same_url([plan.planner_data[0] for plan in global_plan])
             missing = sum(plan.planner_data[1] for plan in global_plan)
             if missing and not any(plan.items for plan in global_plan):
@@ -145,9 +130,9 @@ class AgreeingLoadPlanner(DefaultLoadPlanner):
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Override `DefaultLoadPlanner.finish_plan`; note that reading begins."""
-        with plugin_errors(current_rank(), self._url):
-            self.reading = True
-            return super().finish_plan(new_plan)
+        self.reading = True
+        plan: LoadPlan = super().finish_plan(new_plan)
+        return plan
 
     def _choose_per_rank(self, metadata: Metadata) -> set[str]:
         """Request the per-rank values that this rank wants; return the keys of all other ranks.

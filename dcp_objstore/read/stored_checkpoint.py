@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_objstore.checkpoint import commit, index as ix
+from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
-from dcp_objstore.checkpoint.read import explain_object
+from dcp_objstore.checkpoint.read import explain_missing, explain_object, open_found, read_marker
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.compat.transforms import (
     FRAMING_SIZE_BYTES,
@@ -252,7 +252,7 @@ class StoredCheckpoint:
         key = error.object_key or "?"
         if self.commit_id is None:
             return CheckpointCorruptError("an object of the checkpoint is missing", object_key=key)
-        return commit.explain_missing(store, self.commit_id, key)
+        return explain_missing(store, self.commit_id, key)
 
 
 def open_stored_checkpoint(spec: StoreSpec, load_id: str | None = None) -> StoredCheckpoint:
@@ -292,13 +292,13 @@ def open_rooted(store: ObjectStore, load_id: str | None = None) -> StoredCheckpo
 
 
 def _open(store: ObjectStore, load_id: str | None) -> StoredCheckpoint:
-    found = commit.read_marker(store)
+    found = read_marker(store)
     if found is None:
         body = _dot_metadata(store)
         if body is not None:
             return _foreign(decode_metadata(body), load_id)
         _check_no_rank_metadata(store)
-    marker, body = commit.open_found(store, found)
+    marker, body = open_found(store, found)
     index = ix.decode(body)
     return StoredCheckpoint(
         metadata=describe(index, load_id),

@@ -274,7 +274,7 @@ def _flatten_mapping(planner_data: object) -> dict[str, tuple[str | int, ...]] |
     )
 
 
-class _Made(dict[object, tuple[ChunkStorageMetadata, ...]]):
+class _MadeChunks(dict[object, tuple[ChunkStorageMetadata, ...]]):
     """The chunks that were made of an index, by what tells how their tensor is cut."""
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -294,7 +294,7 @@ class Chunks(Sequence[ChunkStorageMetadata]):
         made: the chunks that were made of this index.
     """
 
-    def __init__(self, index: ix.Index, key: str, made: _Made) -> None:
+    def __init__(self, index: ix.Index, key: str, made: _MadeChunks) -> None:
         self._index = index
         self._key = key
         self._made = made
@@ -364,7 +364,7 @@ def describe(index: ix.Index, load_id: str | None = None) -> Metadata:
     `StoredCheckpoint.item` refuses to read such a tensor.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    made = _Made()
+    made = _MadeChunks()
     for key, tensor in index.tensors.items():
         described[key] = TensorStorageMetadata(
             properties=properties_of(tensor),

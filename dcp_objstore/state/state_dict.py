@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
+from dcp_objstore.distributed.groups import current_rank
+from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.errors import StateMismatchError, UnsupportedError
 from dcp_objstore.observe.report import first_few
 from dcp_objstore.state.per_rank import PerRank
@@ -395,8 +397,42 @@ def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
+class AgreeingPlanner:
+    """The part that our planners have in common; a base before one of DCP's default planners.
+
+    Every error is typed and names the rank and `_url`, the checkpoint.
+    """
+
+    _url: str
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """Override DCP's `set_up_planner` with a typed error for clashing names.
+
+        Args:
+            state_dict: to save or to load into.
+            storage_meta: the `StorageMeta` of a save (DCP looks for an argument of this name), the
+                `Metadata` of a load.
+            is_coordinator: whether this rank is the coordinator.
+
+        Raises:
+            StateMismatchError: two values of the state have the same name in a checkpoint.
+        """
+        with self._typed_errors(), _naming_what_clashes(state_dict):
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)  # type: ignore[misc]
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        """Override DCP's `finish_plan` with typed errors."""
+        with self._typed_errors():
+            return super().finish_plan(new_plan)  # type: ignore[misc]
+
+    def _typed_errors(self) -> contextlib.AbstractContextManager[None]:
+        return plugin_errors(current_rank(), self._url)
+
+
 @contextlib.contextmanager
-def naming_what_clashes(state_dict: Mapping[str, Any]) -> Iterator[None]:
+def _naming_what_clashes(state_dict: Mapping[str, Any]) -> Iterator[None]:
     """Name both values if DCP's flattening raises because they have the same name.
 
     DCP's ValueError contains only the name.

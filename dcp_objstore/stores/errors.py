@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dcp_objstore.errors import (
@@ -246,3 +247,39 @@ def redacted(text: str) -> str:
     for field in _TOLD_FIELDS:
         text = field.sub(r"\1***", text)
     return text
+
+
+def redact(error: BaseException) -> None:
+    """Remove credentials and signatures from the texts of an error and of what led to it.
+
+    In place, because they stay as the cause and are shown with it.
+    """
+    for one in led_to(error):
+        one.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in one.args)
+
+
+def led_to(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and what it was raised for; urllib3 keeps some in `args` and `reason`."""
+    seen: set[int] = set()
+    waiting: list[object] = [error]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, BaseException) and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            waiting += [*one.args, one.__cause__, one.__context__, getattr(one, "reason", None)]
+
+
+def is_of(cls: type, *names: str) -> bool:
+    """Return whether a class or one of its bases is among the named ones, which stay unimported.
+
+    Args:
+        cls: the class.
+        names: `library.Class`, in whichever module of the library, or a `library` with all of its
+            classes.
+    """
+    for base in cls.__mro__:
+        library = base.__module__.partition(".")[0]
+        if library in names or f"{library}.{base.__name__}" in names:
+            return True
+    return False

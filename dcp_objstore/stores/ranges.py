@@ -184,10 +184,10 @@ class FetchedSource(RangeSource):
         end = min(end, start + _FETCHED_BYTES)
         body = memoryview(self._fetch(start, end))
         check_came(len(body), start, end)
-        return Chunks(iter((body,)))
+        return ReceivedChunks(iter((body,)))
 
 
-class Chunks:
+class ReceivedChunks:
     """An `Answer` that a library gives in memory of its own.
 
     Args:

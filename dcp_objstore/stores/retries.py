@@ -42,7 +42,7 @@ _LEAST_SMALL_TIMEOUT_SECONDS = 3.0
 _MOST_DOUBLINGS = 30
 
 
-class Clock(Protocol):
+class MonotonicClock(Protocol):
     """The time, and sleep, as the module `time` has them."""
 
     def monotonic(self) -> float:
@@ -107,7 +107,7 @@ class Tries:
         policy: RetryPolicy,
         *,
         limiter: Limiter | None = None,
-        clock: Clock = time,
+        clock: MonotonicClock = time,
         on_retry: Callable[[int, Exception, float], None] | None = None,
         refunds: bool = False,
     ) -> None:

@@ -227,17 +227,17 @@ def _open_boto3(spec: StoreSpec) -> ObjectStore:
 
 
 def _open_fsspec(spec: StoreSpec) -> ObjectStore:
-    from dcp_objstore.stores.fsspec.filesystems import make_filesystems
+    from dcp_objstore.stores.errors import is_of
+    from dcp_objstore.stores.fsspec.filesystems import GCSFS, S3FS, make_filesystems
     from dcp_objstore.stores.fsspec.gcs import GcsfsStore
-    from dcp_objstore.stores.fsspec.kinds import is_gcsfs, is_s3fs
     from dcp_objstore.stores.fsspec.s3 import S3fsStore
     from dcp_objstore.stores.fsspec.store import FsspecStore
 
     filesystems = spec._shared(make_filesystems)
     kind: Callable[..., ObjectStore] = FsspecStore
-    if is_s3fs(filesystems.read):
+    if is_of(type(filesystems.read), S3FS):
         kind = S3fsStore
-    elif is_gcsfs(filesystems.read):
+    elif is_of(type(filesystems.read), GCSFS):
         kind = GcsfsStore
     return kind(spec.parsed, filesystems)
 

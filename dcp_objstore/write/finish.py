@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from dcp_objstore.checkpoint import commit, index as ix
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.checkpoint.publish import publish_dot_metadata
 from dcp_objstore.compat.dot_metadata import encode_metadata
 from dcp_objstore.observe.events import Committed
 from dcp_objstore.observe.report import logger
@@ -92,7 +93,7 @@ def publish_for_stock_readers(
     try:
         body = encode_metadata(index)
         wait_for(
-            commit.publish_dot_metadata,
+            publish_dot_metadata,
             store,
             commit_id,
             body,

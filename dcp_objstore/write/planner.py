@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dcp_objstore.distributed.groups import current_rank, gone_error
-from dcp_objstore.distributed.plugin import plugin_errors, same_url
+from dcp_objstore.distributed.groups import gone_error
+from dcp_objstore.distributed.plugin import same_url
 from dcp_objstore.observe.report import logger
-from dcp_objstore.state.state_dict import naming_what_clashes
+from dcp_objstore.state.state_dict import AgreeingPlanner
 from dcp_objstore.write.staging.state import StagedState
 from dcp_objstore.write.write_items import WriteItems
 
@@ -21,7 +21,7 @@ from dcp_objstore.write.write_items import WriteItems
 _staged_items = WriteItems()
 
 
-class AgreeingSavePlanner(DefaultSavePlanner):
+class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
     """A save planner that refuses ranks with different URLs before a byte is uploaded.
 
     It saves tensors as they are, and no other code has a reference to a copy that
@@ -49,23 +49,9 @@ class AgreeingSavePlanner(DefaultSavePlanner):
             state_dict.digests if isinstance(state_dict, StagedState) else {}
         )
 
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Override `DefaultSavePlanner.set_up_planner` with a typed error for clashing names.
-
-        Raises:
-            StateMismatchError: two values of the state have the same name in a checkpoint.
-        """
-        with plugin_errors(current_rank(), self._url), naming_what_clashes(state_dict):
-            super().set_up_planner(state_dict, storage_meta, is_coordinator)
-
     def create_local_plan(self) -> SavePlan:
         """Override `DefaultSavePlanner.create_local_plan`; reuse the items of a staged state."""
-        with plugin_errors(current_rank(), self._url):
+        with self._typed_errors():
             if self._staged:
                 items = _staged_items.of(self.state_dict, is_coordinator=self.is_coordinator)
                 self.plan = SavePlan(items, planner_data=self.mappings)
@@ -80,7 +66,7 @@ class AgreeingSavePlanner(DefaultSavePlanner):
             InvalidUrlError: the ranks save to different URLs.
             InputError: the process group was destroyed during the save.
         """
-        with plugin_errors(current_rank(), self._url):
+        with self._typed_errors():
             if len(all_plans) != self._ranks:
                 raise gone_error(self._url)
             same_url([plan.storage_data for plan in all_plans])
@@ -88,8 +74,3 @@ class AgreeingSavePlanner(DefaultSavePlanner):
         if not metadata.state_dict_metadata:
             logger.warning("%s: the state is empty on every rank; nothing is saved", self._url)
         return plans, metadata
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Override `DefaultSavePlanner.finish_plan` with typed errors."""
-        with plugin_errors(current_rank(), self._url):
-            return super().finish_plan(new_plan)

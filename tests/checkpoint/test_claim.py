@@ -23,6 +23,7 @@ from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import new_id
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY
 from dcp_objstore.checkpoint.pins import pin
+from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.checkpoint.sweep import sweep
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -45,6 +46,7 @@ from tests.support.memory_store import (
     MemoryStore,
     Put,
     TickingClock,
+    in_turn,
 )
 from tests.support.upkeep import DESCRIBED, AgedStore, finish as finish_upload, loose, named, upload
 
@@ -159,22 +161,6 @@ def listed(run: MemoryStore, **settings: Any) -> dict[str, str]:
     return {step.name: step.marker.commit_id for step in found}
 
 
-def on(key: str, *fates: Fate | BaseException | Callable[[], None] | None) -> Any:
-    """Meet the PUTs of a key with these, in turn; a function acts first, and lets it pass."""
-    left = list(fates)
-
-    def decide(put: Put) -> Fate | BaseException | None:
-        if put.key != key or not left:
-            return None
-        fate = left.pop(0)
-        if callable(fate):
-            fate()
-            return None
-        return fate
-
-    return decide
-
-
 # --- a superseded job
 
 
@@ -224,7 +210,7 @@ def test_a_superseded_job_cannot_delete_a_step(run: MemoryStore) -> None:
 def test_a_deletion_that_meets_the_take_over_deletes_nothing(run: MemoryStore) -> None:
     zombie = Job(run)
     first = zombie.save("step-1")
-    run.on_put = on(f"step-1/{MARKER_KEY}", lambda: [setattr(run, "on_put", None), Job(run)])
+    run.on_put = in_turn(f"step-1/{MARKER_KEY}", lambda _: Job(run))
     with pytest.raises(SupersededError):
         zombie.delete("step-1")
     assert listed(run) == {"step-1": first}
@@ -258,7 +244,7 @@ def test_older_versions_do_not_rewrite_a_marker_with_a_claim(run: MemoryStore) -
 
 
 def decode_marker_of(run: MemoryStore, name: str) -> Any:
-    found = commits.read_marker(Process(run).at(name))
+    found = read_marker(Process(run).at(name))
     assert found is not None
     return found[0]
 
@@ -286,15 +272,14 @@ def test_zombies_that_beat_a_commit_are_replaced(run: MemoryStore) -> None:
     late = successor.begin("step-1")
     key = f"step-1/{MARKER_KEY}"
 
-    def beat() -> None:
-        run.on_put = None
+    def beat(_: Put) -> None:
         with pytest.raises(SupersededError):
             ends.pop()() if ends else second.save("step-1")
-        run.on_put = on(key, beat) if not again else on(key, UNANSWERED)
+        run.on_put = in_turn(key, beat) if not again else in_turn(key, UNANSWERED)
         again.append(True)
 
     again: list[bool] = []
-    run.on_put = on(key, beat)
+    run.on_put = in_turn(key, beat)
     done = late()
     assert listed(run) == {"step-1": done.commit_id}
     assert len(done.marker.log) == 2
@@ -339,12 +324,11 @@ def test_a_commit_that_a_sweep_fenced_off_is_not_put_over_a_zombies(
         with pytest.raises(SupersededError):
             zombie.save("step-1", overwrite=True)
 
-    def fence_and_commit() -> None:
-        run.on_put = None
+    def fence_and_commit(_: Put) -> None:
         for do in (fence, commit) if order == "fence first" else (commit, fence):
             do()
 
-    run.on_put = on(f"step-1/{MARKER_KEY}", fence_and_commit)
+    run.on_put = in_turn(f"step-1/{MARKER_KEY}", fence_and_commit)
     with pytest.raises(CommitLostError):
         late()
     assert listed(run) == {}
@@ -462,11 +446,8 @@ def test_a_step_that_somebody_rewrites_during_the_take_over_is_not_lost(run: Mem
     """A pin, which belongs to no job, comes right before the step is adopted."""
     before = {"step-1": Job(run).save("step-1")}
 
-    def pins() -> None:
-        run.on_put = None
-        pin(Process(run).at("step-1"), "paper", clock=TickingClock())
-
-    run.on_put = on(f"step-1/{MARKER_KEY}", pins)
+    step = Process(run).at("step-1")
+    run.on_put = in_turn(f"step-1/{MARKER_KEY}", lambda _: pin(step, "paper", clock=TickingClock()))
     Job(run)
     assert listed(run) == before
     assert decode_marker_of(run, "step-1").pins == ("paper",)
@@ -509,7 +490,7 @@ def test_a_take_over_whose_answers_are_lost_comes_true(
     run: MemoryStore, key: str, fate: Fate, which: int
 ) -> None:
     before = {"step-1": Job(run).save("step-1")}
-    run.on_put = on(key, *[None] * (which - 1), fate)
+    run.on_put = in_turn(key, *[None] * (which - 1), fate)
     successor = Job(run)
     run.deliver()
     before["step-2"] = successor.save("step-2")
@@ -520,7 +501,7 @@ def test_a_take_over_whose_answers_are_lost_comes_true(
 def test_a_take_over_without_answers_is_unknown_and_the_next_one_works(run: MemoryStore) -> None:
     before = {"step-1": Job(run).save("step-1")}
     for key in (CLAIM_KEY, f"step-1/{MARKER_KEY}"):
-        run.on_put = on(key, *[UNANSWERED] + [LOST] * 1000)
+        run.on_put = in_turn(key, *[UNANSWERED] + [LOST] * 1000)
 
         def refuse(asked: str, key: str = key) -> None:
             if asked == key and run.puts[-1].key == key:

@@ -19,6 +19,8 @@ from dcp_objstore.checkpoint.names import (
     index_key,
     new_nonce,
 )
+from dcp_objstore.checkpoint.publish import publish_dot_metadata
+from dcp_objstore.checkpoint.read import explain_missing, open_committed, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -47,6 +49,7 @@ from tests.support.memory_store import (
     MemoryStore,
     Put,
     TickingClock,
+    in_turn,
 )
 
 
@@ -93,24 +96,11 @@ def save(
 
 def rewrite(store: MemoryStore, **changes: object) -> Marker:
     """Put the marker with other fields, as a deleter or a sweep would."""
-    found = commits.read_marker(store)
+    found = read_marker(store)
     assert found is not None
     marker = msgspec.structs.replace(found[0], write_id=new_id(), **changes)
     store.put(MARKER_KEY, encode_marker(marker), precondition=IfVersion(found[1]))
     return marker
-
-
-def on_marker(*fates: Fate | BaseException | Callable[[Put], Fate | BaseException | None] | None):
-    """Meet the PUTs of the marker with these fates, in turn; later ones pass."""
-    left = list(fates)
-
-    def decide(put: Put) -> Fate | BaseException | None:
-        if put.key != MARKER_KEY or not left:
-            return None
-        fate = left.pop(0)
-        return fate(put) if callable(fate) else fate
-
-    return decide
 
 
 def marker_puts(store: MemoryStore) -> list[Put]:
@@ -147,7 +137,7 @@ def test_commit_is_one_conditional_put_after_objects_and_index(store: MemoryStor
     assert marker.user_metadata == {"loss": 0.5}
     assert marker.index is not None
     assert marker.index.sha256 == hashlib.sha256(b"an index").hexdigest()
-    assert commits.open_committed(store) == (marker, b"an index")
+    assert open_committed(store) == (marker, b"an index")
 
 
 def test_committed_checkpoint_is_refused_without_overwrite(store: MemoryStore) -> None:
@@ -162,7 +152,7 @@ def test_overwrite_logs_the_replaced_commit_and_uses_its_version(store: MemorySt
     first = save(store)
     token = commits.begin(store, overwrite=True)
     second = finish(store, token)
-    marker, _ = commits.open_committed(store)
+    marker, _ = open_committed(store)
     assert marker == second.marker
     assert marker.generation == 2
     assert marker.log == (first.commit_id,)
@@ -183,12 +173,12 @@ def test_tombstone_counts_as_absent_and_is_what_the_next_commit_replaces(
     first = save(store)
     tombstone = rewrite(store, state="deleted")
     with pytest.raises(CheckpointNotFoundError, match="deleted"):
-        commits.open_committed(store)
+        open_committed(store)
     token = commits.begin(store, overwrite=False)
     assert token.marker == tombstone
     second = finish(store, token)
     assert isinstance(marker_puts(store)[-1].precondition, IfVersion)
-    assert commits.open_committed(store)[0].log == (first.commit_id,)
+    assert open_committed(store)[0].log == (first.commit_id,)
     assert second.marker.generation == 2
 
 
@@ -197,17 +187,17 @@ def test_a_deletion_that_a_crash_left_does_not_block_saving(
     store: MemoryStore, overwrite: bool
 ) -> None:
     first = save(store)
-    commits.publish_dot_metadata(store, first.commit_id, b"first")
+    publish_dot_metadata(store, first.commit_id, b"first")
     rewrite(store, state="deleting")
     with pytest.raises(CheckpointNotFoundError, match="being deleted"):
-        commits.open_committed(store)
+        open_committed(store)
     token = commits.begin(store, overwrite=overwrite)
     # Now, not at the commit: whoever finished it meanwhile would defeat this save.
     assert token.marker is not None
     assert token.marker.state == "deleted"
     assert DOT_METADATA_KEY not in store.objects
     done = finish(store, token)
-    assert commits.open_committed(store)[0].log == (first.commit_id,)
+    assert open_committed(store)[0].log == (first.commit_id,)
     assert not done.superseded
 
 
@@ -235,7 +225,7 @@ def test_what_is_committed_while_a_save_finishes_a_deletion_is_not_replaced_unas
     store.on_delete = overtake
     with pytest.raises(CheckpointExistsError):
         commits.begin(store, overwrite=False)
-    assert commits.open_committed(store)[0].commit_id == others[0].commit_id
+    assert open_committed(store)[0].commit_id == others[0].commit_id
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -280,7 +270,7 @@ def test_unrelated_objects_do_not_disturb_a_commit(store: MemoryStore) -> None:
         store.put(f"{i:02}/other", b"x")
         store.put(f"zz{i}", b"x")
     save(store)
-    assert commits.open_committed(store)[1] == b"an index"
+    assert open_committed(store)[1] == b"an index"
 
 
 def test_failed_listing_or_index_put_commits_nothing(store: MemoryStore) -> None:
@@ -314,7 +304,7 @@ def test_of_two_writers_with_one_begin_state_exactly_one_wins(store: MemoryStore
         with pytest.raises(CommitLostError) as caught:
             finish(store, two, index=b"the loser's")
         assert winner.commit_id in str(caught.value)
-        marker, index = commits.open_committed(store)
+        marker, index = open_committed(store)
         assert (marker.commit_id, index) == (winner.commit_id, b"the winner's")
         assert before.items() <= store.objects.items()  # nothing of the winner's changed
 
@@ -326,10 +316,10 @@ def test_of_two_writers_whose_marker_puts_cross_exactly_one_wins(store: MemorySt
     def overtake(_: Put) -> None:
         others.append(finish(store, two))
 
-    store.on_put = on_marker(overtake)
+    store.on_put = in_turn(MARKER_KEY, overtake)
     with pytest.raises(CommitLostError):
         finish(store, one)
-    assert commits.open_committed(store)[0].commit_id == others[0].commit_id
+    assert open_committed(store)[0].commit_id == others[0].commit_id
 
 
 def test_deletion_since_begin_defeats_an_overwrite(store: MemoryStore) -> None:
@@ -347,7 +337,7 @@ def test_marker_removed_by_hand_since_begin_defeats_an_overwrite(store: MemorySt
         save(store, overwrite=True)
         token = commits.begin(store, overwrite=True)
         store.delete(MARKER_KEY)
-        store.on_put = on_marker(answer)
+        store.on_put = in_turn(MARKER_KEY, answer)
         with pytest.raises(CommitLostError, match="removed"):
             finish(store, token)
         assert MARKER_KEY not in store.objects
@@ -357,11 +347,11 @@ def test_marker_removed_by_hand_since_begin_defeats_an_overwrite(store: MemorySt
 
 
 def test_put_that_took_effect_without_an_answer_is_a_success(store: MemoryStore) -> None:
-    store.on_put = on_marker(UNANSWERED)
+    store.on_put = in_turn(MARKER_KEY, UNANSWERED)
     done = save(store)
     assert not done.superseded
     assert len(marker_puts(store)) == 1
-    assert commits.open_committed(store)[0] == done.marker
+    assert open_committed(store)[0] == done.marker
 
 
 def test_put_that_took_effect_but_answers_conflict_is_a_success(store: MemoryStore) -> None:
@@ -371,21 +361,21 @@ def test_put_that_took_effect_but_answers_conflict_is_a_success(store: MemorySto
         store.apply(put)
         return PreconditionFailedError("412")
 
-    store.on_put = on_marker(doubled)
+    store.on_put = in_turn(MARKER_KEY, doubled)
     done = save(store)
-    assert commits.open_committed(store)[0] == done.marker
+    assert open_committed(store)[0] == done.marker
 
 
 def test_a_put_without_an_effect_is_sent_again_with_the_same_body(store: MemoryStore) -> None:
     """S3 may answer 409 to a conditional PUT although nobody else wins."""
-    store.on_put = on_marker(LOST, LOST, PreconditionFailedError("409"))
+    store.on_put = in_turn(MARKER_KEY, LOST, LOST, PreconditionFailedError("409"))
     done = save(store)
     puts = marker_puts(store)
     assert len(puts) == 4
     assert len({put.data for put in puts}) == 1
     assert len({put.precondition for put in puts}) == 1
     assert not any(put.retry for put in puts)
-    assert commits.open_committed(store)[0] == done.marker
+    assert open_committed(store)[0] == done.marker
 
 
 @pytest.mark.parametrize(
@@ -408,7 +398,7 @@ def test_what_lost_its_answer_is_a_success_whatever_came_then(
         after.append(store.body(MARKER_KEY))
         return StoreUnavailableError("no answer")
 
-    store.on_put = on_marker(land_and_be_followed)
+    store.on_put = in_turn(MARKER_KEY, land_and_be_followed)
     done = save(store)
     assert done.superseded is superseded
     assert store.body(MARKER_KEY) == after[-1]
@@ -417,12 +407,12 @@ def test_what_lost_its_answer_is_a_success_whatever_came_then(
 
 
 def test_late_put_cannot_undo_a_commit_that_was_resent(store: MemoryStore) -> None:
-    store.on_put = on_marker(DELAYED)
+    store.on_put = in_turn(MARKER_KEY, DELAYED)
     done = save(store)
     after = store.body(MARKER_KEY)
     assert store.deliver() == [False]
     assert store.body(MARKER_KEY) == after
-    assert commits.open_committed(store)[0] == done.marker
+    assert open_committed(store)[0] == done.marker
 
 
 def test_silence_until_the_deadline_is_unknown_and_deletes_nothing(store: MemoryStore) -> None:
@@ -440,7 +430,7 @@ def test_silence_until_the_deadline_is_unknown_and_deletes_nothing(store: Memory
     assert left == set(store.objects)
     # And so the commit that lands after all is whole.
     assert store.deliver()[0]
-    assert commits.open_committed(store)[1] == b"an index"
+    assert open_committed(store)[1] == b"an index"
 
 
 def test_store_that_cannot_be_read_after_a_lost_answer_is_unknown(store: MemoryStore) -> None:
@@ -458,7 +448,7 @@ def test_store_that_cannot_be_read_after_a_lost_answer_is_unknown(store: MemoryS
     with pytest.raises(CommitUnknownError):
         finish(store, token, uploaded)
     store.on_get = None
-    assert commits.open_committed(store)[1] == b"an index"
+    assert open_committed(store)[1] == b"an index"
 
 
 REFUSALS = [PermissionDeniedError, CredentialsError, UnsupportedError, ConfigError, InputError]
@@ -474,11 +464,11 @@ def test_a_refusal_is_not_believed_before_the_marker_is_read(
         store.apply(put)
         return kind("no")
 
-    store.on_put = on_marker(landed)
+    store.on_put = in_turn(MARKER_KEY, landed)
     done = save(store)
     assert not done.superseded
     assert len(marker_puts(store)) == 1
-    assert commits.open_committed(store)[0] == done.marker
+    assert open_committed(store)[0] == done.marker
 
 
 @pytest.mark.parametrize("lands", [False, True])
@@ -512,7 +502,7 @@ def test_refusal_of_the_first_put_is_raised_at_once(
 ) -> None:
     clock = TickingClock()
     token = commits.begin(store, overwrite=False)
-    store.on_put = on_marker(kind("no"), kind("no"))
+    store.on_put = in_turn(MARKER_KEY, kind("no"), kind("no"))
     with pytest.raises(kind):
         finish(store, token, clock=clock)
     assert len(marker_puts(store)) == 1
@@ -525,12 +515,12 @@ def test_refusal_after_an_unanswered_put_does_not_hide_that_it_may_land(
 ) -> None:
     """Credentials that expire between two PUTs say nothing of the first one."""
     token = commits.begin(store, overwrite=False)
-    store.on_put = on_marker(DELAYED, *[CredentialsError("expired")] * 1000)
+    store.on_put = in_turn(MARKER_KEY, DELAYED, *[CredentialsError("expired")] * 1000)
     with pytest.raises(CommitUnknownError):
         finish(store, token)
     store.on_put = None
     assert store.deliver() == [True]
-    assert commits.open_committed(store)[1] == b"an index"
+    assert open_committed(store)[1] == b"an index"
 
 
 def test_unreadable_marker_after_a_lost_answer_is_unknown(store: MemoryStore) -> None:
@@ -540,7 +530,7 @@ def test_unreadable_marker_after_a_lost_answer_is_unknown(store: MemoryStore) ->
         store.put(MARKER_KEY, b"{}")
         return LOST
 
-    store.on_put = on_marker(damaged)
+    store.on_put = in_turn(MARKER_KEY, damaged)
     clock = TickingClock()
     with pytest.raises(CommitUnknownError, match="damaged"):
         finish(store, token, clock=clock)
@@ -554,15 +544,15 @@ def test_unfenced_commit_sends_no_condition(store: MemoryStore) -> None:
 
     store.on_put = refuse_conditions
     done = finish(store, commits.begin(store, overwrite=False), fenced=False)
-    assert commits.publish_dot_metadata(store, done.commit_id, b"ours", fenced=False)
-    assert commits.open_committed(store)[0] == done.marker
+    assert publish_dot_metadata(store, done.commit_id, b"ours", fenced=False)
+    assert open_committed(store)[0] == done.marker
 
 
 # --- .metadata
 
 
 def publish(store: MemoryStore, commit_id: str, body: bytes) -> bool:
-    return commits.publish_dot_metadata(store, commit_id, body, clock=TickingClock())
+    return publish_dot_metadata(store, commit_id, body, clock=TickingClock())
 
 
 def test_dot_metadata_is_written_and_replaced_by_the_next_commit(store: MemoryStore) -> None:
@@ -623,7 +613,7 @@ def test_dot_metadata_that_cannot_be_written_is_an_error_and_the_commit_stands(
         store.on_put = lambda put, fate=fate: fate
         with pytest.raises(kind):
             publish(store, done.commit_id, b"ours")
-    assert commits.open_committed(store)[0] == done.marker
+    assert open_committed(store)[0] == done.marker
 
 
 # --- reading
@@ -632,7 +622,7 @@ def test_dot_metadata_that_cannot_be_written_is_an_error_and_the_commit_stands(
 def test_absence_is_explained(store: MemoryStore) -> None:
     def reason() -> str:
         with pytest.raises(CheckpointNotFoundError) as caught:
-            commits.open_committed(store)
+            open_committed(store)
         return str(caught.value)
 
     assert "nothing here" in reason()
@@ -655,7 +645,7 @@ def test_absence_is_explained(store: MemoryStore) -> None:
 def test_opening_a_committed_checkpoint_never_lists(store: MemoryStore) -> None:
     done = save(store)
     store.requests.clear()
-    commits.open_committed(store)
+    open_committed(store)
     assert done.marker.index is not None
     assert store.requests == [("get", MARKER_KEY), ("get", done.marker.index.key)]
 
@@ -669,7 +659,7 @@ def test_damaged_or_missing_index_is_corrupt(store: MemoryStore, body: bytes | N
     if body is not None:
         store.put(key, body)
     with pytest.raises(CheckpointCorruptError) as caught:
-        commits.open_committed(store)
+        open_committed(store)
     assert caught.value.object_key == key
 
 
@@ -693,14 +683,14 @@ def test_index_that_went_with_its_commit_is_gone_not_corrupt(store: MemoryStore,
 
     store.on_get = meanwhile
     with pytest.raises(CheckpointGoneError, match="replaced" if how == "replaced" else "deleted"):
-        commits.open_committed(store)
+        open_committed(store)
 
 
 def test_missing_object_is_explained_by_the_marker(store: MemoryStore) -> None:
     done = save(store)
 
     def explain() -> DcpObjstoreError:
-        return commits.explain_missing(store, done.commit_id, "__0_0.x.distcp")
+        return explain_missing(store, done.commit_id, "__0_0.x.distcp")
 
     assert isinstance(explain(), CheckpointCorruptError)
     rewrite(store)  # a sweep: the same commit
@@ -724,7 +714,7 @@ def test_damaged_marker_is_never_taken_for_absence(store: MemoryStore) -> None:
         with pytest.raises(CheckpointCorruptError):
             commits.begin(store, overwrite=False)
         with pytest.raises(CheckpointCorruptError) as caught:
-            commits.open_committed(store)
+            open_committed(store)
         assert caught.value.object_key == MARKER_KEY
 
 
@@ -736,7 +726,7 @@ def test_damaged_marker_is_replaced_when_that_is_asked_for(
     store.put(MARKER_KEY, damage(store.body(MARKER_KEY)))
     committed = save(store, overwrite=True)
     assert not committed.superseded
-    assert commits.open_committed(store)[0].commit_id == committed.commit_id
+    assert open_committed(store)[0].commit_id == committed.commit_id
 
 
 def test_of_two_who_replace_a_damaged_marker_one_loses(store: MemoryStore) -> None:
@@ -745,7 +735,7 @@ def test_of_two_who_replace_a_damaged_marker_one_loses(store: MemoryStore) -> No
     committed = finish(store, first)
     with pytest.raises(CommitLostError):
         finish(store, second)
-    assert commits.open_committed(store)[0].commit_id == committed.commit_id
+    assert open_committed(store)[0].commit_id == committed.commit_id
 
 
 def test_marker_that_is_repaired_while_it_is_looked_at_is_not_replaced(store: MemoryStore) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
+from dcp_objstore.checkpoint.publish import publish_dot_metadata
+from dcp_objstore.checkpoint.read import open_committed
 from dcp_objstore.checkpoint.repair import repair
 from dcp_objstore.checkpoint.sweep import sweep
 from dcp_objstore.errors import StoreUnavailableError
@@ -71,8 +72,8 @@ def test_what_a_late_publication_makes_obsolete_is_kept_for_the_grace_period() -
     old = upkeep.named(store)
     done = upkeep.save(store, overwrite=True, publish=False)
     store.age()
-    body = DESCRIBED.derive(commits.open_committed(store)[1])
-    assert commits.publish_dot_metadata(store, done.commit_id, body)
+    body = DESCRIBED.derive(open_committed(store)[1])
+    assert publish_dot_metadata(store, done.commit_id, body)
     assert sweep(store, dot_metadata=DESCRIBED).outcome == "waiting"
     assert old <= upkeep.keys(store)
 

@@ -19,6 +19,7 @@ from dcp_objstore.checkpoint.names import (
     new_nonce,
 )
 from dcp_objstore.checkpoint.pins import pin, unpin
+from dcp_objstore.checkpoint.read import explain_missing, open_committed, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
@@ -32,7 +33,15 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.protocol import IfVersion
-from tests.support.memory_store import DELAYED, LOST, UNANSWERED, MemoryStore, Put, TickingClock
+from tests.support.memory_store import (
+    DELAYED,
+    LOST,
+    UNANSWERED,
+    MemoryStore,
+    Put,
+    TickingClock,
+    in_turn,
+)
 from tests.support.upkeep import finish, keys, loose, named, save, state, tear, upload
 from tests.support.wrapped_stores import Fault, FaultStore
 
@@ -48,12 +57,12 @@ def test_deleted_checkpoint_is_gone_for_readers_and_its_objects_stay(real: Objec
     assert (report.commit_id, report.objects, report.removed_objects) == (done.commit_id, 2, 0)
     assert report.total_bytes == done.marker.counts.total_bytes > 0
     assert keys(real) == {MARKER_KEY, *data}
-    found = commits.read_marker(real)
+    found = read_marker(real)
     assert found is not None
     assert (found[0].state, found[0].commit_id) == ("deleted", done.commit_id)
     assert found[0].index == done.marker.index
     with pytest.raises(CheckpointNotFoundError, match="was deleted"):
-        commits.open_committed(real)
+        open_committed(real)
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
@@ -75,8 +84,8 @@ def test_deleted_checkpoint_can_be_saved_again(real: ObjectStore) -> None:
     go(real, now=True)
     second = save(real)
     assert named(real) == loose(real) | named(real)
-    assert commits.open_committed(real)[0].log == (first.commit_id,)
-    assert commits.open_committed(real)[0].commit_id == second.commit_id
+    assert open_committed(real)[0].log == (first.commit_id,)
+    assert open_committed(real)[0].commit_id == second.commit_id
 
 
 def test_what_is_not_there_is_not_deleted(store: MemoryStore) -> None:
@@ -119,14 +128,7 @@ def test_pinned_checkpoint_is_not_deleted_until_it_is_unpinned(real: ObjectStore
 
 def test_a_pin_that_comes_between_reading_and_deleting_wins(store: MemoryStore) -> None:
     save(store)
-    pinned = []
-
-    def first(put: Put) -> None:
-        if put.key == MARKER_KEY and not pinned:
-            pinned.append(True)
-            pin(store, "paper", clock=TickingClock())
-
-    store.on_put = first
+    store.on_put = in_turn(MARKER_KEY, lambda _: pin(store, "paper", clock=TickingClock()))
     with pytest.raises(CheckpointPinnedError, match="paper"):
         go(store, now=True)
     assert state(store) == "committed"
@@ -137,33 +139,24 @@ def test_a_pin_that_comes_between_reading_and_deleting_wins(store: MemoryStore) 
 def test_a_commit_that_comes_between_reading_and_deleting_wins(store: MemoryStore) -> None:
     save(store)
     saved = []
-
-    def first(put: Put) -> None:
-        if put.key == MARKER_KEY and not saved:
-            saved.append(None)
-            saved.append(save(store, overwrite=True))
-
-    store.on_put = first
+    store.on_put = in_turn(MARKER_KEY, lambda _: saved.append(save(store, overwrite=True)))
     with pytest.raises(LostRaceError, match="replaced"):
         go(store, now=True)
-    assert commits.open_committed(store)[0].commit_id == saved[1].commit_id
+    assert open_committed(store)[0].commit_id == saved[0].commit_id
     named(store)
     assert DOT_METADATA_KEY in store.objects
 
 
 def test_a_fence_that_comes_between_does_not_keep_it_from_being_deleted(store: MemoryStore) -> None:
     save(store)
-    fenced = []
 
-    def first(put: Put) -> None:
-        if put.key == MARKER_KEY and not fenced:
-            fenced.append(True)
-            found = commits.read_marker(store)
-            assert found is not None
-            marker = msgspec.structs.replace(found[0], write_id=new_id())
-            store.put(MARKER_KEY, encode_marker(marker), precondition=IfVersion(found[1]))
+    def fence(_: Put) -> None:
+        found = read_marker(store)
+        assert found is not None
+        marker = msgspec.structs.replace(found[0], write_id=new_id())
+        store.put(MARKER_KEY, encode_marker(marker), precondition=IfVersion(found[1]))
 
-    store.on_put = first
+    store.on_put = in_turn(MARKER_KEY, fence)
     go(store)
     assert state(store) == "deleted"
 
@@ -185,7 +178,7 @@ def test_while_it_is_being_deleted_it_is_neither_read_nor_saved(store: MemorySto
         go(store)
     assert state(store) == "deleting"
     with pytest.raises(CheckpointNotFoundError, match="being deleted"):
-        commits.open_committed(store)
+        open_committed(store)
     with pytest.raises(StoreUnavailableError):
         commits.begin(store, overwrite=True)  # it would finish that first
     with pytest.raises(CheckpointNotFoundError, match="being deleted"):
@@ -220,7 +213,7 @@ def test_cut_anywhere_the_same_call_finishes_it(now: bool) -> None:
             named(store)
         else:
             with pytest.raises(CheckpointNotFoundError):
-                commits.open_committed(store)
+                open_committed(store)
         try:
             go(store, now=now)
         except CheckpointNotFoundError as error:
@@ -236,15 +229,7 @@ def test_cut_anywhere_the_same_call_finishes_it(now: bool) -> None:
 @pytest.mark.parametrize("number", [1, 2], ids=["deleting", "deleted"])
 def test_lost_and_late_answers_are_found_out(store: MemoryStore, fate, number: int) -> None:
     save(store)
-    markers = []
-
-    def decide(put: Put):
-        if put.key == MARKER_KEY:
-            markers.append(put)
-            return fate if len(markers) == number else None
-        return None
-
-    store.on_put = decide
+    store.on_put = in_turn(MARKER_KEY, *[None] * (number - 1), fate)
     go(store, now=True)
     store.deliver()
     assert set(store.objects) == {MARKER_KEY}
@@ -290,14 +275,14 @@ def test_a_deleter_that_was_paused_over_a_new_save_says_so(store: MemoryStore) -
     store.on_delete = other
     report = go(store, now=True)
     assert report.superseded
-    assert commits.open_committed(store)[0].commit_id == seen[1].commit_id
+    assert open_committed(store)[0].commit_id == seen[1].commit_id
     named(store)
 
 
 def test_reader_in_the_middle_is_told_that_the_checkpoint_has_gone(store: MemoryStore) -> None:
     done = save(store)
     go(store, now=True)
-    error = commits.explain_missing(store, done.commit_id, "__0_0.x.distcp")
+    error = explain_missing(store, done.commit_id, "__0_0.x.distcp")
     assert isinstance(error, CheckpointGoneError)
 
 

@@ -9,7 +9,7 @@ from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import MAX_PINS
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.checkpoint.pins import pin, unpin
-from dcp_objstore.checkpoint.read import read_marker
+from dcp_objstore.checkpoint.read import open_committed, read_marker
 from dcp_objstore.checkpoint.sweep import sweep
 from dcp_objstore.errors import (
     CheckpointExistsError,
@@ -20,7 +20,14 @@ from dcp_objstore.errors import (
     ConfigError,
 )
 from dcp_objstore.stores import ObjectStore
-from tests.support.memory_store import DELAYED, LOST, UNANSWERED, MemoryStore, Put, TickingClock
+from tests.support.memory_store import (
+    DELAYED,
+    LOST,
+    UNANSWERED,
+    MemoryStore,
+    TickingClock,
+    in_turn,
+)
 from tests.support.upkeep import DESCRIBED, AgedStore, finish, named, save, state, tear, upload
 
 
@@ -36,7 +43,7 @@ def test_a_pin_stays_until_it_is_removed_and_the_commit_with_it(real: ObjectStor
     done = save(store)
     assert pin(store, "paper") == pin(store, "paper") == ("paper",)
     assert pin(store, "ö 1") == ("paper", "ö 1")
-    marker = commits.open_committed(store)[0]
+    marker = open_committed(store)[0]
     assert (marker.pins, marker.commit_id) == (("paper", "ö 1"), done.commit_id)
     assert marker.write_id != done.marker.write_id
     with pytest.raises(CheckpointPinnedError):
@@ -67,7 +74,7 @@ def test_an_overwrite_under_way_does_not_replace_what_was_pinned_meanwhile(
     pin(store, "paper")
     with pytest.raises(CommitLostError):
         finish(store, token, index, clock=TickingClock())
-    assert commits.open_committed(store)[0].commit_id == done.commit_id
+    assert open_committed(store)[0].commit_id == done.commit_id
     named(store)
 
 
@@ -83,14 +90,7 @@ def test_a_sweep_keeps_pins(store: MemoryStore) -> None:
 
 def test_two_pins_at_once_are_both_set(store: MemoryStore) -> None:
     save(store)
-    seen = []
-
-    def other(put: Put) -> None:
-        if put.key == MARKER_KEY and not seen:
-            seen.append(True)
-            pin(store, "other", clock=TickingClock())
-
-    store.on_put = other
+    store.on_put = in_turn(MARKER_KEY, lambda _: pin(store, "other", clock=TickingClock()))
     pin(store, "mine", clock=TickingClock())
     assert set(pins_of(store)) == {"mine", "other"}
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_objstore.checkpoint import commit as commits, probe
+from dcp_objstore.checkpoint import probe
 from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
+from dcp_objstore.checkpoint.read import open_committed, read_marker
 from dcp_objstore.checkpoint.repair import RepairReport, repair
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -15,7 +16,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.protocol import Capabilities
-from tests.support.memory_store import MemoryStore, Put, TickingClock
+from tests.support.memory_store import MemoryStore, TickingClock, in_turn
 from tests.support.upkeep import DESCRIBED, keys, named, save, state, tear
 from tests.support.wrapped_stores import Fault, FaultStore
 
@@ -26,7 +27,7 @@ def go(store: ObjectStore, *, dry_run: bool = False) -> RepairReport:
 
 def in_line(store: ObjectStore) -> bool:
     body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
-    return DESCRIBED.describes(body, commits.open_committed(store)[1])
+    return DESCRIBED.describes(body, open_committed(store)[1])
 
 
 def test_missing_dot_metadata_is_written(real: ObjectStore) -> None:
@@ -45,9 +46,9 @@ def test_the_marker_is_rewritten_only_where_that_can_lose_no_save(store: MemoryS
         store.capabilities = Capabilities(conditional_update=can_update)
         probe.forget()
         store.delete(DOT_METADATA_KEY)
-        before = commits.read_marker(store)
+        before = read_marker(store)
         assert go(store).dot_metadata == "written"
-        return commits.read_marker(store) != before
+        return read_marker(store) != before
 
     save(store)
     assert written(can_update=True)
@@ -129,15 +130,9 @@ def test_a_save_that_comes_while_dot_metadata_is_removed_has_its_own_afterwards(
 def test_an_overwrite_that_comes_between_has_the_last_word(store: MemoryStore) -> None:
     save(store, publish=False)
     saved = []
-
-    def meanwhile(put: Put) -> None:
-        if put.key == DOT_METADATA_KEY and not saved:
-            saved.append(None)
-            saved.append(save(store, overwrite=True))
-
-    store.on_put = meanwhile
+    store.on_put = in_turn(DOT_METADATA_KEY, lambda _: saved.append(save(store, overwrite=True)))
     report = go(store)
-    assert report.commit_id == saved[1].commit_id
+    assert report.commit_id == saved[0].commit_id
     assert in_line(store)
 
 

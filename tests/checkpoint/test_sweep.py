@@ -23,7 +23,7 @@ from dcp_objstore.checkpoint.names import (
     new_nonce,
 )
 from dcp_objstore.checkpoint.pins import pin, unpin
-from dcp_objstore.checkpoint.read import find_marker
+from dcp_objstore.checkpoint.read import find_marker, open_committed
 from dcp_objstore.checkpoint.sweep import CheckpointSweep, sweep
 from dcp_objstore.checkpoint.sweep_plan import GRACE_SECONDS, plan_sweep
 from dcp_objstore.errors import (
@@ -35,7 +35,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import ObjectMeta, UnfinishedUpload, Version
-from tests.support.memory_store import LOST, UNANSWERED, MemoryStore, Put, TickingClock
+from tests.support.memory_store import LOST, UNANSWERED, MemoryStore, TickingClock, in_turn
 from tests.support.servers import Bucket
 from tests.support.upkeep import (
     DAY_SECONDS,
@@ -124,7 +124,7 @@ def test_what_an_overwrite_replaced_goes_after_the_grace_period(real: AgedStore)
     done = go(real)
     assert (done.outcome, done.deleted) == ("swept", 3)
     assert keys(real) == {MARKER_KEY, DOT_METADATA_KEY, *named(real)}
-    assert commits.open_committed(real)[0].commit_id == second.commit_id
+    assert open_committed(real)[0].commit_id == second.commit_id
 
 
 def test_objects_of_a_deleted_checkpoint_go_after_the_grace_period(real: AgedStore) -> None:
@@ -196,14 +196,7 @@ def test_writer_that_commits_between_the_listing_and_the_fence_wins(store: AgedS
         index = upload(store)
         store.age()
         inner: MemoryStore = store.inner  # type: ignore[assignment]
-        seen: list[bool] = []
-
-        def first(put: Put, token=token, index=index, seen=seen) -> None:
-            if put.key == MARKER_KEY and not seen:
-                seen.append(True)
-                finish(store, token, index)
-
-        inner.on_put = first
+        inner.on_put = in_turn(MARKER_KEY, lambda _, args=(token, index): finish(store, *args))
         done = go(store)
         inner.on_put = None
         assert (done.outcome, done.deleted) == ("lost", 1)  # its beacon, which looked old
@@ -314,12 +307,7 @@ def test_a_superseded_step_that_somebody_pins_or_changes_first_stays(store: Aged
     save(store)
     store.age()
     inner: MemoryStore = store.inner  # type: ignore[assignment]
-
-    def first(put: Put) -> None:
-        inner.on_put = None
-        pin(inner, "look at it")
-
-    inner.on_put = first
+    inner.on_put = in_turn(MARKER_KEY, lambda _: pin(inner, "look at it"))
     assert go(store, base=1).outcome == "lost"
     store.age()
     assert not go(store, base=1).superseded  # it is pinned
@@ -365,7 +353,7 @@ def test_stale_dot_metadata_is_mended_before_anything_is_removed(real: AgedStore
     assert replaced <= keys(real)
     body = real.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
     assert body != old
-    assert DESCRIBED.describes(body, commits.open_committed(real)[1])
+    assert DESCRIBED.describes(body, open_committed(real)[1])
     # Stock readers that opened the old one have another grace period.
     assert go(real).outcome == "waiting"
     real.age()
@@ -385,7 +373,7 @@ def test_dot_metadata_is_mended_even_if_there_is_nothing_to_remove(
     done = go(store)
     assert (done.outcome, done.dot_metadata) == ("mended", "written")
     body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
-    assert body == DESCRIBED.derive(commits.open_committed(store)[1])
+    assert body == DESCRIBED.derive(open_committed(store)[1])
     assert go(store).outcome == "clean"
 
 

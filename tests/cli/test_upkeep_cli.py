@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint.commit import open_committed
+from dcp_objstore.checkpoint.read import open_committed
 from dcp_objstore.cli import upkeep
 from dcp_objstore.errors import (
     CheckpointNotFoundError,

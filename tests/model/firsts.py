@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint.clock import tries_until
+from dcp_objstore.checkpoint.read import read_marker
 from tests.model.programs import FAILED, UNKNOWN, Program, deleter, pinner, saver
 from tests.model.stage import HOUR_SECONDS, ROOT, Actor, Stage, StageClock
 from tests.model.world import DOT, MARKER
@@ -48,7 +49,7 @@ def stale(stage: Stage) -> None:
 def deleting(stage: Stage) -> None:
     committed(stage)
     store, clock = Actor(stage, "before").connect(), StageClock(stage.bucket)
-    found = commits.read_marker(store)
+    found = read_marker(store)
     assert found
     assert commits.rewrite_marker(
         store, found, "the deletion", tries_until(60.0, clock), state="deleting"

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 from dcp_objstore.checkpoint import commit as commits, index as ix
 from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.pins import pin, unpin
-from dcp_objstore.checkpoint.read import explain_missing
+from dcp_objstore.checkpoint.publish import publish_dot_metadata
+from dcp_objstore.checkpoint.read import explain_missing, open_committed
 from dcp_objstore.checkpoint.repair import repair
 from dcp_objstore.checkpoint.sweep import sweep
 from dcp_objstore.errors import (
@@ -101,7 +102,7 @@ def saver(*, overwrite: bool, deadline_seconds: float = 60.0, ranks: int = 2) ->
         done = upkeep.commit(store, token, index, **settings)
         body = DESCRIBED.derive(ix.encode(index))
         with suppress(DcpObjstoreError):  # it is committed all the same
-            commits.publish_dot_metadata(store, done.commit_id, body, **settings)
+            publish_dot_metadata(store, done.commit_id, body, **settings)
         commits.remove_beacon(store, token.beacon)
         return Answer(SUCCESS, actor, done.commit_id)
 
@@ -160,7 +161,7 @@ def pinner(name: str, *, remove: bool = False) -> Program:
 
 def _read(actor: Actor) -> Answer:
     store = actor.connect()
-    marker, body = commits.open_committed(store)
+    marker, body = open_committed(store)
     for entry in ix.decode(body).objects:
         try:
             found, _ = store.get(entry.key, max_size_bytes=entry.size_bytes)

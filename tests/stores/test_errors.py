@@ -11,6 +11,7 @@ import pytest
 
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.checkpoint.read import open_committed
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
     BucketNotFoundError,
@@ -350,6 +351,6 @@ def test_200_with_an_error_body_is_never_what_was_asked_for(scripted: Scripted) 
         store.put("k", b"x", precondition=IfVersion(Version(None, None)))
     # So whoever opens a checkpoint is told that it is damaged, and whoever saves stops.
     with pytest.raises(CheckpointCorruptError):
-        commits.open_committed(store)
+        open_committed(store)
     with pytest.raises(StoreUnavailableError, match="does not look like a store"):
         commits.begin(store, overwrite=True)

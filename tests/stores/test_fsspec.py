@@ -8,12 +8,14 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec import AbstractFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import BucketNotFoundError, ObjectNotFoundError
 from dcp_objstore.stores import ObjectStore, open_store
-from tests.contract import BucketContract, StoreContract
+from tests.contract import PART, BucketContract, ExpectedError, StoreContract, put_broken
 from tests.contract.failures import EXPECTED, VERBS
 from tests.support.scripted import Fault
 from tests.support.servers import BUCKET, FakeGcsServer
@@ -72,6 +74,53 @@ class TestUnknown(StoreContract):
         return FolderDoor(tmp_path / "some" / "where")
 
 
+class UploadedWhenClosed(AbstractBufferedFile):
+    """What fsspec's filesystems on object stores write to: parts, or one PUT if it is small."""
+
+    def _upload_chunk(self, final: bool = False) -> None:
+        self.parts = [*getattr(self, "parts", []), self.buffer.getvalue()]
+        if final:
+            self.fs.uploaded[self.path] = self.parts
+
+
+class OfAnObjectStore(AbstractFileSystem):
+    protocol = "of-an-object-store"
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self.uploaded: dict[str, list[bytes]] = {}
+
+    def _open(self, path: str, mode: str = "rb", **options: object) -> UploadedWhenClosed:
+        return UploadedWhenClosed(self, path, mode, **options)
+
+
+@pytest.fixture
+def of_an_object_store(monkeypatch: pytest.MonkeyPatch) -> OfAnObjectStore:
+    monkeypatch.setattr(OfAnObjectStore, "__module__", "ossfs.core")
+    return OfAnObjectStore(skip_instance_cache=True)
+
+
+def test_on_an_object_store_a_stream_that_breaks_off_uploads_nothing(
+    of_an_object_store: OfAnObjectStore,
+) -> None:
+    store = open_store("of-an-object-store://broken/run", {"fs": of_an_object_store})
+    assert store.capabilities.clean_abort
+    for pieces in ([b"some", b"more"], [bytes(PART), b"more"]):
+        put_broken(store, "k", pieces, ExpectedError())
+    assert of_an_object_store.uploaded == {}
+
+
+def test_on_an_object_store_a_small_object_is_one_put_and_a_large_one_goes_in_parts(
+    of_an_object_store: OfAnObjectStore,
+) -> None:
+    store = open_store("of-an-object-store://whole/run", {"fs": of_an_object_store})
+    for body in (b"", b"small"):
+        store.put("k", body)
+        assert list(of_an_object_store.uploaded.values()) == [[body]]
+    store.put_stream("k", iter([bytes(PART), b"rest"]), part_size_bytes=PART, max_concurrency=1)
+    assert list(of_an_object_store.uploaded.values()) == [[bytes(PART), b"rest"]]
+
+
 @pytest.mark.backends("seaweed")
 class TestS3fs(BucketContract):
     endpoint = {"seaweed": "SeaweedFS (s3fs)"}  # noqa: RUF012
@@ -91,6 +140,12 @@ class TestS3fs(BucketContract):
     def store_at(self, endpoint_url: str) -> ObjectStore:
         options = {"key": "a", "secret": "b", "endpoint_url": endpoint_url}
         return open_store("s3://bucket/run", options, ONCE)
+
+
+@pytest.mark.campaign
+@pytest.mark.backends("moto")
+class TestS3fsOnMoto(TestS3fs):
+    """moto's server."""
 
 
 @pytest.fixture(scope="module")

@@ -193,10 +193,9 @@ def test_a_chunk_to_gcs_that_fails_or_comes_in_part_is_sent_again(server: Script
         return 200, {}, b'{"generation": "7"}'
 
     server.answer = answer
-    version = store_over("gcsfs", server.endpoint_url).put_stream(
+    store_over("gcsfs", server.endpoint_url).put_stream(
         "k", iter([bytes(5 * MIB), b"rest"]), part_size_bytes=5 * MIB, max_concurrency=1
     )
-    assert version.version == "7"
     whole, total = 5 * MIB, 5 * MIB + 4
     assert ranges == [
         f"bytes 0-{whole - 1}/*",

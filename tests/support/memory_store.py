@@ -56,6 +56,24 @@ class Put:
 OnPut = Callable[[Put], Fate | BaseException | None]
 
 
+def in_turn(key: str, *fates: Fate | BaseException | Callable[[Put], object] | None) -> OnPut:
+    """Meet the PUTs of a key with these fates, in turn; later ones pass.
+
+    A function acts at once, as somebody else would, and may return a fate.
+    """
+    left = list(fates)
+
+    def decide(put: Put) -> Fate | BaseException | None:
+        if put.key != key or not left:
+            return None
+        fate = left.pop(0)
+        if callable(fate):
+            fate = fate(put)
+        return fate if isinstance(fate, (Fate, BaseException)) else None
+
+    return decide
+
+
 class TickingClock(Clock):
     """Time passes only in `sleep`, and there at once."""
 

@@ -11,7 +11,8 @@ from dcp_objstore.checkpoint import commit as commits, index as ix
 from dcp_objstore.checkpoint.commit import BeginToken, CommitResult
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import data_key, is_ours, new_nonce
-from dcp_objstore.checkpoint.read import find_marker
+from dcp_objstore.checkpoint.publish import publish_dot_metadata
+from dcp_objstore.checkpoint.read import find_marker, open_committed
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.digests import DIGEST_SIZE_BYTES
@@ -115,7 +116,7 @@ def save(store: ObjectStore, *, overwrite: bool = False, publish: bool = True) -
     done = finish(store, token, index)
     if publish:
         body = DESCRIBED.derive(ix.encode(index))
-        assert commits.publish_dot_metadata(store, done.commit_id, body)
+        assert publish_dot_metadata(store, done.commit_id, body)
     return done
 
 
@@ -131,7 +132,7 @@ def keys(store: ObjectStore) -> set[str]:
 
 def named(store: ObjectStore) -> set[str]:
     """The keys of the committed checkpoint; checks that each is there."""
-    marker, body = commits.open_committed(store)
+    marker, body = open_committed(store)
     assert marker.index is not None
     wanted = {marker.index.key, *(entry.key for entry in ix.decode(body).objects)}
     assert wanted <= keys(store)

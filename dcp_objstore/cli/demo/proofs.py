@@ -38,7 +38,7 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
+class FinishedLoad:
     """A finished load; bytes and seconds are those of one rank."""
 
     state: State

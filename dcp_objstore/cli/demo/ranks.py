@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from multiprocessing import connection as mp_connection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ class _Call:
     pickled: bytes
 
 
-class _Worker:
+class _RankWorker:
     def __init__(self, log: Path) -> None:
         self.log = log
         self.idle = True
@@ -201,7 +200,7 @@ class Ranks:
         self._reuse = reuse
         self._store_port = store_port
         self._directory = tempfile.TemporaryDirectory(prefix="dcp-objstore-ranks-")
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, _RankWorker] = {}
         self._numbers = itertools.count()
 
     def start(
@@ -237,14 +236,14 @@ class Ranks:
             )
         return Job(workers, time.monotonic() + timeout_seconds)
 
-    def _ready_worker(self, rank: int, number: int) -> _Worker:
+    def _ready_worker(self, rank: int, number: int) -> _RankWorker:
         worker = self._workers.get(rank)
         if worker is not None and not (worker.idle and worker.process.is_alive()):
             worker.end()
             worker = None
         if worker is None:
             log = Path(self._directory.name, f"rank-{rank}-from-job-{number}.log")
-            worker = self._workers[rank] = _Worker(log)
+            worker = self._workers[rank] = _RankWorker(log)
         return worker
 
     def end(self) -> None:
@@ -258,12 +257,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
 
@@ -276,7 +270,7 @@ class Job:
         pids: of the processes, by rank.
     """
 
-    def __init__(self, workers: list[_Worker], deadline: float) -> None:
+    def __init__(self, workers: list[_RankWorker], deadline: float) -> None:
         self.said: list[Said] = []
         self.outcomes: dict[int, Outcome] = {}
         self.pids = [worker.process.pid or 0 for worker in workers]

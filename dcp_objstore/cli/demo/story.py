@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dcp_objstore.checkpoint.commit import open_committed
 from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.checkpoint.read import open_committed
 from dcp_objstore.cli.demo import proofs
 from dcp_objstore.cli.demo.place import Place, in_bucket, on_loopback
-from dcp_objstore.cli.demo.proofs import Loaded, ProofFailedError, State
+from dcp_objstore.cli.demo.proofs import FinishedLoad, ProofFailedError, State
 from dcp_objstore.cli.demo.ranks import Job, Outcome, Ranks, Said, warm_up
 from dcp_objstore.cli.demo.report import MIB, Printer
 from dcp_objstore.cli.exits import fail
@@ -172,11 +172,11 @@ class Story:
         if step != _COMMITTED:
             raise ProofFailedError(f"step {step} is the newest committed one, not {_COMMITTED}")
         losses: dict[int, float] = {}
-        loads: list[Loaded] = []
+        loads: list[FinishedLoad] = []
         with self._training(ranks, resume_step=step) as job:
             for said in job.messages():
                 match said.message:
-                    case ("loaded", Loaded() as load):
+                    case ("loaded", FinishedLoad() as load):
                         loads.append(load)
                         if len(loads) == ranks:
                             self._check_resume(loads)
@@ -192,7 +192,7 @@ class Story:
             # Otherwise ranks have unequal shares, and the mean over ranks is not that of the batch.
             self.out.proof(proofs.same_path(losses_before, losses))
 
-    def _check_resume(self, loads: list[Loaded]) -> None:
+    def _check_resume(self, loads: list[FinishedLoad]) -> None:
         saved = self.saved[_COMMITTED]
         shown = {
             (proofs.identical(saved, load.state), proofs.same_loss(saved, load.state))
@@ -213,7 +213,7 @@ class Story:
     def _load_alone(self) -> None:
         self.out.title("4. Load in one plain process, without a process group")
         url, saved = self.place.step_url(_DOOMED), self.saved[_DOOMED]
-        load: Loaded = _value(self._alone("load", url, self.place.storage_options))
+        load: FinishedLoad = _value(self._alone("load", url, self.place.storage_options))
         identical = proofs.identical(saved, load.state)
         saved_by = f"saved by {counted(self.resume_ranks, 'rank')}"
         self.out.proof(f"step-{_DOOMED}, {saved_by}: {identical}")
@@ -234,7 +234,7 @@ class Story:
             self.out.say(
                 f"downloaded as they are: {count} objects, {size / MIB:.1f} MiB, torn save included"
             )
-            loads: dict[str, Loaded] = _value(self._alone("load_with_stock", directory))
+            loads: dict[str, FinishedLoad] = _value(self._alone("load_with_stock", directory))
         for reader, load in loads.items():
             self.out.proof(f"{reader}: {proofs.identical(self.saved[_DOOMED], load.state)}")
             proof = f"{reader}: bit-identical"

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import parse_data_key
-from dcp_objstore.cli.demo.proofs import Loaded, State
+from dcp_objstore.cli.demo.proofs import FinishedLoad, State
 from dcp_objstore.cli.demo.ranks import say
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.buffers import as_buffers
@@ -107,12 +107,12 @@ def _finish(save: tuple[dos.AsyncSaveHandle, State] | None, step: int, rank: int
         say("saved", state, report, step - state.step)
 
 
-def load(rank: int, world_size: int, url: str, storage_options: Options) -> Loaded:  # noqa: ARG001
+def load(rank: int, world_size: int, url: str, storage_options: Options) -> FinishedLoad:  # noqa: ARG001
     """Load a checkpoint in one process without a process group."""
     return Training(seed=3).load(url, storage_options)
 
 
-def load_with_stock(rank: int, world_size: int, directory: str) -> dict[str, Loaded]:  # noqa: ARG001
+def load_with_stock(rank: int, world_size: int, directory: str) -> dict[str, FinishedLoad]:  # noqa: ARG001
     """Load a downloaded checkpoint in both ways that torch has without a process group."""
     state = Training(seed=4).tensors()
     began = time.monotonic()
@@ -126,9 +126,9 @@ def load_with_stock(rank: int, world_size: int, directory: str) -> dict[str, Loa
     return loads
 
 
-def _loaded(state: dict[str, Any], began: float) -> Loaded:
+def _loaded(state: dict[str, Any], began: float) -> FinishedLoad:
     seconds = time.monotonic() - began
-    return Loaded(state=_described(state, fixed_loss=None), total_bytes=0, seconds=seconds)
+    return FinishedLoad(state=_described(state, fixed_loss=None), total_bytes=0, seconds=seconds)
 
 
 class Training:
@@ -188,12 +188,14 @@ class Training:
         """Describe the state as it is now. All ranks of a group must call this together."""
         return _described(self.tensors(), self.fixed_loss())
 
-    def load(self, url: str, storage_options: Options) -> Loaded:
+    def load(self, url: str, storage_options: Options) -> FinishedLoad:
         """Load in place and describe the result."""
         values = self.values
         report = dos.load(values, url, storage_options=storage_options, progress=False)
         self.progress = values["progress"]
-        return Loaded(state=self.snapshot(), total_bytes=report.total_bytes, seconds=report.seconds)
+        return FinishedLoad(
+            state=self.snapshot(), total_bytes=report.total_bytes, seconds=report.seconds
+        )
 
 
 def _described(state: dict[str, Any], fixed_loss: float | None) -> State:
@@ -243,7 +245,7 @@ def _digest(leaf: object) -> str:
 # The model: a transformer over bytes.
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Pre-norm attention and a perceptron four times as wide, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -274,7 +276,7 @@ class ByteTransformer(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH, HEADS) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(TransformerBlock(WIDTH, HEADS) for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         nn.init.normal_(self.positions.weight, std=0.1)

@@ -23,6 +23,7 @@ from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests
 from dcp_objstore.stores.s3.checksums import checksums_for
 from dcp_objstore.stores.s3.errors import judge_botocore
+from dcp_objstore.stores.s3.settings import botocore_settings
 from dcp_objstore.stores.s3.store import Use
 
 if TYPE_CHECKING:
@@ -117,12 +118,20 @@ class Boto3Clients(Requests):
         return _OfProcess(found.session, endpoint, region)
 
     def _make(self, use: Use, mine: _OfProcess) -> Any:
+        import botocore
+        from botocore.config import Config
+
         config, settings = self._config, self._settings
         seconds = config.request_timeout_seconds
         if use == "read":
             seconds = min(READ_PROGRESS_SECONDS, seconds)
         elif use == "small":
             seconds = self.small_timeout_seconds
+        virtual = is_virtual(settings, mine.endpoint_url, self._url.bucket)
+        style = "virtual" if virtual else "path"
+        given = botocore_settings(settings, config, style, seconds)
+        if settings.anon:
+            given["signature_version"] = botocore.UNSIGNED
         return mine.session.client(
             "s3",
             endpoint_url=mine.endpoint_url,
@@ -130,32 +139,5 @@ class Boto3Clients(Requests):
             use_ssl=settings.use_ssl,
             # None leaves it to AWS_CA_BUNDLE and the profile.
             verify=None if settings.verify is True else settings.verify,
-            config=_botocore_config(
-                settings,
-                virtual=is_virtual(settings, mine.endpoint_url, self._url.bucket),
-                connect_timeout=config.connect_timeout_seconds,
-                read_timeout=seconds,
-                # A save and a load may run at the same time.
-                max_pool_connections=config.upload_concurrency + config.download_concurrency,
-                retries={"total_max_attempts": 1},
-            ),
+            config=Config(**given),
         )
-
-
-def _botocore_config(settings: S3Options, *, virtual: bool, **transfer: Any) -> Any:
-    import botocore
-    from botocore.config import Config
-
-    return Config(
-        s3={
-            "addressing_style": "virtual" if virtual else "path",
-            # SHA-256 of every body costs 1 CPU-second per GiB; see `obstore.makers`.
-            "payload_signing_enabled": settings.sign_payload,
-        },
-        # By default botocore computes CRC32 of every body in Python's zlib and sends it in a
-        # trailer over TLS, which some stores that speak S3 refuse; see `s3.checksums`.
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-        **({"signature_version": botocore.UNSIGNED} if settings.anon else {}),
-        **transfer,
-    )

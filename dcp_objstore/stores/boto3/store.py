@@ -12,13 +12,12 @@ Facts about boto3 1.44 that shape this module (each is pinned by a test):
 
 from __future__ import annotations
 
-import http.client
 import threading
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
+from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.boto3.bodies import (
     RECEIVE_BYTES,
@@ -30,7 +29,7 @@ from dcp_objstore.stores.boto3.bodies import (
 from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import Answer, RangeSource
 from dcp_objstore.stores.s3.errors import translate_botocore
-from dcp_objstore.stores.s3.store import S3Store, Use
+from dcp_objstore.stores.s3.store import S3Store, Use, check_range_answer
 from dcp_objstore.stores.urls import StoreUrl
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ class _Boto3Source(RangeSource):
         client = self._clients.get("read")
         answer = client.get_object(**self._target, Range=f"bytes={start}-{end - 1}")
         try:
-            _check_range_answer(answer, start, end)
+            check_range_answer(answer, start, end)
         except BaseException:
             answer["Body"].close()
             raise
@@ -145,22 +144,3 @@ class _Boto3Answer:
     def close(self) -> None:
         """See `Answer.close`."""
         self._body.close()
-
-
-def _check_range_answer(answer: Mapping[str, Any], start: int, end: int) -> None:
-    """Raise `CorruptDataError` unless the body is bytes `[start, end)` (RFC 9110, section 14)."""
-    if answer["ResponseMetadata"]["HTTPStatusCode"] != http.client.PARTIAL_CONTENT:
-        raise CorruptDataError(
-            "the store ignores Range: it sends whole objects where a part was asked for (or"
-            " something on the way to it does)"
-        )
-    given = str(answer.get("ContentRange", ""))
-    if not given.startswith(f"bytes {start}-{end - 1}/"):
-        size = given.rpartition("/")[2]
-        if size.isdecimal() and int(size) < end:
-            raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size} bytes")
-        raise CorruptDataError(f"the store sent another range than was asked for: {given!r}")
-    if answer["ContentLength"] != end - start:
-        raise CorruptDataError(
-            f"bytes [{start}, {end}) asked for, but {answer['ContentLength']} bytes announced"
-        )

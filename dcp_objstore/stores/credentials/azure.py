@@ -175,11 +175,11 @@ def _from_environment(endpoint: str | None) -> Credentials | None:
 def _identity(source: str, credential: Any) -> Credentials:
     if not is_installed("azure.identity"):
         raise CredentialsError(f"'credential' needs azure-identity, not installed: {_INSTALL}")
-    provider = _Identity(credential)
+    provider = _TokenProvider(credential)
     return Credentials(source, provider, renew=provider.renew)
 
 
-class _Identity:
+class _TokenProvider:
     """obstore's provider for an object of azure-identity, None for its default chain."""
 
     def __init__(self, credential: Any) -> None:

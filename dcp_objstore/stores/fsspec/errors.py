@@ -1,4 +1,4 @@
-"""The one place where errors of fsspec filesystems become ours: by status, code, errno and type.
+"""The one place where errors of fsspec filesystems become ours: by status, errno and type.
 
 fsspec has no errors of its own but one for time-outs; its filesystems raise builtin ones, and those
 of whatever library they stand on. Those carry the status of the answer under a few names, which are
@@ -7,100 +7,76 @@ looked for here. s3fs raises builtin ones from botocore's, which `s3.errors` tra
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from dcp_objstore.errors import (
     CredentialsError,
     DcpObjstoreError,
+    PermissionDeniedError,
     StoreUnavailableError,
 )
 from dcp_objstore.stores.errors import (
     Failure,
     failure,
+    is_of,
     kind_of_answer,
     kind_of_builtin,
-    redacted,
+    redact,
 )
 from dcp_objstore.stores.s3.errors import judge_botocore, translate_botocore
 
-# Of libraries that may or may not be loaded: module, name, ours.
-_OF_LIBRARIES: tuple[tuple[str, str, type[DcpObjstoreError]], ...] = (
-    ("google.auth.exceptions", "TransportError", StoreUnavailableError),
-    ("google.auth.exceptions", "GoogleAuthError", CredentialsError),
-    ("aiohttp", "ClientError", StoreUnavailableError),
-    ("requests", "RequestException", StoreUnavailableError),
-    ("urllib3.exceptions", "HTTPError", StoreUnavailableError),
-    ("paramiko", "AuthenticationException", CredentialsError),
-    ("paramiko", "SSHException", StoreUnavailableError),
-)
-# Of them, those by which no connection was made.
-_UNREACHED = (
-    ("aiohttp", "ClientConnectorError"),
-    ("aiohttp", "ConnectionTimeoutError"),
-)
+# By what libraries raise without a status.
+_BY_NAME: dict[str, type[DcpObjstoreError]] = {
+    "google.TransportError": StoreUnavailableError,
+    "google.GoogleAuthError": CredentialsError,
+    "aiohttp.ClientError": StoreUnavailableError,
+    "urllib3.HTTPError": StoreUnavailableError,
+    "paramiko.AuthenticationException": CredentialsError,
+    "paramiko.SSHException": StoreUnavailableError,
+}
+_UNREACHED = ("aiohttp.ClientConnectorError", "aiohttp.ConnectionTimeoutError")
 
 
-def translate_fsspec(
-    error: Exception, bare: type[DcpObjstoreError] = StoreUnavailableError
-) -> DcpObjstoreError:
+def translate_fsspec(error: Exception) -> DcpObjstoreError:
     """Translate what a filesystem raised.
 
-    Args:
-        error: what it raised.
-        bare: what an `OSError` means that says nothing at all: no errno, no cause.
-
-    The store's own code counts first, then the status of its answer, then a library's type, errno
-    and builtin type. Anything else becomes a plain `DcpObjstoreError`.
+    The status of the store's answer counts first, then a library's type, errno and builtin type.
+    Anything else becomes a plain `DcpObjstoreError`.
     """
     if isinstance(error, DcpObjstoreError):
         return error
     if is_of_botocore(error):
         return translate_botocore(error)
-    for one in _chain(error):
-        # In place, because they stay as the cause and are shown with it.
-        one.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in one.args)
-    kind = _kind(error)
-    if type(error) is OSError and error.errno is None and error.__cause__ is None:
-        kind = bare
+    redact(error)
+    kind, status = _kind(error), _http_status(error)
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
-    unanswered = kind is StoreUnavailableError and status_and_code(error)[0] is None
+    unanswered = kind is StoreUnavailableError and status is None
     if unanswered and (_is_unreached(error) or _is_late(error)):
         text += "; check endpoint_url, that the server runs, and any proxy or firewall"
     return kind(text)
 
 
-def judge_fsspec(error: Exception, found: DcpObjstoreError) -> Failure:
-    """Say what an exception of a filesystem means, for the loop that sends requests again.
-
-    Args:
-        error: what it raised.
-        found: its translation.
-    """
+def judge_fsspec(error: Exception) -> Failure:
+    """Say what an exception of a filesystem means, for the loop that sends requests again."""
+    found = translate_fsspec(error)
     if is_of_botocore(error):
         return judge_botocore(error, found)
-    status, code = status_and_code(error)
-    return failure(
-        found, status, code, connected=not _is_unreached(error), timed_out=_is_late(error)
-    )
+    connected, timed_out = not _is_unreached(error), _is_late(error)
+    return failure(found, _http_status(error), None, connected=connected, timed_out=timed_out)
 
 
 def is_of_botocore(error: BaseException) -> bool:
     """Whether an error is botocore's, or was raised from one, as those of s3fs are."""
-    return any(type(one).__module__.startswith("botocore.") for one in _chain(error))
+    return any(is_of(type(one), "botocore") for one in _chain(error))
 
 
-def status_and_code(error: BaseException) -> tuple[int | None, str | None]:
-    """The HTTP status and the store's code in an error or what caused it, where they are."""
+def _http_status(error: BaseException) -> int | None:
+    """The HTTP status in an error or what caused it, where it is."""
     for one in _chain(error):
         if type(one).__module__ == "aiohttp.http_exceptions":
             continue  # its codes are its own: 400 for a body that was cut off
         answer: Any = getattr(one, "response", None)
-        if isinstance(answer, Mapping):  # botocore
-            status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            code = str(answer.get("Error", {}).get("Code", ""))
-            return status, None if code.isdigit() else code or None
         for value in (
             getattr(one, "status", None),  # aiohttp
             getattr(one, "status_code", None),  # azure
@@ -108,28 +84,28 @@ def status_and_code(error: BaseException) -> tuple[int | None, str | None]:
             getattr(answer, "status_code", None),  # requests, huggingface_hub
         ):
             if isinstance(value, int) and not isinstance(value, bool) and 300 <= value < 600:
-                return value, None
-    return None, None
+                return value
+    return None
 
 
 def _kind(error: BaseException) -> type[DcpObjstoreError]:
-    status, code = status_and_code(error)
-    found = kind_of_answer(status, code)
+    found = kind_of_answer(_http_status(error), None)
     if found is not None:
         return found
-    for module, name, ours in _OF_LIBRARIES:
-        theirs = getattr(sys.modules.get(module), name, None)
-        if theirs is not None and any(isinstance(one, theirs) for one in _chain(error)):
-            return ours
+    if type(error) is OSError and str(error).startswith("Forbidden"):
+        return PermissionDeniedError  # what gcsfs makes of a 403
+    for name, kind in _BY_NAME.items():
+        if any(is_of(type(one), name) for one in _chain(error)):
+            return kind
     return kind_of_builtin(error)
 
 
 def _is_unreached(error: BaseException) -> bool:
     """Whether no connection could be made."""
-    kinds: list[type[BaseException]] = [ConnectionRefusedError]
-    for module, name in _UNREACHED:
-        kinds += [found] if (found := getattr(sys.modules.get(module), name, None)) else []
-    return any(isinstance(one, tuple(kinds)) for one in _chain(error))
+    return any(
+        isinstance(one, ConnectionRefusedError) or is_of(type(one), *_UNREACHED)
+        for one in _chain(error)
+    )
 
 
 def _is_late(error: BaseException) -> bool:
@@ -138,6 +114,7 @@ def _is_late(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and its causes. Contexts may be about other requests."""
     found: BaseException | None = error
     seen: set[int] = set()
     while found is not None and id(found) not in seen:

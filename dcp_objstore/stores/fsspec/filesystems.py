@@ -18,20 +18,19 @@ from dcp_objstore.errors import (
     CredentialsError,
     DcpObjstoreError,
     ForkedProcessError,
-    PermissionDeniedError,
     StoreUnavailableError,
 )
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.endpoint import s3_server, server_url
-from dcp_objstore.stores.errors import Failure
+from dcp_objstore.stores.errors import is_of
 from dcp_objstore.stores.fsspec.errors import judge_fsspec, translate_fsspec
-from dcp_objstore.stores.fsspec.kinds import is_gcsfs, is_s3fs
 from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.options.schemes import is_foreign, is_secret
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests
 from dcp_objstore.stores.s3.checksums import Checksums, checksums_for
+from dcp_objstore.stores.s3.settings import botocore_settings
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
@@ -39,6 +38,9 @@ if TYPE_CHECKING:
 
 _SHORT = 4  # shorter than that, a value is a part of many words
 FILESYSTEM = "fs"  # the option that holds a filesystem object
+# Others call themselves `s3` and `gs` as well.
+S3FS = "s3fs.S3FileSystem"
+GCSFS = "gcsfs.GCSFileSystem"
 
 
 class Filesystems(Requests):
@@ -66,7 +68,7 @@ class Filesystems(Requests):
         endpoint_url: str | None = None,
         checksums: Checksums | None = None,
     ) -> None:
-        super().__init__(config, self._judge_error, endpoint_url, url.scheme, url.bucket)
+        super().__init__(config, judge_fsspec, endpoint_url, url.scheme, url.bucket)
         self.read = read
         self.write = read if write is None else write
         self.endpoint_url = endpoint_url
@@ -81,15 +83,6 @@ class Filesystems(Requests):
                 f"this store was opened in process {self._pid}, from which process {os.getpid()}"
                 " was forked; its event loop is not here. Open it again in this process"
             )
-
-    def translate(self, error: Exception) -> DcpObjstoreError:
-        """Translate what they raised."""
-        # gcsfs makes an OSError without an errno of a 403, and of nothing else.
-        bare = PermissionDeniedError if is_gcsfs(self.read) else StoreUnavailableError
-        return translate_fsspec(error, bare)
-
-    def _judge_error(self, error: Exception) -> Failure:
-        return judge_fsspec(error, self.translate(error))
 
 
 def protocols(fs: object) -> Collection[str]:
@@ -150,11 +143,6 @@ def make_filesystems(
             f"{', '.join(stripped)} were given, but pickling left them out, as it may go to disk;"
             " give them again. multiprocessing carries them to its children"
         )
-    if FILESYSTEM in options:
-        fs = options[FILESYSTEM]
-        _forget_listings(fs)
-        endpoint_url = getattr(fs, "endpoint_url", None)
-        return Filesystems(url, config, _sending_once(fs), endpoint_url=endpoint_url)
     try:
         return _make(url, options, config)
     except DcpObjstoreError:
@@ -173,71 +161,75 @@ def make_filesystems(
 
 
 def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> Filesystems:
+    if FILESYSTEM in options:
+        fs = options[FILESYSTEM]
+        endpoint_url = getattr(fs, "endpoint_url", None)
+        if is_of(type(fs), S3FS, GCSFS):
+            fs = _made(type(fs), *fs.storage_args, **fs.storage_options)
+        elif hasattr(getattr(fs, "dircache", None), "use_listings_cache"):
+            # A checkpoint must not be judged by what was there some time ago.
+            fs.dircache.use_listings_cache = False
+        return Filesystems(url, config, fs, endpoint_url=endpoint_url)
+
     from fsspec.registry import get_filesystem_class
 
-    plain = {"use_listings_cache": False, "skip_instance_cache": True}
+    cls = get_filesystem_class(url.scheme)
     # Reads have a shorter time-out between bytes that arrive.
     progress_seconds = min(READ_PROGRESS_SECONDS, config.request_timeout_seconds)
     if url.scheme == "s3":
-        cls = get_filesystem_class("s3")
         settings = parse(S3Options, options)
-        found = []
-        for seconds in (progress_seconds, config.request_timeout_seconds):
-            given = _s3(settings, config, seconds)
-            found.append(_without_retries(cls(**given, **plain)))
-        checksums = checksums_for(settings, given["endpoint_url"])
-        return Filesystems(
-            url, config, *found, endpoint_url=given["endpoint_url"], checksums=checksums
-        )
+        # What is not told here, botocore looks up in the profile.
+        endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
+        found = [
+            _made(cls, endpoint_url=endpoint_url, **_s3(settings, config, seconds))
+            for seconds in (progress_seconds, config.request_timeout_seconds)
+        ]
+        checksums = checksums_for(settings, endpoint_url)
+        return Filesystems(url, config, *found, endpoint_url=endpoint_url, checksums=checksums)
     if url.scheme == "gs":
+        # The registered class asks Google over gRPC what kind of bucket it is, for verbs that are
+        # not used here: a minute of waiting for each bucket where the server is another.
+        from gcsfs.core import GCSFileSystem
+
         gcs = parse(GcsOptions, options)
         endpoint_url = gcs.endpoint_url and server_url(gcs.endpoint_url, use_ssl=True)
-        cls = get_filesystem_class("gs")
-        if endpoint_url is not None:
-            # The newer class asks Google over gRPC what kind of bucket it is: a minute of
-            # waiting for each where the server is another.
-            from gcsfs.core import GCSFileSystem
-
-            cls = GCSFileSystem
         found = [
-            _without_retries(cls(**_gs(gcs, endpoint_url, config, seconds), **plain))
+            _made(GCSFileSystem, endpoint_url=endpoint_url, **_gs(gcs, config, seconds))
             for seconds in (progress_seconds, None)
         ]
         return Filesystems(url, config, *found, endpoint_url=endpoint_url)
-    cls = get_filesystem_class(url.scheme)
-    if url.scheme in ("file", "memory"):
-        return Filesystems(url, config, cls(skip_instance_cache=True))
-    of_url = cls._get_kwargs_from_urls(str(url))
-    fs = cls(**{**of_url, **options, **plain})
-    _forget_listings(fs)
+    fs = _made(cls, **{**cls._get_kwargs_from_urls(str(url)), **options})
     endpoint = options.get("endpoint_url")
-    endpoint_url = endpoint if isinstance(endpoint, str) else None
-    return Filesystems(url, config, fs, endpoint_url=endpoint_url)
+    return Filesystems(
+        url, config, fs, endpoint_url=endpoint if isinstance(endpoint, str) else None
+    )
 
 
-def _sending_once(fs: Any) -> Any:
-    """A copy of a filesystem without retries of its own; itself where those are not ours to set."""
-    if not is_s3fs(fs) and not is_gcsfs(fs):
+def _made(cls: Any, /, *args: Any, **options: Any) -> Any:
+    """Make a filesystem of our own, without a cache; s3fs and gcsfs without retries of theirs."""
+    options |= {"use_listings_cache": False, "skip_instance_cache": True}
+    if is_of(cls, S3FS):
+        from aiobotocore.httpsession import AIOHTTPSession
+
+        class OnceSession(AIOHTTPSession):  # type: ignore[misc]
+            async def _get_session(self, proxy_url: Any) -> Any:
+                return _without_resending(await super()._get_session(proxy_url))
+
+        options["config_kwargs"] = {
+            "http_session_cls": OnceSession,
+            **(options.get("config_kwargs") or {}),
+            "retries": {"total_max_attempts": 1},
+        }
+        fs = cls(*args, **options)
+        fs.retries = 1  # around botocore's
         return fs
-    options = {**fs.storage_options, "skip_instance_cache": True, "use_listings_cache": False}
-    if is_s3fs(fs):
-        options["config_kwargs"] = {**_botocore_once(), **(options.get("config_kwargs") or {})}
-        options["config_kwargs"]["retries"] = {"total_max_attempts": 1}
-    return _without_retries(type(fs)(*fs.storage_args, **options))
+    fs = cls(*args, **options)
+    if is_of(cls, GCSFS):
+        from fsspec.asyn import sync
 
-
-def _without_retries(fs: Any) -> Any:
-    """Switch off what s3fs does around botocore's retries, and gcsfs in a decorator."""
-    if is_s3fs(fs):
-        fs.retries = 1
-        return fs
-    from fsspec.asyn import sync
-
-    # The decorator would also log an error, with its frames.
-    plain = getattr(type(fs)._request, "__wrapped__", None)
-    if plain is not None:
-        fs._request = MethodType(plain, fs)
-    _without_resending(sync(fs.loop, fs._set_session))
+        # The decorator sends again, and would log an error, with its frames.
+        fs._request = MethodType(getattr(cls._request, "__wrapped__", cls._request), fs)
+        _without_resending(sync(fs.loop, fs._set_session))
     return fs
 
 
@@ -251,35 +243,12 @@ def _without_resending(session: Any) -> Any:
     return session
 
 
-def _botocore_once() -> dict[str, Any]:
-    """Settings of s3fs's botocore by which neither it nor aiohttp sends a request again."""
-    from aiobotocore.httpsession import AIOHTTPSession
-
-    class OnceSession(AIOHTTPSession):  # type: ignore[misc]
-        async def _get_session(self, proxy_url: Any) -> Any:
-            return _without_resending(await super()._get_session(proxy_url))
-
-    return {"http_session_cls": OnceSession, "retries": {"total_max_attempts": 1}}
-
-
-def _forget_listings(fs: Any) -> None:
-    """A checkpoint must not be judged by what was there some time ago."""
-    cache = getattr(fs, "dircache", None)
-    if cache is not None and hasattr(cache, "use_listings_cache"):
-        cache.use_listings_cache = False
-    fs.invalidate_cache()
-
-
 def _s3(settings: S3Options, config: TransferConfig, read_seconds: float) -> dict[str, Any]:
-    style = settings.addressing_style
-    # What is not told here, botocore looks up in the profile.
-    endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
     given: dict[str, Any] = {
         "anon": settings.anon,
         "key": settings.key,
         "secret": settings.secret,
         "token": settings.token,
-        "endpoint_url": endpoint_url,
         "use_ssl": settings.use_ssl,
         "requester_pays": settings.requester_pays,
         "s3_additional_kwargs": settings.encryption,
@@ -287,32 +256,16 @@ def _s3(settings: S3Options, config: TransferConfig, read_seconds: float) -> dic
             "verify": None if settings.verify is True else settings.verify,
             **({"region_name": settings.region} if settings.region else {}),
         },
-        "config_kwargs": {
-            # Bodies are not signed unless asked for, as over the native transport: that and
-            # botocore's checksum cost more than sending them. TLS and our digests protect them.
-            "s3": {
-                "payload_signing_enabled": settings.sign_payload,
-                **({"addressing_style": style} if style else {}),
-            },
-            "request_checksum_calculation": "when_required",
-            "response_checksum_validation": "when_required",
-            "connect_timeout": config.connect_timeout_seconds,
-            "read_timeout": read_seconds,
-            **_botocore_once(),
-            "max_pool_connections": 2 * max(config.upload_concurrency, config.download_concurrency),
-        },
+        "config_kwargs": botocore_settings(
+            settings, config, settings.addressing_style, read_seconds
+        ),
     }
     if settings.profile is not None:
         given["profile"] = settings.profile
     return given
 
 
-def _gs(
-    options: GcsOptions,
-    endpoint_url: str | None,
-    config: TransferConfig,
-    read_seconds: float | None,
-) -> dict[str, Any]:
+def _gs(options: GcsOptions, config: TransferConfig, read_seconds: float | None) -> dict[str, Any]:
     if options.verify is not True:
         raise ConfigError("gcsfs has no 'verify'; use the native transport")
     import aiohttp
@@ -320,7 +273,6 @@ def _gs(
     token = "anon" if options.anon else options.token
     given: dict[str, Any] = {
         "token": token,
-        "endpoint_url": endpoint_url,
         "requests_timeout": aiohttp.ClientTimeout(
             total=config.request_timeout_seconds,
             sock_connect=config.connect_timeout_seconds,

@@ -1,30 +1,33 @@
-"""`ObjectStore` over gcsfs, through its `call`: one request of GCS's JSON API, sent once.
+"""`ObjectStore` over gcsfs, each of whose requests is sent once and sent again from here.
 
-gcsfs's own verbs would send a chunk of an upload or the pages of a listing without retries, which
-are switched off, and read body and generation by separate requests.
+gcsfs's own verbs would send a chunk of an upload without retries, which are switched off, and ask
+for the folder of that name beside each object.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from dcp_objstore.errors import StoreUnavailableError, UnsupportedError
+from dcp_objstore.errors import (
+    BucketNotFoundError,
+    DcpObjstoreError,
+    ObjectNotFoundError,
+    StoreUnavailableError,
+)
 from dcp_objstore.stores.answers import check_fits
 from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts
 from dcp_objstore.stores.fsspec.store import FsspecStore
-from dcp_objstore.stores.protocol import IfAbsent, ObjectMeta, Precondition, Version
+from dcp_objstore.stores.protocol import Capabilities, ObjectMeta, Version
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
     from dcp_objstore.stores.fsspec.filesystems import Filesystems
     from dcp_objstore.stores.urls import StoreUrl
+
+T = TypeVar("T")
 
 # All chunks of a resumable upload but the last are multiples of this (docs: "Resumable uploads").
 _CHUNK_BYTES = 256 * 1024
@@ -41,33 +44,56 @@ class GcsfsStore(FsspecStore):
     def __init__(self, url: StoreUrl, filesystems: Filesystems) -> None:
         super().__init__(url, filesystems)
         self._bucket = url.bucket
+        self._seen = False  # whether the bucket has been seen
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Streams go in order. A create, and no update."""
+        return Capabilities(conditional_update=False, multipart=False)
 
     @property
     def reports_throttling(self) -> Collection[str]:
         """All."""
         return ("put", "put_stream", "get", "open_range", "head", "list", "delete")
 
-    def _put(
+    def _send(
         self,
+        verb: str,
         place: str,
-        buffers: Sequence[Buffer],
-        precondition: Precondition | None,
+        request: Callable[[], T],
+        size_bytes: int = 0,
         *,
-        retry: bool,
-    ) -> Version:
-        if precondition is not None and not isinstance(precondition, IfAbsent):
-            raise UnsupportedError("gcsfs cannot replace an object conditionally")
-        body = b"".join(buffers)
-        mode = "overwrite" if precondition is None else "create"
+        repeatable: bool = True,
+    ) -> T:
+        """Send a request, again where that may help."""
+        tries = self._filesystems.tries(verb, self._key(place), size_bytes)
+        return self._filesystems.run(tries, request, repeatable=repeatable)
+
+    def _translate(self, error: Exception) -> DcpObjstoreError:
+        found = super()._translate(error)
+        if type(found) is ObjectNotFoundError and self._bucket_is_missing():
+            return BucketNotFoundError(f"the bucket does not exist: {found.message}")
+        return found
+
+    def _bucket_is_missing(self) -> bool:
+        """Whether a 404, of which gcsfs drops the body, means the bucket. Asked once."""
+        if not self._seen:
+            try:
+                self._fs.call("GET", "b/{}/o", self._bucket, maxResults=1)
+            except FileNotFoundError:
+                return True
+            except Exception as other:  # noqa: BLE001  not allowed to ask: no news
+                del other
+            self._seen = True
+        return False
+
+    def _write(self, place: str, body: bytes, *, absent: bool, retry: bool) -> None:
+        mode = "create" if absent else "overwrite"
         pipe = partial(self._filesystems.write.pipe_file, place, body, mode=mode)
         if retry:
-            tries = self._filesystems.tries("put", self._key(place), len(body))
-            answer = self._filesystems.run(tries, pipe, repeatable=precondition is None)
+            self._send("put", place, pipe, len(body), repeatable=not absent)
         else:
-            answer = pipe()
-        if isinstance(answer, Mapping):
-            return Version(None, str(answer["generation"]))
-        return self._head(place).version  # large: it tells the upload's address
+            pipe()
 
     def _put_stream(
         self,
@@ -84,32 +110,29 @@ class GcsfsStore(FsspecStore):
         chunks = map(b"".join, cut_parts(source, size_bytes))
         chunk = next(chunks, b"")
         if len(chunk) < size_bytes:
-            return self._put(place, [chunk], None, retry=True)
+            self._write(place, chunk, absent=False, retry=True)
+            return Version()
         fs, key = self._filesystems.write, self._key(place)
         begin = partial(sync, fs.loop, initiate_upload, fs, self._bucket, key)
-        address = self._filesystems.run(self._filesystems.tries("put_stream", key), begin)
-        if not isinstance(address, str):
-            raise UnsupportedError("gcsfs cannot stream to a zonal bucket in chunks")
-        offset, answer = 0, b""
+        address: str = self._send("put_stream", place, begin)
+        offset = 0
         try:
             while chunk:
                 following = next(chunks, b"")
-                answer = self._send_chunk(key, address, chunk, offset, last=not following)
+                self._send_chunk(place, address, chunk, offset, last=not following)
                 offset, chunk = offset + len(chunk), following
         except BaseException:
             with suppress(Exception):  # an upload that is not completed is gone after a week
                 fs.call("DELETE", address)
             raise
-        if not answer:
-            return self._head(place).version
-        return Version(None, str(json.loads(answer)["generation"]))
+        return Version()
 
     def _send_chunk(
-        self, key: str, address: str, chunk: bytes, offset: int, *, last: bool
-    ) -> bytes:
-        """Send a chunk; return the body of the answer. GCS ignores bytes that it has already."""
+        self, place: str, address: str, chunk: bytes, offset: int, *, last: bool
+    ) -> None:
+        """Send a chunk. GCS may take the front of it only, and ignores bytes that it has."""
         end, left = offset + len(chunk), memoryview(chunk)
-        while True:
+        while left:
             start = end - len(left)
             headers = {
                 "Content-Range": f"bytes {start}-{end - 1}/{end if last else '*'}",
@@ -117,76 +140,37 @@ class GcsfsStore(FsspecStore):
             }
             call = self._filesystems.write.call
             send = partial(call, "PUT", address, headers=headers, data=left)
-            tries = self._filesystems.tries("put_stream", key, len(left))
-            told, body = self._filesystems.run(tries, send)
+            told, _ = self._send("put_stream", place, send, len(left))
             until = told.get("Range", "").rpartition("-")[2]
             came = int(until) + 1 if until else end if last else start
-            if came >= end:
-                return bytes(body)
             if came <= start:
                 raise StoreUnavailableError("the store took nothing of a part of the upload")
-            left = left[came - end :]
+            left = left[came - start :]
 
     def _get(self, place: str, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        meta = self._head(place)
-        check_fits(meta.size_bytes, max_size_bytes)
-        headers, body = self._ask("get", place, self._fs.url(place))
-        generation = headers["X-Goog-Generation"]
-        if meta.version.version != generation:  # rewritten in between; the body's own then
-            modified = parsedate_to_datetime(headers["Last-Modified"])
-            meta = ObjectMeta(meta.key, len(body), Version(None, generation), modified)
-        check_fits(len(body), max_size_bytes)
-        return body, meta
+        check_fits(self._head(place).size_bytes, max_size_bytes)
+        ask = partial(self._fs.call, "GET", self._fs.url(place))
+        told, body = self._send("get", place, ask)
+        check_fits(len(body), max_size_bytes)  # it may have been rewritten in between
+        version = Version(None, told["X-Goog-Generation"])
+        modified = parsedate_to_datetime(told["Last-Modified"])
+        return body, ObjectMeta(self._relative(place), len(body), version, modified)
 
     def _fetch(self, place: str, start: int, end: int) -> bytes:
-        cat = partial(self._fs.cat_file, place, start=start, end=end)
-        tries = self._filesystems.tries("open_range", self._key(place))
-        return bytes(self._filesystems.run(tries, cat))
-
-    def _head(self, place: str) -> ObjectMeta:
-        found = self._ask("head", place, "b/{}/o/{}", self._bucket, self._key(place), json_out=True)
-        return self._described(found)
+        return self._send("open_range", place, partial(super()._fetch, place, start, end))
 
     def _delete(self, place: str) -> None:
-        self._ask("delete", place, "b/{}/o/{}", self._bucket, self._key(place), method="DELETE")
+        self._send("delete", place, partial(super()._delete, place))
 
-    def _listing(self, folder: str) -> Iterator[ObjectMeta]:
-        below = f"{folder}/".removeprefix(f"{self._bucket}/")
-        token: dict[str, str] = {}
-        while True:
-            with self._errors(None):
-                page = self._ask(
-                    "list", folder, "b/{}/o", self._bucket, prefix=below, json_out=True, **token
-                )
-            for found in page.get("items", ()):
-                yield self._described(found)
-            if page.get("nextPageToken") is None:
-                return
-            token = {"pageToken": page["nextPageToken"]}
+    def _info(self, place: str) -> Mapping[str, Any]:
+        path = ("b/{}/o/{}", self._bucket, self._key(place))
+        ask = partial(self._fs.call, "GET", *path, json_out=True)
+        found: Mapping[str, Any] = self._send("head", place, ask)
+        return found
 
-    def _ask(self, verb: str, place: str, *path: str, method: str = "GET", **settings: Any) -> Any:
-        tries = self._filesystems.tries(verb, self._key(place))
-        return self._filesystems.run(tries, partial(self._fs.call, method, *path, **settings))
+    def _find(self, folder: str) -> Mapping[str, Mapping[str, Any]]:
+        find = partial(self._fs.find, folder, detail=True, update_cache=False)
+        return self._send("list", folder, find)
 
     def _key(self, place: str) -> str:
         return place.removeprefix(f"{self._bucket}/")
-
-    def _described(self, found: Mapping[str, Any]) -> ObjectMeta:
-        """An object's metadata, from its description ("Objects")."""
-        key = self._relative(f"{self._bucket}/{found['name']}")
-        version = Version(None, str(found["generation"]))
-        modified = datetime.fromisoformat(found["updated"])
-        return ObjectMeta(key, int(found.get("size", 0)), version, modified)
-
-    def _bucket_is_missing(self, error: BaseException) -> bool:  # noqa: ARG002  it says nothing
-        """Whether a 404, of which gcsfs drops the body, means the bucket. Asked once."""
-        if self._seen:
-            return False
-        try:
-            self._fs.call("GET", "b/{}/o", self._bucket, maxResults=1)
-        except FileNotFoundError:
-            return True
-        except Exception as other:  # noqa: BLE001  not allowed to ask: no news
-            del other
-        self._seen = True
-        return False

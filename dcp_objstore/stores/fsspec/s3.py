@@ -1,7 +1,7 @@
 """`ObjectStore` over s3fs, which lets any operation of S3 through.
 
-`call_s3` and its coroutine `_call_s3` take the arguments of botocore's client and add those that
-s3fs was made with. s3fs's own verbs have no conditional update, and send parts one after the other.
+`_call_s3` takes the arguments of botocore's client and adds those that s3fs was made with. s3fs's
+own verbs have no conditional update, and send parts one after the other.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import DcpObjstoreError
-from dcp_objstore.stores.fsspec.errors import is_of_botocore
+from dcp_objstore.stores.fsspec.errors import is_of_botocore, translate_fsspec
 from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
 from dcp_objstore.stores.s3.errors import translate_botocore
-from dcp_objstore.stores.s3.store import S3Store, Use
+from dcp_objstore.stores.s3.store import S3Store, Use, check_range_answer
 from dcp_objstore.stores.urls import StoreUrl
 from dcp_objstore.waiting import STEP_SECONDS, result_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from dcp_objstore.stores.fsspec.filesystems import Filesystems
 
@@ -44,11 +44,19 @@ class S3fsStore(S3Store):
         check: Callable[[], None] | None = None,
     ) -> Any:
         fs = self._filesystems.read if use == "read" else self._filesystems.write
-        sent = asyncio.run_coroutine_threadsafe(fs._call_s3(operation, **arguments), fs.loop)
         # aiohttp has no time-out for the "100 Continue" before a body.
         seconds = self._filesystems.request_timeout_seconds
         if use == "small":
             seconds = self._filesystems.small_timeout_seconds
+        return self._run(fs._call_s3(operation, **arguments), seconds, check)
+
+    def _run(
+        self,
+        coroutine: Coroutine[Any, Any, Any],
+        seconds: float | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> Any:
+        sent = asyncio.run_coroutine_threadsafe(coroutine, self._filesystems.read.loop)
         step_seconds = None if check is None else STEP_SECONDS
         try:
             return result_of(sent, seconds, look=check, step_seconds=step_seconds)
@@ -65,17 +73,13 @@ class S3fsStore(S3Store):
     def _translate(self, error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
         if is_of_botocore(error) or isinstance(error, KeyError):
             return translate_botocore(error, conditional=conditional)
-        return self._filesystems.translate(error)
+        return translate_fsspec(error)
 
     def _read(
         self, target: Mapping[str, str], max_size_bytes: int
     ) -> tuple[Mapping[str, Any], bytes | None]:
-        from fsspec.asyn import sync
-
-        fs = self._filesystems.read
-
         async def read() -> tuple[Mapping[str, Any], bytes | None]:
-            answer = await fs._call_s3("get_object", **target)
+            answer = await self._filesystems.read._call_s3("get_object", **target)
             stream = answer["Body"]
             try:
                 is_large = answer.get("ContentLength", 0) > max_size_bytes
@@ -83,7 +87,7 @@ class S3fsStore(S3Store):
             finally:
                 stream.close()
 
-        found: tuple[Mapping[str, Any], bytes | None] = sync(fs.loop, read)
+        found: tuple[Mapping[str, Any], bytes | None] = self._run(read())
         return found
 
     @property
@@ -95,7 +99,7 @@ class S3fsStore(S3Store):
         return FetchedSource(partial(self._fetch, place))
 
     def _fetch(self, target: Mapping[str, str], start: int, end: int) -> bytes:
-        path = f"{target['Bucket']}/{target['Key']}"
-        cat = partial(self._filesystems.read.cat_file, path, start=start, end=end)
-        tries = self._filesystems.tries("open_range", target["Key"])
-        return bytes(self._filesystems.run(tries, cat))
+        asked = {**target, "Range": f"bytes={start}-{end - 1}"}
+        answer, body = self._read_again("open_range", asked, end - start)
+        check_range_answer(answer, start, end)
+        return bytes(body or b"")

@@ -1,9 +1,8 @@
-"""`ObjectStore` over any filesystem of fsspec but s3fs, which has its own in `fsspec.s3`.
+"""`ObjectStore` over any filesystem of fsspec; `fsspec.s3` is the one over s3fs.
 
-`fsspec.kinds` says how a kind of filesystem is written. Where an object would be visible while it
-is being written, it is written under another name in the same folder, which listings leave out, and
-then moved: by the filesystem's own rename if it has one, otherwise by copying and removing, which
-is only as atomic as that copy.
+Where an object would be visible while it is being written, it is written under another name in the
+same folder, which listings leave out, and then moved: by the filesystem's own rename if it has one,
+otherwise by copying and removing, which is only as atomic as that copy.
 
 fsspec's filesystems have no conditional update. They read body and metadata by separate requests,
 so `get` compares the metadata before and after.
@@ -13,14 +12,13 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
-    BucketNotFoundError,
     DcpObjstoreError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -31,10 +29,9 @@ from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.answers import check_fits
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts
-from dcp_objstore.stores.fsspec.errors import status_and_code
+from dcp_objstore.stores.errors import is_of
+from dcp_objstore.stores.fsspec.errors import translate_fsspec
 from dcp_objstore.stores.fsspec.filesystems import Filesystems
-from dcp_objstore.stores.fsspec.info import modified_of, state_of, version_of
-from dcp_objstore.stores.fsspec.kinds import UNKNOWN, ways_of
 from dcp_objstore.stores.protocol import (
     Capabilities,
     IfAbsent,
@@ -51,8 +48,13 @@ if TYPE_CHECKING:
 
 _OURS = ".dcp-objstore."  # names that start so are being written, and are no objects
 _GET_TRIES = 5
+# Of these libraries an object appears when its file is closed, or never.
+_OBJECT_STORES = ("adlfs", "gcsfs", "ocifs", "ossfs", "tosfs")
+# Under which names filesystems tell what identifies a state, and when it was written.
+_TAGS = ("ETag", "etag", "e_tag", "content_hash", "sha", "ino", "size")
+_TIMES = ("LastModified", "mtime", "last_modified", "modified", "updated", "created")
 # fsspec's memory filesystem has no lock of its own; writers of this process take this one.
-_memory_lock = PerProcess(threading.RLock)
+_memory_lock = PerProcess(threading.Lock)
 
 
 class FsspecStore(BaseStore[str]):
@@ -63,13 +65,21 @@ class FsspecStore(BaseStore[str]):
     """
 
     def __init__(self, url: StoreUrl, filesystems: Filesystems) -> None:
+        from fsspec import AbstractFileSystem
+
         super().__init__(url, filesystems.endpoint_url)
         self._filesystems = filesystems
         self._fs = filesystems.read
-        self._ways = ways_of(self._fs)
         self._root: str = self._fs._strip_protocol(str(url)).rstrip("/")
-        self._made: set[str] = set()  # parents that were made
-        self._seen = False  # whether the bucket has been seen
+        kind = type(self._fs)
+        self._is_local = is_of(kind, "fsspec.LocalFileSystem")
+        self._is_memory = is_of(kind, "fsspec.MemoryFileSystem")
+        self._writes_whole = is_of(kind, *_OBJECT_STORES)
+        self._renames = kind.mv is not AbstractFileSystem.mv
+
+    @property
+    def _is_known(self) -> bool:
+        return self._is_local or self._is_memory or self._writes_whole
 
     @property
     def capabilities(self) -> Capabilities:
@@ -77,14 +87,13 @@ class FsspecStore(BaseStore[str]):
 
         Of a filesystem that we do not know, nothing that we could not see to is claimed.
         """
-        known = self._ways is not UNKNOWN
         return Capabilities(
-            conditional_create=self._ways.create is not None,
+            conditional_create=self._is_local or self._is_memory,
             conditional_update=False,
             multipart=False,
-            clean_abort=known,
-            atomic_put=known,
-            modified_times=known,
+            clean_abort=self._is_known,
+            atomic_put=self._is_known,
+            modified_times=self._is_known,
         )
 
     @property
@@ -107,10 +116,7 @@ class FsspecStore(BaseStore[str]):
         return self._root if key is None else f"{self._root}/{check_key(key)}"
 
     def _translate(self, error: Exception) -> DcpObjstoreError:
-        found = self._filesystems.translate(error)
-        if type(found) is ObjectNotFoundError and self._bucket_is_missing(error):
-            return BucketNotFoundError(f"the bucket does not exist: {found.message}")
-        return found
+        return translate_fsspec(error)
 
     def _put(
         self,
@@ -118,17 +124,18 @@ class FsspecStore(BaseStore[str]):
         buffers: Sequence[Buffer],
         precondition: Precondition | None,
         *,
-        retry: bool,  # noqa: ARG002  retries are the filesystem's own
+        retry: bool,
     ) -> Version:
-        body = b"".join(buffers)
-        if precondition is None:
-            self._write(place, body)
-        elif isinstance(precondition, IfAbsent):
-            self._create(place, body)
-        else:
-            name = type(self._fs).__name__
-            raise UnsupportedError(f"{name} cannot replace an object conditionally")
-        return version_of(self._info(place))
+        """No version is told: nothing here is conditioned on one."""
+        absent = isinstance(precondition, IfAbsent)
+        able = absent and self.capabilities.conditional_create
+        if precondition is not None and not able:
+            how = "create" if absent else "replace"
+            raise UnsupportedError(
+                f"{type(self._fs).__name__} cannot {how} an object conditionally"
+            )
+        self._write(place, b"".join(buffers), absent=absent, retry=retry)
+        return Version()
 
     def _put_stream(
         self,
@@ -138,17 +145,8 @@ class FsspecStore(BaseStore[str]):
         max_concurrency: int,  # noqa: ARG002  in order
     ) -> Version:
         """Bytes are copied once, into the part being built."""
-        parts = map(b"".join, cut_parts(source, part_size_bytes))
-        first = next(parts, b"")
-        if len(first) < part_size_bytes:
-            self._write(place, first)
-        elif self._ways.whole and self._ways.create != "lock":
-            self._fill(place, first, parts, part_size_bytes)
-        else:
-            with self._beside(place) as temporary:
-                self._fill(temporary, first, parts, part_size_bytes)
-                self._move(temporary, place)
-        return version_of(self._info(place))
+        self._fill(place, map(b"".join, cut_parts(source, part_size_bytes)), part_size_bytes)
+        return Version()
 
     def _get(self, place: str, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         """Metadata are asked for before and after the body."""
@@ -156,9 +154,9 @@ class FsspecStore(BaseStore[str]):
         for _ in range(_GET_TRIES):
             meta = self._meta(place, before)
             check_fits(meta.size_bytes, max_size_bytes)
-            body = bytes(self._fs.cat_file(place))
+            body: bytes = self._fs.cat_file(place)
             after = self._info(place)
-            if state_of(before) == state_of(after):
+            if _version(before) == _version(after):
                 return body, meta
             before = after
         raise StoreUnavailableError(f"the object changed during each of {_GET_TRIES} reads")
@@ -174,97 +172,93 @@ class FsspecStore(BaseStore[str]):
         with suppress(IsADirectoryError):  # the prefix of other keys, and no object
             self._fs.rm_file(place)
 
-    def _write(self, path: str, body: bytes) -> None:
-        if self._ways.create == "lock":
-            with _memory_lock.here:
-                self._fs.pipe_file(path, body)
-        elif self._ways.whole:
-            self._fs.pipe_file(path, body)
-        else:
-            with self._beside(path) as temporary:
-                self._fs.pipe_file(temporary, body)
-                self._move(temporary, path)
+    def _write(
+        self,
+        place: str,
+        body: bytes,
+        *,
+        absent: bool,
+        retry: bool,  # noqa: ARG002  retries are the filesystem's own
+    ) -> None:
+        # Of a body that does not fill a part, an object store makes a single PUT.
+        self._fill(place, [body], len(body) + 1, absent=absent)
 
-    def _create(self, path: str, body: bytes) -> None:
-        if self._ways.create == "link":
-            with self._beside(path) as temporary:
-                self._fs.pipe_file(temporary, body)
+    def _fill(
+        self, path: str, parts: Iterable[bytes], part_size_bytes: int, *, absent: bool = False
+    ) -> None:
+        """Write an object, which nobody sees before it is whole if that can be."""
+        if self._writes_whole:
+            self._write_file(path, parts, part_size_bytes)
+            return
+        with self._beside(path) as temporary:
+            self._write_file(temporary, parts, part_size_bytes)
+            if self._is_memory:
+                with _memory_lock.here:
+                    if absent and self._fs.exists(path):
+                        raise PreconditionFailedError("there is such an object already")
+                    self._fs.cp_file(temporary, path)
+            elif absent:
                 self._fs.link(temporary, path)
-                self._fs.rm_file(temporary)
-        elif self._ways.create == "lock":
-            with _memory_lock.here:
-                if self._fs.exists(path):
-                    raise PreconditionFailedError("there is such an object already")
-                self._fs.pipe_file(path, body)
-        else:
-            name = type(self._fs).__name__
-            raise UnsupportedError(f"{name} has no create that is known to be atomic")
+            elif self._renames:
+                self._fs.mv(temporary, path)
+                return
+            else:
+                self._fs.cp_file(temporary, path)
+            self._fs.rm_file(temporary)
 
-    def _fill(self, path: str, first: bytes, parts: Iterator[bytes], part_size_bytes: int) -> None:
+    def _write_file(self, path: str, parts: Iterable[bytes], part_size_bytes: int) -> None:
         file = self._fs.open(path, "wb", block_size=part_size_bytes)
         try:
-            file.write(first)
             for part in parts:
                 file.write(part)
             file.close()
         except BaseException:
-            self._discard(file)
-            raise
-
-    def _discard(self, file: Any) -> None:
-        """Abort what was being written, so that closing it does not complete it."""
-        try:
-            if self._ways.whole and self._ways.create != "lock":
-                if getattr(file, "offset", None) is not None:
-                    file.discard()
-            else:
+            with suppress(Exception):
+                file.discard()
+                file.closed = True  # so that closing it does not complete an upload
+            with suppress(Exception):
                 file.close()
-        finally:
-            with suppress(AttributeError):
-                file.closed = True
+            raise
 
     def _meta(self, place: str, info: Mapping[str, Any]) -> ObjectMeta:
         # Of a filesystem that we do not know, no time is trusted: nothing there ever looks old.
-        modified = datetime.now(UTC) if self._ways is UNKNOWN else modified_of(info)
-        return ObjectMeta(
-            self._relative(place), int(info.get("size") or 0), version_of(info), modified
-        )
+        modified = _modified(info) if self._is_known else None
+        size_bytes = int(info.get("size") or 0)
+        modified = modified or datetime.now(UTC)
+        return ObjectMeta(self._relative(place), size_bytes, _version(info), modified)
 
     def _relative(self, path: str) -> str:
-        """The key of a path, relative to the root."""
         return path.lstrip("/").removeprefix(f"{self._root}/".lstrip("/"))
 
-    def _info(self, path: str) -> Mapping[str, Any]:
+    def _info(self, place: str) -> Mapping[str, Any]:
         self._fs.invalidate_cache()
-        found: Mapping[str, Any] = self._fs.info(path)
+        found: Mapping[str, Any] = self._fs.info(place)
         if found.get("type", "file") != "file":
             raise ObjectNotFoundError("there is no such object")
         return found
 
+    def _find(self, folder: str) -> Mapping[str, Mapping[str, Any]]:
+        self._fs.invalidate_cache()
+        found: Mapping[str, Mapping[str, Any]] = {}
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found = self._fs.find(folder, detail=True)
+        return found
+
     def _listing(self, folder: str) -> Iterator[ObjectMeta]:
         with self._errors(None):
-            self._fs.invalidate_cache()
-            try:
-                found: Mapping[str, Mapping[str, Any]] = self._fs.find(folder, detail=True)
-            except (FileNotFoundError, NotADirectoryError) as error:
-                if self._bucket_is_missing(error):
-                    raise
-                found = {}
+            found = self._find(folder)
         below = f"{folder}/".lstrip("/")
         for name, info in found.items():
             path = name.lstrip("/")
-            if not path.startswith(below) or info.get("type", "file") != "file":
-                continue
-            if not path.rpartition("/")[2].startswith(_OURS):
+            is_object = path.startswith(below) and info.get("type", "file") == "file"
+            if is_object and not path.rpartition("/")[2].startswith(_OURS):
                 yield self._meta(path, info)
 
     @contextmanager
     def _beside(self, path: str) -> Iterator[str]:
         """A name to write under, whose object is removed if that fails."""
         parent, _, _ = path.rpartition("/")
-        if parent not in self._made:
-            self._fs.makedirs(parent, exist_ok=True)
-            self._made.add(parent)
+        self._fs.makedirs(parent, exist_ok=True)
         temporary = f"{parent}/{_OURS}{secrets.token_hex(8)}.tmp"
         try:
             yield temporary
@@ -273,29 +267,22 @@ class FsspecStore(BaseStore[str]):
                 self._fs.rm_file(temporary)
             raise
 
-    def _move(self, temporary: str, path: str) -> None:
-        from fsspec import AbstractFileSystem
 
-        if self._ways.create == "lock":
-            with _memory_lock.here:
-                self._fs.cp_file(temporary, path)
-        elif type(self._fs).mv is not AbstractFileSystem.mv:
-            self._fs.mv(temporary, path)
-            return
-        else:
-            self._fs.cp_file(temporary, path)
-        self._fs.rm_file(temporary)
+def _version(info: Mapping[str, Any]) -> Version:
+    """All that tells one state of an object from another, as far as anything does."""
+    if info.get("generation") is not None:  # GCS
+        return Version(None, str(info["generation"]))
+    told = [info.get(name) for name in _TAGS]
+    return Version("-".join(str(one) for one in [*told, _modified(info)] if one is not None))
 
-    def _bucket_is_missing(self, error: BaseException) -> bool:
-        """Whether a 404 means the bucket. Asked once, unless the answer itself says it."""
-        code = status_and_code(error)[1]
-        if code is not None or not self._ways.buckets or self._seen:
-            return code == "NoSuchBucket"
-        try:
-            self._fs.info(self._root.partition("/")[0])
-        except FileNotFoundError:
-            return True
-        except Exception as other:  # noqa: BLE001  not allowed to ask: no news
-            del other
-        self._seen = True
-        return False
+
+def _modified(info: Mapping[str, Any]) -> datetime | None:
+    """When it was written; None where nothing tells."""
+    value = next((info[name] for name in _TIMES if info.get(name) is not None), None)
+    if isinstance(value, str):
+        value = datetime.fromisoformat(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = datetime.fromtimestamp(value, tz=UTC)
+    if not isinstance(value, datetime):
+        return None
+    return value if value.tzinfo else value.replace(tzinfo=UTC)

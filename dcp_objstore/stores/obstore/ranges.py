@@ -13,7 +13,7 @@ from dcp_objstore.stores.answers import check_came
 from dcp_objstore.stores.obstore.direct import LaneError, PutOffError
 from dcp_objstore.stores.obstore.errors import sent_whole
 from dcp_objstore.stores.protocol import RangeReading
-from dcp_objstore.stores.ranges import Answer, Chunks, RangeSource
+from dcp_objstore.stores.ranges import Answer, RangeSource, ReceivedChunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -111,7 +111,7 @@ class ObstoreSource(RangeSource):
             raise CorruptDataError(
                 f"bytes [{start}, {end}) asked for, of an object of {answer.meta['size']} bytes"
             )
-        return Chunks(_chunks(answer, start, end))
+        return ReceivedChunks(_chunks(answer, start, end))
 
 
 def _chunks(answer: Any, start: int, end: int) -> Iterator[Buffer]:

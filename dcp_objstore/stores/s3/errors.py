@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import re
 import ssl
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,10 @@ from dcp_objstore.stores.errors import (
     Failure,
     advice_on,
     failure,
+    is_of,
     kind_of_answer,
+    led_to,
+    redact,
     redacted,
 )
 from dcp_objstore.stores.ranges import BrokenOffError
@@ -48,9 +50,7 @@ def translate_botocore(error: Exception, *, conditional: bool = False) -> DcpObj
     """
     if isinstance(error, DcpObjstoreError):
         return error
-    for one in _chain(error):
-        # In place, because they stay as the cause and are shown with it.
-        one.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in one.args)
+    redact(error)
     answered = client_error(error)
     if answered is not None:
         return _answer(answered, conditional)
@@ -71,7 +71,7 @@ def judge_botocore(error: Exception, found: DcpObjstoreError | None = None) -> F
     from botocore import exceptions as boto
 
     unsent = (boto.EndpointConnectionError, boto.ProxyConnectionError, boto.ConnectTimeoutError)
-    chain = list(_chain(error))
+    chain = list(led_to(error))
     judged = failure(
         found or translate_botocore(error),
         status_of(error),
@@ -85,10 +85,8 @@ def judge_botocore(error: Exception, found: DcpObjstoreError | None = None) -> F
 
 def client_error(error: BaseException) -> Any:
     """The `ClientError` that an error is or was raised from: an answer; None if there is none."""
-    from botocore.exceptions import ClientError
-
     found: BaseException | None = error
-    while found is not None and not isinstance(found, ClientError):
+    while found is not None and not is_of(type(found), "botocore.ClientError"):
         found = found.__cause__
     return found
 
@@ -117,7 +115,7 @@ def without_frames(error: BaseException) -> BaseException:
     """Return the error without references to its request, whose body is the caller's memory."""
     from botocore.exceptions import HTTPClientError
 
-    for one in _chain(error):
+    for one in led_to(error):
         one.with_traceback(None)
         if isinstance(one, HTTPClientError):
             one.request = None
@@ -143,7 +141,7 @@ def _no_answer(error: Exception) -> tuple[type[DcpObjstoreError], str]:
     """Return the error for a request that got no answer, and what happened, in words."""
     from botocore import exceptions as boto
 
-    for cause in _chain(error):
+    for cause in led_to(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return ConfigError, (
                 "the server's TLS certificate is not valid here; for a certificate of your own set"
@@ -198,15 +196,3 @@ def _no_answer(error: Exception) -> tuple[type[DcpObjstoreError], str]:
         if isinstance(error, types):
             return kind, what
     return DcpObjstoreError, type(error).__name__
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and what it was raised for; urllib3 keeps some of that in `args` and `reason`."""
-    seen: set[int] = set()
-    waiting: list[object] = [error]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, BaseException) and id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            waiting += [*one.args, one.__cause__, one.__context__, getattr(one, "reason", None)]

@@ -7,12 +7,19 @@ transport and sent again here (`stores.retries`).
 
 from __future__ import annotations
 
+import http.client
 from abc import abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from dcp_objstore.errors import ConfigError, DcpObjstoreError, InputError, StoreUnavailableError
+from dcp_objstore.errors import (
+    ConfigError,
+    CorruptDataError,
+    DcpObjstoreError,
+    InputError,
+    StoreUnavailableError,
+)
 from dcp_objstore.stores.answers import UNCLEAR_IN_HEAD, check_fits, version_of
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts
@@ -299,3 +306,22 @@ def _condition(precondition: Precondition | None) -> dict[str, str]:
 
 def _version(answer: Mapping[str, Any]) -> Version:
     return version_of(answer["ETag"], answer.get("VersionId"))
+
+
+def check_range_answer(answer: Mapping[str, Any], start: int, end: int) -> None:
+    """Raise `CorruptDataError` unless the body is bytes `[start, end)` (RFC 9110, section 14)."""
+    if answer["ResponseMetadata"]["HTTPStatusCode"] != http.client.PARTIAL_CONTENT:
+        raise CorruptDataError(
+            "the store ignores Range: it sends whole objects where a part was asked for (or"
+            " something on the way to it does)"
+        )
+    given = str(answer.get("ContentRange", ""))
+    if not given.startswith(f"bytes {start}-{end - 1}/"):
+        size = given.rpartition("/")[2]
+        if size.isdecimal() and int(size) < end:
+            raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size} bytes")
+        raise CorruptDataError(f"the store sent another range than was asked for: {given!r}")
+    if answer["ContentLength"] != end - start:
+        raise CorruptDataError(
+            f"bytes [{start}, {end}) asked for, but {answer['ContentLength']} bytes announced"
+        )

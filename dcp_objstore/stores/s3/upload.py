@@ -22,7 +22,7 @@ from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, without_frame
 if TYPE_CHECKING:
     from dcp_objstore.stores.s3.checksums import Checksums
 
-_Part = tuple[int, list[memoryview]]
+_NumberedPart = tuple[int, list[memoryview]]
 
 
 class SendRequest(Protocol):
@@ -40,7 +40,7 @@ class SendRequest(Protocol):
         ...
 
 
-class _StoppedError(BaseException):
+class _UploadStoppedError(BaseException):
     """Ends a request whose upload is given up. No `Exception`, so that it is not sent again."""
 
 
@@ -62,7 +62,7 @@ class MultipartUpload:
     checksums: Checksums
     threads: int
 
-    _tasks: queue.SimpleQueue[_Part | None] = field(default_factory=queue.SimpleQueue)
+    _tasks: queue.SimpleQueue[_NumberedPart | None] = field(default_factory=queue.SimpleQueue)
     _sent: dict[int, dict[str, str]] = field(default_factory=dict)
     _error: BaseException | None = None
     _stopped: bool = False
@@ -174,7 +174,7 @@ class MultipartUpload:
                 )
                 self._sent[number] = {"ETag": answer["ETag"], **checksum}
                 del answer
-            except _StoppedError:
+            except _UploadStoppedError:
                 pass
             except BaseException as error:  # noqa: BLE001  raised in the thread that sends
                 self._error = self._error or without_frames(error)
@@ -186,4 +186,4 @@ class MultipartUpload:
 
     def _check(self) -> None:
         if self._stopped or self._error is not None:
-            raise _StoppedError
+            raise _UploadStoppedError
