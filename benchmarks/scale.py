@@ -303,12 +303,10 @@ def _requests(result: Result, state: ScaledState, prices: Prices) -> Table:
 def _requests_of_a_rank(state: ScaledState) -> tuple[int, int]:
     """Estimate the PUTs and GETs of a rank in the middle of a job that was not measured.
 
-    Its own data is one object. DCP spreads what all ranks have over them, one item to each, so a
-    rank reads as many other objects as there are such items.
+    Its own data is one object; what all ranks have lies in the first rank's.
     """
     stored = state.results(0, state.save_plan(0, ""), "")[0].storage_data.object
     puts = stored.parts + 2 if stored.parts > 1 else 1
     size_bytes = stored.entry.size_bytes
     own = -(-size_bytes // grown_request_size(size_bytes, TransferConfig().request_size_bytes))
-    replicated = len(state.parameters) + len(state.values)
-    return puts, own + min(replicated, state.ranks - 1)
+    return puts, own + 1

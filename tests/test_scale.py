@@ -84,6 +84,10 @@ def test_a_simulated_save_plans_and_commits_what_a_real_one_of_fsdp2_does(tmp_pa
     chunks = sum(tensor.chunk_count for tensor in one.tensors.values())
     assert state.chunks == chunks
     assert found["data_bytes"] == sum(entry.size_bytes for entry in one.objects)
+    # Whoever loads finds all step counts and settings with one request.
+    small = [*(key for key in one.tensors if key.endswith(".step")), *one.blobs]
+    assert len(small) > 10
+    assert {one.item(one.rows(key).start).object_number for key in small} == {0}
     assert coordinate_load(state, simulated)["stages"].keys() > {"share_out"}
 
 
