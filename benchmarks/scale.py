@@ -23,7 +23,8 @@ from benchmarks.scale_state import MODELS, ScaledState
 from benchmarks.settings import GIB, MIB
 from benchmarks.table import Result, Table, number
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.transfer.ranges import grown_request_size
+from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
+from dcp_objstore.transfer.ranges import Span, grown_request_size, plan_requests
 
 _JOB = "benchmarks.scale_job"
 _SIZES = 4
@@ -48,12 +49,12 @@ class Stage:
 
 
 STAGES = [
-    Stage("local_plan", "save: create_local_plan", "DCP", "rank"),
+    Stage("local_plan", "create_local_plan (save)", "DCP", "rank"),
     Stage("check_items", "check the items", "ours", "rank"),
-    Stage("send_plan", "pickle the plan", "DCP", "rank"),
-    Stage("gather_plans", "unpickle all plans", "DCP", "coord."),
-    Stage("global_plan", "create_global_plan", "DCP", "coord."),
-    Stage("scatter_plans", "pickle all plans", "DCP", "coord."),
+    Stage("send_plan", "pickle the plan (save)", "DCP", "rank"),
+    Stage("gather_plans", "unpickle all plans (save)", "DCP", "coord."),
+    Stage("global_plan", "create_global_plan (save)", "DCP", "coord."),
+    Stage("scatter_plans", "pickle all plans (save)", "DCP", "coord."),
     Stage("send_results", "pickle the results", "ours", "rank"),
     Stage("gather_results", "unpickle all results", "ours", "coord."),
     Stage("build_index", "build the index", "ours", "coord."),
@@ -61,13 +62,13 @@ STAGES = [
     Stage("commit", "LIST, put index, marker", "ours", "coord."),
     Stage("dot_metadata", "write .metadata", "ours", "coord."),
     Stage("send_metadata", "pickle Metadata for all", "DCP", "coord."),
-    Stage("open", "load: marker, index", "ours", "rank"),
-    Stage("local_read_plan", "create_local_plan", "DCP", "rank"),
+    Stage("open", "read marker and index", "ours", "rank"),
+    Stage("local_read_plan", "create_local_plan (load)", "DCP", "rank"),
     Stage("plan_ranges", "plan blocks", "ours", "rank"),
-    Stage("send_read_plan", "pickle the plan", "DCP", "rank"),
-    Stage("gather_read_plans", "unpickle all plans", "DCP", "coord."),
+    Stage("send_read_plan", "pickle the plan (load)", "DCP", "rank"),
+    Stage("gather_read_plans", "unpickle all plans (load)", "DCP", "coord."),
     Stage("share_out", "who fetches what", "ours", "coord."),
-    Stage("scatter_read_plans", "pickle all plans", "DCP", "coord."),
+    Stage("scatter_read_plans", "pickle all plans (load)", "DCP", "coord."),
     Stage("plan_requests", "plan requests", "ours", "rank"),
 ]
 
@@ -188,12 +189,19 @@ def combined(
 
 
 def _fit(sizes: Sequence[Mapping[str, Any]], stage: str) -> dict[str, float]:
-    """Fit seconds to the chunks: a line, and the power of the last step."""
+    """Fit seconds to the chunks: a line that neither falls nor begins below zero.
+
+    `power` is that of the growth in the last step.
+    """
     chunks = np.array([size["chunks"] for size in sizes], dtype=np.float64)
     seconds = np.array([size["stages"][stage]["seconds"] for size in sizes])
     if len(sizes) < 2:
         return {"start": float(seconds[0]), "slope": 0.0, "off": 0.0, "power": 0.0}
     slope, start = np.polyfit(chunks, seconds, 1)
+    if slope < 0:
+        slope, start = 0.0, seconds.mean()
+    elif start < 0:
+        slope, start = (chunks @ seconds) / (chunks @ chunks), 0.0
     off = np.abs(start + slope * chunks - seconds).max() / max(seconds.max(), 1e-9)
     last, before = np.maximum(seconds[[-1, -2]], 1e-6)
     power = np.log(last / before) / np.log(chunks[-1] / chunks[-2])
@@ -259,7 +267,7 @@ def _table(result: Result, state: ScaledState, prices: Prices) -> Table:
 
 def extrapolated(fit: Mapping[str, float], chunks: int) -> float:
     """Return the seconds at this many chunks."""
-    return max(0.0, fit["start"] + fit["slope"] * chunks)
+    return fit["start"] + fit["slope"] * chunks
 
 
 def _requests(result: Result, state: ScaledState, prices: Prices) -> Table:
@@ -301,12 +309,19 @@ def _requests(result: Result, state: ScaledState, prices: Prices) -> Table:
 
 
 def _requests_of_a_rank(state: ScaledState) -> tuple[int, int]:
-    """Estimate the PUTs and GETs of a rank in the middle of a job that was not measured.
+    """Estimate the PUTs and GETs for the data of one rank of a job that was not measured.
 
-    Its own data is one object; what all ranks have lies in the first rank's.
+    It writes and reads one object; what all ranks have lies in the first rank's.
     """
-    stored = state.results(0, state.save_plan(0, ""), "")[0].storage_data.object
+    results = state.results(0, state.save_plan(0, ""), "")
+    stored = results[0].storage_data.object
+    spans: list[Span[None]] = []
+    for result in results:
+        start = result.storage_data.payload_offset
+        end = start + result.storage_data.payload_length
+        blocks = range(start, end, BLOCK_SIZE_BYTES)
+        spans += [Span(0, at, min(at + BLOCK_SIZE_BYTES, end), None) for at in blocks]
+    least = TransferConfig().request_size_bytes
+    size = grown_request_size(sum(span.end - span.start for span in spans), least)
     puts = stored.parts + 2 if stored.parts > 1 else 1
-    size_bytes = stored.entry.size_bytes
-    own = -(-size_bytes // grown_request_size(size_bytes, TransferConfig().request_size_bytes))
-    return puts, own + 1
+    return puts, len(plan_requests(spans, request_size_bytes=size)) + 1

@@ -19,7 +19,7 @@ _SHOWN = 4  # stages of each kind, those that take longest
 def draw(result: Mapping[str, Any], path: str) -> None:
     """Write the plot to a file, whose name says the format."""
     mpl.use("Agg")
-    figure, panels = plt.subplots(1, 2, figsize=(12, 5.4), sharex=True)
+    figure, panels = plt.subplots(1, 2, figsize=(12, 6.2), sharex=True)
     for panel, on, title in zip(
         panels,
         ("coord.", "rank"),
@@ -52,14 +52,14 @@ def _draw(panel: Any, stages: list[Stage], result: Mapping[str, Any]) -> None:
         for stage in longest[:_SHOWN]:
             colour = next(colours)
             line = [extrapolated(fits[stage.name], at) for at in reach]
-            panel.plot(reach, np.maximum(line, 1e-6), style, color=colour, linewidth=1.2)
+            panel.plot(reach, line, style, color=colour, linewidth=1.2)
             label = f"{of}: {stage.text}"
             panel.plot(chunks, seconds(stage), mark, color=colour, markersize=5, label=label)
     if result["chunks"] > chunks[-1]:
         panel.axvspan(chunks[-1], reach[-1], color="0.94", zorder=0)
         panel.annotate(
             "from the fit",
-            (float(np.sqrt(chunks[-1] * reach[-1])), 0.02),
+            (float(np.sqrt(chunks[-1] * reach[-1])), 0.95),
             xycoords=("data", "axes fraction"),
             ha="center",
             color="0.45",
@@ -67,4 +67,4 @@ def _draw(panel: Any, stages: list[Stage], result: Mapping[str, Any]) -> None:
     panel.set(xscale="log", yscale="log", xlabel="chunks", ylabel="processor time, seconds")
     panel.grid(True, which="major", color="0.88", linewidth=0.6)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(fontsize=8, frameon=False, loc="upper left")
+    panel.legend(fontsize=8, frameon=False, ncol=2, loc="upper left", bbox_to_anchor=(-0.05, -0.12))
