@@ -17,6 +17,7 @@
     python -m benchmarks startup                    seconds of the import and of --help
     python -m benchmarks digests                    GiB/s of XXH3-128, also beside a busy thread
     python -m benchmarks index --ranks 256          the index of a large job, beside `.metadata`
+    python -m benchmarks scale --ranks 10000 --tensors 2000    planning and requests of a large job
     python -m benchmarks.sink --port 9000 [--keep]  the sink by itself
 
 `pip install -e '.[bench]'` brings the peers; one that is missing is reported and left out. The
@@ -38,6 +39,7 @@ from dataclasses import fields
 
 from benchmarks.conditions import Conditions
 from benchmarks.peers import OPTIONAL, PEERS, RESUME_PEERS
+from benchmarks.prices import DEFAULT, Prices
 from benchmarks.settings import MIB, Settings
 from benchmarks.table import Result, Table
 
@@ -89,6 +91,27 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
         command.add_argument(option, type=kind, default=field.default)
 
 
+def _prices(text: str) -> Prices:
+    try:
+        return Prices.read(text)
+    except (OSError, TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _add_scale(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", choices=["70b", "405b"], default="70b")
+    command.add_argument("--ranks", type=_positive, default=256)
+    command.add_argument("--tensors", type=_positive, help="default all of the model's; 4 or more")
+    command.add_argument(
+        "--measured-ranks", type=_positive, help="measure up to these; default what memory allows"
+    )
+    command.add_argument("--prices", type=_prices, default=str(DEFAULT), metavar="FILE")
+    command.add_argument("--plot", metavar="FILE.png", help="seconds against chunks")
+    command.add_argument(
+        "--collector", action="store_true", help="leave Python's cyclic garbage collector on"
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -132,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--ranks", type=_positive, default=256)
     command.add_argument("--tensors", type=_positive, default=2000)
     command.add_argument("--rounds", type=_positive, default=3)
+    _add_scale(commands.add_parser("scale", help="planning, requests and price of a large job"))
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print data, not a table")
     return parser
@@ -170,6 +194,18 @@ def _run(options: argparse.Namespace, conditions: Conditions) -> tuple[Table, Re
         from benchmarks.index import index
 
         return index(options.ranks, options.tensors, options.rounds)
+    if options.command == "scale":
+        from benchmarks.scale import scale
+
+        return scale(
+            options.model,
+            options.ranks,
+            options.tensors,
+            options.measured_ranks,
+            options.prices,
+            options.plot,
+            collector=options.collector,
+        )
     return _run_with(Settings.from_options(options), options, conditions)
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Table:
-    """A title, column names, rows of text (None: not measured), and lines below."""
+    """A title, column names, rows of text (None: not measured), lines and tables below."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str | None]]
     notes: Sequence[str] = field(default=())
+    below: Sequence[Table] = field(default=())
 
     def show(self) -> None:
         """Print it; the first column to the left, the others to the right."""
@@ -29,6 +30,9 @@ class Table:
             self._show_plain(rows)
         for note in self.notes:
             print(note)
+        for table in self.below:
+            print()
+            table.show()
 
     def _show_rich(self, rows: list[list[str]]) -> None:
         from rich.console import Console
