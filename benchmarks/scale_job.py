@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.planner import LoadPlan
 import dcp_objstore as dos
 from benchmarks.child import cpu_seconds, reset_peak_mib, status_mib
 from benchmarks.scale_state import ScaledState, fake_group, needs_of_rows
-from dcp_objstore.checkpoint import commit, index as ix
+from dcp_objstore.checkpoint import index as ix, read
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.read.peers.meeting import Offer
+from dcp_objstore.read.peers.meeting import Offer, group_digest
 from dcp_objstore.read.plan import PlannedLoad, plan_load
 from dcp_objstore.read.planner import AgreeingLoadPlanner
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
@@ -222,7 +222,7 @@ def coordinate_load(state: ScaledState, url: str) -> Found:
     stages, ranks = Stages(), range(state.ranks)
     planner, reader = AgreeingLoadPlanner(url), dos.ObjectStoreReader(url, progress=False)
     planner.set_up_planner({}, reader.read_metadata(), is_coordinator=True)
-    marker, stored = commit.open_committed(StoreSpec(url).open())
+    marker, stored = read.open_committed(StoreSpec(url).open())
     index = ix.decode(stored)
     bodies = [pickle.dumps(_load_plan(state, index, rank, url, marker.commit_id)) for rank in ranks]
     plan_bytes = max(map(len, bodies))
@@ -252,7 +252,7 @@ def _load_plan(
     ]
     config = TransferConfig()
     offer = Offer(
-        *(url, commit_id, rank, tuple(range(state.ranks)), needs_of_rows(index, rows), {}),
+        *(url, commit_id, rank, group_digest(range(state.ranks)), needs_of_rows(index, rows), {}),
         *(True, config.memory_budget_bytes, config.request_size_bytes),
     )
     return LoadPlan(items, storage_data=offer, planner_data=(url, 0))
@@ -304,7 +304,7 @@ def be_rank(state: ScaledState, url: str, rank: int) -> Found:
         with stages.stage("send_read_plan"):
             pickle.dumps(offered)
         opened = dict(requests)
-    marker, body = commit.open_committed(StoreSpec(url).open())
+    marker, body = read.open_committed(StoreSpec(url).open())
     simulated_plan = _load_plan(state, ix.decode(body), rank, url, marker.commit_id)
     assert offered.items == simulated_plan.items
     assert np.array_equal(offered.storage_data.needs, simulated_plan.storage_data.needs)

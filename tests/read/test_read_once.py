@@ -414,7 +414,7 @@ def test_the_smallest_memory_budget_and_request_size_of_the_ranks_hold_for_all()
                 "url",
                 "commit",
                 rank,
-                (0, 1),
+                group_digest([0, 1]),
                 np.array(blocks, dtype=NEED),
                 {},
                 memory_budget_bytes=config.memory_budget_bytes,
