@@ -227,7 +227,7 @@ def test_one_stalled_connection_only_delays_a_save(bucket: Bucket, proxy: Networ
     config = dos.TransferConfig(
         part_size_bytes=PART_SIZE_BYTES, request_timeout_seconds=2, stall_timeout_seconds=30
     )
-    outcomes = try_ranks(2, save, url, [proxy.storage_options], [config], timeout_seconds=30)
+    outcomes = try_ranks(2, save, url, [proxy.storage_options], [config], timeout_seconds=150)
     assert not any(outcome.failed for outcome in outcomes), str(outcomes)
     assert held.reached
     assert_loads(url, bucket.storage_options)
@@ -242,7 +242,7 @@ def test_a_slow_network_is_no_stall(bucket: Bucket, proxy: NetworkProxy) -> None
     config = dos.TransferConfig(
         part_size_bytes=PART_SIZE_BYTES, upload_concurrency=1, stall_timeout_seconds=3
     )
-    outcomes = try_ranks(2, save, url, [proxy.storage_options], [config], timeout_seconds=60)
+    outcomes = try_ranks(2, save, url, [proxy.storage_options], [config], timeout_seconds=150)
     assert not any(outcome.failed for outcome in outcomes), str(outcomes)
     assert_loads(url, bucket.storage_options)
 
@@ -336,14 +336,14 @@ def test_connections_cut_at_random_only_delay_a_save_and_a_load(
     url, ways = bucket.at("step-1"), [proxy.storage_options]
     config = dos.TransferConfig(part_size_bytes=PART_SIZE_BYTES, request_size_bytes=4 * MIB)
     cutter = Cutter(proxy, seed, 0.3, 8)
-    outcomes = try_ranks(2, save, url, ways, [config], timeout_seconds=60)
+    outcomes = try_ranks(2, save, url, ways, [config], timeout_seconds=150)
     assert not any(one.failed for one in outcomes), f"{cutter.where} {[str(o) for o in outcomes]}"
     saving, proxy.cuts = proxy.cuts, 0
     assert_loads(url, bucket.storage_options)
     # Who never learns the id of an upload cannot abort it.
     assert_orphans_are_reported(bucket, "step-1")
     cutter = Cutter(proxy, seed, 0.6, 8)
-    for outcome in try_ranks(3, load, url, ways, [config], timeout_seconds=60):
+    for outcome in try_ranks(3, load, url, ways, [config], timeout_seconds=150):
         assert outcome.value == [], f"{cutter.where} {outcome}"
     print(f"seed {seed}: {saving} cuts in the save, {proxy.cuts} in the load")
     assert saving + proxy.cuts > 0
@@ -367,7 +367,7 @@ def test_a_save_survives_the_loss_of_every_kind_of_request_and_of_every_kind_of_
 
     proxy.plan = plan
     config = dos.TransferConfig(part_size_bytes=PART_SIZE_BYTES)
-    outcomes = try_ranks(2, save, url, [proxy.storage_options], [config], timeout_seconds=60)
+    outcomes = try_ranks(2, save, url, [proxy.storage_options], [config], timeout_seconds=150)
     assert not any(one.failed for one in outcomes), f"{lost} {[str(one) for one in outcomes]}"
     print(f"{len(lost)} kinds of {side}s lost: {sorted(lost)}")
     assert {"GET", "PUT", "POST"} <= {method for method, *_ in lost}
@@ -410,7 +410,7 @@ def test_a_server_that_is_killed_and_restarted_in_mid_save_only_delays_it(
     with NetworkProxy(server.storage_options) as proxy:
         # The rest of the request never arrives, and nobody is there to hear the next ones.
         held = proxy.hold(moment, after_bytes=100)
-        job = crew.start(2, save, url, [proxy.storage_options], [config], timeout_seconds=90)
+        job = crew.start(2, save, url, [proxy.storage_options], [config], timeout_seconds=150)
         held.wait()
         server.kill()
         before = len(proxy.asked)
