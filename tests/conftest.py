@@ -54,16 +54,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "backends(*kinds): stores that the `bucket` fixture uses")
 
 
-# The files that take longest (50 to 20 s): begun first, so that no process is left alone with one
+# The files that take longest (80 to 15 s): begun first, so that no process is left alone with one
 # of them at the end.
 LONGEST = (
     "tests/cli/test_demo.py",
     "tests/faults/test_network_faults.py",
     "tests/doctor/test_doctor.py",
+    "tests/stores/test_contract.py",
     "tests/faults/test_crash_every_request.py",
+    "tests/stores/test_fsspec.py",
+    "tests/e2e/test_throttling.py",
     "tests/read/test_read_once.py",
+    "tests/stores/test_boto3.py",
+    "tests/stores/test_one_loop.py",
     "tests/faults/test_kills.py",
     "tests/e2e/test_torn_bodies.py",
+    "tests/e2e/test_credentials_expire.py",
     "tests/e2e/test_api.py",
     "tests/test_benchmarks.py",
     "tests/test_docs.py",
