@@ -8,6 +8,8 @@ a bucket of your own; credentials then come from your environment.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
 import os
 import re
@@ -21,7 +23,9 @@ import pytest
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.stores import StoreSpec, spec
+from dcp_objstore.stores.admission import limiter
 from dcp_objstore.stores.obstore import makers
+from dcp_objstore.stores.retries import RetryPolicy
 from tests.support.azurite import AzureBucket, Azurite
 from tests.support.servers import (
     BUCKET,
@@ -43,22 +47,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # As torchrun does. Teams of threads only wait for each other where processes share two cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # torch logs every call of a collective and of the planner: pages of it for a failed test.
     for name in ("c10d-NullHandler-default", "c10d-NullHandler-dcp_logger"):
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
     config.addinivalue_line("markers", "backends(*kinds): stores that the `bucket` fixture uses")
 
 
-# The files that take longest (50 to 20 s): begun first, so that no process is left alone with one
+# The files that take longest (80 to 15 s): begun first, so that no process is left alone with one
 # of them at the end.
 LONGEST = (
     "tests/cli/test_demo.py",
     "tests/faults/test_network_faults.py",
     "tests/doctor/test_doctor.py",
+    "tests/stores/test_contract.py",
     "tests/faults/test_crash_every_request.py",
+    "tests/stores/test_fsspec.py",
+    "tests/e2e/test_throttling.py",
     "tests/read/test_read_once.py",
+    "tests/stores/test_boto3.py",
+    "tests/stores/test_one_loop.py",
     "tests/faults/test_kills.py",
     "tests/e2e/test_torn_bodies.py",
+    "tests/e2e/test_credentials_expire.py",
     "tests/e2e/test_api.py",
     "tests/test_benchmarks.py",
     "tests/test_docs.py",
@@ -104,6 +116,36 @@ def memory_is_given_back() -> Iterator[None]:
     yield
     spec._clients.here.clear()
     makers._memory.here.clear()
+    # glibc keeps what it was given back: half of what a process here holds.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def services_are_described_once() -> Iterator[None]:
+    """botocore parses a megabyte of JSON for each session, two thirds of what a client takes."""
+    from botocore.loaders import JSONFileLoader
+
+    load_file = functools.cache(JSONFileLoader().load_file)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(JSONFileLoader, "load_file", lambda _loader, path: load_file(path))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def requests_are_not_throttled() -> None:
+    """No test waits because a server of its module, in another test, asked for fewer requests."""
+    limiter._limiters.here.clear()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retry comes soon. (Ranks are other processes: they pause as long as users do.)"""
+    pause_seconds = RetryPolicy.pause_seconds
+    monkeypatch.setattr(
+        RetryPolicy, "pause_seconds", lambda policy, retry: pause_seconds(policy, retry) / 40
+    )
 
 
 @pytest.fixture(scope="session")

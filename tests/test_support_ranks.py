@@ -63,6 +63,7 @@ def hang_on_one(rank: int, world_size: int) -> None:
 
 
 def test_a_hanging_rank_is_killed_and_its_stack_is_shown() -> None:
+    run_ranks(2, add_ranks, 0)  # they are there, however long that takes
     outcomes = try_ranks(2, hang_on_one, timeout_seconds=2)
     assert not outcomes[0].failed
     assert outcomes[1].timed_out

@@ -529,8 +529,9 @@ def test_a_save_is_refused_on_all_ranks_while_any_rank_is_busy(bucket: Bucket) -
 
 
 def late_peer(rank: int, world: int, url: str, options: Options) -> None:
-    config = dos.TransferConfig(peer_timeout_seconds=1)
+    config = dos.TransferConfig(peer_timeout_seconds=2)
     state = {"w": torch.ones(2)}
+    dist.barrier()  # or one that is late at the first save is given up there
     dos.async_save(state, url, storage_options=options, config=config).result(30)
     try:
         if rank == 0:

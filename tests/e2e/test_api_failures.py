@@ -86,7 +86,7 @@ def test_a_wrong_argument_on_any_rank_is_raised_on_every_rank(
 ) -> None:
     root = f"file://{tmp_path}"
     expected = [(WRONG[wrong][1], wrong_ranks[0]) for wrong in TAKES[kind]]
-    assert run_ranks(2, wrong_on, root, kind, wrong_ranks, timeout_seconds=30) == [expected] * 2
+    assert run_ranks(2, wrong_on, root, kind, wrong_ranks, timeout_seconds=90) == [expected] * 2
 
 
 def timeouts_differ(rank: int, world: int, root: str) -> str:
@@ -97,7 +97,7 @@ def timeouts_differ(rank: int, world: int, root: str) -> str:
 
 def test_ranks_with_different_time_outs_use_the_same_groups(tmp_path: Path) -> None:
     root = f"file://{tmp_path}"
-    assert run_ranks(2, timeouts_differ, root, timeout_seconds=30) == [f"{root}/2"] * 2
+    assert run_ranks(2, timeouts_differ, root, timeout_seconds=90) == [f"{root}/2"] * 2
 
 
 def outside(rank: int, world: int, root: str, kind: str) -> str | None:
@@ -172,7 +172,7 @@ def planner_breaks(rank: int, world: int, root: str, kind: str, method: str) -> 
 def test_what_a_planner_raises_reaches_every_rank_even_if_it_does_not_unpickle(
     tmp_path: Path, kind: str, method: str
 ) -> None:
-    outcomes = try_ranks(2, planner_breaks, f"file://{tmp_path}", kind, method, timeout_seconds=30)
+    outcomes = try_ranks(2, planner_breaks, f"file://{tmp_path}", kind, method, timeout_seconds=90)
     for outcome in outcomes:
         assert type(outcome.error) is dos.RankFailedError, outcome
         assert "UnfriendlyError: does not unpickle" in str(outcome.error)
@@ -440,7 +440,7 @@ def test_a_save_whose_process_group_was_destroyed_fails_and_commits_no_part(
     tmp_path: Path, when: str
 ) -> None:
     url = f"file://{tmp_path}/step"
-    ended = run_ranks(2, destroy_too_early, url, when, timeout_seconds=60)
+    ended = run_ranks(2, destroy_too_early, url, when, timeout_seconds=120)
     for kind, text in ended:
         assert kind is dos.InputError
         assert "result() of each save in the background before" in text
@@ -507,7 +507,7 @@ def join_late(rank: int, world: int, url: str) -> int:
 
 
 def test_a_save_that_was_called_without_a_group_stays_alone(tmp_path: Path) -> None:
-    assert run_ranks(2, join_late, f"file://{tmp_path}/step", timeout_seconds=60) == [1, 1]
+    assert run_ranks(2, join_late, f"file://{tmp_path}/step", timeout_seconds=120) == [1, 1]
 
 
 # A rank that calls alone ------------------------------------------------------------------------
@@ -536,7 +536,7 @@ def call_alone(rank: int, world: int, url: str, kind: str) -> str:
 def test_a_rank_that_calls_alone_is_told_within_the_groups_time_out_that_all_must(
     tmp_path: Path, kind: str
 ) -> None:
-    told, _ = run_ranks(2, call_alone, f"file://{tmp_path}/step", kind, timeout_seconds=60)
+    told, _ = run_ranks(2, call_alone, f"file://{tmp_path}/step", kind, timeout_seconds=120)
     assert f"Every rank has to call dcp_objstore.{kind}" in told
     assert "if rank == 0" in told
     assert not list(tmp_path.glob("*"))

@@ -61,7 +61,7 @@ def save_and_die(rank: int, world_size: int, victim: int, url: str, options: Opt
 @pytest.mark.parametrize("victim", [0, 2], ids=["coordinator", "other-rank"])
 def test_sigkill_of_a_rank_in_mid_save_leaves_no_checkpoint(bucket: Bucket, victim: int) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
-    outcomes = try_ranks(3, save_and_die, victim, url, options, timeout_seconds=45)
+    outcomes = try_ranks(3, save_and_die, victim, url, options, timeout_seconds=120)
     for rank, outcome in enumerate(outcomes):
         if rank == victim:
             assert outcome.exit_signal == signal.SIGKILL
@@ -92,7 +92,7 @@ def test_sigkill_between_the_last_upload_and_the_commit_leaves_the_old_checkpoin
     bucket: Bucket,
 ) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
-    outcomes = try_ranks(2, die_before_commit, url, options, timeout_seconds=45)
+    outcomes = try_ranks(2, die_before_commit, url, options, timeout_seconds=120)
     assert outcomes[0].exit_signal == signal.SIGKILL
     assert outcomes[1].error is not None, str(outcomes[1])
     assert_nothing_visible(bucket, "step-1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,16 +11,15 @@ import pytest
 import torch
 
 import dcp_objstore as dos
+from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError, StoreUnavailableError
 from tests.support import tampering
 from tests.support.scripted import Answer
-from tests.support.servers import Bucket
+from tests.support.servers import BUCKET, Bucket
 from tests.support.states import same_bits, seeded
 from tests.support.tampering import Asked, Change, TamperingProxy
 from tests.support.tls import Certificate, make_certificate
-
-pytestmark = pytest.mark.backends("seaweed")
 
 SHAPE = (1536, 1024)  # 6 MiB, in two blocks
 CONFIG = dos.TransferConfig(max_retries=2, retry_timeout_seconds=20, request_size_bytes=4 * MIB)
@@ -30,12 +30,20 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
     return make_certificate(tmp_path_factory.mktemp("certificate"))
 
 
+@pytest.fixture(scope="module")
+def bucket(seaweed: SeaweedServer, certificate: Certificate) -> Bucket:
+    """A prefix with a checkpoint, which was saved over HTTPS and which no test changes."""
+    options, url = seaweed.storage_options, f"s3://{BUCKET}/https-{secrets.token_hex(4)}"
+    with TamperingProxy(options, certificate) as proxy:
+        state = {"w": seeded("w", SHAPE)}
+        dos.save(state, f"{url}/s", storage_options=proxy.storage_options, progress=False)
+    return Bucket("seaweed", url, options, options)
+
+
 @pytest.fixture
 def proxy(bucket: Bucket, certificate: Certificate) -> Iterator[TamperingProxy]:
-    """HTTPS in front of the store, which has a checkpoint."""
+    """HTTPS in front of the store."""
     with TamperingProxy(bucket.storage_options, certificate) as found:
-        state = {"w": seeded("w", SHAPE)}
-        dos.save(state, bucket.at("s"), storage_options=found.storage_options, progress=False)
         yield found
 
 

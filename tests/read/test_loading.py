@@ -364,7 +364,7 @@ def test_a_value_larger_than_the_memory_budget_loads_beside_others() -> None:
         key: (torch.full((size,), len(key), dtype=torch.uint8),) for key, size in sizes.items()
     }
     dos.save(values, url, progress=False)
-    config = dos.TransferConfig(memory_budget_bytes=8 * MIB, stall_timeout_seconds=5)
+    config = dos.TransferConfig(memory_budget_bytes=8 * MIB, stall_timeout_seconds=90)
     state: dict[str, Any] = dict.fromkeys(values)
     dos.load(state, url, config=config, progress=False)
     assert all(torch.equal(state[key][0], value) for key, (value,) in values.items())

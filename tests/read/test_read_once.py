@@ -270,7 +270,7 @@ def load_failing(rank: int, world: int, url: str, options: Options, how: str) ->
             dcp.load(blank(None), planner=Failing(how), storage_reader=reader)
     except BaseException:
         # Well below the group's time-out, for which they would wait if nobody told them.
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < 100
         raise
     return time.monotonic() - started
 
@@ -322,7 +322,7 @@ def load_interrupted(rank: int, world: int, url: str, options: Options, number: 
         try:
             load_small(rank, world, url, options)
         finally:
-            assert time.monotonic() - started < 30
+            assert time.monotonic() - started < 100
     return waited
 
 
@@ -350,7 +350,7 @@ def load_unopened(rank: int, world: int, url: str, options: Options, kind: type)
                 patch.setattr(reader_module, "open_stored_checkpoint", fail)
             load(rank, world, url, options, None)
     finally:
-        assert time.monotonic() - started < 30
+        assert time.monotonic() - started < 100
 
 
 @pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])

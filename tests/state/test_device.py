@@ -266,7 +266,7 @@ def test_many_tensors_smaller_than_a_slot_make_up_a_part_without_a_wait_for_ever
     }
     through(lambda store: GatheringStore(store, parts=1))
     config = dos.TransferConfig(
-        part_size_bytes=16 * MIB, upload_concurrency=1, stall_timeout_seconds=20
+        part_size_bytes=16 * MIB, upload_concurrency=1, stall_timeout_seconds=90
     )
     url = memory_url()
     dos.save(state, url, config=config)
@@ -285,7 +285,7 @@ def test_a_server_is_sent_more_than_the_ring_holds_and_sends_it_back(part_mib, s
     """With the real transport, which takes what it can get before it lets go of anything."""
     state = {f"t{n}": seeded(f"t{n}", (n * 400_003,)) for n in range(1, 16)}
     config = dos.TransferConfig(
-        part_size_bytes=part_mib * MIB, upload_concurrency=1, stall_timeout_seconds=20
+        part_size_bytes=part_mib * MIB, upload_concurrency=1, stall_timeout_seconds=90
     )
     assert sum(tensor.nbytes for tensor in state.values()) > 180 * MIB
     url = f"s3://bucket/{secrets.token_hex(4)}"
@@ -297,7 +297,9 @@ def test_a_server_is_sent_more_than_the_ring_holds_and_sends_it_back(part_mib, s
 
 
 def test_memory_as_a_store_gives_back_what_it_was_sent_before_the_last_of_it_comes(lane):
-    config = dos.TransferConfig(part_size_bytes=PART, upload_concurrency=1, stall_timeout_seconds=5)
+    config = dos.TransferConfig(
+        part_size_bytes=PART, upload_concurrency=1, stall_timeout_seconds=90
+    )
     state = {"t": torch.arange(27 * MIB, dtype=torch.float32)}
     url = memory_url()
     dos.save(state, url, config=config)

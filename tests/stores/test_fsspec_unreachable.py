@@ -22,6 +22,11 @@ BOTH = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
+def short_pauses() -> None:
+    """Not here: with them, it would be given up soon in any case."""
+
+
+@pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dcp_objstore.stores.retries.FIRST_PATIENCE_SECONDS", 0.2)
 
@@ -55,7 +60,7 @@ def test_a_refused_connection_is_given_up_and_says_what_to_check(
         pytest.raises(StoreUnavailableError, match=endpoint.removeprefix("http://")) as caught,
     ):
         at(url, options, endpoint).get("k", max_size_bytes=10)
-    assert time.monotonic() - began_at < 5
+    assert time.monotonic() - began_at < 25  # all retries take 31 s and more
     assert str(caught.value).count("check endpoint_url") == 1
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
 

@@ -34,6 +34,11 @@ class Clock:
         self.now += seconds
 
 
+@pytest.fixture(autouse=True)
+def short_pauses() -> None:
+    """Not here: they are what is tested here."""
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of all requests."""
@@ -224,8 +229,9 @@ def test_a_server_that_never_answered_is_given_up_soon_and_one_that_did_is_waite
     ids=["503", "hung up", "silent", "refused"],
 )
 def test_only_a_sign_of_life_gets_all_the_patience(
-    clock: Clock, facts: dict[str, object], answered: bool
+    clock: Clock, facts: dict[str, object], answered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Limiter, "wait_turn", lambda *_: None)  # it waits in real time
     server = Server(**facts)
     requests = requests_to(server)
     took = seconds_of(lambda: requests.run(requests.tries("head", "k"), server.ask), clock)

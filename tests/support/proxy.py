@@ -156,6 +156,9 @@ class SlowDown:
         if self._tokens >= 1:
             self._tokens -= 1
             return None
+        return self.refuse(asked)
+
+    def refuse(self, asked: Asked) -> Refuse:
         self.refused.append(asked)
         return Refuse(self.status, "SlowDown" if self.status == 503 else "TooManyRequests")
 
