@@ -31,7 +31,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.read import reader as reader_module
 from dcp_objstore.read.peers import exchange
-from dcp_objstore.read.peers.meeting import Offer, all_arrived, share_out
+from dcp_objstore.read.peers.meeting import Offer, all_arrived, group_digest, share_out
 from dcp_objstore.read.peers.plan import NEED
 from tests.support.campaign import cases
 from tests.support.checkpoints import cause, causes
