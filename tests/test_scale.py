@@ -22,7 +22,7 @@ from benchmarks.prices import DEFAULT, Prices
 from benchmarks.scale_job import coordinate_load, coordinate_save
 from benchmarks.scale_state import MODELS, ScaledState
 from benchmarks.sink import Sink
-from dcp_objstore.checkpoint import commit, index as ix
+from dcp_objstore.checkpoint import index as ix, read
 from dcp_objstore.stores import open_store
 from tests.support.ranks import run_ranks
 
@@ -61,7 +61,7 @@ def _save_under_fsdp2(rank: int, world_size: int, url: str) -> None:
 
 
 def _index(url: str) -> ix.Index:
-    return ix.decode(commit.open_committed(open_store(url))[1])
+    return ix.decode(read.open_committed(open_store(url))[1])
 
 
 def test_a_simulated_save_plans_and_commits_what_a_real_one_of_fsdp2_does(tmp_path: Path) -> None:
