@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# More lies in no cache by the time that it is decrypted; less takes more calls of the kernel.
+# Of one call. Less means more calls; more lies in no cache by the time that it is decrypted.
 _RECEIVED_BYTES = 256 * 1024
+# RFC 5246, section 6.2.3: 16 KiB, 2 KiB of expansion, and the head. TLS 1.3 has less.
+_MOST_RECORD_BYTES = 16384 + 2048 + 5
 
 
 class TlsSocket(socket.socket):
     """A connected socket that speaks TLS.
 
     `ssl.SSLSocket` makes two calls of the kernel for each record of at most 16 KiB. This one lets
-    `ssl` decrypt from memory. It can send, receive, and make files for reading; the time-outs are
-    those of the socket that it is made of, of which it takes possession.
+    `ssl` decrypt from memory. Of a socket's methods only `sendall`, `recv_into` and `makefile` for
+    reading are for use.
 
     Args:
-        below: a blocking socket, connected.
+        below: a blocking socket, connected, whose time-outs are the kernel's. It is detached.
         context: of a client.
         host: the name that the certificate must have.
         session: to resume.
@@ -75,10 +77,12 @@ class TlsSocket(socket.socket):
             while True:
                 try:
                     # A record a call.
-                    while at < len(into) and (count := read(0, into[at:])):
+                    while at < len(into) and (count := read(len(into) - at, into[at:])):
                         at += count  # type: ignore[operator]  # typeshed says bytes
                 except ssl.SSLWantReadError:
-                    if (at and not flags) or not self._receive(len(into) - at):
+                    if at and not flags:
+                        return at
+                    if not self._receive(len(into) - at if flags else 0):
                         return at
                 else:
                     return at
@@ -103,19 +107,22 @@ class TlsSocket(socket.socket):
             super().sendall(self._to_send.read(), flags)
 
     def _receive(self, least_bytes: int = 0) -> int:
-        """Receive records, and first send what TLS itself has to say.
+        """Receive records. Send first what TLS has to say by itself.
 
         Args:
-            least_bytes: that are still to come, if they are known.
+            least_bytes: so much is still to come, decrypted. Default 0: wait for any byte.
 
         Returns:
             How many bytes of records were received; 0 if the connection was closed.
         """
         self._send()
-        # Encrypted they are more, so the kernel may wait for as many.
-        waits = least_bytes - self._arrived.pending >= _RECEIVED_BYTES
+        # No record is shorter than what it decrypts to, and OpenSSL has at most one in part.
+        least_bytes = min(least_bytes - _MOST_RECORD_BYTES, _RECEIVED_BYTES)
         try:
-            some = self.recv(_RECEIVED_BYTES, socket.MSG_WAITALL if waits else 0)
+            if least_bytes > 0:
+                some = self.recv(least_bytes, socket.MSG_WAITALL)
+            else:
+                some = self.recv(_RECEIVED_BYTES)
         except BlockingIOError as error:
             raise TimeoutError("the server is silent") from error
         return self._arrived.write(some)
