@@ -26,6 +26,7 @@ from dcp_objstore.stores.obstore.direct import (
     SignedGet,
 )
 from dcp_objstore.stores.obstore.ranges import ObstoreSource
+from dcp_objstore.stores.obstore.tls import TlsSocket
 from dcp_objstore.stores.ranges import Answer, read_range
 from tests.support import tampering
 from tests.support.azurite import ACCOUNT, KEY, AzureBucket, Azurite, Identity
@@ -66,7 +67,10 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         of_record = {"in a record": 16384, "forged": 99}
         some = how in ("broken", "stalled", *of_record)
-        self.wfile.write(part[: length // 2 if some else length])
+        sent = part[: length // 2 if some else length]
+        step = 1001 if how == "small records" else len(sent)
+        for at in range(0, len(sent), step):
+            self.wfile.write(sent[at : at + step])
         if how in of_record and self.server.scheme == "https":
             # The head of a record of TLS 1.2 and 1.3, and the same or less than it announces.
             with socket.socket(fileno=os.dup(self.connection.fileno())) as raw:
@@ -175,6 +179,36 @@ def test_bytes_arrive_in_the_memory_given_over_one_connection(
     for start, end in [(0, 400_000), (1000, 500_000), (0, len(BODY)), (9, len(BODY))]:
         assert read(lane, start, end) == BODY[start:end]
     assert server.connections == 1
+
+
+def test_records_may_be_of_any_size(server: Server, lane: DirectLane) -> None:
+    server.how = "small records"
+    for start, end in [(0, 400_000), (1000, 500_000)]:
+        assert read(lane, start, end) == BODY[start:end]
+    assert server.connections == 1
+
+
+@pytest.mark.parametrize("how", ["right", "small records"])
+def test_one_call_receives_many_records_and_waits_for_no_more_than_come(
+    certificate: Certificate, make_lane: Lanes, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    calls: list[tuple[int, int, int]] = []
+
+    def counted(sock: socket.socket, size: int, flags: int = 0) -> bytes:
+        came = socket.socket.recv(sock, size, flags)
+        calls.append((size, len(came), flags))
+        return came
+
+    monkeypatch.setattr(TlsSocket, "recv", counted)
+    with running(Server(certificate.context())) as server:
+        server.how = how
+        lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=60)
+        assert read(lane, 0, len(BODY)) == BODY
+    waits = [(asked, came) for asked, came, flags in calls if flags & socket.MSG_WAITALL]
+    assert waits
+    assert all(asked == came for asked, came in waits)
+    if how == "right":
+        assert len(calls) < len(BODY) // 16384, "handshake and head included"
 
 
 def test_a_connection_that_the_server_closed_while_idle_is_replaced(

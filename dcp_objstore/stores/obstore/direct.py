@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.errors import THROTTLING_STATUSES
+from dcp_objstore.stores.obstore.tls import TlsSocket
 
 logger = logging.getLogger("dcp_objstore")
 
@@ -154,7 +155,7 @@ class DirectLane:
         sock = connection.sock
         if sock is not None:
             with self._lock:
-                if isinstance(sock, ssl.SSLSocket):
+                if isinstance(sock, TlsSocket):
                     self._sessions[origin] = sock.session
                 self._idle.append((connection, origin, time.monotonic()))
 
@@ -196,27 +197,23 @@ class DirectLane:
         port = parts.port or (http.client.HTTPS_PORT if secure else http.client.HTTP_PORT)
         connection = _Connection(host, port, timeout=self._timeout_seconds)
         connection.connect()
-        (self._secure if secure else self._leave_time_to_kernel)(connection, origin)
+        self._leave_time_to_kernel(connection.sock)
+        if secure:
+            with self._lock:
+                self._tls = tls = self._tls or self._trust()
+                session = self._sessions.get(origin)
+            connection.sock = TlsSocket(connection.sock, tls, host, session)
         return connection
 
-    def _secure(self, connection: _Connection, origin: str) -> None:
-        with self._lock:
-            self._tls = tls = self._tls or self._trust()
-            session = self._sessions.get(origin)
-        connection.sock = tls.wrap_socket(
-            connection.sock, server_hostname=connection.host, session=session
-        )
-
-    def _leave_time_to_kernel(self, connection: _Connection, _origin: str) -> None:
+    def _leave_time_to_kernel(self, sock: socket.socket) -> None:
         """Let one call wait for a whole body.
 
-        Under a time-out of its own, Python polls and receives piece by piece. Its TLS would not
-        notice the kernel's.
+        Under a time-out of its own, Python polls and receives piece by piece.
         """
         timeout = struct.pack("ll", *divmod(round(self._timeout_seconds * 1_000_000), 1_000_000))
-        connection.sock.settimeout(None)
-        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        sock.settimeout(None)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
 
 class DirectAnswer:
@@ -303,25 +300,10 @@ class DirectAnswer:
             into[: len(some)] = some
             self._ahead = self._ahead[len(some) :]
             return len(some)
-        count = _fill(self._socket, into)
+        count = self._socket.recv_into(into, 0, socket.MSG_WAITALL)
         if not count:
             raise http.client.IncompleteRead(b"", self._left_bytes)
         return count
-
-
-def _fill(source: socket.socket, into: memoryview) -> int:
-    """Receive until `into` is full. Returns fewer bytes, or none, if the connection was lost."""
-    if not isinstance(source, ssl.SSLSocket):
-        return source.recv_into(into, 0, socket.MSG_WAITALL)
-    receive, at = source.recv_into, 0
-    try:
-        # A record a call: 16 KiB at most.
-        while at < len(into) and (count := receive(into[at:])):
-            at += count
-    except OSError:
-        if not at:
-            raise
-    return at
 
 
 def _send(connection: _Connection, signed: SignedGet, start: int, end: int) -> None:

@@ -1,0 +1,128 @@
+"""`TlsSocket`: TLS that receives many records with one call of the kernel."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+# Of one call. Less means more calls; more lies in no cache by the time that it is decrypted.
+_RECEIVED_BYTES = 256 * 1024
+# RFC 5246, section 6.2.3: 16 KiB, 2 KiB of expansion, and the head. TLS 1.3 has less.
+_MOST_RECORD_BYTES = 16384 + 2048 + 5
+
+
+class TlsSocket(socket.socket):
+    """A connected socket that speaks TLS.
+
+    `ssl.SSLSocket` makes two calls of the kernel for each record of at most 16 KiB. This one lets
+    `ssl` decrypt from memory. Of a socket's methods only `sendall`, `recv_into` and `makefile` for
+    reading are for use.
+
+    Args:
+        below: a blocking socket, connected, whose time-outs are the kernel's. It is detached.
+        context: of a client.
+        host: the name that the certificate must have.
+        session: to resume.
+
+    Raises:
+        OSError: the connection was lost, or there is no agreement with the server.
+    """
+
+    def __init__(
+        self,
+        below: socket.socket,
+        context: ssl.SSLContext,
+        host: str,
+        session: ssl.SSLSession | None = None,
+    ) -> None:
+        super().__init__(below.family, below.type, below.proto, below.detach())
+        self._arrived, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._arrived, self._to_send, server_hostname=host, session=session
+        )
+        try:
+            self._shake_hands()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def session(self) -> ssl.SSLSession | None:
+        """What the next connection can resume."""
+        return self._tls.session
+
+    def sendall(self, data: Buffer, flags: int = 0) -> None:
+        """Encrypt and send."""
+        self._tls.write(data)
+        self._send(flags)
+
+    def recv_into(self, buffer: Buffer, nbytes: int = 0, flags: int = 0) -> int:
+        """Receive and decrypt.
+
+        Args:
+            buffer: writable bytes.
+            nbytes: how many; 0 for as many as `buffer` has room for.
+            flags: `MSG_WAITALL`, to receive all of them.
+
+        Returns:
+            How many bytes were received. With `MSG_WAITALL`, fewer mean that the connection was
+            closed or lost, or was silent for the time-out.
+        """
+        into, at, read = memoryview(buffer)[: nbytes or None], 0, self._tls.read
+        try:
+            while True:
+                try:
+                    # A record a call.
+                    while at < len(into) and (count := read(len(into) - at, into[at:])):
+                        at += count  # type: ignore[operator]  # typeshed says bytes
+                except ssl.SSLWantReadError:
+                    if at and not flags:
+                        return at
+                    if not self._receive(len(into) - at if flags else 0):
+                        return at
+                else:
+                    return at
+        except OSError:
+            if not at:
+                raise
+            return at
+
+    def _shake_hands(self) -> None:
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                if not self._receive():
+                    raise ConnectionError("the server closed during the handshake") from None
+            else:
+                self._send()
+                return
+
+    def _send(self, flags: int = 0) -> None:
+        if self._to_send.pending:
+            super().sendall(self._to_send.read(), flags)
+
+    def _receive(self, least_bytes: int = 0) -> int:
+        """Receive records. Send first what TLS has to say by itself.
+
+        Args:
+            least_bytes: so much is still to come, decrypted. Default 0: wait for any byte.
+
+        Returns:
+            How many bytes of records were received; 0 if the connection was closed.
+        """
+        self._send()
+        # No record is shorter than what it decrypts to, and OpenSSL has at most one in part.
+        least_bytes = min(least_bytes - _MOST_RECORD_BYTES, _RECEIVED_BYTES)
+        try:
+            if least_bytes > 0:
+                some = self.recv(least_bytes, socket.MSG_WAITALL)
+            else:
+                some = self.recv(_RECEIVED_BYTES)
+        except BlockingIOError as error:
+            raise TimeoutError("the server is silent") from error
+        return self._arrived.write(some)
