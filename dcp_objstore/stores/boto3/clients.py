@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dcp_objstore.config import TransferConfig
+from dcp_objstore.config import TransferConfig, at_most
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.credentials.aws import no_s3_credentials, open_boto3_session
 from dcp_objstore.stores.credentials.base import Credentials
@@ -136,7 +136,8 @@ class Boto3Clients(Requests):
                 connect_timeout=config.connect_timeout_seconds,
                 read_timeout=seconds,
                 # A save and a load may run at the same time.
-                max_pool_connections=config.upload_concurrency + config.download_concurrency,
+                max_pool_connections=at_most(config.upload_concurrency)
+                + at_most(config.download_concurrency),
                 retries={"total_max_attempts": 1},
             ),
         )

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from dcp_objstore.config import at_most
 from dcp_objstore.errors import (
     ConfigError,
     CredentialsError,
@@ -299,7 +300,8 @@ def _s3(settings: S3Options, config: TransferConfig, read_seconds: float) -> dic
             "connect_timeout": config.connect_timeout_seconds,
             "read_timeout": read_seconds,
             **_botocore_once(),
-            "max_pool_connections": 2 * max(config.upload_concurrency, config.download_concurrency),
+            "max_pool_connections": 2
+            * max(at_most(config.upload_concurrency), at_most(config.download_concurrency)),
         },
     }
     if settings.profile is not None:
