@@ -34,7 +34,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from benchmarks.conditions import Conditions
@@ -42,6 +42,7 @@ from benchmarks.peers import OPTIONAL, PEERS, RESUME_PEERS
 from benchmarks.prices import DEFAULT, Prices
 from benchmarks.settings import MIB, Settings
 from benchmarks.table import Result, Table
+from dcp_objstore.config import Concurrency
 
 _COMPARED = {
     "save": "throughput, processor time, memory and requests of a save",
@@ -54,6 +55,10 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
     return number
+
+
+def _concurrency(text: str) -> Concurrency:
+    return "auto" if text == "auto" else _positive(text)
 
 
 def _target(text: str) -> str:
@@ -86,7 +91,9 @@ def _add_compared(command: argparse.ArgumentParser, peers: list[str], **conditio
 
 def _add_settings(command: argparse.ArgumentParser) -> None:
     for field in fields(Settings):
-        kind = float if field.name == "gib" else _positive
+        kind: Callable[[str], object] = float if field.name == "gib" else _positive
+        if field.name.endswith("_concurrency"):
+            kind = _concurrency
         option = f"--{field.name.replace('_', '-')}"
         command.add_argument(option, type=kind, default=field.default)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from dcp_objstore.config import TransferConfig
+from dcp_objstore.config import Concurrency, TransferConfig
 
 if TYPE_CHECKING:
     import argparse
@@ -24,15 +24,16 @@ class Settings:
         gib: bytes of all tensors together, in GiB.
         tensors: float32 tensors of equal size.
         part_size_bytes, upload_concurrency, request_size_bytes, download_concurrency: as in
-            `TransferConfig`, with its defaults; for dcp_objstore and the raw loop.
+            `TransferConfig`, with its defaults; for dcp_objstore and the raw loop, which takes
+            "auto" as 8.
     """
 
     gib: float = 1.0
     tensors: int = 32
     part_size_bytes: int = _DEFAULT.part_size_bytes
-    upload_concurrency: int = _DEFAULT.upload_concurrency
+    upload_concurrency: Concurrency = _DEFAULT.upload_concurrency
     request_size_bytes: int = _DEFAULT.request_size_bytes
-    download_concurrency: int = _DEFAULT.download_concurrency
+    download_concurrency: Concurrency = _DEFAULT.download_concurrency
 
     @property
     def tensor_elements(self) -> int:

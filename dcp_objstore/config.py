@@ -13,7 +13,18 @@ MIB = 1024 * 1024
 # "Scalability targets for Blob storage") all take.
 MAX_OBJECT_SIZE_BYTES = 5 * 1024 * 1024 * MIB
 
+Concurrency = int | Literal["auto"]
+# The largest number of requests in flight where it is found, and where each of them takes memory
+# for what it sends.
+AUTO_MOST = 32
+COPIED_MOST = 8
+
 TRANSPORTS = ("native", "boto3", "fsspec")
+
+
+def at_most(concurrency: Concurrency, most: int = AUTO_MOST) -> int:
+    """Return the largest number of requests in flight: the number given, or `most` for "auto"."""
+    return most if concurrency == "auto" else concurrency
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +35,7 @@ class TransferConfig:
 
     - From CPU memory: 10 MiB, however large a part is, because bytes are sent from the tensors' own
       memory. Tensors of up to 1 MiB are copied together first. They take what is in flight: at most
-      `(upload_concurrency + 2) x part_size_bytes`.
+      `(upload_concurrency + 2) x part_size_bytes`; "auto" counts as 8 here, whatever it finds.
     - From a GPU: the same amount of pinned memory, but at least 80 MiB.
 
     For both, the part size is the size that parts have grown to. It is at most 32 MiB, so 320 MiB
@@ -35,11 +46,12 @@ class TransferConfig:
 
     - Tensors: at most `memory_budget_bytes`. If they are on a GPU, this includes the pinned memory
       that the bytes pass through. Each request then counts three times, so
-      `4 x request_size_bytes x download_concurrency` keeps all connections busy. On the GPU itself
+      `4 x request_size_bytes x download_concurrency` keeps all connections busy ("auto": up to
+      32). On the GPU itself
       it takes some 4 MiB blocks where values are converted or are not contiguous.
     - Plus the tensors that only torch can decode: those of checkpoints that stock torch wrote, and
-      quantized or subclass tensors. About `download_concurrency` of them are in progress at once,
-      and each takes up to twice its size.
+      quantized or subclass tensors. About as many are in progress at once as requests are in
+      flight, and each takes up to twice its size.
     - Plus pickled values: those that have arrived and wait for the planner take up to
       `memory_budget_bytes`, plus what one request per connection completes.
 
@@ -50,7 +62,10 @@ class TransferConfig:
             sent in a single PUT. Parts grow to 32 MiB for large payloads, and further if an object
             would need more than 10,000 parts. At least 5 MiB (the S3 minimum). Default 16 MiB.
         upload_concurrency: parts in flight per rank, however many objects the rank writes: it
-            writes them one after the other. Default 8.
+            writes them one after the other. "auto" finds the number: 8 where the store answers at
+            once; where it answers late, up to 32 for all saves and loads of the process to the
+            bucket together; fewer if a request takes more than a quarter of its time-out. A number
+            is kept to, unless the store throttles. Default "auto".
         max_object_size_bytes: a rank that has more than this to save writes several objects; it
             starts the next one before a tensor that would exceed this size. The share of one tensor
             that a rank holds is never split: above this size it gets an object of its own, up to
@@ -59,7 +74,7 @@ class TransferConfig:
         request_size_bytes: the largest ranged GET. Where large ranges come past the transport
             ("Transfers" in the documentation), it grows to 32 MiB for large loads of one rank into
             host memory. Default 8 MiB.
-        download_concurrency: ranged GETs in flight per rank. Default 8.
+        download_concurrency: ranged GETs in flight per rank; "auto" as for uploads. Default "auto".
         memory_budget_bytes: memory for the requests in flight, per rank. Each thread that reads
             takes one block (4 MiB) and what the transport holds: 4 MiB at most, over fsspec twice
             the request (up to 16 MiB). One request is always made, whatever its size. Default
@@ -68,7 +83,7 @@ class TransferConfig:
         connect_timeout_seconds: time to establish a connection. Default 10.
         request_timeout_seconds: deadline for one request with its body. For an upload it must
             allow one part at the slowest rate that you accept. Default 150 (32 MiB at 220 KiB/s,
-            in each of the `upload_concurrency` connections).
+            in each connection).
         stall_timeout_seconds: a transfer in which no part completes for this long fails with
             `TransferStalledError`. Default 180.
         max_retries: retries of one request, with jittered exponential backoff. With the default, a
@@ -90,10 +105,10 @@ class TransferConfig:
     """
 
     part_size_bytes: int = 16 * MIB
-    upload_concurrency: int = 8
+    upload_concurrency: Concurrency = "auto"
     max_object_size_bytes: int = 256 * 1024 * MIB
     request_size_bytes: int = 8 * MIB
-    download_concurrency: int = 8
+    download_concurrency: Concurrency = "auto"
     memory_budget_bytes: int = 128 * MIB
     hash_threads: int = 2
     connect_timeout_seconds: float = 10.0
@@ -123,10 +138,14 @@ class TransferConfig:
         }
         for name, bound in least.items():
             value = getattr(self, name)
+            finds_itself = name.endswith("_concurrency")
+            if finds_itself and value == "auto":
+                continue
             whole = not name.endswith("_seconds")
             fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
             if not fits or not value >= bound:
                 kind = "an integer" if whole else "a number"
+                kind = f'"auto" or {kind}' if finds_itself else kind
                 raise ConfigError(
                     f"TransferConfig.{name} must be {kind} of at least {bound}, got {value!r}"
                 )

@@ -12,10 +12,15 @@ import obstore
 import torch
 from obstore.store import S3Store
 
+from dcp_objstore.config import at_most
+
 if TYPE_CHECKING:
     from benchmarks.peers import State
     from benchmarks.settings import Settings
     from benchmarks.targets import Place
+
+# In flight if no number is given.
+_FIXED = 8
 
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -58,7 +63,7 @@ class Raw:
             f"{place.prefix}/raw",
             buffers(),
             chunk_size=part,
-            max_concurrency=settings.upload_concurrency,
+            max_concurrency=at_most(settings.upload_concurrency, _FIXED),
             use_multipart=True,
         )
 
@@ -79,7 +84,7 @@ class Raw:
                 piece = view[start : start + size]
                 requests.append((piece, position + start))
             position += len(view)
-        with ThreadPoolExecutor(settings.download_concurrency) as pool:
+        with ThreadPoolExecutor(at_most(settings.download_concurrency, _FIXED)) as pool:
             list(pool.map(fetch, requests))
 
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.config import at_most
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CorruptDataError,
@@ -25,7 +26,7 @@ from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, b
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
-from dcp_objstore.transfer.workers import DaemonPool
+from dcp_objstore.transfer.workers import AT_ONCE, DaemonPool
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -289,7 +290,8 @@ def _sizes(
     assert stored.objects is not None
     sizes = {}
     check_gone = _GoneCheck(store, stored)
-    with DaemonPool(min(config.download_concurrency, len(stored.objects)), "head") as pool:
+    threads = min(at_most(config.download_concurrency, AT_ONCE), len(stored.objects))
+    with DaemonPool(threads, "head") as pool:
         answers = [pool.submit(store.head, entry.key) for entry in stored.objects]
         for number, (entry, answer) in enumerate(zip(stored.objects, answers, strict=True)):
             try:

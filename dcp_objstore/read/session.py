@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_objstore.compat.values import check_safe
+from dcp_objstore.config import at_most
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CorruptDataError,
@@ -233,7 +234,7 @@ def _way_in(
     if not lanes:
         return None, budget_bytes
     largest_bytes = max((request.end - request.start for request in requests), default=0)
-    concurrency = min(config.download_concurrency, max(1, len(requests)))
+    concurrency = min(at_most(config.download_concurrency), max(1, len(requests)))
     slots, slot_bytes, budget_bytes = plan_ring(largest_bytes, concurrency, budget_bytes)
     inbound = Inbound(lanes, slots, slot_bytes)
     for read in reads:

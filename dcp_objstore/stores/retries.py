@@ -197,6 +197,7 @@ class Tries:
             else:
                 if self._refunds and self._limiter is not None:
                     self._limiter.refund_retry()
+                    self._limiter.heard(self._clock.monotonic() - begun_at)
                 return answer
 
     def again(

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
+from dcp_objstore.config import at_most
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import RangeRead
@@ -118,12 +119,16 @@ def fetch_ranges(
         ObjectNotFoundError: an object does not exist; the error has its `object_key`.
         CorruptDataError: an object ends before the range, or `consume` found damage twice.
     """
-    tasks: queue.SimpleQueue[RangeRequest[T]] = queue.SimpleQueue()
+    tasks = deque(requests)
     done: queue.SimpleQueue[RangeRequest[T] | BaseException | None] = queue.SimpleQueue()
     gate = _Gate(progress)
-    slot = admission_slot(store, "open_range")
-    for request in requests:
-        tasks.put(request)
+    slot = admission_slot(
+        store,
+        "open_range",
+        config,
+        config.download_concurrency,
+        max((request.end - request.start for request in requests), default=0),
+    )
 
     def guarded(request: RangeRequest[T], body: Buffer) -> None:
         with gate:
@@ -134,16 +139,17 @@ def fetch_ranges(
     # With `admit` a body waits for memory, which may only be free once the body before it was read.
     reading = store.range_reading
     depth = _AHEAD if admit is None and reading.ahead else 1
-    shared = _Shared(store, object_keys, guarded, explain, admit, progress, slot, depth)
-    workers = worker_count(
+    most = worker_count(
         requests,
-        config.download_concurrency,
+        at_most(config.download_concurrency),
         config.memory_budget_bytes if budget_bytes is None else budget_bytes,
         reading,
         depth=depth,
     )
-    for number in range(workers):
-        spawn(partial(_Worker(shared, number).run, tasks, done), f"download-{number}")
+    shared = _Shared(
+        store, object_keys, guarded, explain, admit, progress, slot, depth, most, tasks, done
+    )
+    shared.staff()
     check_stalled = partial(progress.check_stalled, "download")
     try:
         left = len(requests)
@@ -196,7 +202,7 @@ class _Begun(Generic[T]):
     worker: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Shared(Generic[T]):
     """What the workers of one call of `fetch_ranges` share."""
 
@@ -208,6 +214,26 @@ class _Shared(Generic[T]):
     progress: Progress
     slot: AdmissionSlot
     depth: int
+    most: int
+    tasks: deque[RangeRequest[T]]
+    done: queue.SimpleQueue[RangeRequest[T] | BaseException | None]
+
+    def __post_init__(self) -> None:
+        self._workers = 0
+        self._staffing = threading.Lock()
+
+    def staff(self) -> None:
+        """Start as many workers as there are requests that may be in flight.
+
+        So what the window does not allow takes no thread and no memory.
+        """
+        if self._workers == self.most:
+            return
+        with self._staffing:
+            wanted = min(self.most, -(-self.slot.concurrency // self.depth))
+            while self._workers < wanted and self.tasks:
+                spawn(_Worker(self, self._workers).run, f"download-{self._workers}")
+                self._workers += 1
 
 
 @dataclass
@@ -221,35 +247,37 @@ class _Worker(Generic[T]):
         self._scratch = memoryview(b"")
         self._begun = 0
 
-    def run(
-        self,
-        tasks: queue.SimpleQueue[RangeRequest[T]],
-        done: queue.SimpleQueue[RangeRequest[T] | BaseException | None],
-    ) -> None:
+    def run(self) -> None:
         """Fetch requests until there are none left. On an error, put it into `done` and stop."""
         ahead: deque[_Begun[T]] = deque()
         try:
             while True:
                 self.shared.progress.check_stopped()
-                with suppress(queue.Empty):
+                with suppress(IndexError):
                     while len(ahead) < self.shared.depth:
-                        ahead.append(self._begin(tasks.get_nowait()))
+                        begun = self._begin(self.shared.tasks.popleft(), wait=not ahead)
+                        if begun is None:
+                            break
+                        ahead.append(begun)
                 if not ahead:
                     return
                 begun = ahead.popleft()
                 self._finish(begun)
-                done.put(begun.request)
+                self.shared.done.put(begun.request)
                 del begun
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             for left in ahead:
                 self.shared.slot.end(id(left.request), answered=False)
                 left.body.close()
-            done.put(error)
+            self.shared.done.put(error)
 
-    def _begin(self, request: RangeRequest[T]) -> _Begun[T]:
+    def _begin(self, request: RangeRequest[T], *, wait: bool) -> _Begun[T] | None:
+        """Begin a request; put it back and return None if it has no place and `wait` is False."""
         shared = self.shared
         into = None if shared.admit is None else shared.admit(request, shared.progress)
-        shared.slot.begin(id(request), shared.progress.check_stopped)
+        if not shared.slot.begin(id(request), shared.progress.check_stopped, wait=wait):
+            shared.tasks.appendleft(request)
+            return None
         key = shared.object_keys[request.object_number]
         body = shared.store.open_range(key, request.start, request.end)
         # In a trace, each request that one thread has under way gets its own row.
@@ -311,6 +339,8 @@ class _Worker(Generic[T]):
                     raise shared.explain(piece, error) from error
                 shared.consume(piece, came)
                 rest.popleft()
+                shared.slot.moved(len(came))
+                shared.staff()
                 shared.progress.alive()
 
     def _memory(self, size_bytes: int) -> memoryview:

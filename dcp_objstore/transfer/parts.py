@@ -22,6 +22,8 @@ MAX_PART_SIZE_BYTES = 5 * 1024 * MIB
 # grow further, because on a slow network, too, each must be sent within the request time-out.
 _GROWN_PART_SIZE_BYTES = 32 * MIB
 _MANY_PARTS = 32
+# Where up to 32 of them are in flight, a few large parts would end one after the other.
+_MANY_PARTS_FAR = 128
 # Fewer parts than allowed, because the size of pickled values is only known once they are written.
 _PLANNED_PARTS = 9_000
 # The largest buffer that is handed to the transport. It drops a buffer when its part is sent, so
@@ -53,20 +55,24 @@ def plan_parts(
     *,
     max_object_size_bytes: int = MAX_OBJECT_SIZE_BYTES,
     largest_item_bytes: int = 0,
+    is_near: bool = True,
 ) -> PartPlan:
     """Choose the part size for `total_bytes` of payload on this rank.
 
-    The part size is the configured one. From 32 parts on it grows, in whole MiB, up to 32 MiB. It
-    grows further, up to 5 GiB, only if an object would have more than 9,000 parts.
+    The part size is the configured one. From 32 parts on (128 if the store is far) it grows, in
+    whole MiB, up to 32 MiB. It grows further, up to 5 GiB, only if an object would have more than
+    9,000 parts.
 
     Args:
         total_bytes: payload of all items.
         least_part_size_bytes: the configured part size.
         max_object_size_bytes: the configured limit of an object.
         largest_item_bytes: payload of the largest item, which is never split.
+        is_near: whether a few connections move all that the store or this machine can.
     """
     object_bytes = min(total_bytes, max(max_object_size_bytes, largest_item_bytes))
-    grown = min(object_bytes // _MANY_PARTS, _GROWN_PART_SIZE_BYTES)
+    many = _MANY_PARTS if is_near else _MANY_PARTS_FAR
+    grown = min(object_bytes // many, _GROWN_PART_SIZE_BYTES)
     needed = max(-(-object_bytes // _PLANNED_PARTS), grown)
     part_size = max(least_part_size_bytes, -(-needed // MIB) * MIB)
     part_size = min(part_size, MAX_PART_SIZE_BYTES)

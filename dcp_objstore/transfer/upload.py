@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from dcp_objstore.config import AUTO_MOST, at_most
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot
@@ -206,7 +207,7 @@ class _Tracked:
             if count_bytes:
                 first, last = (at // part_size_bytes for at in (start, start + count_bytes - 1))
                 for number in range(first, last + 1):
-                    slot.end(number)
+                    slot.end(number, part_size_bytes)
             self._progress.moved(count_bytes)
             if parts is not None and part is not None:
                 parts.dropped(part, token)
@@ -221,6 +222,8 @@ def upload_object(
     plan: PartPlan,
     config: TransferConfig,
     progress: Progress,
+    *,
+    most: int = AUTO_MOST,
 ) -> Uploaded:
     """Write one object: in a single PUT if it fits into one part, otherwise in parallel parts.
 
@@ -235,6 +238,7 @@ def upload_object(
         plan: how the object is cut into parts.
         config: limits and time-outs.
         progress: receives the bytes that were uploaded; may stop the upload.
+        most: largest number of parts in flight, if the number is not fixed.
 
     Raises:
         TransferStalledError: no buffer was uploaded for the stall time-out.
@@ -242,7 +246,9 @@ def upload_object(
             store answered so, after all retries.
         UnsupportedError: the buffers need more parts than an object may have.
     """
-    slot = admission_slot(store, "put_stream")
+    slot = admission_slot(
+        store, "put_stream", config, config.upload_concurrency, plan.part_size_bytes
+    )
     began_at = time.monotonic()
     tracked = _Tracked(buffers, progress, plan.part_size_bytes, key, slot)
 
@@ -260,12 +266,12 @@ def upload_object(
             try:
                 return store.put(key, head)
             finally:
-                slot.end(0)
+                slot.end(0, head_bytes)
         return store.put_stream(
             key,
             _chain(head, tracked),
             part_size_bytes=plan.part_size_bytes,
-            max_concurrency=config.upload_concurrency,
+            max_concurrency=at_most(config.upload_concurrency, min(most, slot.most)),
         )
 
     with closing(slot):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # A payload up to this size is copied into the gathering buffer. That is cheaper than a separate
 # buffer, for which the transport and the hashers must get the GIL half a dozen times. In a program
 # that is busy in Python each of these takes up to 5 ms, and slows the program down.
-_SMALL_BYTES = MIB
+SMALL_BYTES = MIB
 # The same limit for device memory, where each small payload is a copy of its own.
 _SMALL_DEVICE_BYTES = 64 * 1024
 # The gathering buffer is passed on at this size.
@@ -228,7 +228,7 @@ class Layout:
             tensor_frame.check_dtype(data.dtype)
             yield from self._whole(item, tensor_frame.pickled_blob(data), data.dtype)
         elif (size_bytes := payload.nbytes) <= (
-            _SMALL_BYTES if payload.is_cpu else _SMALL_DEVICE_BYTES
+            SMALL_BYTES if payload.is_cpu else _SMALL_DEVICE_BYTES
         ):
             # A buffer is no larger than a slice.
             if len(self._gathered) + size_bytes > self.plan.slice_size_bytes - _FRAMING_BYTES:

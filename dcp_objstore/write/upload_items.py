@@ -16,10 +16,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import data_key
 from dcp_objstore.compat.values import warn_unsafe_value
+from dcp_objstore.config import AUTO_MOST, COPIED_MOST
 from dcp_objstore.errors import InputError
 from dcp_objstore.observe.events import Hashed, Planned
 from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject, WriteResults
 from dcp_objstore.state.device import Outbound, settle_streams
+from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.transfer.digests import block_digests
 from dcp_objstore.transfer.parts import part_count, plan_parts
@@ -27,7 +29,7 @@ from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
 from dcp_objstore.transfer.upload import upload_object
 from dcp_objstore.transfer.workers import DaemonPool, wait_for, worker_number
-from dcp_objstore.write.layout import ChangedSlice, Layout, item_bytes
+from dcp_objstore.write.layout import SMALL_BYTES, ChangedSlice, Layout, item_bytes
 from dcp_objstore.write.planner import AgreeingSavePlanner
 
 if TYPE_CHECKING:
@@ -75,7 +77,11 @@ def upload_items(
         config.part_size_bytes,
         max_object_size_bytes=config.max_object_size_bytes,
         largest_item_bytes=max((size_bytes for _, size_bytes in pending), default=0),
+        is_near=config.upload_concurrency != "auto" or limiter_of(store).window.is_near,
     )
+    # Parts of copied payload take memory; other parts are views of the tensors.
+    copied_bytes = sum(size_bytes for _, size_bytes in pending if size_bytes <= SMALL_BYTES)
+    most = COPIED_MOST if copied_bytes > COPIED_MOST * part_plan.part_size_bytes else AUTO_MOST
     results = WriteResults()
     objects: list[StoredObject] = []
     save.channel.emit(
@@ -104,7 +110,9 @@ def upload_items(
             )
             key = data_key(save.rank, len(objects), save.nonce)
             try:
-                uploaded = upload_object(store, key, layout.buffers(), part_plan, config, progress)
+                uploaded = upload_object(
+                    store, key, layout.buffers(), part_plan, config, progress, most=most
+                )
             finally:
                 layout.is_over = True
             _check_changed(store, key, layout.changed)

@@ -19,8 +19,8 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores import IfAbsent, ObjectStore
-from dcp_objstore.stores.admission.bounds import Bounds
 from dcp_objstore.stores.admission.limiter import limiter_of
+from dcp_objstore.stores.admission.window import Window
 from dcp_objstore.stores.ranges import read_range
 from tests.contract.common import MIB, PART, Endpoint
 from tests.support.guarantees import guarantee
@@ -66,7 +66,7 @@ class FailuresContract(Endpoint):
             server.answer = lambda *_: answer
             store = self.store_at(server.endpoint_url)
             for verb in verbs:
-                limiter_of(store)._bounds = Bounds()  # what the last verb met slows none down
+                limiter_of(store)._window = Window()  # what the last verb met slows none down
                 if verb == "put_absent" and not store.capabilities.conditional_create:
                     continue  # refused before anything is sent: `test_create_only_where_nothing_is`
                 with pytest.raises(DcpObjstoreError) as caught:

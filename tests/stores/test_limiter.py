@@ -2,77 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import secrets
 import threading
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
 
 from dcp_objstore.errors import TransferStalledError
-from dcp_objstore.stores.admission.bounds import (
-    LEAST_RATE_PER_SECOND,
-    LEAST_WINDOW,
-    OPEN_AFTER_SECONDS,
-    Bounds,
-)
-from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter
-
-# What happens, how much later, and for a throttled request: how long ago it was begun, how many
-# are in flight, what was done per second.
-EVENTS = st.lists(
-    st.tuples(
-        st.booleans(),
-        st.floats(0, 30),
-        st.floats(0, 60),
-        st.integers(0, 200),
-        st.floats(0, 1e4),
-    ),
-    max_size=60,
-)
-
-
-@given(EVENTS)
-def test_the_bounds_only_fall_by_what_was_throttled_and_never_below_the_least(
-    events: list[tuple[bool, float, float, int, float]],
-) -> None:
-    bounds, now = Bounds(), 0.0
-    for throttled, later, ago, in_flight, lately in events:
-        now += later
-        rate = bounds.rate(now)
-        if throttled:
-            found = bounds.throttled(now, now - ago, in_flight, lately)
-            if now - ago < bounds.cut_at:
-                assert found == bounds
-            else:
-                assert found.window <= max(LEAST_WINDOW, bounds.window / 2)
-                assert found.rate(now) <= max(LEAST_RATE_PER_SECOND, 0.7 * rate)
-        else:
-            found = bounds.succeeded(now)
-            assert found.window >= bounds.window
-            assert found.rate(now) >= rate
-        assert found.window >= LEAST_WINDOW
-        assert found.rate(now) >= LEAST_RATE_PER_SECOND
-        bounds = found
-
-
-@given(EVENTS, st.integers(1, 8))
-def test_whatever_happened_it_recovers(
-    events: list[tuple[bool, float, float, int, float]], per_second: int
-) -> None:
-    bounds, now = Bounds(), 0.0
-    for throttled, later, ago, in_flight, lately in events:
-        now += later
-        bounds = (
-            bounds.throttled(now, now - ago, in_flight, lately)
-            if throttled
-            else bounds.succeeded(now)
-        )
-    for _ in range(int(OPEN_AFTER_SECONDS * per_second) + 2):
-        now += 1 / per_second
-        bounds = bounds.succeeded(now)
-    assert bounds.is_open
-    assert bounds.rate(now) == math.inf
+from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter, limiter_at
 
 
 class Clock:
@@ -104,6 +41,48 @@ def test_a_window_that_is_full_holds_back_until_a_place_is_free() -> None:
     held.join(10)
     assert not held.is_alive()
     assert limiter.in_flight == slot.in_flight == 4
+
+
+def test_transfers_that_find_their_number_share_one_window() -> None:
+    limiter = Limiter()
+    limiter.heard(0.03)
+    save, load = (limiter.slot(judged=False) for _ in range(2))
+    for number in range(16):
+        assert save.begin(number, wait=False)
+        assert load.begin(number, wait=False)
+    assert not save.begin("more", wait=False)
+    assert not load.begin("more", wait=False)
+    save.close()
+    assert load.begin("more", wait=False)
+
+
+def test_a_fixed_number_ignores_the_window_until_the_store_throttles() -> None:
+    limiter = Limiter()
+    limiter.heard(0.0005)
+    fixed = limiter.slot(judged=False, concurrency=64)
+    assert fixed.concurrency == 64
+    for number in range(64):
+        assert fixed.begin(number, wait=False)
+    limiter.throttled(limiter._clock())
+    assert not fixed.begin("more", wait=False)
+
+
+def test_before_anything_was_measured_large_requests_are_few() -> None:
+    limiter, mib = Limiter(), 1 << 20
+    slots = [
+        limiter.slot(judged=False, request_bytes=size * mib, timeout_seconds=150)
+        for size in (1, 32, 583, 5000)
+    ]
+    assert [slot.concurrency for slot in slots] == [32, 18, 1, 1]
+
+
+def test_what_is_on_this_machine_gets_8_requests() -> None:
+    bucket = secrets.token_hex(4)
+    concurrency = [
+        limiter_at(None, scheme, bucket).slot(judged=False).concurrency
+        for scheme in ("file", "memory", "s3")
+    ]
+    assert concurrency == [8, 8, 32]
 
 
 def test_a_slot_with_nothing_in_flight_never_waits_for_others() -> None:
@@ -180,16 +159,32 @@ def test_parts_that_take_a_pause_longer_than_the_others_slow_it_down_and_one_alo
     slot.begin("slow")
     clock.now += 1.5
     slot.end("slow")
-    assert limiter.bounds.is_open
+    assert not limiter.window.is_throttled
     slot.begin("slow")
     slot.begin("another")
     clock.now += 1.5
     slot.look()  # they are still under way
-    assert not limiter.bounds.is_open
-    found = limiter.bounds
+    assert limiter.window.is_throttled
+    found = limiter.window
     slot.end("slow")
     slot.end("another")
-    assert limiter.bounds.cut_at == found.cut_at
+    assert limiter.window.cut_at == found.cut_at
+
+
+def test_parts_that_take_longer_because_more_are_in_flight_are_no_sign() -> None:
+    clock = Clock()
+    limiter = Limiter(clock)
+    slot = limiter.slot(judged=True)
+    for number in range(16):
+        slot.begin(number)
+        clock.now += 1
+        slot.end(number)
+    for number in range(8):
+        slot.begin(number)
+    clock.now += 8
+    for number in range(8):
+        slot.end(number)
+    assert not limiter.window.is_throttled
 
 
 def test_requests_that_are_slow_from_the_start_are_no_sign() -> None:
@@ -200,7 +195,7 @@ def test_requests_that_are_slow_from_the_start_are_no_sign() -> None:
         slot.begin(number)
         clock.now += 5 + number % 5
         slot.end(number)
-    assert limiter.bounds.is_open
+    assert not limiter.window.is_throttled
 
 
 def test_retries_share_a_budget_that_successes_refill() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeoutError
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.config import COPIED_MOST, MIB, TransferConfig
 from dcp_objstore.errors import (
     ConfigError,
     CorruptDataError,
@@ -23,6 +24,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
+from dcp_objstore.stores.admission.window import Window
 from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import FetchedSource, Range
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests, digest_count
@@ -87,7 +89,7 @@ def test_parts_of_the_default_limit_stay_small_and_those_of_5_tib_are_as_documen
     assert plan_parts(282 * 1024 * MIB, 16 * MIB).part_size_bytes > 32 * MIB
     largest = plan_parts(5 * TIB, 16 * MIB).part_size_bytes
     assert largest == 583 * MIB
-    assert round((config.upload_concurrency + 2) * largest / 1024**3, 1) == 5.7
+    assert round((COPIED_MOST + 2) * largest / 1024**3, 1) == 5.7
 
 
 def test_an_item_above_5_tib_is_refused_and_the_limit_of_objects_is_bounded():
@@ -106,6 +108,8 @@ def test_large_payloads_go_in_larger_parts_while_there_are_still_many():
     assert plan_parts(100 * 1024 * MIB, 16 * MIB).part_size_bytes == 32 * MIB
     assert plan_parts(100 * 1024 * MIB, 64 * MIB).part_size_bytes == 64 * MIB
     assert plan_parts(10 * 1024 * 1024 * MIB, 16 * MIB).part_size_bytes > 500 * MIB
+    far = [plan_parts(gib * 1024 * MIB, 16 * MIB, is_near=False) for gib in (1, 2, 4, 100)]
+    assert [plan.part_size_bytes // MIB for plan in far] == [16, 16, 32, 32]
 
 
 spans = st.builds(
@@ -448,6 +452,33 @@ def test_a_download_delivers_every_range_and_never_more_at_once_than_the_budget(
     assert 2 * MIB < most <= 8 * MIB
 
 
+@pytest.mark.parametrize(
+    ("latency_seconds", "memory_bytes", "threads"),
+    [(0.0005, 0, 8), (0.03, 0, 32), (0.03, 3 * MIB // 2, 5)],
+)
+def test_as_many_threads_read_as_the_window_has_places(latency_seconds, memory_bytes, threads):
+    """But no more than the budget has memory for."""
+    inner = open_store(f"memory://{secrets.token_hex(4)}/o")
+    inner.put("o", bytes(64 * 1024))
+    limiter_of(inner)._window = Window().heard(latency_seconds)
+    names, most = set(), threading.Barrier(threads)
+
+    class Meeting(RecordingStore):
+        range_reading = RangeReading(memory_bytes=memory_bytes)
+
+        @contextlib.contextmanager
+        def _around(self, request):
+            names.add(threading.current_thread().name)
+            if request.start < threads * 1024:
+                most.wait(10)
+            yield
+
+    settings = config(memory_budget_bytes=8 * MIB)
+    wanted = requests_of(64 * 1024, 1024)
+    assert len(fetch(Meeting(inner), wanted, lambda *_: None, settings)) == 64
+    assert len(names) == threads
+
+
 def test_a_damaged_transfer_is_fetched_once_more_and_a_damaged_object_is_an_error():
     store = RecordingStore(open_store("memory://transfer/damaged"))
     store.put("o", random_bytes(100))
@@ -690,7 +721,7 @@ def test_the_first_error_of_a_download_ends_all_workers():
             raise StoreUnavailableError("down")
 
     with pytest.raises(StoreUnavailableError):
-        fetch(Failing(), requests_of(10_000, 1), lambda *_: None)
+        fetch(Failing(), requests_of(10_000, 1), lambda *_: None, config(download_concurrency=8))
     assert len(calls) <= 16
 
 
@@ -701,6 +732,7 @@ def test_the_first_error_of_a_download_ends_all_workers():
         {"part_size_bytes": 6 * 1024 * MIB},
         {"upload_concurrency": 0},
         {"upload_concurrency": 2.5},
+        {"download_concurrency": "many"},
         {"max_retries": True},
         {"stall_timeout_seconds": float("nan")},
         {"memory_budget_bytes": "128MiB"},

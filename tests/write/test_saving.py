@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemT
 
 import dcp_objstore as dos
 from dcp_objstore.compat.derived import StockDotMetadata
+from dcp_objstore.config import AUTO_MOST, COPIED_MOST
 from dcp_objstore.errors import InputError, PermissionDeniedError, UntrustedPickleError
 from dcp_objstore.observe.events import AnyEvent, Hashed
 from dcp_objstore.observe.report import size_text
@@ -425,13 +426,13 @@ def test_tensors_of_up_to_a_mib_are_handed_to_the_transport_together(
     sizes: list[int] = []
     upload = uploading.upload_object
 
-    def counting(store: Any, key: str, buffers: Iterator[Any], *rest: Any) -> Any:
+    def counting(store: Any, key: str, buffers: Iterator[Any], *rest: Any, **settings: Any) -> Any:
         def counted() -> Iterator[Any]:
             for buffer in buffers:
                 sizes.append(buffer.nbytes)
                 yield buffer
 
-        return upload(store, key, counted(), *rest)
+        return upload(store, key, counted(), *rest, **settings)
 
     monkeypatch.setattr(uploading, "upload_object", counting)
     state = {f"{n}": torch.full((MIB // 16 * (n % 4 + 1),), float(n)) for n in range(60)}
@@ -546,3 +547,21 @@ def test_a_tensor_that_does_not_change_is_not_told_of(
 ) -> None:
     save_changed(memory_url(), "never")
     assert "changed" not in logged.text
+
+
+@pytest.mark.parametrize(("count", "most"), [(40, AUTO_MOST), (44, COPIED_MOST)])
+def test_parts_of_copied_tensors_are_bounded_in_number(
+    monkeypatch: pytest.MonkeyPatch, count: int, most: int
+) -> None:
+    """8 parts of 5 MiB are as much memory as copies may take."""
+    given: list[int] = []
+    upload = uploading.upload_object
+
+    def noting(*arguments: Any, **settings: Any) -> Any:
+        given.append(settings["most"])
+        return upload(*arguments, **settings)
+
+    monkeypatch.setattr(uploading, "upload_object", noting)
+    state = {f"{n}": torch.zeros(MIB // 4) for n in range(count)}
+    dos.save(state, memory_url(), config=dos.TransferConfig(part_size_bytes=5 * MIB))
+    assert given == [most]

@@ -1,18 +1,19 @@
 """`Limiter`: how many requests all saves and loads of a process send to a bucket, and how fast.
 
-There is one per bucket and endpoint. While nothing is throttled, it costs a lock per request. It
-slows requests down (see `Bounds`) when the store throttles. There are two signs of that. An adapter
-that retries by itself reports 429 and 503. Where the transport retries out of sight, as obstore
-does with parts of uploads, requests take several times as long as before.
+There is one per bucket and endpoint. A `Window` finds how many requests may be in flight. It counts
+for a transfer with a fixed number only while the store throttles. There are two signs of that. An
+adapter that retries by itself reports 429 and 503. Where the transport retries out of sight, as
+obstore does with parts of uploads, requests take several times as long as before.
 
 Each transfer holds an `AdmissionSlot`. No transfer waits for ever: one with nothing in flight may
-always send a request, and none waits longer than 5 s for a free place.
+always send a request, and none waits longer than 5 s while no place is given back.
 
 All retries share one budget: `Limiter.spend_retry`.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -20,10 +21,11 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 from dcp_objstore.forking import PerProcess
-from dcp_objstore.stores.admission.bounds import Bounds
+from dcp_objstore.stores.admission.window import Window
 from dcp_objstore.waiting import STEP_SECONDS
 
 if TYPE_CHECKING:
+    from dcp_objstore.config import Concurrency, TransferConfig
     from dcp_objstore.stores.protocol import ObjectStore
 
 # Retries of this process that may be under way on credit, as in the SDKs of AWS (500 tokens at 5
@@ -55,30 +57,47 @@ class Limiter:
         self._clock = clock
         # Re-entrant, because places are given back by weak references.
         self._changed = threading.Condition(threading.RLock())
-        self._bounds = Bounds()
+        self._window = Window()
         self._in_flight = 0
+        self._given_back_at = -math.inf
         self._next_at = 0.0
         self._done: deque[float] = deque(maxlen=256)
         self._budget = RETRY_BUDGET
 
     @property
-    def bounds(self) -> Bounds:
-        """The bounds at this moment."""
-        return self._bounds
+    def window(self) -> Window:
+        """The window at this moment."""
+        return self._window
 
     @property
     def in_flight(self) -> int:
         """The number of requests in flight, of all transfers."""
         return self._in_flight
 
-    def slot(self, *, judged: bool) -> AdmissionSlot:
+    def slot(
+        self,
+        *,
+        judged: bool,
+        concurrency: Concurrency = "auto",
+        request_bytes: int = 0,
+        timeout_seconds: float = math.inf,
+    ) -> AdmissionSlot:
         """Make a transfer's slot.
 
         Args:
             judged: whether slow requests are a sign that the store is throttling. False where the
                 adapter reports throttling.
+            concurrency: of the transfer. The window counts for one that is not "auto" only while
+                the store throttles.
+            request_bytes: of its largest request. Default: nothing that counts.
+            timeout_seconds: for one request. Default: none.
         """
-        return AdmissionSlot(self, judged=judged)
+        return AdmissionSlot(self, concurrency, request_bytes, timeout_seconds, judged=judged)
+
+    def heard(self, seconds: float) -> None:
+        """Record that a small request was answered in so many seconds."""
+        with self._changed:
+            self._window = self._window.heard(seconds)
 
     def throttled(self, begun_at: float) -> None:
         """Record that the store put off a request that was begun at `begun_at`."""
@@ -86,17 +105,15 @@ class Limiter:
             now = self._clock()
             lately = [at for at in self._done if now - at <= _LATELY_SECONDS]
             span_seconds = max(now - lately[0], _LEAST_SPAN_SECONDS) if lately else 1.0
-            self._bounds = self._bounds.throttled(
+            self._window = self._window.throttled(
                 now, begun_at, self._in_flight, len(lately) / span_seconds
             )
 
     def succeeded(self) -> None:
         """Record that a request of a transfer was answered."""
         with self._changed:
-            now = self._clock()
-            self._done.append(now)
+            self._done.append(self._clock())
             self.refund_retry()
-            self._bounds = self._bounds.succeeded(now)
 
     def spend_retry(self) -> bool:
         """Take one retry from the budget that all requests share; False if it is used up."""
@@ -121,48 +138,65 @@ class Limiter:
     def _turn(self) -> float:
         """Take the next turn and return 0, or return the seconds until then."""
         with self._changed:
-            if self._bounds.is_open:
+            if not self._window.is_throttled:
                 return 0.0
             now = self._clock()
             if self._next_at - now > _BURST_SECONDS:
                 return self._next_at - now
-            self._next_at = max(self._next_at, now) + 1 / self._bounds.rate(now)
+            self._next_at = max(self._next_at, now) + 1 / self._window.rate(now)
             return 0.0
 
-    def _wait_place(self, slot: AdmissionSlot, check: Callable[[], None]) -> None:
-        """Wait for a place in the window and take it; then wait for the turn."""
+    def _take_place(self, slot: AdmissionSlot, check: Callable[[], None], *, wait: bool) -> bool:
+        """Take a place in the window, and wait for the turn; False if there is none."""
         with self._changed:
-            began = self._clock()
-            while (
-                slot.in_flight
-                and self._in_flight >= self._bounds.window
-                and self._clock() - began < _LONGEST_HOLD_SECONDS
-            ):
+            began_at = self._clock()
+            while slot.in_flight and self._in_flight + 1 > slot.bound:
+                idle_seconds = self._clock() - max(began_at, self._given_back_at)
+                if idle_seconds >= _LONGEST_HOLD_SECONDS:
+                    break
+                if not wait:
+                    return False
                 check()
                 slot.look()
                 self._changed.wait(STEP_SECONDS)
             self._in_flight += 1
+            self._window = self._window.begun(self._clock(), self._in_flight)
         try:
             self.wait_turn(check)
         except BaseException:
             self._give_back(1)
             raise
+        return True
 
     def _give_back(self, places: int) -> None:
         with self._changed:
             self._in_flight -= places
+            self._given_back_at = self._clock()
             self._changed.notify_all()
 
 
 class AdmissionSlot:
     """The requests of one transfer. `close` gives back all its places; call it in any case."""
 
-    def __init__(self, limiter: Limiter, *, judged: bool) -> None:
+    def __init__(
+        self,
+        limiter: Limiter,
+        concurrency: Concurrency,
+        request_bytes: int,
+        timeout_seconds: float,
+        *,
+        judged: bool,
+    ) -> None:
         self._limiter = limiter
+        self._fixed = None if concurrency == "auto" else concurrency
+        self._request_bytes = request_bytes
+        self._timeout_seconds = timeout_seconds
         self._judged = judged
-        self._begun: dict[Hashable, float] = {}
+        # When, and how many were in flight then.
+        self._begun: dict[Hashable, tuple[float, int]] = {}
         self._slow: set[Hashable] = set()
-        self._took: deque[float] = deque(maxlen=2 * _SLOW_AMONG)
+        # Seconds, and seconds by the number then in flight.
+        self._took: deque[tuple[float, float]] = deque(maxlen=2 * _SLOW_AMONG)
         self._verdicts: deque[bool] = deque(maxlen=_SLOW_AMONG)
         self._closed = False
 
@@ -171,44 +205,98 @@ class AdmissionSlot:
         """The number of its requests in flight."""
         return len(self._begun)
 
-    def begin(self, request: Hashable, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until a request may begin. `check` is called while waiting, and may raise."""
+    @property
+    def concurrency(self) -> int:
+        """The number of requests that the transfer may have in flight, if it is the only one."""
+        if self._fixed is not None:
+            return self._fixed
+        return int(self._limiter.window.allowed(self._request_bytes, self._timeout_seconds))
+
+    @property
+    def most(self) -> int:
+        """The largest number that the window may allow."""
+        return self._limiter.window.most
+
+    @property
+    def bound(self) -> float:
+        """The number that all transfers may have in flight before this one has to wait."""
+        window = self._limiter.window
+        # At a near store each transfer keeps to the number itself: waiting here takes more time.
+        if not window.is_throttled and (self._fixed is not None or window.is_wide_and_near):
+            return math.inf
+        return window.allowed(self._request_bytes, self._timeout_seconds)
+
+    def begin(
+        self, request: Hashable, check: Callable[[], None] = lambda: None, *, wait: bool = True
+    ) -> bool:
+        """Wait until a request may begin.
+
+        Args:
+            request: what identifies it.
+            check: called while waiting, and may raise.
+            wait: whether to wait for a place in the window.
+
+        Returns:
+            Whether it has begun. False only without `wait`, if there is no place.
+        """
         limiter = self._limiter
         if request in self._begun:
-            return
+            return True
         self.look()
-        limiter._wait_place(self, check)
+        if not limiter._take_place(self, check, wait=wait):
+            return False
         with limiter._changed:
             if self._closed:
                 limiter._give_back(1)
             else:
-                self._begun[request] = limiter._clock()
+                self._begun[request] = limiter._clock(), limiter._in_flight
+        return True
 
-    def end(self, request: Hashable, *, answered: bool = True) -> None:
-        """End a request. One that has ended before, or never began, is no error."""
+    def moved(self, size_bytes: int) -> None:
+        """Tell the window that a part, or a piece of a range, has moved."""
         limiter = self._limiter
         with limiter._changed:
-            begun_at = self._begun.pop(request, None)
-            if begun_at is None:
+            now = limiter._clock()
+            limiter._window = limiter.window.moved(now, size_bytes, limiter._in_flight)
+
+    def end(self, request: Hashable, size_bytes: int = 0, *, answered: bool = True) -> None:
+        """End a request. One that has ended before, or never began, is no error.
+
+        Args:
+            request: what identifies it.
+            size_bytes: that it moved. Default 0: `moved` was told of them.
+            answered: whether the store answered it.
+        """
+        limiter = self._limiter
+        with limiter._changed:
+            begun = self._begun.pop(request, None)
+            if begun is None:
                 return
-            seconds = limiter._clock() - begun_at
+            begun_at, among = begun
+            now = limiter._clock()
+            seconds = now - begun_at
             if request in self._slow:
                 self._slow.remove(request)
             else:
-                self._judge(begun_at, seconds)
-            self._took.append(seconds)
-            limiter._give_back(1)
+                self._judge(begun_at, seconds, among)
+            self._took.append((seconds, self._share(seconds, among)))
             if answered:
                 limiter.succeeded()
+                limiter._window = limiter.window.answered(
+                    now, begun_at, limiter._in_flight, self._timeout_seconds
+                )
+                if size_bytes:
+                    self.moved(size_bytes)
+            limiter._give_back(1)
 
     def look(self) -> None:
         """Judge the requests in flight by their age."""
         with self._limiter._changed:
             now = self._limiter._clock()
-            for request, begun_at in list(self._begun.items()):
-                if request not in self._slow and self._is_slow(now - begun_at):
+            for request, (begun_at, among) in list(self._begun.items()):
+                if request not in self._slow and self._is_slow(now - begun_at, among):
                     self._slow.add(request)
-                    self._judge(begun_at, now - begun_at)
+                    self._judge(begun_at, now - begun_at, among)
 
     def close(self) -> None:
         """Give all places back. Requests that end later are ignored."""
@@ -217,27 +305,41 @@ class AdmissionSlot:
             self._limiter._give_back(len(self._begun))
             self._begun.clear()
 
-    def _is_slow(self, seconds: float) -> bool:
+    def _share(self, seconds: float, among: int) -> float:
+        """Return the seconds of a request by the number in flight when it began or now."""
+        return seconds / max(1, among, self._limiter.in_flight)
+
+    def _is_slow(self, seconds: float, among: int) -> bool:
         if not self._judged or seconds < _SLOW_SECONDS or len(self._took) < _FEW:
             return False
-        usual = sorted(self._took)[(len(self._took) - 1) // 5]
-        return seconds > max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS)
+        # Where the line is full, a larger window alone makes each request take longer.
+        fifth = (len(self._took) - 1) // 5
+        usual = sorted(took for took, _ in self._took)[fifth]
+        usual_share = sorted(share for _, share in self._took)[fifth]
+        longest = max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS)
+        return seconds > longest and self._share(seconds, among) > _SLOW_FACTOR * usual_share
 
-    def _judge(self, begun_at: float, seconds: float) -> None:
-        slow = self._is_slow(seconds)
+    def _judge(self, begun_at: float, seconds: float, among: int) -> None:
+        slow = self._is_slow(seconds, among)
         known = any(self._verdicts)
         self._verdicts.append(slow)
-        if slow and (known or not self._limiter.bounds.is_open):
+        if slow and (known or self._limiter.window.is_throttled):
             self._limiter.throttled(begun_at)
 
 
+_ON_THIS_MACHINE = {"file", "memory"}
 # By endpoint, scheme and bucket.
 _limiters: PerProcess[dict[tuple[str | None, str, str], Limiter]] = PerProcess(dict)
 
 
 def limiter_at(endpoint_url: str | None, scheme: str, bucket: str) -> Limiter:
     """Return the limiter of a bucket at an endpoint (None: the provider's own)."""
-    return _limiters.here.setdefault((endpoint_url, scheme, bucket), Limiter())
+    known = _limiters.here
+    if (endpoint_url, scheme, bucket) not in known:
+        limiter = known.setdefault((endpoint_url, scheme, bucket), Limiter())
+        if scheme in _ON_THIS_MACHINE:
+            limiter.heard(0.0)
+    return known[endpoint_url, scheme, bucket]
 
 
 def limiter_of(store: ObjectStore) -> Limiter:
@@ -247,12 +349,23 @@ def limiter_of(store: ObjectStore) -> Limiter:
     return limiter_at(store.endpoint_url, scheme, bucket)
 
 
-def admission_slot(store: ObjectStore, verb: str) -> AdmissionSlot:
-    """Make a slot for a transfer's requests of one verb.
+def admission_slot(
+    store: ObjectStore,
+    verb: str,
+    config: TransferConfig,
+    concurrency: Concurrency,
+    request_bytes: int,
+) -> AdmissionSlot:
+    """Make a slot for a transfer's requests of one verb, the largest of which has `request_bytes`.
 
     Slow requests count as throttled, unless the adapter reports throttling for this verb.
     """
-    return limiter_of(store).slot(judged=verb not in store.reports_throttling)
+    return limiter_of(store).slot(
+        judged=verb not in store.reports_throttling,
+        concurrency=concurrency,
+        request_bytes=request_bytes,
+        timeout_seconds=config.request_timeout_seconds,
+    )
 
 
 def reports_retries(store: ObjectStore) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dcp_objstore.config import at_most
+
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores.options.s3 import S3Options
@@ -33,6 +35,7 @@ def botocore_settings(
         "connect_timeout": config.connect_timeout_seconds,
         "read_timeout": read_seconds,
         # A save and a load may run at the same time.
-        "max_pool_connections": config.upload_concurrency + config.download_concurrency,
+        "max_pool_connections": at_most(config.upload_concurrency)
+        + at_most(config.download_concurrency),
         "retries": {"total_max_attempts": 1},
     }

@@ -1,0 +1,247 @@
+"""`Window`: how many requests may be in flight, and how fast they may begin, as a pure value.
+
+The right number differs by machine, store and hour:
+
+- A store that answers a small request within 5 ms is on this machine or beside it. There 8 requests
+  move what the processor can, and more only take memory.
+- One that answers later needs up to 32, because each connection has a rate of its own. So does one
+  to which this process has sent no small request: in a job, one rank sends them for all.
+- No more are in flight than what has been measured would answer within a quarter of the time-out. A
+  line of 16 MiB/s is assumed until then.
+
+Where the window became smaller, it is doubled after some rounds of answers, and stays so if that
+moves more bytes per second. A round is as many answers as the window is large. One in which the
+window was not used says nothing: something else limits the transfer.
+
+The window gets smaller for two reasons:
+
+- A request takes more than a quarter of its time-out. Then too much for the line is in flight.
+- A store that says 429 or 503 SlowDown limits requests per second, often by a bucket of tokens that
+  hides the limit for the first few. The window is halved, and there is a rate: requests begun per
+  second. (A window of 1 cannot slow down a store that answers in 5 ms: that is 200 requests a
+  second.) The rate falls to 0.7 of what the store has lately done, and rises as a cubic, as in the
+  adaptive mode of AWS's SDKs: slowly near the last limit, then fast.
+
+Then it grows by one per window of answers, as in TCP. Requests that were begun before the last cut
+were answered for the same shortage, so they cut nothing more. `Limiter` adds locks and clocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from dcp_objstore.config import AUTO_MOST, MIB
+
+LEAST_WINDOW = 1.0
+LEAST_RATE_PER_SECOND = 1.0
+# The rate ends after this time without a throttled request.
+OPEN_AFTER_SECONDS = 60.0
+
+_FAR_SECONDS = 0.005
+_NEAR_MOST = 8
+_LEAST_ROUND_SECONDS = 0.02
+# So long without a request is between two transfers.
+_PAUSE_SECONDS = 0.1
+_GAIN = 2.0
+# What a window of twice the size must move at least, where 2 is the most.
+_WORTHWHILE = 1.15
+# Requests that begin together end together. So one round alone may have a wave more or less.
+_ROUNDS = 4
+_USED = 0.75
+# What a request may take of its time-out, and what a line moves at least as far as we know.
+_SLOW = 0.25
+_ASSUMED_BYTES_PER_SECOND = 16 * MIB
+_THROTTLED_WINDOW, _THROTTLED_RATE = 0.5, 0.7
+# The rate has tripled after this time.
+_RECOVERY_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Answers since `began_at`: how many, their bytes, and the most that were in flight."""
+
+    began_at: float = -math.inf
+    last_at: float = -math.inf
+    answers: int = 0
+    size_bytes: int = 0
+    in_flight: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """A larger window is tried.
+
+    Attributes:
+        back: the size to go back to.
+        bytes_per_second: what that moved.
+        settled: a round has passed, so requests of the smaller window are answered.
+    """
+
+    back: float
+    bytes_per_second: float
+    settled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The bounds on a bucket's requests. Times are monotonic seconds.
+
+    Attributes:
+        size: requests in flight; see `allowed`.
+        latency_seconds: least time in which a small request was answered; infinite: not known.
+        bytes_per_second: the most that a round moved; 0: not known.
+        round: what was answered since the window last changed.
+        trying: a larger window, or None.
+        cut_rate: requests per second right after the last cut; `rate` is the one of now.
+        cut_at: when that was.
+    """
+
+    size: float = AUTO_MOST
+    latency_seconds: float = math.inf
+    bytes_per_second: float = 0.0
+    round: _Round = _Round()
+    trying: _Try | None = None
+    cut_rate: float = math.inf
+    cut_at: float = -math.inf
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the store is known to answer at once."""
+        return self.latency_seconds < _FAR_SECONDS
+
+    @property
+    def most(self) -> int:
+        """The largest window at this store."""
+        return _NEAR_MOST if self.is_near else AUTO_MOST
+
+    @property
+    def is_wide_and_near(self) -> bool:
+        """Whether the store is near, and nothing has made the window smaller."""
+        return self.is_near and self.size >= self.most
+
+    @property
+    def is_throttled(self) -> bool:
+        """Whether there is a rate."""
+        return self.cut_rate < math.inf
+
+    def allowed(self, request_bytes: int = 0, timeout_seconds: float = math.inf) -> float:
+        """Return the number of requests that may be in flight.
+
+        Args:
+            request_bytes: of the largest request. Default: nothing that counts.
+            timeout_seconds: for one request. Default: none.
+        """
+        most: float = self.most
+        if request_bytes:
+            line_bytes_per_second = max(self.bytes_per_second, _ASSUMED_BYTES_PER_SECOND)
+            most = min(most, _SLOW * timeout_seconds * line_bytes_per_second / request_bytes)
+        return max(LEAST_WINDOW, min(self.size, most))
+
+    def rate(self, now: float) -> float:
+        """Return the number of requests that may be begun per second."""
+        if not self.is_throttled:
+            return math.inf
+        waited = max(0.0, now - self.cut_at) / _RECOVERY_SECONDS
+        return self.cut_rate * (1 + waited + waited**3)
+
+    def heard(self, seconds: float) -> Window:
+        """Return the window after a small request was answered in so many seconds."""
+        if self.latency_seconds <= seconds:
+            return self
+        return replace(self, latency_seconds=seconds)
+
+    def begun(self, now: float, in_flight: int) -> Window:
+        """Return the window after a request was begun; `in_flight` includes it."""
+        if in_flight > 1 or now - self.round.last_at < _PAUSE_SECONDS:
+            return self
+        # A new transfer may be of another kind: it is not compared with the last one.
+        return replace(self, trying=None, round=_Round(now, now))
+
+    def moved(self, now: float, size_bytes: int, in_flight: int) -> Window:
+        """Return the window after bytes were moved.
+
+        Args:
+            now: the time.
+            size_bytes: of a part, or of a piece of a range.
+            in_flight: requests, that of these bytes included.
+        """
+        last = self.round
+        found = _Round(
+            last.began_at,
+            now,
+            last.answers + 1,
+            last.size_bytes + size_bytes,
+            max(last.in_flight, in_flight),
+        )
+        seconds = now - found.began_at
+        is_short = not self.bytes_per_second or (self.trying and not self.trying.settled)
+        # What is asked for may be so large that fewer are allowed.
+        answers = min(self.size, found.in_flight) * (1 if is_short else _ROUNDS)
+        if found.answers < answers or seconds < _LEAST_ROUND_SECONDS:
+            return replace(self, round=found)
+        moved = found.size_bytes / seconds
+        most = max(moved, self.bytes_per_second)
+        after = replace(self, round=_Round(now, now), bytes_per_second=most)
+        if self.is_throttled or found.in_flight < _USED * self.allowed():
+            return after
+        return after._after_round(moved)
+
+    def answered(
+        self, now: float, begun_at: float, in_flight: int, timeout_seconds: float
+    ) -> Window:
+        """Return the window after a request was answered.
+
+        Args:
+            now: the time.
+            begun_at: when it was sent.
+            in_flight: requests, itself included.
+            timeout_seconds: for it.
+        """
+        found = self
+        if self.is_throttled and now - self.cut_at > OPEN_AFTER_SECONDS:
+            found = replace(self, cut_rate=math.inf)
+        seconds = now - begun_at
+        if seconds > _SLOW * timeout_seconds:
+            if begun_at < self.cut_at:
+                return found
+            size = min(self.allowed(), in_flight) * _SLOW * timeout_seconds / seconds
+            return replace(found, size=max(LEAST_WINDOW, size), trying=None, cut_at=now)
+        most = found.most if found.is_throttled else _NEAR_MOST
+        return replace(found, size=max(found.size, min(found.size + 1 / found.size, most)))
+
+    def throttled(
+        self, now: float, begun_at: float, in_flight: int, done_per_second: float
+    ) -> Window:
+        """Return the window after the store put off a request.
+
+        Args:
+            now: the time.
+            begun_at: when it was sent. Before the last cut: it says nothing new.
+            in_flight: requests, itself included.
+            done_per_second: successes lately; 0: not known.
+        """
+        if begun_at < self.cut_at:
+            return self
+        busy = max(1, in_flight)
+        lately = done_per_second if done_per_second > 0 else float(busy)
+        size = min(self.allowed(), busy) * _THROTTLED_WINDOW
+        rate = min(self.rate(now), lately) * _THROTTLED_RATE
+        return replace(
+            self,
+            size=max(LEAST_WINDOW, size),
+            trying=None,
+            cut_rate=max(LEAST_RATE_PER_SECOND, rate),
+            cut_at=now,
+        )
+
+    def _after_round(self, bytes_per_second: float) -> Window:
+        tried = self.trying
+        if tried is not None and not tried.settled:
+            return replace(self, trying=replace(tried, settled=True))
+        if tried is not None and bytes_per_second < _WORTHWHILE * tried.bytes_per_second:
+            return replace(self, size=tried.back, trying=None)
+        size = min(_GAIN * self.size, self.most)
+        if size <= self.size:
+            return replace(self, trying=None)
+        return replace(self, size=size, trying=_Try(self.size, bytes_per_second))

@@ -1,0 +1,259 @@
+"""The window: it finds how many requests a store needs, in a simulator with stores that differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+
+import pytest
+from hypothesis import given, strategies as st
+
+from dcp_objstore.config import AUTO_MOST
+from dcp_objstore.stores.admission.window import (
+    LEAST_RATE_PER_SECOND,
+    LEAST_WINDOW,
+    OPEN_AFTER_SECONDS,
+    Window,
+)
+from tests.support.simulated_store import Fixed, Rank, SimulatedStore, simulate
+
+S3 = SimulatedStore(noise=0.2)  # 30 ms, 60 MiB/s per connection, 1.2 GiB/s in all
+LOOPBACK = SimulatedStore(
+    latency_seconds=0.0002, mib_per_second=2000, link_mib_per_second=2000, noise=0.1
+)
+# A small request was answered: late, at once.
+FAR, NEAR = Window().heard(0.03), Window().heard(0.0005)
+FIXED = (8, 16, 24, 32)
+
+
+def transfer(
+    store: SimulatedStore,
+    gib: float,
+    admits: Window | Fixed,
+    *,
+    seed: int = 0,
+    mib: float = 32.0,
+    piece_mib: float | None = 4.0,
+    timeout_seconds: float = 150.0,
+    step_seconds: float = 0.002,
+) -> Rank:
+    rank = Rank(
+        admits,
+        [mib] * int(gib * 1024 / mib),
+        piece_mib=piece_mib,
+        timeout_seconds=timeout_seconds,
+    )
+    simulate(store, [rank], seed=seed, step_seconds=step_seconds)
+    return rank
+
+
+def to_best(
+    store: SimulatedStore, gib: float, window: Window, piece_mib: float | None, mib: float = 32
+) -> float:
+    """Return the throughput as a part of the best fixed number's, medians of three runs."""
+
+    def median(admits: Window | Fixed) -> float:
+        return statistics.median(
+            transfer(store, gib, admits, seed=seed, piece_mib=piece_mib, mib=mib).mib_per_second
+            for seed in range(3)
+        )
+
+    return median(window) / max(median(Fixed(size)) for size in FIXED)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("gib", [1, 4])
+@pytest.mark.parametrize("piece_mib", [4.0, None])
+def test_the_first_transfer_has_085_of_the_best_fixed_numbers_throughput(
+    gib: float, piece_mib: float | None, noise: float
+) -> None:
+    store = dataclasses.replace(S3, noise=noise)
+    mib = 16 if gib == 1 and piece_mib is None else 32  # parts of a save; see `plan_parts`
+    assert to_best(store, gib, FAR, piece_mib, mib) >= 0.85
+
+
+def test_the_next_transfers_begin_with_what_the_last_one_found() -> None:
+    store = dataclasses.replace(S3, link_mib_per_second=5000)
+    rank = transfer(store, 4, FAR, piece_mib=None)
+    assert rank.busy[0] == 18  # of 32 MiB: a quarter of the time-out at 16 MiB/s
+    assert rank.windows[-1] == AUTO_MOST
+    assert isinstance(rank.admits, Window)
+    later = rank.admits.begun(rank.ended_at + 1, 1)
+    assert later.allowed(32 << 20, 150) == AUTO_MOST
+
+
+def test_it_does_not_oscillate() -> None:
+    windows = transfer(dataclasses.replace(S3, link_mib_per_second=5000), 12, FAR).windows
+    assert set(windows[len(windows) // 4 :]) == {AUTO_MOST}
+
+
+@pytest.mark.parametrize("busy", [1, 8])
+def test_a_store_that_answers_at_once_gets_8_requests_however_busy_the_machine(busy: float) -> None:
+    store = dataclasses.replace(
+        LOOPBACK, mib_per_second=2000 / busy, link_mib_per_second=2000 / busy, slow_share=0.1
+    )
+    rank = transfer(store, 1, NEAR, step_seconds=0.0005)
+    assert set(rank.windows) == {8}
+
+
+@pytest.mark.parametrize("gain", [1.0, 1.1, 1.5, 2.0])
+def test_a_larger_window_is_kept_if_it_moves_more(gain: float) -> None:
+    window, now = Window(8.0).begun(0.0, 1), 0.0
+    sizes = {window.size}
+    for _ in range(1000):
+        now += 0.01 if window.size == 8 else 0.01 / gain
+        window = window.moved(now, 4 << 20, int(window.size))
+        sizes.add(window.size)
+    assert sizes == {8.0, 16.0} if gain < 1.15 else {8.0, 16.0, 32.0}
+    assert (window.size > 8) or gain < 1.15
+
+
+def test_a_window_that_is_not_used_does_not_change() -> None:
+    window = Window(8.0).begun(0.0, 1)
+    for number in range(1, 1000):
+        window = window.moved(number / 100, 4 << 20, 5)
+    assert window.size == 8
+
+
+def test_a_link_that_a_few_connections_fill_is_filled() -> None:
+    store = dataclasses.replace(S3, link_mib_per_second=240)
+    assert transfer(store, 4, FAR).mib_per_second >= 0.95 * 240
+
+
+@pytest.mark.parametrize("timeout_seconds", [16.0, 150.0])
+@pytest.mark.parametrize("window", [FAR, NEAR, Window()])
+@pytest.mark.parametrize("link_mib_per_second", [20, 6])
+def test_on_a_slow_line_no_request_times_out(
+    window: Window, timeout_seconds: float, link_mib_per_second: float
+) -> None:
+    store = dataclasses.replace(S3, link_mib_per_second=link_mib_per_second)
+    gib = 0.5 if link_mib_per_second == 6 else 1
+    rank = transfer(
+        store,
+        gib,
+        window,
+        piece_mib=None,
+        mib=16 if timeout_seconds < 100 else 32,
+        timeout_seconds=timeout_seconds,
+        step_seconds=0.02,
+    )
+    assert rank.timed_out == 0
+    assert rank.mib_per_second >= 0.85 * link_mib_per_second
+
+
+def test_a_line_that_becomes_slow_gets_fewer_requests() -> None:
+    found = transfer(dataclasses.replace(S3, link_mib_per_second=5000), 4, FAR).admits
+    assert isinstance(found, Window)
+    assert found.allowed() == AUTO_MOST
+    slow = dataclasses.replace(S3, link_mib_per_second=8)
+    rank = transfer(slow, 2, _earlier(found), piece_mib=None, step_seconds=0.05)
+    assert rank.timed_out == 0
+    assert rank.windows[-1] <= 12
+
+
+def _earlier(window: Window) -> Window:
+    """As if the clock of a new simulation went on: its times lie before 0."""
+    moved = dataclasses.replace(window.round, began_at=-600.0, last_at=-600.0)
+    return dataclasses.replace(window, round=moved, cut_at=-600.0)
+
+
+def _shares(ranks: list[Rank]) -> list[float]:
+    """Return each rank's part of a fair share, while all are under way."""
+    since = max(rank.starts_at for rank in ranks) + 0.5
+    until = min(rank.ended_at for rank in ranks)
+    moved = [sum(size for at, size in rank.done if since <= at <= until) for rank in ranks]
+    return [one / statistics.mean(moved) for one in moved]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.4])
+@pytest.mark.parametrize("starts", [[0.0] * 8, [0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1]])
+def test_of_eight_ranks_on_one_link_none_has_less_than_half_of_its_fair_share(
+    starts: list[float], noise: float
+) -> None:
+    ranks = [Rank(FAR, [8.0] * 256, piece_mib=4.0, starts_at=start) for start in starts]
+    store = dataclasses.replace(S3, noise=noise)
+    simulate(store, ranks, seed=3, step_seconds=0.005)
+    assert min(_shares(ranks)) >= 0.5
+    seconds = max(rank.ended_at for rank in ranks)
+    assert 8 * 256 * 8 / seconds >= 0.85 * store.link_mib_per_second
+
+
+@pytest.mark.parametrize("store", [S3, LOOPBACK])
+def test_a_store_that_answers_20_per_second_gets_at_most_13_of_the_requests_without_faults(
+    store: SimulatedStore,
+) -> None:
+    throttling = dataclasses.replace(store, requests_per_second=20.0)
+    for seed in range(3):
+        rank = transfer(throttling, 1, FAR if store is S3 else NEAR, seed=seed, mib=8)
+        assert rank.sent <= 1.3 * len(rank.done) == 1.3 * 128
+
+
+def test_eight_ranks_at_a_store_that_answers_20_per_second_send_at_most_13_of_the_requests() -> (
+    None
+):
+    ranks = [Rank(FAR, [8.0] * 192, piece_mib=4.0) for _ in range(8)]
+    simulate(dataclasses.replace(S3, requests_per_second=20.0), ranks, step_seconds=0.02)
+    assert sum(rank.sent for rank in ranks) <= 1.3 * 8 * 192
+
+
+# What happens, how much later, how long ago the request was begun, how many are in flight, what was
+# done per second, how large it was.
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["heard", "begun", "moved", "answered", "throttled"]),
+        st.floats(0, 30),
+        st.floats(0, 60),
+        st.integers(0, 200),
+        st.floats(0, 1e4),
+        st.integers(0, 1 << 35),
+    ),
+    max_size=80,
+)
+Event = tuple[str, float, float, int, float, int]
+
+
+def _after(window: Window, now: float, event: Event) -> Window:
+    what, _, ago, in_flight, lately, size_bytes = event
+    if what == "heard":
+        return window.heard(ago / 1000)
+    if what == "begun":
+        return window.begun(now, in_flight)
+    if what == "moved":
+        return window.moved(now, size_bytes, in_flight)
+    if what == "answered":
+        return window.answered(now, now - ago, in_flight, 150)
+    return window.throttled(now, now - ago, in_flight, lately)
+
+
+@given(EVENTS)
+def test_it_stays_within_its_bounds_and_throttling_halves_it(events: list[Event]) -> None:
+    window, now = Window(), 0.0
+    for event in events:
+        now += event[1]
+        allowed, rate = window.allowed(), window.rate(now)
+        found = _after(window, now, event)
+        if event[0] == "throttled":
+            if now - event[2] < window.cut_at:
+                assert found == window
+            else:
+                assert found.allowed() <= max(LEAST_WINDOW, allowed / 2)
+                assert found.rate(now) <= max(LEAST_RATE_PER_SECOND, 0.7 * rate)
+        assert LEAST_WINDOW <= found.allowed() <= AUTO_MOST
+        assert 1 <= found.allowed(event[5], event[2]) <= AUTO_MOST
+        assert found.rate(now) >= LEAST_RATE_PER_SECOND
+        window = found
+
+
+@given(EVENTS, st.integers(1, 8))
+def test_whatever_happened_it_recovers(events: list[Event], per_second: int) -> None:
+    window, now = Window(), 0.0
+    for event in events:
+        now += event[1]
+        window = _after(window, now, event)
+    for _ in range(int(OPEN_AFTER_SECONDS * per_second) + 2):
+        now += 1 / per_second
+        window = window.answered(now, now - 0.1, 1, 150)
+    assert not window.is_throttled
+    assert window.rate(now) == math.inf
+    assert window.allowed() >= 8
