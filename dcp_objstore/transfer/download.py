@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -24,12 +24,13 @@ import numpy as np
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import RangeRead
-from dcp_objstore.stores.admission.limiter import admission_slot
+from dcp_objstore.stores.admission.limiter import admission_slot, limiter_of
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, cut
+from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
 from dcp_objstore.transfer.workers import spawn
-from dcp_objstore.waiting import WATCH_SECONDS, take
+from dcp_objstore.waiting import STEP_SECONDS, take
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -134,7 +135,19 @@ def fetch_ranges(
     # With `admit` a body waits for memory, which may only be free once the body before it was read.
     reading = store.range_reading
     depth = _AHEAD if admit is None and reading.ahead else 1
-    shared = _Shared(store, object_keys, guarded, explain, admit, progress, slot, depth)
+    shared = _Shared(
+        store,
+        object_keys,
+        guarded,
+        explain,
+        admit,
+        progress,
+        slot,
+        depth,
+        tasks,
+        done,
+        Stragglers(len(requests)),
+    )
     workers = worker_count(
         requests,
         config.download_concurrency,
@@ -142,13 +155,12 @@ def fetch_ranges(
         reading,
         depth=depth,
     )
-    for number in range(workers):
-        spawn(partial(_Worker(shared, number).run, tasks, done), f"download-{number}")
-    check_stalled = partial(progress.check_stalled, "download")
+    crew = _Crew(shared, workers)
     try:
         left = len(requests)
         while left:
-            outcome = take(done, look=check_stalled, step_seconds=WATCH_SECONDS)
+            crew.look()
+            outcome = take(done, look=crew.look, step_seconds=STEP_SECONDS)
             if isinstance(outcome, BaseException):
                 raise outcome
             left -= outcome is not None
@@ -185,15 +197,29 @@ class _Gate:
             self._changed.wait_for(lambda: self._inside == 0)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Begun(Generic[T]):
-    """A request that is under way."""
+    """A request that is under way.
+
+    Attributes:
+        request: the request.
+        into: where to read it as a whole; None: in pieces, wherever its worker has memory.
+        at: when it began (monotonic).
+        body: of the answer.
+        worker: its number in a trace.
+        rest: the pieces that were not consumed yet.
+        is_again: it was asked for again, being slow, which is done once.
+        is_left: its worker is to leave it to another one.
+    """
 
     request: RangeRequest[T]
     into: memoryview | None
     at: float
     body: RangeBody
     worker: int
+    rest: deque[RangeRequest[T]]
+    is_again: bool = False
+    is_left: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,6 +234,62 @@ class _Shared(Generic[T]):
     progress: Progress
     slot: AdmissionSlot
     depth: int
+    tasks: queue.SimpleQueue[RangeRequest[T]]
+    done: queue.SimpleQueue[RangeRequest[T] | BaseException | None]
+    stragglers: Stragglers[_Begun[T]]
+
+    def key(self, request: RangeRequest[T]) -> str:
+        return self.object_keys[request.object_number]
+
+    def open(self, request: RangeRequest[T], start: int) -> RangeBody:
+        """Open a request from `start` on."""
+        return self.store.open_range(self.key(request), start, request.end)
+
+
+class _Crew(Generic[T]):
+    """The threads of one call of `fetch_ranges`.
+
+    A request that takes far longer than the others is asked for again, once. If its transport can
+    be interrupted, its worker does that itself, in the same memory. Otherwise the worker is left
+    to wait, which takes memory until it ends, so another one goes on only where one has ended.
+    """
+
+    def __init__(self, shared: _Shared[T], workers: int) -> None:
+        self._shared = shared
+        self._workers = workers
+        self._threads: list[threading.Thread] = []
+        for number in range(workers):
+            self._begin(number)
+
+    def _begin(self, number: int, *begun: _Begun[T]) -> None:
+        work = partial(_Worker(self._shared, number).run, begun)
+        self._threads.append(spawn(work, f"download-{number}"))
+
+    def look(self) -> None:
+        """Raise if the transfer has stalled. Have a request asked for again, if one is slow."""
+        shared = self._shared
+        shared.progress.check_stalled("download")
+        limiter = limiter_of(shared.store)
+        begun = shared.stragglers.take(self._give_up) if limiter.spares_retries else None
+        if begun is None:
+            return
+        limiter.spend_retry()
+        if (channel := current_channel()) is not None:
+            text = "it takes far longer than the others"
+            channel.retried("slow range", shared.key(begun.request), 2, text, begun.at)
+        if begun.is_left:
+            self._begin(begun.worker, replace(begun, is_left=False))
+
+    def _give_up(self, begun: _Begun[T]) -> bool:
+        if begun.is_again:
+            return False
+        # What it is left with must be its own memory, and no other request.
+        alone = begun.into is None and self._shared.depth == 1
+        may_be_left = alone and sum(map(threading.Thread.is_alive, self._threads)) < self._workers
+        cancelled = begun.body.cancel(at_once=not may_be_left)
+        begun.is_again = cancelled or may_be_left
+        begun.is_left = begun.is_again and not cancelled
+        return begun.is_again
 
 
 @dataclass
@@ -221,41 +303,44 @@ class _Worker(Generic[T]):
         self._scratch = memoryview(b"")
         self._begun = 0
 
-    def run(
-        self,
-        tasks: queue.SimpleQueue[RangeRequest[T]],
-        done: queue.SimpleQueue[RangeRequest[T] | BaseException | None],
-    ) -> None:
-        """Fetch requests until there are none left. On an error, put it into `done` and stop."""
-        ahead: deque[_Begun[T]] = deque()
+    def run(self, begun: Sequence[_Begun[T]]) -> None:
+        """Fetch requests until there are none left. On an error, put it into `done` and stop.
+
+        Args:
+            begun: what another worker has left, to go on with first.
+        """
+        shared = self.shared
+        ahead = deque(begun)
         try:
             while True:
-                self.shared.progress.check_stopped()
+                shared.progress.check_stopped()
                 with suppress(queue.Empty):
-                    while len(ahead) < self.shared.depth:
-                        ahead.append(self._begin(tasks.get_nowait()))
+                    while len(ahead) < shared.depth:
+                        ahead.append(self._begin(shared.tasks.get_nowait()))
                 if not ahead:
                     return
-                begun = ahead.popleft()
-                self._finish(begun)
-                done.put(begun.request)
-                del begun
+                current = ahead.popleft()
+                self._finish(current)
+                shared.done.put(current.request)
+                del current
+        except StragglerError:
+            return
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             for left in ahead:
-                self.shared.slot.end(id(left.request), answered=False)
+                shared.slot.end(id(left.request), answered=False)
                 left.body.close()
-            done.put(error)
+            shared.done.put(error)
 
     def _begin(self, request: RangeRequest[T]) -> _Begun[T]:
         shared = self.shared
         into = None if shared.admit is None else shared.admit(request, shared.progress)
         shared.slot.begin(id(request), shared.progress.check_stopped)
-        key = shared.object_keys[request.object_number]
-        body = shared.store.open_range(key, request.start, request.end)
+        body = shared.open(request, request.start)
+        rest = [request] if into is not None else cut(request, BLOCK_SIZE_BYTES)
         # In a trace, each request that one thread has under way gets its own row.
         self._begun += 1
         worker = shared.depth * self.number + self._begun % shared.depth
-        return _Begun(request, into, time.monotonic(), body, worker)
+        return _Begun(request, into, time.monotonic(), body, worker, deque(rest))
 
     def _finish(self, begun: _Begun[T]) -> None:
         request, progress, answered = begun.request, self.shared.progress, False
@@ -263,13 +348,14 @@ class _Worker(Generic[T]):
             self._fetch(begun)
             answered = True
         finally:
-            self.shared.slot.end(id(request), answered=answered)
+            if not begun.is_left:
+                self.shared.slot.end(id(request), answered=answered)
         progress.moved(request.end - request.start)
         if progress.channel is not None:
             progress.channel.emit(
                 RangeRead,
                 begun.at,
-                object_key=self.shared.object_keys[request.object_number],
+                object_key=self.shared.key(request),
                 offset=request.start,
                 size_bytes=request.end - request.start,
                 worker=begun.worker,
@@ -277,34 +363,39 @@ class _Worker(Generic[T]):
 
     def _fetch(self, begun: _Begun[T]) -> None:
         """Read a request and consume it: as a whole if it has memory, otherwise in pieces."""
-        shared, request, into = self.shared, begun.request, begun.into
-        key = shared.object_keys[request.object_number]
-        rest = deque([request] if into is not None else cut(request, BLOCK_SIZE_BYTES))
+        shared, request, into, damaged = self.shared, begun.request, begun.into, None
         if into is None:
-            into = self._memory(max(piece.end - piece.start for piece in rest))
-        body, damaged = begun.body, None
-        while rest:
+            into = self._memory(max(piece.end - piece.start for piece in begun.rest))
+        if begun.is_again:
+            begun.body = shared.open(request, begun.rest[0].start)
+        while begun.rest:
             began_at = time.monotonic()
             try:
-                self._consume(body, rest, into)
+                self._consume(begun, into)
             except CorruptDataError as error:
-                if rest[0] is damaged:
+                key = shared.key(request)
+                if begun.rest[0] is damaged:
                     raise error.at(object_key=key) from None
-                damaged = rest[0]
+                damaged = begun.rest[0]
                 if (channel := current_channel()) is not None:
                     text = f"{type(error).__name__}: {error.message}"
                     channel.retried("range", key, 2, text, began_at)
-                body = shared.store.open_range(key, damaged.start, request.end)
+                begun.body = shared.open(request, damaged.start)
+            except StragglerError:
+                if begun.is_left:
+                    raise
+                begun.body = shared.open(request, begun.rest[0].start)
 
-    def _consume(self, body: RangeBody, rest: deque[RangeRequest[T]], into: memoryview) -> None:
-        """Read pieces and consume them, and take each off `rest` once it was consumed."""
-        shared = self.shared
-        with body:
+    def _consume(self, begun: _Begun[T], into: memoryview) -> None:
+        """Read pieces and consume them, and take each off `begun.rest` once it was consumed."""
+        shared, rest = self.shared, begun.rest
+        with begun.body as body:
             while rest:
                 piece = rest[0]
                 came = into[: piece.end - piece.start]
                 try:
-                    body.readinto(came)
+                    with shared.stragglers.waiting(begun, len(came)):
+                        body.readinto(came)
                 except DcpObjstoreError as error:
                     if shared.explain is None:
                         raise
