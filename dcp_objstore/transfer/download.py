@@ -4,7 +4,8 @@ Worker threads take requests in order, read each body piece by piece into memory
 pass each piece to `consume`, which verifies it and copies it out while it is in the processor's
 cache. If the store can do it, the next request is sent ahead. So the number of workers bounds the
 memory in use, whatever the size of the load. The calling thread receives the finished requests as
-an iterator and can be interrupted at any time.
+an iterator and can be interrupted at any time. It watches for requests that take far longer than
+the others, and has them asked for again.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ T = TypeVar("T")
 # many connections busy with half of the memory: 0.7 instead of 0.8 CPU-seconds per GiB (2 cores,
 # loopback).
 _AHEAD = 2
+# A request that is slow is asked for again so often: in a large load, a few are slow twice.
+_MOST_AGAIN = 2
 
 
 def worker_count(
@@ -208,7 +211,7 @@ class _Begun(Generic[T]):
         body: of the answer.
         worker: its number in a trace.
         rest: the pieces that were not consumed yet.
-        is_again: it was asked for again, being slow, which is done once.
+        again: how often it was asked for again, being slow.
         is_left: its worker is to leave it to another one.
     """
 
@@ -218,7 +221,7 @@ class _Begun(Generic[T]):
     body: RangeBody
     worker: int
     rest: deque[RangeRequest[T]]
-    is_again: bool = False
+    again: int = 0
     is_left: bool = False
 
 
@@ -249,9 +252,9 @@ class _Shared(Generic[T]):
 class _Crew(Generic[T]):
     """The threads of one call of `fetch_ranges`.
 
-    A request that takes far longer than the others is asked for again, once. If its transport can
-    be interrupted, its worker does that itself, in the same memory. Otherwise the worker is left
-    to wait, which takes memory until it ends, so another one goes on only where one has ended.
+    A request that takes far longer than the others is asked for again. If its transport can be
+    interrupted, its worker does that itself, in the same memory. Otherwise the worker is left to
+    wait, which takes memory until it ends, so another one goes on only where one has ended.
     """
 
     def __init__(self, shared: _Shared[T], workers: int) -> None:
@@ -281,15 +284,15 @@ class _Crew(Generic[T]):
             self._begin(begun.worker, replace(begun, is_left=False))
 
     def _give_up(self, begun: _Begun[T]) -> bool:
-        if begun.is_again:
+        if begun.again == _MOST_AGAIN:
             return False
         # What it is left with must be its own memory, and no other request.
         alone = begun.into is None and self._shared.depth == 1
         may_be_left = alone and sum(map(threading.Thread.is_alive, self._threads)) < self._workers
         cancelled = begun.body.cancel(at_once=not may_be_left)
-        begun.is_again = cancelled or may_be_left
-        begun.is_left = begun.is_again and not cancelled
-        return begun.is_again
+        begun.again += cancelled or may_be_left
+        begun.is_left = may_be_left and not cancelled
+        return cancelled or may_be_left
 
 
 @dataclass
@@ -366,7 +369,7 @@ class _Worker(Generic[T]):
         shared, request, into, damaged = self.shared, begun.request, begun.into, None
         if into is None:
             into = self._memory(max(piece.end - piece.start for piece in begun.rest))
-        if begun.is_again:
+        if begun.again:
             begun.body = shared.open(request, begun.rest[0].start)
         while begun.rest:
             began_at = time.monotonic()
