@@ -110,7 +110,7 @@ def test_a_tenth_of_the_requests_is_asked_for_again_at_most(requests: int, most:
 # --- over a transport that cannot be interrupted
 
 STEP = 1000
-HELD = 3 * STEP  # where the range begins whose first answer is late
+HELD = 12 * STEP  # where the range begins whose first answer is late
 BODY = np.arange(20 * STEP, dtype=np.uint32).astype(np.uint8)
 REQUESTS = [RangeRequest(0, start, start + STEP) for start in range(0, len(BODY), STEP)]
 
@@ -214,7 +214,11 @@ def test_a_load_ends_without_the_late_answer_and_its_bytes_reach_no_tensor(
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_request_is_asked_for_again_twice_at_most(holding: Holding) -> None:
+def test_a_request_is_asked_for_again_twice_at_most(
+    holding: Holding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dcp_objstore.transfer.stragglers._SHARE", 1)
+
     def late(right: bytes) -> bytes:
         holding.let_go.wait(30)
         return right
