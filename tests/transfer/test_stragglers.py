@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import CorruptDataError, StoreUnavailableError, TransferStalledError
+from dcp_objstore.observe.report import counted
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.bounds import Bounds
 from dcp_objstore.stores.admission.limiter import limiter_of
@@ -322,7 +324,10 @@ def is_range(asked: Asked) -> bool:
 )
 @pytest.mark.usefixtures("soon")
 def test_a_straggler_is_asked_for_again_over_each_transport(
-    transport: str, is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
+    transport: str,
+    is_cancelled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     # On a busy machine others may be slow, too.
     monkeypatch.setattr("dcp_objstore.transfer.stragglers._SHARE", 1)
@@ -340,14 +345,14 @@ def test_a_straggler_is_asked_for_again_over_each_transport(
             lambda asked: is_range(asked) and next(numbers) == 5, side="answer", after_bytes=MIB
         )
         found = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
-        report = dos.load(
-            found,
-            "s3://bucket/step-1",
-            storage_options=options,
-            config=config,
-            progress=False,
-            on_event=heard.append,
-        )
+        with caplog.at_level(logging.INFO, logger="dcp_objstore"):
+            report = dos.load(
+                found,
+                "s3://bucket/step-1",
+                storage_options=options,
+                config=config,
+                on_event=heard.append,
+            )
         assert held.reached
         if is_cancelled:
             held.wait_left()
@@ -360,6 +365,7 @@ def test_a_straggler_is_asked_for_again_over_each_transport(
     assert [one.what for one in told] == ["slow range"] * report.slow_ranges
     (loaded,) = (one for one in heard if isinstance(one, dos.events.Loaded))
     assert loaded.slow_ranges == report.slow_ranges
+    assert f"{counted(report.slow_ranges, 'slow range')} asked for again" in caplog.text
 
 
 @pytest.mark.usefixtures("soon")
