@@ -87,7 +87,8 @@ class Conditions:
     @property
     def arguments(self) -> list[str]:
         """As options of a command line."""
-        changed = {n: v for n, v in asdict(self).items() if v is not None and v is not False}
+        usual = asdict(Conditions())
+        changed = {n: v for n, v in asdict(self).items() if v != usual[n]}
         return [
             f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
             for name, value in changed.items()

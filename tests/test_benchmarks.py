@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 import dcp_objstore as dos
 from benchmarks.resume_state import blank, expected_digests, fill, wrong_tensors
 from benchmarks.sink import Sink
-from benchmarks.sink_server import SlowAnswers
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Version
 from dcp_objstore.stores.ranges import read_range
@@ -147,21 +146,6 @@ def test_chunked_bodies_with_trailing_checksums_are_stored_without_their_framing
     assert connection.getresponse().read() == b""
     connection.close()
     assert _store(keeping, "chunked").get("o", max_size_bytes=100)[0] == b"hello world"
-
-
-def test_the_same_answers_are_slow_for_the_same_seed() -> None:
-    asked = [f"GET bytes={number}" for number in range(1000)] * 2
-
-    def slow(percent: float, seed: int) -> list[float]:
-        answers = SlowAnswers(percent, 20.0, seed)
-        return [answers.factor(request) for request in asked]
-
-    assert slow(1, 0) == slow(1, 0) != slow(1, 1)
-    assert set(slow(1, 0)) == {1.0, 20.0}
-    assert 5 < slow(1, 0).count(20.0) < 50
-    assert slow(1, 0)[:1000] != slow(1, 0)[1000:], "what comes again has another answer"
-    assert set(slow(0, 0)) == {1.0}
-    assert set(slow(100, 0)) == {20.0}
 
 
 def test_the_sink_ends_with_its_process() -> None:
