@@ -279,7 +279,8 @@ class _Crew(Generic[T]):
         limiter.spend_retry()
         if (channel := current_channel()) is not None:
             text = "it takes far longer than the others"
-            channel.retried("slow range", shared.key(begun.request), 2, text, begun.at)
+            number = begun.again + 1
+            channel.retried("slow range", shared.key(begun.request), number, text, begun.at)
         if begun.is_left:
             self._begin(begun.worker, replace(begun, is_left=False))
 
