@@ -14,6 +14,13 @@ def _positive(text: str) -> float:
     return number
 
 
+def _percent(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 100:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 100, not {text}")
+    return number
+
+
 def _record_bytes(text: str) -> int:
     size_bytes = int(text)
     if not 512 <= size_bytes <= 16384:
@@ -41,6 +48,9 @@ class Conditions:
     rate_mib_per_connection: float | None = _condition(
         None, "of bodies, in MiB/s, in each direction of one connection"
     )
+    slow_percent: float = _condition(0.0, "of the answers are slow", kind=_percent)
+    slow_factor: float = _condition(20.0, "so many times as long as the others a slow one takes")
+    slow_seed: int = _condition(0, "another one makes other answers slow", kind=int)
     gib_per_second: float | None = _condition(
         None, "of bodies, all connections together; inf: no limit"
     )
@@ -77,7 +87,8 @@ class Conditions:
     @property
     def arguments(self) -> list[str]:
         """As options of a command line."""
-        changed = {n: v for n, v in asdict(self).items() if v is not None and v is not False}
+        usual = asdict(Conditions())
+        changed = {n: v for n, v in asdict(self).items() if v != usual[n]}
         return [
             f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
             for name, value in changed.items()
@@ -94,6 +105,8 @@ class Conditions:
             found.append(f"{self.latency_ms:g} ms to the first byte")
         if self.rate_mib_per_connection is not None:
             found.append(f"{self.rate_mib_per_connection:g} MiB/s per connection")
+        if self.slow_percent:
+            found.append(f"{self.slow_percent:g} % take {self.slow_factor:g} times as long")
         if self.gib_per_second is not None:
             found.append(f"{self.gib_per_second:g} GiB/s in all")
         if self.requests_per_second is not None:

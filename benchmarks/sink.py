@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 from benchmarks.conditions import Conditions
 from benchmarks.sink_objects import Objects
-from benchmarks.sink_server import Connection, RequestRate
+from benchmarks.sink_server import Connection, RequestRate, SlowAnswers
 from benchmarks.wire import Throttle, TlsWire, Wire, make_certificate, tls_context
 
 _HOST = "127.0.0.1"
@@ -145,6 +145,8 @@ class _Server:
         self._shared = None if gib is None else Throttle(gib * 1024**3)
         per_second = conditions.requests_per_second
         self._rate = None if per_second is None else RequestRate(per_second)
+        percent, factor = conditions.slow_percent, conditions.slow_factor
+        self._slow = SlowAnswers(percent, factor, conditions.slow_seed) if percent else None
         self._context: ssl.SSLContext | None = None
         self._certificate: Path | None = None
         if conditions.tls:
@@ -170,6 +172,7 @@ class _Server:
                 keep=self._keep,
                 latency_seconds=self._latency_seconds,
                 rate=self._rate,
+                slow=self._slow,
             ).serve()
 
     def _wire(self, accepted: socket.socket) -> Wire:

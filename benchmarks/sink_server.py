@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import re
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qs, unquote
@@ -74,6 +76,31 @@ class RequestRate:
             return admitted
 
 
+class SlowAnswers:
+    """Say which answers are slow: the same ones for the same requests and seed.
+
+    Args:
+        percent: of the answers that are slow.
+        factor: how many times as long a slow one takes.
+        seed: another one makes other answers slow.
+    """
+
+    def __init__(self, percent: float, factor: float, seed: int) -> None:
+        self._percent, self._factor, self._seed = percent, factor, seed
+        self._lock = threading.Lock()
+        self._asked: Counter[str] = Counter()
+
+    def factor(self, request: str) -> float:
+        """Return how many times as long the answer to a request takes.
+
+        A request that comes again has another answer.
+        """
+        with self._lock:
+            self._asked[request] += 1
+            drawn = random.Random(f"{self._seed} {self._asked[request]} {request}")
+        return self._factor if drawn.random() * 100 < self._percent else 1.0
+
+
 class Connection:
     """Serves one client until it closes; one thread each.
 
@@ -83,6 +110,7 @@ class Connection:
         keep: keep large bodies too.
         latency_seconds: before each answer. Default 0.
         rate: refuses what exceeds it. Default None.
+        slow: makes some answers slow. Default None.
     """
 
     def __init__(
@@ -93,12 +121,14 @@ class Connection:
         keep: bool,
         latency_seconds: float = 0.0,
         rate: RequestRate | None = None,
+        slow: SlowAnswers | None = None,
     ) -> None:
         self._wire = wire
         self._objects = objects
         self._keep = keep
         self._latency_seconds = latency_seconds
         self._rate = rate
+        self._slow = slow
         self._ahead = b""  # received, but not yet looked at
 
     def serve(self) -> None:
@@ -190,8 +220,11 @@ class Connection:
                 self._objects.reset_stats()
             self._reply("200 OK", json.dumps(self._objects.stats()))
             return
-        time.sleep(self._latency_seconds)
         verb = _verb(request)
+        # Keys are random, ranges are not.
+        asked = f"{verb} {request.headers.get('range')}"
+        self._factor = 1.0 if self._slow is None else self._slow.factor(asked)
+        time.sleep(self._latency_seconds * self._factor)
         self._objects.count(verb, body.size_bytes if isinstance(body, Body) else len(body))
         if self._rate is not None and not self._rate.admits(request.bucket):
             self._objects.count_refused()
@@ -289,7 +322,7 @@ class Connection:
         )
         self._wire.send(head.encode())
         if request.method == "GET":
-            self._wire.begin_body()
+            self._wire.begin_body(self._factor)
             self._wire.send_body(stored.body.views(start, end))
 
     def _list(self, request: _Request, body: Body | bytearray) -> None:

@@ -78,7 +78,7 @@ class Wire:
         limited = bytes_per_second is not None or shared is not None
         self._most_bytes = _PACED_BYTES if limited else _SCRATCH_BYTES
         self._scratch = mmap.mmap(-1, _SCRATCH_BYTES)  # never touched, but by TLS
-        self._body_began_at = 0.0
+        self._body_began_at, self._factor = 0.0, 1.0
         self._passed_bytes = 0
 
     def __enter__(self) -> Wire:
@@ -96,8 +96,13 @@ class Wire:
         """Send a head or a short answer."""
         self._socket.sendall(data)
 
-    def begin_body(self) -> None:
-        """Start the clock of a body's rate."""
+    def begin_body(self, factor: float = 1.0) -> None:
+        """Start the clock of a body's rate.
+
+        Args:
+            factor: how many times as long as usual the body takes.
+        """
+        self._factor = factor
         self._body_began_at = time.monotonic()
         self._passed_bytes = 0
 
@@ -133,7 +138,9 @@ class Wire:
         """Wait until so much more of the body has passed at the rate, since its beginning."""
         if self._bytes_per_second is not None:
             self._passed_bytes += size_bytes
-            passed_at = self._body_began_at + self._passed_bytes / self._bytes_per_second
+            passed_at = (
+                self._body_began_at + self._passed_bytes * self._factor / self._bytes_per_second
+            )
             time.sleep(max(0.0, passed_at - time.monotonic()))
         if self._shared is not None:
             self._shared.take(size_bytes)

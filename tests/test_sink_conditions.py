@@ -9,6 +9,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import pytest
@@ -18,6 +19,7 @@ import dcp_objstore as dos
 from benchmarks.__main__ import main
 from benchmarks.conditions import Conditions
 from benchmarks.sink import Sink
+from benchmarks.sink_server import SlowAnswers
 
 MIB = 1024**2
 _BODY = bytes(range(256)) * (4 * MIB // 256)
@@ -111,6 +113,33 @@ def test_a_bucket_answers_so_many_requests_per_second_and_refuses_the_others() -
     assert stats["requests"] == {"GET": len(answers), "HEAD": 1}
 
 
+def test_slow_answers_take_so_many_times_as_long_in_latency_and_body() -> None:
+    usual = Conditions(latency_ms=10, rate_mib_per_connection=80)
+    seconds = []
+    for percent in (0, 100):
+        conditions = replace(usual, slow_percent=percent, slow_factor=5)
+        with Sink(keep=True, conditions=conditions) as sink, connected(sink) as connection:
+            ask(connection, "PUT", _BODY)
+            seconds.append(min(seconds_of(lambda: ask(connection, "GET")) for _ in range(3)))
+    assert seconds[0] >= 0.06
+    assert seconds[1] >= 5 * 0.06
+
+
+def test_the_same_answers_are_slow_for_the_same_seed() -> None:
+    asked = [f"GET bytes={number}" for number in range(1000)] * 2
+
+    def slow(percent: float, seed: int) -> list[float]:
+        answers = SlowAnswers(percent, 20.0, seed)
+        return [answers.factor(request) for request in asked]
+
+    assert slow(1, 0) == slow(1, 0) != slow(1, 1)
+    assert set(slow(1, 0)) == {1.0, 20.0}
+    assert 5 < slow(1, 0).count(20.0) < 50
+    assert slow(1, 0)[:1000] != slow(1, 0)[1000:], "what comes again has another answer"
+    assert set(slow(0, 0)) == {1.0}
+    assert set(slow(100, 0)) == {20.0}
+
+
 def test_over_tls_it_serves_only_who_trusts_its_certificate_and_counts_the_same() -> None:
     with Sink(keep=True, conditions=Conditions(tls=True)) as sink:
         state = {"w": torch.arange(3 * MIB, dtype=torch.float32)}
@@ -195,7 +224,6 @@ def test_the_options_of_a_command_line_are_the_conditions() -> None:
     conditions = Conditions(tls=True, latency_ms=30, rate_mib_per_connection=60)
     assert conditions.arguments == [
         "--tls",
-        "--tls-record-bytes=16384",
         "--latency-ms=30",
         "--rate-mib-per-connection=60",
     ]

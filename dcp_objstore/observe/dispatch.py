@@ -71,6 +71,7 @@ class Channel:
         began_at: `time.monotonic()` when the channel was made.
         retries: the number of requests for the checkpoint that were sent again, as far as the
             transport reports it.
+        slow_ranges: the number of ranges that were asked for again because they were slow.
     """
 
     def __init__(self, operation: Operation, url: str, rank: int = 0) -> None:
@@ -87,7 +88,7 @@ class Channel:
         self._failed = False
         self._warned: set[str] = set()
         self._retries_lock = threading.Lock()
-        self.retries = 0
+        self.retries = self.slow_ranges = 0
 
     def add(self, listener: Listener, *, detailed: bool) -> None:
         """Add a listener, which receives the events from now on.
@@ -144,7 +145,7 @@ class Channel:
 
     def retried(
         self,
-        what: Literal["commit", "range", "request"],
+        what: Literal["commit", "range", "slow range", "request"],
         object_key: str,
         attempt: int,
         error: str,
@@ -160,7 +161,10 @@ class Channel:
             began_at: `time.monotonic()` at the first try.
         """
         with self._retries_lock:
-            self.retries += 1
+            if what == "slow range":
+                self.slow_ranges += 1
+            else:
+                self.retries += 1
         self.emit(Retried, began_at, what=what, attempt=attempt, error=error, object_key=object_key)
 
     def key_of(self, bucket_key: str) -> str | None:

@@ -160,13 +160,14 @@ class Retried(Event):
 
     Attributes:
         what: "commit" (the PUT of the marker had no clear answer), "range" (the bytes were damaged
-            on the way), or "request" (any other).
+            on the way), "slow range" (it took far longer than the others), or "request" (any
+            other).
         attempt: the number of the try that follows, from 2.
         error: type and text of the error.
         object_key: key of the object, relative to the checkpoint.
     """
 
-    what: Literal["commit", "range", "request"]
+    what: Literal["commit", "range", "slow range", "request"]
     attempt: int
     error: str
     object_key: str
@@ -214,6 +215,7 @@ class Loaded(Event):
         received_bytes: bytes that other ranks fetched and sent to this one.
         objects: number of data objects that were read from.
         requests: number of ranged GETs.
+        slow_ranges: number of ranges that took far longer than the others and were asked for again.
         commit_id: id of the checkpoint's commit; None if another library wrote the checkpoint.
     """
 
@@ -222,6 +224,7 @@ class Loaded(Event):
     received_bytes: int
     objects: int
     requests: int
+    slow_ranges: int
     commit_id: str | None
 
 

@@ -69,6 +69,8 @@ class LoadReport:
         requests: number of ranged GETs.
         retries: number of requests that were sent again because they failed or their bytes were
             damaged; None if the adapter does not count them (`file://`, boto3, fsspec).
+        slow_ranges: number of ranges that took far longer than the others and were asked for again.
+            They are not in `requests` and `retries`.
         commit_id: id of the checkpoint's commit; None if another library wrote the checkpoint.
     """
 
@@ -82,6 +84,7 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     retries: int | None = None
+    slow_ranges: int = 0
     commit_id: str | None = None
 
     @property
@@ -134,7 +137,9 @@ class SummaryLine:
             case Saved():
                 self._log("saved", event, f"{event.parts} parts")
             case Loaded():
-                self._log("loaded", event, f"{event.requests} requests")
+                again = counted(event.slow_ranges, "slow range")
+                text = f", {again} asked for again" if event.slow_ranges else ""
+                self._log("loaded", event, f"{event.requests} requests{text}")
 
     def _log(self, verb: str, event: Saved | Loaded, requests: str) -> None:
         logger.info(

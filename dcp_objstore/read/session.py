@@ -170,6 +170,7 @@ def run_load(
         objects=objects,
         requests=len(requests),
         retries=channel.retries if reports_retries(store) else None,
+        slow_ranges=channel.slow_ranges,
         commit_id=planned.source.commit_id,
     )
     channel.emit(
@@ -181,6 +182,7 @@ def run_load(
         received_bytes=report.received_bytes,
         objects=objects,
         requests=len(requests),
+        slow_ranges=report.slow_ranges,
         commit_id=report.commit_id,
     )
     return report

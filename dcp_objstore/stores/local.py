@@ -334,6 +334,10 @@ class _LocalAnswer:
         self._at += count
         return count
 
+    def cancel(self) -> bool:
+        """See `Answer.cancel`; it is not."""
+        return False
+
     def close(self) -> None:
         """See `Answer.close`."""
         os.close(self._fd)

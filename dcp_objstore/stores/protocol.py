@@ -156,7 +156,8 @@ class RangeReading:
 class RangeBody(Protocol):
     """Bytes `[start, end)` of an object, read front to back into the caller's memory.
 
-    Use it from one thread at a time, and close it. It is a context manager that does.
+    Use it from one thread at a time, but for `cancel`, and close it. It is a context manager that
+    does.
     """
 
     def readinto(self, into: memoryview) -> None:
@@ -174,6 +175,19 @@ class RangeBody(Protocol):
             ObjectNotFoundError: there is no such object.
             CorruptDataError: the object ends before `end`, or other bytes came than were asked
                 for.
+        """
+        ...
+
+    def cancel(self, *, at_once: bool) -> bool:
+        """End a `readinto` that another thread is in, with an error. Any thread may call this.
+
+        Args:
+            at_once: do nothing if the transport cannot be interrupted. Otherwise the `readinto`
+                ends then when the transport does: with the bytes, or with an error and without
+                another request.
+
+        Returns:
+            Whether it ends at once; its connection is shut down.
         """
         ...
 

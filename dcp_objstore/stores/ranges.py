@@ -6,6 +6,7 @@ of a body that broke off is asked for, from the byte where it broke.
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -46,6 +47,10 @@ class Answer(Protocol):
         Raises:
             Whatever the transport does; `RangeSource.failed` knows it.
         """
+        ...
+
+    def cancel(self) -> bool:
+        """End a `readinto` of another thread at once if that is possible; return whether it is."""
         ...
 
     def close(self) -> None:
@@ -111,6 +116,7 @@ class Range:
         self._asked_at = time.monotonic()
         self._asked_from = start
         self._closed = False
+        self._dropping = threading.Lock()  # an answer that is dropped is not cancelled any more
 
     def __enter__(self) -> Self:
         return self
@@ -122,6 +128,13 @@ class Range:
         """See `RangeBody.close`."""
         self._closed = True
         self._drop()
+
+    def cancel(self, *, at_once: bool) -> bool:
+        """See `RangeBody.cancel`."""
+        with self._dropping:
+            cancelled = self._answer is not None and self._answer.cancel()
+            self._closed = self._closed or cancelled or not at_once
+            return cancelled
 
     def readinto(self, into: memoryview) -> None:
         """See `RangeBody.readinto`."""
@@ -139,8 +152,7 @@ class Range:
                 self._drop()
 
     def _check(self, into: memoryview) -> None:
-        if self._closed:
-            raise InputError("the range is closed")
+        self._check_open()
         if into.readonly or into.ndim != 1 or into.itemsize != 1 or not into.contiguous:
             raise InputError("a range is read into memory that is writable, 1-D and of bytes")
         if len(into) > self._end - self._at:
@@ -148,8 +160,13 @@ class Range:
                 f"{len(into)} bytes asked for, but the range has {self._end - self._at} left"
             )
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError("the range is closed")
+
     def _next(self, into: memoryview) -> int:
         """Read some bytes; none if the next request has to be made."""
+        self._check_open()
         if self._answer is None:
             self._asked_at, self._asked_from = time.monotonic(), self._at
             self._answer = self._source.ask(self._at, self._end)
@@ -157,6 +174,7 @@ class Range:
             came_bytes = self._answer.readinto(into)
         except Exception as error:  # noqa: BLE001  raised there, if it is not to be asked again
             self._drop()
+            self._check_open()  # a request that was cancelled has not failed
             self._source.failed(error, self._asked_at, came=self._at > self._asked_from)
             return 0
         if not came_bytes:
@@ -164,7 +182,8 @@ class Range:
         return came_bytes
 
     def _drop(self) -> None:
-        answer, self._answer = self._answer, None
+        with self._dropping:
+            answer, self._answer = self._answer, None
         if answer is not None:
             answer.close()
 
@@ -207,6 +226,10 @@ class ReceivedChunks:
         into[: len(some)] = some
         self._rest = self._rest[len(some) :]
         return len(some)
+
+    def cancel(self) -> bool:
+        """See `Answer.cancel`; it is not."""
+        return False
 
     def close(self) -> None:
         """See `Answer.close`."""

@@ -4,7 +4,8 @@ Worker threads take requests in order, read each body piece by piece into memory
 pass each piece to `consume`, which verifies it and copies it out while it is in the processor's
 cache. If the store can do it, the next request is sent ahead. So the number of workers bounds the
 memory in use, whatever the size of the load. The calling thread receives the finished requests as
-an iterator and can be interrupted at any time.
+an iterator and can be interrupted at any time. It watches for requests that take far longer than
+the others, and has them asked for again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -25,12 +26,13 @@ from dcp_objstore.config import at_most
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import RangeRead
-from dcp_objstore.stores.admission.limiter import admission_slot
+from dcp_objstore.stores.admission.limiter import admission_slot, limiter_of
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, cut
+from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
 from dcp_objstore.transfer.workers import spawn
-from dcp_objstore.waiting import WATCH_SECONDS, take
+from dcp_objstore.waiting import STEP_SECONDS, take
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -45,6 +47,8 @@ T = TypeVar("T")
 # many connections busy with half of the memory: 0.7 instead of 0.8 CPU-seconds per GiB (2 cores,
 # loopback).
 _AHEAD = 2
+# A request that is slow is asked for again so often: in a large load, a few are slow twice.
+_MOST_AGAIN = 2
 
 
 def worker_count(
@@ -147,14 +151,26 @@ def fetch_ranges(
         depth=depth,
     )
     shared = _Shared(
-        store, object_keys, guarded, explain, admit, progress, slot, depth, most, tasks, done
+        store,
+        object_keys,
+        guarded,
+        explain,
+        admit,
+        progress,
+        slot,
+        depth,
+        most,
+        tasks,
+        done,
+        Stragglers(len(requests)),
     )
     shared.staff()
-    check_stalled = partial(progress.check_stalled, "download")
+    look = _Watch(shared).look
     try:
         left = len(requests)
         while left:
-            outcome = take(done, look=check_stalled, step_seconds=WATCH_SECONDS)
+            look()
+            outcome = take(done, look=look, step_seconds=STEP_SECONDS)
             if isinstance(outcome, BaseException):
                 raise outcome
             left -= outcome is not None
@@ -191,15 +207,29 @@ class _Gate:
             self._changed.wait_for(lambda: self._inside == 0)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Begun(Generic[T]):
-    """A request that is under way."""
+    """A request that is under way.
+
+    Attributes:
+        request: the request.
+        into: where to read it as a whole; None: in pieces, wherever its worker has memory.
+        at: when it began (monotonic).
+        body: of the answer.
+        worker: its number in a trace.
+        rest: the pieces that were not consumed yet.
+        again: how often it was asked for again, being slow.
+        is_left: its worker is to leave it to another one.
+    """
 
     request: RangeRequest[T]
     into: memoryview | None
     at: float
     body: RangeBody
     worker: int
+    rest: deque[RangeRequest[T]]
+    again: int = 0
+    is_left: bool = False
 
 
 @dataclass
@@ -217,10 +247,12 @@ class _Shared(Generic[T]):
     most: int
     tasks: deque[RangeRequest[T]]
     done: queue.SimpleQueue[RangeRequest[T] | BaseException | None]
+    stragglers: Stragglers[_Begun[T]]
 
     def __post_init__(self) -> None:
         self._workers = 0
-        self._staffing = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self.staffing = threading.Lock()
 
     def staff(self) -> None:
         """Start as many workers as there are requests that may be in flight.
@@ -229,11 +261,69 @@ class _Shared(Generic[T]):
         """
         if self._workers == self.most:
             return
-        with self._staffing:
+        with self.staffing:
             wanted = min(self.most, -(-self.slot.concurrency // self.depth))
             while self._workers < wanted and self.tasks:
-                spawn(_Worker(self, self._workers).run, f"download-{self._workers}")
-                self._workers += 1
+                self.start(self._workers)
+
+    def start(self, number: int, *begun: _Begun[T]) -> None:
+        """Start a worker, to go on with what another one has left. Hold `staffing`."""
+        self._threads.append(spawn(partial(_Worker(self, number).run, begun), f"download-{number}"))
+        self._workers = min(self.most, self._workers + 1)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is memory for one more worker. Hold `staffing`."""
+        return sum(map(threading.Thread.is_alive, self._threads)) < self.most
+
+    def key(self, request: RangeRequest[T]) -> str:
+        return self.object_keys[request.object_number]
+
+    def open(self, request: RangeRequest[T], start: int) -> RangeBody:
+        """Open a request from `start` on."""
+        return self.store.open_range(self.key(request), start, request.end)
+
+
+class _Watch(Generic[T]):
+    """What the calling thread looks for while it waits.
+
+    A request that takes far longer than the others is asked for again. If its transport can be
+    interrupted, its worker does that itself, in the same memory. Otherwise the worker is left to
+    wait, which takes memory until it ends, so another one goes on only if there is room.
+    """
+
+    def __init__(self, shared: _Shared[T]) -> None:
+        self._shared = shared
+        self._limiter = limiter_of(shared.store)
+
+    def look(self) -> None:
+        """Raise if the transfer has stalled. Have a request asked for again, if one is slow."""
+        shared = self._shared
+        shared.progress.check_stalled("download")
+        if not self._limiter.spares_retries:
+            return
+        with shared.staffing:
+            begun = shared.stragglers.take(self._give_up)
+            if begun is None:
+                return
+            if begun.is_left:
+                shared.start(begun.worker, replace(begun, is_left=False))
+        self._limiter.spend_retry()
+        if (channel := current_channel()) is not None:
+            text = "it takes far longer than the others"
+            number = begun.again + 1
+            channel.retried("slow range", shared.key(begun.request), number, text, begun.at)
+
+    def _give_up(self, begun: _Begun[T]) -> bool:
+        if begun.again == _MOST_AGAIN:
+            return False
+        # What it is left with must be its own memory, and no other request.
+        alone = begun.into is None and self._shared.depth == 1
+        may_be_left = alone and self._shared.has_room
+        cancelled = begun.body.cancel(at_once=not may_be_left)
+        begun.again += cancelled or may_be_left
+        begun.is_left = may_be_left and not cancelled
+        return cancelled or may_be_left
 
 
 @dataclass
@@ -247,15 +337,20 @@ class _Worker(Generic[T]):
         self._scratch = memoryview(b"")
         self._begun = 0
 
-    def run(self) -> None:
-        """Fetch requests until there are none left. On an error, put it into `done` and stop."""
-        ahead: deque[_Begun[T]] = deque()
+    def run(self, left: Sequence[_Begun[T]]) -> None:
+        """Fetch requests until there are none left. On an error, put it into `done` and stop.
+
+        Args:
+            left: what another worker has left, to go on with first.
+        """
+        shared = self.shared
+        ahead = deque(left)
         try:
             while True:
-                self.shared.progress.check_stopped()
+                shared.progress.check_stopped()
                 with suppress(IndexError):
-                    while len(ahead) < self.shared.depth:
-                        begun = self._begin(self.shared.tasks.popleft(), wait=not ahead)
+                    while len(ahead) < shared.depth:
+                        begun = self._begin(shared.tasks.popleft(), wait=not ahead)
                         if begun is None:
                             break
                         ahead.append(begun)
@@ -263,13 +358,15 @@ class _Worker(Generic[T]):
                     return
                 begun = ahead.popleft()
                 self._finish(begun)
-                self.shared.done.put(begun.request)
+                shared.done.put(begun.request)
                 del begun
+        except StragglerError:
+            return
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            for left in ahead:
-                self.shared.slot.end(id(left.request), answered=False)
-                left.body.close()
-            self.shared.done.put(error)
+            for unread in ahead:
+                shared.slot.end(id(unread.request), answered=False)
+                unread.body.close()
+            shared.done.put(error)
 
     def _begin(self, request: RangeRequest[T], *, wait: bool) -> _Begun[T] | None:
         """Begin a request; put it back and return None if it has no place and `wait` is False."""
@@ -278,12 +375,12 @@ class _Worker(Generic[T]):
         if not shared.slot.begin(id(request), shared.progress.check_stopped, wait=wait):
             shared.tasks.appendleft(request)
             return None
-        key = shared.object_keys[request.object_number]
-        body = shared.store.open_range(key, request.start, request.end)
+        body = shared.open(request, request.start)
+        rest = [request] if into is not None else cut(request, BLOCK_SIZE_BYTES)
         # In a trace, each request that one thread has under way gets its own row.
         self._begun += 1
         worker = shared.depth * self.number + self._begun % shared.depth
-        return _Begun(request, into, time.monotonic(), body, worker)
+        return _Begun(request, into, time.monotonic(), body, worker, deque(rest))
 
     def _finish(self, begun: _Begun[T]) -> None:
         request, progress, answered = begun.request, self.shared.progress, False
@@ -291,13 +388,14 @@ class _Worker(Generic[T]):
             self._fetch(begun)
             answered = True
         finally:
-            self.shared.slot.end(id(request), answered=answered)
+            if not begun.is_left:
+                self.shared.slot.end(id(request), answered=answered)
         progress.moved(request.end - request.start)
         if progress.channel is not None:
             progress.channel.emit(
                 RangeRead,
                 begun.at,
-                object_key=self.shared.object_keys[request.object_number],
+                object_key=self.shared.key(request),
                 offset=request.start,
                 size_bytes=request.end - request.start,
                 worker=begun.worker,
@@ -305,34 +403,39 @@ class _Worker(Generic[T]):
 
     def _fetch(self, begun: _Begun[T]) -> None:
         """Read a request and consume it: as a whole if it has memory, otherwise in pieces."""
-        shared, request, into = self.shared, begun.request, begun.into
-        key = shared.object_keys[request.object_number]
-        rest = deque([request] if into is not None else cut(request, BLOCK_SIZE_BYTES))
+        shared, request, into, damaged = self.shared, begun.request, begun.into, None
         if into is None:
-            into = self._memory(max(piece.end - piece.start for piece in rest))
-        body, damaged = begun.body, None
-        while rest:
+            into = self._memory(max(piece.end - piece.start for piece in begun.rest))
+        if begun.again:
+            begun.body = shared.open(request, begun.rest[0].start)
+        while begun.rest:
             began_at = time.monotonic()
             try:
-                self._consume(body, rest, into)
+                self._consume(begun, into)
             except CorruptDataError as error:
-                if rest[0] is damaged:
+                key = shared.key(request)
+                if begun.rest[0] is damaged:
                     raise error.at(object_key=key) from None
-                damaged = rest[0]
+                damaged = begun.rest[0]
                 if (channel := current_channel()) is not None:
                     text = f"{type(error).__name__}: {error.message}"
                     channel.retried("range", key, 2, text, began_at)
-                body = shared.store.open_range(key, damaged.start, request.end)
+                begun.body = shared.open(request, damaged.start)
+            except StragglerError:
+                if begun.is_left:
+                    raise
+                begun.body = shared.open(request, begun.rest[0].start)
 
-    def _consume(self, body: RangeBody, rest: deque[RangeRequest[T]], into: memoryview) -> None:
-        """Read pieces and consume them, and take each off `rest` once it was consumed."""
-        shared = self.shared
-        with body:
+    def _consume(self, begun: _Begun[T], into: memoryview) -> None:
+        """Read pieces and consume them, and take each off `begun.rest` once it was consumed."""
+        shared, rest = self.shared, begun.rest
+        with begun.body as body:
             while rest:
                 piece = rest[0]
                 came = into[: piece.end - piece.start]
                 try:
-                    body.readinto(came)
+                    with shared.stragglers.waiting(begun, len(came)):
+                        body.readinto(came)
                 except DcpObjstoreError as error:
                     if shared.explain is None:
                         raise

@@ -6,8 +6,10 @@ import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from dcp_objstore.errors import ConfigError, CorruptDataError, ObjectNotFoundError
+from dcp_objstore.errors import ConfigError, CorruptDataError, InputError, ObjectNotFoundError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.obstore.direct import (
     WORTHWHILE_BYTES,
@@ -27,7 +29,7 @@ from dcp_objstore.stores.obstore.direct import (
 )
 from dcp_objstore.stores.obstore.ranges import ObstoreSource
 from dcp_objstore.stores.obstore.tls import TlsSocket
-from dcp_objstore.stores.ranges import Answer, read_range
+from dcp_objstore.stores.ranges import Answer, Range, RangeSource, read_range
 from tests.support import tampering
 from tests.support.azurite import ACCOUNT, KEY, AzureBucket, Azurite, Identity
 from tests.support.servers import BUCKET, Bucket
@@ -238,6 +240,53 @@ def test_a_server_that_sends_nothing_for_the_time_out_is_given_up(
     assert read(lane) is None
     server.how = "right"
     assert read(lane) == BODY[1000:500_000]
+
+
+@pytest.mark.parametrize("how", ["silent", "stalled"])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_read_that_another_thread_cancels_ends_and_is_no_failure(
+    server: Server, lane: DirectLane, how: str, is_new: bool
+) -> None:
+    if not is_new:
+        assert read(lane) == BODY[1000:500_000]
+    server.how = how
+    before = server.connections
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(3):  # as many failures would be the end of the lane
+            body = Range(LaneSource(lane), 0, 400_000, nullcontext)
+            asked = len(server.seen)
+            reading = pool.submit(body.readinto, memoryview(bytearray(400_000)))
+            while len(server.seen) == asked or not body.cancel(at_once=True):
+                time.sleep(0.001)
+            with pytest.raises(InputError, match="closed"):
+                reading.result(4)
+            assert len(server.seen) == asked + 1, "it is not asked again"
+    assert server.connections == before + 2 + is_new
+    server.how = "right"
+    assert lane.is_used
+    assert read(lane) == BODY[1000:500_000]
+
+
+def test_an_answer_that_was_read_to_its_end_is_not_cancelled(
+    server: Server, lane: DirectLane
+) -> None:
+    body = Range(LaneSource(lane), 0, 400_000, nullcontext)
+    body.readinto(memoryview(bytearray(400_000)))
+    assert not body.cancel(at_once=True)
+    assert read(lane) == BODY[1000:500_000]
+    assert server.connections == 1, "its connection is as good as before"
+
+
+class LaneSource(RangeSource):
+    """Asks a lane, and nothing else."""
+
+    def __init__(self, lane: DirectLane) -> None:
+        self._lane = lane
+
+    def ask(self, start: int, end: int) -> Answer:
+        found = self._lane.ask("key", start, end)
+        assert found is not None
+        return found
 
 
 WRONG = ("whole", "refused", "moved", "elsewhere", "short", "packed", "broken")

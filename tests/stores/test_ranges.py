@@ -32,6 +32,9 @@ class Piecemeal:
         self.left -= count
         return count
 
+    def cancel(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.source.open.remove(self)
 

@@ -88,7 +88,7 @@ class Hold:
         self.side: Side = side
         self.after_bytes = after_bytes
         self._loop = loop
-        self._reached = threading.Event()
+        self._reached, self._left = threading.Event(), threading.Event()
         self._released = asyncio.Event()
 
     def wait(self) -> None:
@@ -103,9 +103,17 @@ class Hold:
         """Let everything go on, also what comes later."""
         self._loop.call_soon_threadsafe(self._released.set)
 
+    def wait_left(self) -> None:
+        """Until the client has closed the connection of what was held."""
+        assert self._left.wait(WAIT_SECONDS), "the client has not closed the connection"
+
     async def here(self) -> None:
         self._reached.set()
-        await self._released.wait()
+        try:
+            await self._released.wait()
+        except asyncio.CancelledError:
+            self._left.set()
+            raise
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,10 @@ class WatchedRange:
             if not self._entered.__exit__(type(error), error, error.__traceback__):
                 raise
 
+    def cancel(self, *, at_once: bool) -> bool:
+        """See `RangeBody.cancel`."""
+        return self._inner.cancel(at_once=at_once)
+
     def close(self) -> None:
         """See `RangeBody.close`."""
         self._inner.close()

@@ -123,6 +123,14 @@ class Limiter:
             self._budget -= 1
             return True
 
+    @property
+    def spares_retries(self) -> bool:
+        """Whether a request may be sent again that has not failed.
+
+        Nothing is throttled, and half of the budget is left for what fails.
+        """
+        return not self._window.is_throttled and self._budget > RETRY_BUDGET / 2
+
     def refund_retry(self) -> None:
         """Give a part of a retry back to the budget, for a request that was answered."""
         with self._changed:

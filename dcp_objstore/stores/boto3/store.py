@@ -141,6 +141,10 @@ class _Boto3Answer:
         """See `Answer.readinto`."""
         return receive_some(self._body, into)
 
+    def cancel(self) -> bool:
+        """See `Answer.cancel`; it is not."""
+        return False
+
     def close(self) -> None:
         """See `Answer.close`."""
         self._body.close()

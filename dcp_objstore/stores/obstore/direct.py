@@ -21,6 +21,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
@@ -239,6 +240,8 @@ class DirectAnswer:
         self._sent_at = time.monotonic()
         self._left_bytes = end - start
         self._answer: http.client.HTTPResponse | None = None
+        self._socket: socket.socket = connection.sock
+        self._cancelled = False
         self._ahead = memoryview(b"")  # of the body; http.client received it with the head
 
     def readinto(self, into: memoryview) -> int:
@@ -255,6 +258,8 @@ class DirectAnswer:
         except PutOffError:
             raise
         except Exception as error:
+            if self._cancelled:
+                raise LaneError("cancelled") from error
             self._lane.failed(self._path)
             # Not its text, which may hold the signature.
             logger.debug("a range was not read directly: %s", type(error).__name__)
@@ -263,6 +268,14 @@ class DirectAnswer:
             raise LaneError(type(error).__name__, broke_off=True) from error
         self._left_bytes -= count
         return count
+
+    def cancel(self) -> bool:
+        """See `Answer.cancel`; it is."""
+        self._cancelled = True
+        with suppress(OSError):  # closed by the server
+            # A TLS socket's own method would go on reading, as if there were no TLS.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+        return True
 
     def close(self) -> None:
         """See `Answer.close`."""
@@ -276,12 +289,13 @@ class DirectAnswer:
         try:
             answer = self._respond()
         except (http.client.RemoteDisconnected, ConnectionError) as error:
-            if self._is_new:
+            if self._is_new or self._cancelled:
                 raise
             # Most likely, the server closed it while it was idle.
             self._connection.close()
             emit_retry(self._path, 2, type(error).__name__, self._sent_at)
             self._connection = self._lane.connect(self._signed.origin)
+            self._socket = self._connection.sock
             _send(self._connection, self._signed, self._start, self._end)
             answer = self._respond()
         self._lane.answered = True
@@ -290,8 +304,8 @@ class DirectAnswer:
         return answer
 
     def _respond(self) -> http.client.HTTPResponse:
-        # http.client forgets the socket where the server will close the connection.
-        self._socket = self._connection.sock
+        if self._cancelled:
+            raise LaneError("cancelled")
         return self._connection.getresponse()
 
     def _receive(self, into: memoryview) -> int:

@@ -1,0 +1,93 @@
+"""`Stragglers`: find the wait for bytes that takes far longer than the others of its transfer.
+
+Pure bookkeeping: workers say when they begin and end to wait for a piece of a body, and the thread
+that watches the transfer takes a wait away from its worker if that is to be asked for again.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from dcp_objstore.config import MIB
+
+T = TypeVar("T")
+
+# A wait is slow if it takes so many times as long as the median of the last ones, byte for byte,
+# but not before the first figure. Connections that share a busy link differ by 2 to 3 times.
+_SLOW_FACTOR = 4.0
+_LEAST_SECONDS = 0.75
+_LEAST_COUNTED_BYTES = MIB  # of less, the bytes take no time to speak of
+_LATEST = 64
+_FEW = 8  # waits, before which nothing is known
+# At most one request in so many of a transfer is asked for again, and two of a small one.
+_SHARE = 10
+_LEAST = 2
+
+
+class StragglerError(Exception):
+    """The wait was taken away from this thread: it must not use the bytes."""
+
+
+class Stragglers(Generic[T]):
+    """The waits of one transfer's workers. Safe to use from many threads.
+
+    Args:
+        requests: the number of requests of the transfer.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, requests: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._left = max(_LEAST, requests // _SHARE)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._waits: dict[T, tuple[float, int]] = {}
+        self._usual: deque[float] = deque(maxlen=_LATEST)  # seconds per counted byte
+
+    @contextmanager
+    def waiting(self, key: T, size_bytes: int) -> Iterator[None]:
+        """Wait for bytes in this block.
+
+        Raises:
+            StragglerError: the wait was taken away meanwhile, whatever the block raised.
+        """
+        began_at, counted_bytes = self._clock(), max(size_bytes, _LEAST_COUNTED_BYTES)
+        with self._lock:
+            self._waits[key] = began_at, counted_bytes
+        try:
+            yield
+        finally:
+            with self._lock:
+                mine = self._waits.pop(key, None) is not None
+                self._usual.append((self._clock() - began_at) / counted_bytes)
+            if not mine:
+                raise StragglerError
+
+    def take(self, give_up: Callable[[T], bool]) -> T | None:
+        """Take the longest of the slow waits away from its worker.
+
+        Args:
+            give_up: called with each slow wait, the longest first, until it returns True: its
+                request is given up. No wait begins or ends meanwhile.
+
+        Returns:
+            What was given up, if anything.
+        """
+        with self._lock:
+            if not self._left or len(self._usual) < _FEW:
+                return None
+            now = self._clock()
+            if not any(now - at > _LEAST_SECONDS for at, _ in self._waits.values()):
+                return None
+            limit = _SLOW_FACTOR * statistics.median(self._usual)
+            for key, (at, counted_bytes) in list(self._waits.items()):
+                if now - at > max(_LEAST_SECONDS, limit * counted_bytes) and give_up(key):
+                    del self._waits[key]
+                    self._left -= 1
+                    return key
+        return None

@@ -1,0 +1,396 @@
+"""A range that takes far longer than the others is asked for again, and its answer dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.errors import CorruptDataError, StoreUnavailableError, TransferStalledError
+from dcp_objstore.observe.report import counted
+from dcp_objstore.stores import open_store
+from dcp_objstore.stores.admission.limiter import limiter_of
+from dcp_objstore.stores.admission.window import Window
+from dcp_objstore.stores.obstore.direct import DirectLane
+from dcp_objstore.stores.protocol import RangeReading
+from dcp_objstore.stores.ranges import FetchedSource, Range
+from dcp_objstore.transfer.download import fetch_ranges
+from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.ranges import RangeRequest
+from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
+from tests.support.proxy import Asked, NetworkProxy
+from tests.support.slow_sink import SlowSink
+
+# --- which wait is slow
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Waits:
+    """The waits of a transfer, of which some have ended after 0.1 s for each MiB."""
+
+    def __init__(self, requests: int = 100, ended: int = 20) -> None:
+        self.clock = Clock()
+        self.stragglers: Stragglers[str] = Stragglers(requests, self.clock)
+        for number in range(ended):
+            with self.stragglers.waiting(f"ended {number}", (1 + number % 4) * MIB):
+                self.clock.now += 0.1 * (1 + number % 4)
+
+    def taken(self, give_up: Callable[[str], bool] = lambda key: True) -> str | None:
+        return self.stragglers.take(give_up)
+
+
+def test_a_wait_far_longer_than_the_others_is_taken_byte_for_byte() -> None:
+    waits = Waits()
+    with pytest.raises(StragglerError), waits.stragglers.waiting("four", 4 * MIB):
+        waits.clock.now += 1.5
+        assert waits.taken() is None, "less than 4 times as long as 4 MiB take"
+        with pytest.raises(StragglerError), waits.stragglers.waiting("one", MIB):
+            waits.clock.now += 0.2
+            assert waits.taken() == "four"
+            assert waits.taken() is None, "0.2 s are nothing"
+            waits.clock.now += 0.6
+            assert waits.taken() == "one"
+            assert waits.taken() is None
+
+
+def test_whatever_a_wait_that_was_taken_ends_with_its_bytes_are_not_used() -> None:
+    waits = Waits()
+    with pytest.raises(StragglerError), waits.stragglers.waiting("a", MIB):
+        waits.clock.now += 9
+        assert waits.taken() == "a"
+        raise StoreUnavailableError("late")
+
+
+def test_of_the_slow_waits_the_longest_that_can_be_given_up_is_taken() -> None:
+    waits = Waits()
+    with waits.stragglers.waiting("a", MIB):
+        waits.clock.now += 5
+        with pytest.raises(StragglerError), waits.stragglers.waiting("b", MIB):
+            waits.clock.now += 5
+            with waits.stragglers.waiting("c", MIB):
+                waits.clock.now += 5
+                assert waits.taken(lambda key: False) is None
+                assert waits.taken(lambda key: key != "a") == "b"
+
+
+def test_nothing_is_slow_before_a_few_waits_have_ended() -> None:
+    for ended, found in ((7, None), (8, "a")):
+        waits = Waits(ended=ended)
+        with contextlib.suppress(StragglerError), waits.stragglers.waiting("a", MIB):
+            waits.clock.now += 100
+            assert waits.taken() == found
+
+
+@pytest.mark.parametrize(("requests", "most"), [(3, 2), (20, 2), (29, 2), (30, 3), (1000, 100)])
+def test_a_tenth_of_the_requests_is_asked_for_again_at_most(requests: int, most: int) -> None:
+    waits, taken = Waits(requests), 0
+    for _ in range(most + 3):
+        with contextlib.suppress(StragglerError), waits.stragglers.waiting("slow", MIB):
+            waits.clock.now += 100
+            taken += waits.taken() is not None
+        for _ in range(64):
+            with waits.stragglers.waiting("usual", MIB):
+                waits.clock.now += 0.1
+    assert taken == most
+
+
+# --- over a transport that cannot be interrupted
+
+STEP = 1000
+HELD = 12 * STEP  # where the range begins whose first answer is late
+BODY = np.arange(20 * STEP, dtype=np.uint32).astype(np.uint8)
+REQUESTS = [RangeRequest(0, start, start + STEP) for start in range(0, len(BODY), STEP)]
+
+
+class Holding:
+    """A store whose first answer for one range comes when it is let go, and with other bytes.
+
+    Attributes:
+        asked: where the ranges that were asked for begin.
+        again: makes the later answers for the range of what is right.
+    """
+
+    endpoint_url = None
+    reports_throttling = ("open_range",)
+    range_reading = RangeReading()
+
+    def __init__(self, url: str) -> None:
+        self.url = f"stub://{url}"
+        self.asked: list[int] = []
+        self.let_go, self.ended = threading.Event(), threading.Event()
+        self.again: Callable[[bytes], bytes] = lambda right: right
+
+    def open_range(self, key: str, start: int, end: int) -> Range:
+        return Range(FetchedSource(self._fetch), start, end, contextlib.nullcontext)
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        self.asked.append(start)
+        right = BODY[start:end].tobytes()
+        if start != HELD:
+            return right
+        if self.asked.count(start) > 1:
+            return self.again(right)
+        self.let_go.wait(30)
+        self.ended.set()
+        return WRONG
+
+
+WRONG = b"\xff" * STEP
+
+
+@pytest.fixture
+def holding(request: pytest.FixtureRequest) -> Iterator[Holding]:
+    store = Holding(request.node.name)
+    yield store
+    store.let_go.set()
+    join_workers()
+
+
+def join_workers() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("dcp_objstore-download"):
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes 0.1 s may be slow."""
+    monkeypatch.setattr("dcp_objstore.transfer.stragglers._LEAST_SECONDS", 0.1)
+
+
+class Load:
+    """Loads what the store holds into `arrived`."""
+
+    def __init__(self, store: Holding) -> None:
+        self.store: Any = store
+        self.arrived = np.zeros_like(BODY)
+        self.consumed: list[int] = []
+
+    def consume(self, request: RangeRequest[None], data: Any) -> None:
+        came = np.frombuffer(data, np.uint8)
+        if not np.array_equal(came, BODY[request.start : request.end]):
+            raise CorruptDataError("damaged")
+        self.consumed.append(request.start)
+        self.arrived[request.start : request.end] = came
+
+    def run(self, on_each: Callable[[], None] = lambda: None, **settings: Any) -> None:
+        config, progress = TransferConfig(download_concurrency=4), Progress(1.0)
+        ranges = fetch_ranges(
+            self.store, ["o"], REQUESTS, self.consume, config, progress, **settings
+        )
+        with contextlib.closing(ranges):
+            for _ in ranges:
+                on_each()
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_load_ends_without_the_late_answer_and_its_bytes_reach_no_tensor(
+    holding: Holding,
+) -> None:
+    load = Load(holding)
+    load.run()
+    assert holding.asked.count(HELD) == 2
+    assert len(holding.asked) == len(REQUESTS) + 1
+    holding.let_go.set()
+    assert holding.ended.wait(10)
+    join_workers()
+    assert sorted(load.consumed) == [request.start for request in REQUESTS]
+    assert np.array_equal(load.arrived, BODY)
+    assert limiter_of(load.store).in_flight == 0
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_request_is_asked_for_again_twice_at_most(
+    holding: Holding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dcp_objstore.transfer.stragglers._SHARE", 1)
+
+    def late(right: bytes) -> bytes:
+        holding.let_go.wait(30)
+        return right
+
+    holding.again = late
+    with pytest.raises(TransferStalledError):
+        Load(holding).run()
+    assert holding.asked.count(HELD) == 3
+
+
+@pytest.mark.usefixtures("soon")
+def test_the_error_of_the_second_answer_is_raised(holding: Holding) -> None:
+    def fail(right: bytes) -> bytes:
+        raise StoreUnavailableError("the second one")
+
+    holding.again = fail
+    with pytest.raises(StoreUnavailableError, match="the second one"):
+        Load(holding).run()
+    assert limiter_of(Load(holding).store).in_flight == 0
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_second_answer_that_is_damaged_is_fetched_once_more_before_it_counts(
+    holding: Holding, stays: bool
+) -> None:
+    holding.again = lambda right: WRONG if stays or holding.asked.count(HELD) == 2 else right
+    load = Load(holding)
+    with pytest.raises(CorruptDataError) if stays else contextlib.nullcontext():
+        load.run()
+    assert holding.asked.count(HELD) == 3
+    assert (HELD in load.consumed) is not stays
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_load_can_be_left_while_a_range_is_asked_for_again(holding: Holding) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def late(right: bytes) -> bytes:
+        asked.set()
+        go_on.wait(30)
+        return right
+
+    def leave() -> None:
+        if len(load.consumed) == len(REQUESTS) - 1:
+            holding.let_go.set()
+            raise KeyboardInterrupt
+
+    holding.again = late
+    load = Load(holding)
+    with pytest.raises(KeyboardInterrupt):
+        load.run(leave)
+    go_on.set()
+    join_workers()
+    assert HELD not in load.consumed
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("why", ["throttled", "no budget", "other memory", "no idle worker"])
+def test_a_request_is_not_asked_for_again(
+    holding: Holding, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, settings = Load(holding), {}
+    limiter = limiter_of(load.store)
+    if why == "throttled":
+        monkeypatch.setattr(Window, "is_throttled", True)
+    elif why == "no budget":
+        while limiter.spares_retries:
+            limiter.spend_retry()
+        monkeypatch.setattr("dcp_objstore.stores.admission.limiter._REFUND", 0.0)
+    elif why == "other memory":  # a worker that cannot be interrupted would go on to write there
+        memory = memoryview(bytearray(len(BODY)))
+        settings["admit"] = lambda request, _: memory[request.start : request.end]
+    elif why == "no idle worker":
+        monkeypatch.setattr("dcp_objstore.transfer.download.worker_count", lambda *_, **__: 1)
+    with pytest.raises(TransferStalledError):
+        load.run(**settings)
+    assert holding.asked.count(HELD) == 1
+
+
+def test_a_usual_load_asks_for_nothing_twice() -> None:
+    holding = Holding("usual")
+    holding.let_go.set()
+    holding.asked.append(HELD)
+    Load(holding).run()
+    assert sorted(holding.asked[1:]) == [request.start for request in REQUESTS]
+
+
+# --- over real transports
+
+MIB_EACH, COUNT = 4, 12
+
+
+def is_range(asked: Asked) -> bool:
+    return asked.method == "GET" and asked.name.endswith(".distcp")
+
+
+@pytest.mark.parametrize(
+    ("transport", "is_cancelled"),
+    [("lane", True), ("stream", False), ("boto3", False), ("fsspec", False)],
+)
+@pytest.mark.usefixtures("soon")
+def test_a_straggler_is_asked_for_again_over_each_transport(
+    transport: str,
+    is_cancelled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # On a busy machine others may be slow, too.
+    monkeypatch.setattr("dcp_objstore.transfer.stragglers._SHARE", 1)
+    if transport == "stream":
+        monkeypatch.setattr(DirectLane, "is_used", False)
+    given = {"transport": transport} if transport in ("boto3", "fsspec") else {}
+    config = dos.TransferConfig(request_size_bytes=4 * MIB, **given)
+    saved = {str(n): torch.randn(MIB_EACH * MIB // 4) for n in range(COUNT)}
+    heard: list[dos.events.AnyEvent] = []
+    with SlowSink(keep=True) as sink, NetworkProxy(sink.storage_options) as proxy:
+        options = proxy.storage_options
+        dos.save(saved, "s3://bucket/step-1", storage_options=options, progress=False)
+        numbers = itertools.count(1)
+        held = proxy.hold(
+            lambda asked: is_range(asked) and next(numbers) == 5, side="answer", after_bytes=MIB
+        )
+        found = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+        with caplog.at_level(logging.INFO, logger="dcp_objstore"):
+            report = dos.load(
+                found,
+                "s3://bucket/step-1",
+                storage_options=options,
+                config=config,
+                on_event=heard.append,
+            )
+        assert held.reached
+        if is_cancelled:
+            held.wait_left()
+        held.release()
+        join_workers()
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    assert report.slow_ranges >= 1
+    assert sum(map(is_range, proxy.asked)) == report.requests + report.slow_ranges
+    told = [one for one in heard if isinstance(one, dos.events.Retried)]
+    assert [one.what for one in told] == ["slow range"] * report.slow_ranges
+    (loaded,) = (one for one in heard if isinstance(one, dos.events.Loaded))
+    assert loaded.slow_ranges == report.slow_ranges
+    assert f"{counted(report.slow_ranges, 'slow range')} asked for again" in caplog.text
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_straggler_is_asked_for_again_into_the_memory_that_it_was_given() -> None:
+    """As ranks that hand ranges to one another and devices have it."""
+    body = np.random.default_rng(0).integers(0, 256, 12 * MIB, dtype=np.uint8)
+    memory, numbers = np.zeros_like(body), itertools.count(1)
+    requests = [RangeRequest[None](0, start, start + MIB) for start in range(0, 12 * MIB, MIB)]
+    with SlowSink(keep=True) as sink, NetworkProxy(sink.storage_options) as proxy:
+        store = open_store("s3://bucket/step-1", proxy.storage_options)
+        store.put("o", body)
+        held = proxy.hold(
+            lambda asked: asked.method == "GET" and next(numbers) == 3,
+            side="answer",
+            after_bytes=MIB // 2,
+        )
+        ranges = fetch_ranges(
+            store,
+            ["o"],
+            requests,
+            lambda *_: None,
+            TransferConfig(download_concurrency=4),
+            Progress(30),
+            admit=lambda request, _: memoryview(memory)[request.start : request.end],
+        )
+        assert len(list(ranges)) == len(requests)
+        held.wait_left()
+    assert np.array_equal(memory, body)
