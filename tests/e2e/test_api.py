@@ -267,7 +267,7 @@ def in_a_subgroup(rank: int, world: int, url: str, options: Options) -> Any:
         {f"w{rank}": torch.ones(2)}, url + "b", storage_options=options, process_group=group
     )
     assert handle.result(60).objects == 2
-    state = {"w": torch.ones(2), "bad": threading.Lock() if rank == 2 else 1}
+    state = {"w": torch.ones(2), f"value{rank}": threading.Lock() if rank == 2 else 1}
     try:
         dos.save(state, url + "c", storage_options=options, process_group=group)
     except dos.RankFailedError as error:

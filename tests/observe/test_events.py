@@ -350,7 +350,9 @@ def fails_on_rank_1(rank: int, world: int, root: str) -> list[tuple[str, int | N
 
     with pytest.raises(dos.DcpObjstoreError):
         dos.save(
-            {**state(1), "broken": Broken() if rank == 1 else 0}, f"file://{root}/step-2", **given
+            {**state(1), f"value{rank}": Broken() if rank == 1 else 0},
+            f"file://{root}/step-2",
+            **given,
         )
     assert {event.rank for event in heard} == {rank}
     return [(one.error, one.failed_rank, one.url[-6:]) for one in of(events.Failed, heard)]

@@ -189,8 +189,14 @@ class Load:
         self.consumed.append(request.start)
         self.arrived[request.start : request.end] = came
 
-    def run(self, on_each: Callable[[], None] = lambda: None, **settings: Any) -> None:
-        config, progress = TransferConfig(download_concurrency=4), Progress(1.0)
+    def run(
+        self,
+        on_each: Callable[[], None] = lambda: None,
+        *,
+        stall_timeout_seconds: float = 60.0,
+        **settings: Any,
+    ) -> None:
+        config, progress = TransferConfig(download_concurrency=4), Progress(stall_timeout_seconds)
         ranges = fetch_ranges(
             self.store, ["o"], REQUESTS, self.consume, config, progress, **settings
         )
@@ -227,7 +233,7 @@ def test_a_request_is_asked_for_again_twice_at_most(
 
     holding.again = late
     with pytest.raises(TransferStalledError):
-        Load(holding).run()
+        Load(holding).run(stall_timeout_seconds=3.0)
     assert holding.asked.count(HELD) == 3
 
 
@@ -297,7 +303,7 @@ def test_a_request_is_not_asked_for_again(
     elif why == "no idle worker":
         monkeypatch.setattr("dcp_objstore.transfer.download.worker_count", lambda *_, **__: 1)
     with pytest.raises(TransferStalledError):
-        load.run(**settings)
+        load.run(stall_timeout_seconds=1.0, **settings)
     assert holding.asked.count(HELD) == 1
 
 
