@@ -16,7 +16,7 @@ MAX_OBJECT_SIZE_BYTES = 5 * 1024 * 1024 * MIB
 Concurrency = int | Literal["auto"]
 # The largest number of requests in flight where it is found, and where each of them takes memory
 # for what it sends.
-AUTO_MOST = 32
+AUTO_MOST = 64
 COPIED_MOST = 8
 
 TRANSPORTS = ("native", "boto3", "fsspec")
