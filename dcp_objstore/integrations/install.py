@@ -231,6 +231,8 @@ def _new(owner: Any, make: _Make) -> Callable[..., object]:
                 return make(settings, url, given)
         return original(cls) if original is object.__new__ else original(cls, *args, **kwargs)
 
+    # What programs look at that pass only the options this version of torch has.
+    __new__.__signature__ = inspect.signature(owner.__init__)  # type: ignore[attr-defined]
     return __new__
 
 
@@ -280,8 +282,11 @@ def _with_writer(save: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         settings = _installed.settings
         if settings is not None and (url := settings.url(checkpoint_id)):
-            checkpoint_id = url
-            storage_writer = storage_writer or _writer(settings, url, {})
+            if storage_writer is None:
+                storage_writer = _writer(settings, url, {})
+            # In its child, our writer could not tell that a path stands for a URL.
+            if isinstance(storage_writer, ObjectStoreWriter):
+                checkpoint_id = url
         return save(*args, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **kwargs)
 
     return with_writer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,9 +112,16 @@ def test_local_paths_and_subclasses_stay_torchs(tmp_path: Path, bucket: Bucket) 
     assert type(Own("s3://bucket/key")) is Own
     assert type(HuggingFaceStorageWriter("memory://bucket/key")) is HuggingFaceStorageWriter
     assert not Own.validate_checkpoint_id("s3://bucket/key")
+    for kind in (FileSystemWriter, FileSystemReader, FsspecWriter, Own):
+        assert "path" in inspect.signature(kind).parameters
     dcp.save(state(3), checkpoint_id=tmp_path / "a")
     assert (tmp_path / "a" / ".metadata").exists()
     assert loaded(tmp_path / "a") == 3
+    # Where a subclass writes is its own matter, whatever the path looks like.
+    path = tmp_path / "s3:" / "b"
+    writer = Own(path)
+    dcp.async_save(state(3), checkpoint_id=path, storage_writer=writer).result()  # type: ignore[union-attr]
+    assert (path / ".metadata").exists()
 
 
 def test_only_the_schemes_that_are_named_are_taken(tmp_path: Path) -> None:
