@@ -255,22 +255,25 @@ def _writer(settings: _Settings, url: str, given: Mapping[str, Any]) -> Installe
             url=url,
         )
     overwrite = given.get("overwrite", True) if settings.overwrite is None else settings.overwrite
-    return InstalledWriter(
-        url,
+    writer = InstalledWriter(
         overwrite=overwrite,
         storage_options={**settings.storage_options, **given.get("kwargs", {})},
         config=settings.config,
         allow_unfenced=settings.allow_unfenced,
     )
+    # Not as an argument, because another `checkpoint_id` of the first save counts, as with torch's.
+    writer.reset(url)
+    return writer
 
 
 def _reader(settings: _Settings, url: str, given: Mapping[str, Any]) -> InstalledReader:
-    return InstalledReader(
-        url,
+    reader = InstalledReader(
         storage_options={**settings.storage_options, **given.get("kwargs", {})},
         config=settings.config,
         trust_pickle=settings.trust_pickle,
     )
+    reader.reset(url)
+    return reader
 
 
 def _with_writer(save: Callable[..., Any]) -> Callable[..., Any]:

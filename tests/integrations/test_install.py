@@ -91,6 +91,22 @@ def test_torchs_classes_made_for_a_url_are_ours(
     assert found["step"] == 3
 
 
+def test_a_checkpoint_id_counts_more_than_the_path_that_a_class_was_made_with(
+    bucket: Bucket,
+) -> None:
+    """As in torch's tutorial of `async_save`: one writer for the run, a `checkpoint_id` a step."""
+    dos.install(storage_options=bucket.storage_options)
+    writer, reader = FileSystemWriter(bucket.url), FileSystemReader(bucket.url)
+    for step in (1, 2):
+        url = bucket.at(f"step-{step}")
+        saved: Any = dcp.async_save(state(step), storage_writer=writer, checkpoint_id=url)
+        saved.result()
+        assert is_committed(bucket, f"step-{step}")
+        found = state()
+        dcp.load(found, storage_reader=reader, checkpoint_id=url)
+        assert found["step"] == step
+
+
 def test_storage_options_of_an_fsspec_writer_count(bucket: Bucket) -> None:
     dos.install()
     url = bucket.at("step-3")
