@@ -6,9 +6,10 @@ or their fsspec forms for one of our URLs gives our writer or reader. That holds
 imported earlier, too. Local paths and subclasses stay torch's.
 
 Three things are hooked: `__new__` and `validate_checkpoint_id` of the two classes,
-`dcp.async_save`, so that our writer stages, and torch's executor for process mode: its child has no
-hooks, so it is sent the writer. The hooks stay for good, because Python cannot take `__new__` back
-from a class; without settings they do nothing.
+`dcp.async_save`, so that our writer stages, and torch's executors for an `async_save` that was
+imported earlier: their thread or child, which may find nothing installed, is given the writer. The
+hooks stay for good, because Python cannot take `__new__` back from a class; without settings they
+do nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dcp_objstore.errors import ConfigError, UnsupportedError
 from dcp_objstore.read.reader import ObjectStoreReader
 from dcp_objstore.stores.spec import checked_config
 from dcp_objstore.stores.urls import parse_url
-from dcp_objstore.torch_private import ProcessExecutor
+from dcp_objstore.torch_private import ProcessExecutor, ThreadExecutor
 from dcp_objstore.write.staging.stager import note_children
 from dcp_objstore.write.writer import ObjectStoreWriter
 
@@ -198,7 +199,10 @@ def uninstall() -> None:
 
 def _hook() -> None:
     expected = {"checkpoint_id", "storage_writer"}
-    if not expected <= inspect.signature(ProcessExecutor.execute_save).parameters.keys():
+    executors: tuple[Any, ...] = (ThreadExecutor, ProcessExecutor)
+    if any(
+        not expected <= inspect.signature(one.execute_save).parameters.keys() for one in executors
+    ):
         raise UnsupportedError(
             f"install() cannot hook torch {torch.__version__}: it is tested with 2.9 to 2.15. Pass"
             " storage_writer=ObjectStoreWriter(url) to dcp.save instead"
@@ -209,7 +213,8 @@ def _hook() -> None:
         owner.validate_checkpoint_id = classmethod(_validate(owner))
     for module in (dcp, state_dict_saver):
         module.async_save = _with_writer(module.async_save)  # type: ignore[attr-defined]
-    ProcessExecutor.execute_save = _with_writer(ProcessExecutor.execute_save)  # type: ignore[method-assign]
+    for executor in executors:
+        executor.execute_save = _with_writer(executor.execute_save)
 
 
 def _is_torchs(kind: type) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, state_dict_saver
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -201,6 +202,25 @@ def test_background_saves_are_committed_in_thread_and_process_mode(bucket: Bucke
     run_ranks(1, save_in_the_background, bucket.url, bucket.storage_options)
     for name in ("thread-0", "process-0", "thread-1", "process-1"):
         assert is_committed(bucket, name)
+
+
+def test_a_save_that_runs_when_the_installation_ends_goes_where_it_was_sent(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    set_up = state_dict_saver._storage_setup
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        assert ended.wait(60)
+        return set_up(*args, **kwargs)
+
+    monkeypatch.setattr(state_dict_saver, "_storage_setup", late)
+    with dos.install(storage_options=bucket.storage_options):
+        path = Path(bucket.at("step-3"))
+        saved: Any = async_save_imported_earlier(state(3), checkpoint_id=path)
+    ended.set()
+    saved.result()
+    assert is_committed(bucket, "step-3")
 
 
 def test_what_cannot_be_kept_is_refused() -> None:
