@@ -182,6 +182,7 @@ def combined(
         "save_peak_mib": save["peak_mib"],
         "load_peak_mib": load["peak_mib"],
         "save_requests": {**own, "PUT": own["PUT"] + save["data_puts"]},
+        "coordinator_requests": own,
         "load_requests": {verb: round(count * state.ranks) for verb, count in opened.items()}
         | {"GET": round((opened["GET"] + gets) * state.ranks)},
         **{name: count for name, count in {**save, **load}.items() if name.endswith("_bytes")},
@@ -292,8 +293,9 @@ def _requests(result: Result, state: ScaledState, prices: Prices) -> Table:
     ranks = result["ranks"]
     if ranks > result["sizes"][-1]["ranks"]:
         puts, gets = _requests_of_a_rank(state)
-        last = result["sizes"][-1]["save_requests"]
-        add("save", ranks, ranks * puts + last["PUT"] % 100, last["GET"], ranks / 1000, "~")
+        own = result["sizes"][-1]["coordinator_requests"]
+        own_gets = own.get("GET", 0) + own.get("HEAD", 0)
+        add("save", ranks, ranks * puts + own["PUT"], own_gets, ranks // 1000 + 1, "~")
         add("load", ranks, 0, ranks * (gets + 2), 0, "~")
     gib = state.payload_bytes / GIB
     return Table(

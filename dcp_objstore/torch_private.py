@@ -18,6 +18,10 @@ from torch.distributed.checkpoint._async_process_executor import (
     # Saves in a spawned child for `dcp.async_save`, in process mode. torch 2.9 to 2.15.
     _ProcessBasedAsyncCheckpointExecutor as ProcessExecutor,
 )
+from torch.distributed.checkpoint._async_thread_executor import (
+    # Saves in a thread for `dcp.async_save`, in thread mode. torch 2.9 to 2.15.
+    _ThreadBasedAsyncCheckpointExecutor as ThreadExecutor,
+)
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING as MemoryFormatEncoding,  # noqa: N811 - a class
@@ -135,6 +139,7 @@ __all__ = [
     "ProcessExecutor",
     "StagesAtOnce",
     "StorageInfo",
+    "ThreadExecutor",
     "count_groups",
     "default_store",
     "dtensor",

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dcp_objstore as dos
 from benchmarks.prices import DEFAULT, Prices
+from benchmarks.scale import _requests
 from benchmarks.scale_job import coordinate_load, coordinate_save
 from benchmarks.scale_state import MODELS, ScaledState
 from benchmarks.sink import Sink
@@ -127,6 +128,16 @@ def test_a_user_replaces_the_prices(tmp_path: Path) -> None:
     (tmp_path / "wrong.toml").write_text("price = 1")
     with pytest.raises(TypeError, match="price"):
         Prices.read(tmp_path / "wrong.toml")
+
+
+def test_the_requests_of_a_larger_job_are_its_data_and_what_the_coordinator_sends() -> None:
+    state = ScaledState(_PARAMETERS, 2000)
+    own = {"PUT": 12, "GET": 5, "HEAD": 2, "LIST": 1}
+    size = {"ranks": 4, "load_requests": {}, "coordinator_requests": own}
+    size["save_requests"] = own | {"PUT": 12 + 4 * 71}
+    requests = _requests({"sizes": [size], "ranks": 2000}, state, Prices.read(DEFAULT))
+    save = next(row for row in requests.rows if row[0] == "save, 2000 ranks")
+    assert save[2:5] == ["~2012", "~7", "~3"]
 
 
 @pytest.mark.campaign  # a dozen processes import torch

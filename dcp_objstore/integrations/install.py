@@ -6,9 +6,10 @@ or their fsspec forms for one of our URLs gives our writer or reader. That holds
 imported earlier, too. Local paths and subclasses stay torch's.
 
 Three things are hooked: `__new__` and `validate_checkpoint_id` of the two classes,
-`dcp.async_save`, so that our writer stages, and torch's executor for process mode: its child has no
-hooks, so it is sent the writer. The hooks stay for good, because Python cannot take `__new__` back
-from a class; without settings they do nothing.
+`dcp.async_save`, so that our writer stages, and torch's executors for an `async_save` that was
+imported earlier: their thread or child, which may find nothing installed, is given the writer. The
+hooks stay for good, because Python cannot take `__new__` back from a class; without settings they
+do nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dcp_objstore.errors import ConfigError, UnsupportedError
 from dcp_objstore.read.reader import ObjectStoreReader
 from dcp_objstore.stores.spec import checked_config
 from dcp_objstore.stores.urls import parse_url
-from dcp_objstore.torch_private import ProcessExecutor
+from dcp_objstore.torch_private import ProcessExecutor, ThreadExecutor
 from dcp_objstore.write.staging.stager import note_children
 from dcp_objstore.write.writer import ObjectStoreWriter
 
@@ -198,7 +199,10 @@ def uninstall() -> None:
 
 def _hook() -> None:
     expected = {"checkpoint_id", "storage_writer"}
-    if not expected <= inspect.signature(ProcessExecutor.execute_save).parameters.keys():
+    executors: tuple[Any, ...] = (ThreadExecutor, ProcessExecutor)
+    if any(
+        not expected <= inspect.signature(one.execute_save).parameters.keys() for one in executors
+    ):
         raise UnsupportedError(
             f"install() cannot hook torch {torch.__version__}: it is tested with 2.9 to 2.15. Pass"
             " storage_writer=ObjectStoreWriter(url) to dcp.save instead"
@@ -209,7 +213,8 @@ def _hook() -> None:
         owner.validate_checkpoint_id = classmethod(_validate(owner))
     for module in (dcp, state_dict_saver):
         module.async_save = _with_writer(module.async_save)  # type: ignore[attr-defined]
-    ProcessExecutor.execute_save = _with_writer(ProcessExecutor.execute_save)  # type: ignore[method-assign]
+    for executor in executors:
+        executor.execute_save = _with_writer(executor.execute_save)
 
 
 def _is_torchs(kind: type) -> bool:
@@ -231,6 +236,8 @@ def _new(owner: Any, make: _Make) -> Callable[..., object]:
                 return make(settings, url, given)
         return original(cls) if original is object.__new__ else original(cls, *args, **kwargs)
 
+    # What programs look at that pass only the options this version of torch has.
+    __new__.__signature__ = inspect.signature(owner.__init__)  # type: ignore[attr-defined]
     return __new__
 
 
@@ -253,22 +260,25 @@ def _writer(settings: _Settings, url: str, given: Mapping[str, Any]) -> Installe
             url=url,
         )
     overwrite = given.get("overwrite", True) if settings.overwrite is None else settings.overwrite
-    return InstalledWriter(
-        url,
+    writer = InstalledWriter(
         overwrite=overwrite,
         storage_options={**settings.storage_options, **given.get("kwargs", {})},
         config=settings.config,
         allow_unfenced=settings.allow_unfenced,
     )
+    # Not as an argument, because another `checkpoint_id` of the first save counts, as with torch's.
+    writer.reset(url)
+    return writer
 
 
 def _reader(settings: _Settings, url: str, given: Mapping[str, Any]) -> InstalledReader:
-    return InstalledReader(
-        url,
+    reader = InstalledReader(
         storage_options={**settings.storage_options, **given.get("kwargs", {})},
         config=settings.config,
         trust_pickle=settings.trust_pickle,
     )
+    reader.reset(url)
+    return reader
 
 
 def _with_writer(save: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,8 +290,11 @@ def _with_writer(save: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         settings = _installed.settings
         if settings is not None and (url := settings.url(checkpoint_id)):
-            checkpoint_id = url
-            storage_writer = storage_writer or _writer(settings, url, {})
+            if storage_writer is None:
+                storage_writer = _writer(settings, url, {})
+            # In its child, our writer could not tell that a path stands for a URL.
+            if isinstance(storage_writer, ObjectStoreWriter):
+                checkpoint_id = url
         return save(*args, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **kwargs)
 
     return with_writer

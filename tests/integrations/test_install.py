@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, state_dict_saver
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -90,6 +92,22 @@ def test_torchs_classes_made_for_a_url_are_ours(
     assert found["step"] == 3
 
 
+def test_a_checkpoint_id_counts_more_than_the_path_that_a_class_was_made_with(
+    bucket: Bucket,
+) -> None:
+    """As in torch's tutorial of `async_save`: one writer for the run, a `checkpoint_id` a step."""
+    dos.install(storage_options=bucket.storage_options)
+    writer, reader = FileSystemWriter(bucket.url), FileSystemReader(bucket.url)
+    for step in (1, 2):
+        url = bucket.at(f"step-{step}")
+        saved: Any = dcp.async_save(state(step), storage_writer=writer, checkpoint_id=url)
+        saved.result()
+        assert is_committed(bucket, f"step-{step}")
+        found = state()
+        dcp.load(found, storage_reader=reader, checkpoint_id=url)
+        assert found["step"] == step
+
+
 def test_storage_options_of_an_fsspec_writer_count(bucket: Bucket) -> None:
     dos.install()
     url = bucket.at("step-3")
@@ -111,9 +129,16 @@ def test_local_paths_and_subclasses_stay_torchs(tmp_path: Path, bucket: Bucket) 
     assert type(Own("s3://bucket/key")) is Own
     assert type(HuggingFaceStorageWriter("memory://bucket/key")) is HuggingFaceStorageWriter
     assert not Own.validate_checkpoint_id("s3://bucket/key")
+    for kind in (FileSystemWriter, FileSystemReader, FsspecWriter, Own):
+        assert "path" in inspect.signature(kind).parameters
     dcp.save(state(3), checkpoint_id=tmp_path / "a")
     assert (tmp_path / "a" / ".metadata").exists()
     assert loaded(tmp_path / "a") == 3
+    # Where a subclass writes is its own matter, whatever the path looks like.
+    path = tmp_path / "s3:" / "b"
+    writer = Own(path)
+    dcp.async_save(state(3), checkpoint_id=path, storage_writer=writer).result()  # type: ignore[union-attr]
+    assert (path / ".metadata").exists()
 
 
 def test_only_the_schemes_that_are_named_are_taken(tmp_path: Path) -> None:
@@ -177,6 +202,25 @@ def test_background_saves_are_committed_in_thread_and_process_mode(bucket: Bucke
     run_ranks(1, save_in_the_background, bucket.url, bucket.storage_options)
     for name in ("thread-0", "process-0", "thread-1", "process-1"):
         assert is_committed(bucket, name)
+
+
+def test_a_save_that_runs_when_the_installation_ends_goes_where_it_was_sent(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    set_up = state_dict_saver._storage_setup
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        assert ended.wait(60)
+        return set_up(*args, **kwargs)
+
+    monkeypatch.setattr(state_dict_saver, "_storage_setup", late)
+    with dos.install(storage_options=bucket.storage_options):
+        path = Path(bucket.at("step-3"))
+        saved: Any = async_save_imported_earlier(state(3), checkpoint_id=path)
+    ended.set()
+    saved.result()
+    assert is_committed(bucket, "step-3")
 
 
 def test_what_cannot_be_kept_is_refused() -> None:

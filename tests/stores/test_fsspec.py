@@ -10,10 +10,16 @@ import fsspec
 import pytest
 from fsspec import AbstractFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import BucketNotFoundError, ObjectNotFoundError
+from dcp_objstore.errors import (
+    BucketNotFoundError,
+    InputError,
+    ObjectNotFoundError,
+    UnsupportedError,
+)
 from dcp_objstore.stores import ObjectStore, open_store
 from tests.contract import PART, BucketContract, ExpectedError, StoreContract, put_broken
 from tests.contract.failures import EXPECTED, VERBS
@@ -119,6 +125,32 @@ def test_on_an_object_store_a_small_object_is_one_put_and_a_large_one_goes_in_pa
         assert list(of_an_object_store.uploaded.values()) == [[body]]
     store.put_stream("k", iter([bytes(PART), b"rest"]), part_size_bytes=PART, max_concurrency=1)
     assert list(of_an_object_store.uploaded.values()) == [[bytes(PART), b"rest"]]
+
+
+class Renaming(LocalFileSystem):
+    """Renames as WebHDFS does, which says nothing where it does not replace."""
+
+    protocol = "renaming"
+
+    def mv(self, path1: str, path2: str, **options: object) -> None:
+        if not self.exists(path2):
+            super().mv(path1, path2)
+
+
+def test_an_object_that_a_filesystem_does_not_replace_is_an_error(tmp_path: Path) -> None:
+    store = open_store(f"renaming://{tmp_path}", {"fs": Renaming(skip_instance_cache=True)})
+    store.put("k", b"old")
+    with pytest.raises(UnsupportedError, match="replace"):
+        store.put("k", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["k"]
+
+
+def test_a_prefix_of_other_keys_is_not_taken_for_an_object_that_was_put(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}", config=FSSPEC)
+    store.put("a/b", b"1")
+    with pytest.raises(InputError, match="prefix"):
+        store.put("a", b"2")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
 
 
 @pytest.mark.backends("seaweed")

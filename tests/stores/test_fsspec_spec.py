@@ -155,6 +155,20 @@ def test_multiprocessing_carries_filesystem_and_options() -> None:
         assert back.storage_options == options
 
 
+def test_a_filesystem_that_takes_no_other_options_gets_none_and_keeps_no_listings() -> None:
+    class Strict(MemoryFileSystem):
+        """As that of sftp://, which passes all options to paramiko."""
+
+        protocol = "strict"
+
+        def __init__(self, host: str) -> None:
+            super().__init__()
+
+    fsspec.register_implementation("strict", Strict, clobber=True)
+    store = open_store("strict://x", {"host": "here"})
+    assert not store._fs.dircache.use_listings_cache  # type: ignore[attr-defined]
+
+
 def test_what_the_filesystem_says_of_its_options_is_shown_without_their_values() -> None:
     with pytest.raises(ConfigError, match=r"required .* 'passphrase'") as caught:
         open_store("logging-in://x", {"name": SECRET, "phrase": SECRET})

@@ -75,6 +75,11 @@ class Filesystems(Requests):
         self.checksums = checksums or Checksums(None)
         self.request_timeout_seconds = config.request_timeout_seconds
         self._pid = os.getpid()
+        for fs in (self.read, self.write):
+            if hasattr(getattr(fs, "dircache", None), "use_listings_cache"):
+                # A checkpoint must not be judged by what was there some time ago. Set here, because
+                # not every filesystem takes the option: sftp's passes all it is given to paramiko.
+                fs.dircache.use_listings_cache = False
 
     def check_process(self) -> None:
         """Raise `ForkedProcessError` if the process was forked from the one that made them."""
@@ -166,9 +171,6 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
         endpoint_url = getattr(fs, "endpoint_url", None)
         if is_of(type(fs), S3FS, GCSFS):
             fs = _made(type(fs), *fs.storage_args, **fs.storage_options)
-        elif hasattr(getattr(fs, "dircache", None), "use_listings_cache"):
-            # A checkpoint must not be judged by what was there some time ago.
-            fs.dircache.use_listings_cache = False
         return Filesystems(url, config, fs, endpoint_url=endpoint_url)
 
     from fsspec.registry import get_filesystem_class
@@ -206,8 +208,8 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
 
 
 def _made(cls: Any, /, *args: Any, **options: Any) -> Any:
-    """Make a filesystem of our own, without a cache; s3fs and gcsfs without retries of theirs."""
-    options |= {"use_listings_cache": False, "skip_instance_cache": True}
+    """Make a filesystem of our own; s3fs and gcsfs without retries of theirs."""
+    options["skip_instance_cache"] = True
     if is_of(cls, S3FS):
         from aiobotocore.httpsession import AIOHTTPSession
 

@@ -200,7 +200,11 @@ class FsspecStore(BaseStore[str]):
             elif absent:
                 self._fs.link(temporary, path)
             elif self._renames:
+                if self._fs.isdir(path):  # some would move into it
+                    raise IsADirectoryError("it is the prefix of other keys")
                 self._fs.mv(temporary, path)
+                if self._fs.exists(temporary):
+                    raise UnsupportedError(f"{type(self._fs).__name__} cannot replace an object")
                 return
             else:
                 self._fs.cp_file(temporary, path)
