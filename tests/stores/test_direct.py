@@ -277,6 +277,20 @@ def test_an_answer_that_was_read_to_its_end_is_not_cancelled(
     assert server.connections == 1, "its connection is as good as before"
 
 
+def test_a_connection_is_not_used_again_when_its_read_is_cancelled_with_the_last_byte(
+    server: Server, lane: DirectLane
+) -> None:
+    for _ in range(3):
+        answer = lane.ask("key", 0, 400_000)
+        assert answer is not None
+        at, into = 0, memoryview(bytearray(400_000))
+        while at < len(into):
+            at += answer.readinto(into[at:])
+        answer.cancel()
+        answer.close()
+        assert read(lane) == BODY[1000:500_000]
+
+
 class LaneSource(RangeSource):
     """Asks a lane, and nothing else."""
 
