@@ -242,6 +242,18 @@ def test_a_server_that_sends_nothing_for_the_time_out_is_given_up(
     assert read(lane) == BODY[1000:500_000]
 
 
+def test_time_outs_are_the_kernels_whatever_the_programs_default_is(
+    server: Server, lane: DirectLane
+) -> None:
+    socket.setdefaulttimeout(60)
+    try:
+        connection = lane.connect(server.url)
+    finally:
+        socket.setdefaulttimeout(None)
+    with connection.sock as sock:
+        assert sock.gettimeout() is None
+
+
 @pytest.mark.parametrize("how", ["silent", "stalled"])
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_read_that_another_thread_cancels_ends_and_is_no_failure(
