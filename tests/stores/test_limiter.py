@@ -106,6 +106,15 @@ def test_whoever_holds_all_places_and_never_ends_stops_nobody_for_ever() -> None
     assert slot.in_flight == 2
 
 
+def test_a_near_store_over_a_line_too_slow_for_8_large_requests_gets_fewer() -> None:
+    limiter = Limiter()
+    limiter.heard(0.0005)
+    slot = limiter.slot(judged=False, request_bytes=32 << 20, timeout_seconds=32)
+    assert slot.concurrency == slot.bound == 2  # in 8 s at 8 MiB/s
+    slot = limiter.slot(judged=False, request_bytes=32 << 20, timeout_seconds=150)
+    assert slot.concurrency == 8
+
+
 def test_where_requests_take_long_no_more_begin_than_the_window_allows() -> None:
     clock = Clock()
     limiter = Limiter(clock)

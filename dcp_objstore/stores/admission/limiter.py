@@ -233,10 +233,12 @@ class AdmissionSlot:
     def bound(self) -> float:
         """The number that all transfers may have in flight before this one has to wait."""
         window = self._limiter.window
+        allowed = window.allowed(self._request_bytes, self.timeout_seconds)
         # At a near store each transfer keeps to the number itself: waiting here takes more time.
-        if not window.is_throttled and (self._fixed is not None or window.is_wide_and_near):
+        is_wide_and_near = window.is_near and allowed >= window.most
+        if not window.is_throttled and (self._fixed is not None or is_wide_and_near):
             return math.inf
-        return window.allowed(self._request_bytes, self.timeout_seconds)
+        return allowed
 
     def begin(
         self, request: Hashable, check: Callable[[], None] = lambda: None, *, wait: bool = True

@@ -116,11 +116,6 @@ class Window:
         return _NEAR_MOST if self.is_near else AUTO_MOST
 
     @property
-    def is_wide_and_near(self) -> bool:
-        """Whether the store is near, and nothing has made the window smaller."""
-        return self.is_near and self.size >= self.most
-
-    @property
     def is_throttled(self) -> bool:
         """Whether there is a rate."""
         return self.cut_rate < math.inf
