@@ -164,9 +164,9 @@ def fetch_ranges(
         done,
         Stragglers(len(requests)),
     )
-    shared.staff()
     look = _Watch(shared).look
     try:
+        shared.staff()
         left = len(requests)
         while left:
             look()

@@ -264,9 +264,12 @@ def upload_object(
         else:
             slot.begin(0, progress.check_stopped)
             try:
-                return store.put(key, head)
-            finally:
-                slot.end(0, head_bytes)
+                version = store.put(key, head)
+            except BaseException:
+                slot.end(0, answered=False)
+                raise
+            slot.end(0, head_bytes)
+            return version
         return store.put_stream(
             key,
             _chain(head, tracked),

@@ -242,6 +242,18 @@ def test_a_server_that_sends_nothing_for_the_time_out_is_given_up(
     assert read(lane) == BODY[1000:500_000]
 
 
+def test_time_outs_are_the_kernels_whatever_the_programs_default_is(
+    server: Server, lane: DirectLane
+) -> None:
+    socket.setdefaulttimeout(60)
+    try:
+        connection = lane.connect(server.url)
+    finally:
+        socket.setdefaulttimeout(None)
+    with connection.sock as sock:
+        assert sock.gettimeout() is None
+
+
 @pytest.mark.parametrize("how", ["silent", "stalled"])
 @pytest.mark.parametrize("is_new", [True, False])
 def test_a_read_that_another_thread_cancels_ends_and_is_no_failure(
@@ -275,6 +287,20 @@ def test_an_answer_that_was_read_to_its_end_is_not_cancelled(
     assert not body.cancel(at_once=True)
     assert read(lane) == BODY[1000:500_000]
     assert server.connections == 1, "its connection is as good as before"
+
+
+def test_a_connection_is_not_used_again_when_its_read_is_cancelled_with_the_last_byte(
+    server: Server, lane: DirectLane
+) -> None:
+    for _ in range(3):
+        answer = lane.ask("key", 0, 400_000)
+        assert answer is not None
+        at, into = 0, memoryview(bytearray(400_000))
+        while at < len(into):
+            at += answer.readinto(into[at:])
+        answer.cancel()
+        answer.close()
+        assert read(lane) == BODY[1000:500_000]
 
 
 class LaneSource(RangeSource):

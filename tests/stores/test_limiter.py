@@ -73,7 +73,7 @@ def test_before_anything_was_measured_large_requests_are_few() -> None:
         limiter.slot(judged=False, request_bytes=size * mib, timeout_seconds=150)
         for size in (1, 32, 583, 5000)
     ]
-    assert [slot.concurrency for slot in slots] == [32, 18, 1, 1]
+    assert [slot.concurrency for slot in slots] == [32, 9, 1, 1]
 
 
 def test_what_is_on_this_machine_gets_8_requests() -> None:
@@ -95,16 +95,41 @@ def test_a_slot_with_nothing_in_flight_never_waits_for_others() -> None:
     assert limiter.in_flight == 9
 
 
-def test_whoever_holds_all_places_and_never_ends_stops_nobody_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_whoever_holds_all_places_and_never_ends_stops_nobody_for_ever() -> None:
     """As a transport that gathers all buffers before it sends any."""
-    monkeypatch.setattr("dcp_objstore.stores.admission.limiter._LONGEST_HOLD_SECONDS", 0.1)
     limiter = Limiter()
-    slot = filled(limiter, 2)
+    filled(limiter, 8)
     limiter.throttled(limiter._clock())
-    slot.begin(2)
-    assert slot.in_flight == 3
+    slot = limiter.slot(judged=True, timeout_seconds=0.1)
+    slot.begin(0)
+    slot.begin(1)
+    assert slot.in_flight == 2
+
+
+def test_a_near_store_over_a_line_too_slow_for_8_large_requests_gets_fewer() -> None:
+    limiter = Limiter()
+    limiter.heard(0.0005)
+    slot = limiter.slot(judged=False, request_bytes=32 << 20, timeout_seconds=32)
+    assert slot.concurrency == slot.bound == 2  # in 8 s at 8 MiB/s
+    slot = limiter.slot(judged=False, request_bytes=32 << 20, timeout_seconds=150)
+    assert slot.concurrency == 8
+
+
+def test_where_requests_take_long_no_more_begin_than_the_window_allows() -> None:
+    clock = Clock()
+    limiter = Limiter(clock)
+    slot = limiter.slot(judged=False, request_bytes=32 << 20, timeout_seconds=150)
+    allowed = slot.concurrency
+    for number in range(allowed):
+        slot.begin(number)
+
+    def wait() -> None:
+        clock.now += 60
+        if clock.now > 200:
+            slot.end(0, answered=False)
+
+    slot.begin("more", wait)
+    assert limiter.in_flight == allowed
 
 
 def test_waiting_ends_with_what_the_check_raises_and_takes_no_place() -> None:

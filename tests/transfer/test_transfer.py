@@ -776,3 +776,66 @@ def test_a_request_is_made_beside_the_main_thread_and_within_any_other():
 
 def broken():
     raise CorruptDataError("planned")
+
+
+class Failing:
+    """A store whose PUTs fail after a while, and whose ranges come."""
+
+    endpoint_url = None
+    reports_throttling = ("open_range",)
+    range_reading = RangeReading()
+
+    def __init__(self, name):
+        self.url = f"stub://{name}"
+
+    def put(self, key, buffers):
+        time.sleep(0.05)
+        raise StoreUnavailableError("planned")
+
+    def open_range(self, key, start, end):
+        return Range(FetchedSource(lambda a, b: bytes(b - a)), start, end, contextlib.nullcontext)
+
+
+def test_a_put_that_failed_has_moved_nothing():
+    store = Failing("failed-put")
+    data = np.zeros(MIB, np.uint8)
+    with pytest.raises(StoreUnavailableError):
+        upload_object(
+            store, "k", iter([data]), plan_parts(MIB, PART), TransferConfig(), Progress(60)
+        )
+    assert limiter_of(store).window.bytes_per_second == 0
+    assert limiter_of(store).in_flight == 0
+
+
+def test_where_no_more_threads_can_be_started_a_load_ends_and_gives_back_its_places(monkeypatch):
+    store, held = Failing("no-threads"), threading.Event()
+
+    def few(function, name):
+        if name.endswith("2"):
+            raise RuntimeError("can't start new thread")
+        return spawn(function, name)
+
+    def admit(request, progress):
+        """Waits until the load has ended."""
+        held.wait(10)
+
+    monkeypatch.setattr("dcp_objstore.transfer.download.spawn", few)
+    requests = [RangeRequest(0, 100 * at, 100 * at + 100) for at in range(8)]
+    consumed = []
+    arriving = fetch_ranges(
+        store,
+        ["o"],
+        requests,
+        lambda request, _: consumed.append(request),
+        TransferConfig(),
+        Progress(60),
+        admit=admit,
+    )
+    with pytest.raises(RuntimeError, match="thread"):
+        list(arriving)
+    held.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("dcp_objstore-download"):
+            thread.join(10)
+    assert not consumed
+    assert limiter_of(store).in_flight == 0

@@ -6,7 +6,8 @@ adapter that retries by itself reports 429 and 503. Where the transport retries 
 obstore does with parts of uploads, requests take several times as long as before.
 
 Each transfer holds an `AdmissionSlot`. No transfer waits for ever: one with nothing in flight may
-always send a request, and none waits longer than 5 s while no place is given back.
+always send a request, and none waits longer than a request's time-out while no place is given back.
+Over a slow line, that may take almost as long.
 
 All retries share one budget: `Limiter.spend_retry`.
 """
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 # each): an outage of half a minute takes some 8 for each of 8 connections.
 RETRY_BUDGET = 100.0
 _REFUND = 0.2  # per success: about every fifth request may be a retry for ever
-_LONGEST_HOLD_SECONDS = 5.0
 # Burst tolerance: a request may start this late without delaying the next.
 _BURST_SECONDS = 0.05
 # What counts as lately, for the successes per second: longer than the pauses before retries.
@@ -160,7 +160,7 @@ class Limiter:
             began_at = self._clock()
             while slot.in_flight and self._in_flight + 1 > slot.bound:
                 idle_seconds = self._clock() - max(began_at, self._given_back_at)
-                if idle_seconds >= _LONGEST_HOLD_SECONDS:
+                if idle_seconds >= slot.timeout_seconds:
                     break
                 if not wait:
                     return False
@@ -184,7 +184,11 @@ class Limiter:
 
 
 class AdmissionSlot:
-    """The requests of one transfer. `close` gives back all its places; call it in any case."""
+    """The requests of one transfer. `close` gives back all its places; call it in any case.
+
+    Attributes:
+        timeout_seconds: for one request.
+    """
 
     def __init__(
         self,
@@ -198,7 +202,7 @@ class AdmissionSlot:
         self._limiter = limiter
         self._fixed = None if concurrency == "auto" else concurrency
         self._request_bytes = request_bytes
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._judged = judged
         # When, and how many were in flight then.
         self._begun: dict[Hashable, tuple[float, int]] = {}
@@ -218,7 +222,7 @@ class AdmissionSlot:
         """The number of requests that the transfer may have in flight, if it is the only one."""
         if self._fixed is not None:
             return self._fixed
-        return int(self._limiter.window.allowed(self._request_bytes, self._timeout_seconds))
+        return int(self._limiter.window.allowed(self._request_bytes, self.timeout_seconds))
 
     @property
     def most(self) -> int:
@@ -229,10 +233,12 @@ class AdmissionSlot:
     def bound(self) -> float:
         """The number that all transfers may have in flight before this one has to wait."""
         window = self._limiter.window
+        allowed = window.allowed(self._request_bytes, self.timeout_seconds)
         # At a near store each transfer keeps to the number itself: waiting here takes more time.
-        if not window.is_throttled and (self._fixed is not None or window.is_wide_and_near):
+        is_wide_and_near = window.is_near and allowed >= window.most
+        if not window.is_throttled and (self._fixed is not None or is_wide_and_near):
             return math.inf
-        return window.allowed(self._request_bytes, self._timeout_seconds)
+        return allowed
 
     def begin(
         self, request: Hashable, check: Callable[[], None] = lambda: None, *, wait: bool = True
@@ -291,7 +297,7 @@ class AdmissionSlot:
             if answered:
                 limiter.succeeded()
                 limiter._window = limiter.window.answered(
-                    now, begun_at, limiter._in_flight, self._timeout_seconds
+                    now, begun_at, limiter._in_flight, self.timeout_seconds
                 )
                 if size_bytes:
                     self.moved(size_bytes)

@@ -7,7 +7,7 @@ The right number differs by machine, store and hour:
 - One that answers later needs up to 32, because each connection has a rate of its own. So does one
   to which this process has sent no small request: in a job, one rank sends them for all.
 - No more are in flight than what has been measured would answer within a quarter of the time-out. A
-  line of 16 MiB/s is assumed until then.
+  line of 8 MiB/s is assumed until then.
 
 Where the window became smaller, it is doubled after some rounds of answers, and stays so if that
 moves more bytes per second. A round is as many answers as the window is large. One in which the
@@ -51,7 +51,7 @@ _ROUNDS = 4
 _USED = 0.75
 # What a request may take of its time-out, and what a line moves at least as far as we know.
 _SLOW = 0.25
-_ASSUMED_BYTES_PER_SECOND = 16 * MIB
+_ASSUMED_BYTES_PER_SECOND = 8 * MIB
 _THROTTLED_WINDOW, _THROTTLED_RATE = 0.5, 0.7
 # The rate has tripled after this time.
 _RECOVERY_SECONDS = 10.0
@@ -114,11 +114,6 @@ class Window:
     def most(self) -> int:
         """The largest window at this store."""
         return _NEAR_MOST if self.is_near else AUTO_MOST
-
-    @property
-    def is_wide_and_near(self) -> bool:
-        """Whether the store is near, and nothing has made the window smaller."""
-        return self.is_near and self.size >= self.most
 
     @property
     def is_throttled(self) -> bool:
@@ -205,7 +200,9 @@ class Window:
         if seconds > _SLOW * timeout_seconds:
             if begun_at < self.cut_at:
                 return found
-            size = min(self.allowed(), in_flight) * _SLOW * timeout_seconds / seconds
+            # The slowest request of a transfer ends alone, but was not alone on the line.
+            busy = max(in_flight, self.round.in_flight)
+            size = min(self.allowed(), busy) * _SLOW * timeout_seconds / seconds
             return replace(found, size=max(LEAST_WINDOW, size), trying=None, cut_at=now)
         most = found.most if found.is_throttled else _NEAR_MOST
         return replace(found, size=max(found.size, min(found.size + 1 / found.size, most)))

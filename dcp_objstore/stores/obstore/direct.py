@@ -279,7 +279,7 @@ class DirectAnswer:
 
     def close(self) -> None:
         """See `Answer.close`."""
-        if self._left_bytes or self._answer is None:
+        if self._left_bytes or self._answer is None or self._cancelled:
             self._connection.close()
             return
         self._answer.close()  # tells http.client that the body has ended

@@ -40,6 +40,7 @@ class TlsSocket(socket.socket):
         session: ssl.SSLSession | None = None,
     ) -> None:
         super().__init__(below.family, below.type, below.proto, below.detach())
+        self.settimeout(None)  # a new socket has that of `socket.setdefaulttimeout`
         self._arrived, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(
             self._arrived, self._to_send, server_hostname=host, session=session
