@@ -47,8 +47,8 @@ class TransferConfig:
     - Tensors: at most `memory_budget_bytes`. If they are on a GPU, this includes the pinned memory
       that the bytes pass through. Each request then counts three times, so
       `4 x request_size_bytes x download_concurrency` keeps all connections busy ("auto": up to
-      32). On the GPU itself
-      it takes some 4 MiB blocks where values are converted or are not contiguous.
+      64). On the GPU itself it takes some 4 MiB blocks where values are converted or are not
+      contiguous.
     - Plus the tensors that only torch can decode: those of checkpoints that stock torch wrote, and
       quantized or subclass tensors. About as many are in progress at once as requests are in
       flight, and each takes up to twice its size.
@@ -63,9 +63,9 @@ class TransferConfig:
             would need more than 10,000 parts. At least 5 MiB (the S3 minimum). Default 16 MiB.
         upload_concurrency: parts in flight per rank, however many objects the rank writes: it
             writes them one after the other. "auto" finds the number: 8 where the store answers at
-            once; where it answers late, up to 32 for all saves and loads of the process to the
-            bucket together; fewer if a request takes more than a quarter of its time-out. A number
-            is kept to, unless the store throttles. Default "auto".
+            once; where it answers late, up to 64 (at most 1 GiB) for all saves and loads of the
+            process to the bucket together; fewer if a request takes more than a quarter of its
+            time-out. A number is kept to, unless the store throttles. Default "auto".
         max_object_size_bytes: a rank that has more than this to save writes several objects; it
             starts the next one before a tensor that would exceed this size. The share of one tensor
             that a rank holds is never split: above this size it gets an object of its own, up to
@@ -83,7 +83,7 @@ class TransferConfig:
         connect_timeout_seconds: time to establish a connection. Default 10.
         request_timeout_seconds: deadline for one request with its body. For an upload it must
             allow one part at the slowest rate that you accept. Default 150 (32 MiB at 220 KiB/s,
-            in each connection).
+            in each connection; "auto" opens fewer on a slow line).
         stall_timeout_seconds: a transfer in which no part completes for this long fails with
             `TransferStalledError`. Default 180.
         max_retries: retries of one request, with jittered exponential backoff. With the default, a

@@ -22,8 +22,8 @@ MAX_PART_SIZE_BYTES = 5 * 1024 * MIB
 # grow further, because on a slow network, too, each must be sent within the request time-out.
 _GROWN_PART_SIZE_BYTES = 32 * MIB
 _MANY_PARTS = 32
-# Where up to 32 of them are in flight, a few large parts would end one after the other.
-_MANY_PARTS_FAR = 128
+# Where up to 64 of them are in flight, a few large parts would end one after the other.
+_MANY_PARTS_FAR = 256
 # Fewer parts than allowed, because the size of pickled values is only known once they are written.
 _PLANNED_PARTS = 9_000
 # The largest buffer that is handed to the transport. It drops a buffer when its part is sent, so
@@ -59,7 +59,7 @@ def plan_parts(
 ) -> PartPlan:
     """Choose the part size for `total_bytes` of payload on this rank.
 
-    The part size is the configured one. From 32 parts on (128 if the store is far) it grows, in
+    The part size is the configured one. From 32 parts on (256 if the store is far) it grows, in
     whole MiB, up to 32 MiB. It grows further, up to 5 GiB, only if an object would have more than
     9,000 parts.
 

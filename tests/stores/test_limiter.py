@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dcp_objstore.config import AUTO_MOST
 from dcp_objstore.errors import TransferStalledError
 from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter, limiter_at
 
@@ -47,7 +48,7 @@ def test_transfers_that_find_their_number_share_one_window() -> None:
     limiter = Limiter()
     limiter.heard(0.03)
     save, load = (limiter.slot(judged=False) for _ in range(2))
-    for number in range(16):
+    for number in range(AUTO_MOST // 2):
         assert save.begin(number, wait=False)
         assert load.begin(number, wait=False)
     assert not save.begin("more", wait=False)
@@ -73,7 +74,7 @@ def test_before_anything_was_measured_large_requests_are_few() -> None:
         limiter.slot(judged=False, request_bytes=size * mib, timeout_seconds=150)
         for size in (1, 32, 583, 5000)
     ]
-    assert [slot.concurrency for slot in slots] == [32, 9, 1, 1]
+    assert [slot.concurrency for slot in slots] == [AUTO_MOST, 9, 1, 1]
 
 
 def test_what_is_on_this_machine_gets_8_requests() -> None:
@@ -82,7 +83,7 @@ def test_what_is_on_this_machine_gets_8_requests() -> None:
         limiter_at(None, scheme, bucket).slot(judged=False).concurrency
         for scheme in ("file", "memory", "s3")
     ]
-    assert concurrency == [8, 8, 32]
+    assert concurrency == [8, 8, AUTO_MOST]
 
 
 def test_a_slot_with_nothing_in_flight_never_waits_for_others() -> None:

@@ -80,11 +80,13 @@ def test_the_next_transfers_begin_with_what_the_last_one_found() -> None:
     assert rank.windows[-1] == AUTO_MOST
     assert isinstance(rank.admits, Window)
     later = rank.admits.begun(rank.ended_at + 1, 1)
-    assert later.allowed(32 << 20, 150) == AUTO_MOST
+    assert later.allowed(16 << 20, 150) == AUTO_MOST
+    assert later.allowed(32 << 20, 150) == 32  # 1 GiB
 
 
 def test_it_does_not_oscillate() -> None:
-    windows = transfer(dataclasses.replace(S3, link_mib_per_second=5000), 12, FAR).windows
+    store = dataclasses.replace(S3, link_mib_per_second=5000)
+    windows = transfer(store, 12, FAR, mib=16).windows
     assert set(windows[len(windows) // 4 :]) == {AUTO_MOST}
 
 
@@ -156,7 +158,7 @@ def test_a_slow_request_that_ends_after_all_others_says_little_of_the_line() -> 
     window, now = FAR.begun(0.0, 1), 0.0
     for _ in range(40):
         now += 0.1
-        window = window.moved(now, 8 << 20, 32).answered(now, now - 1, 32, 150)
+        window = window.moved(now, 8 << 20, AUTO_MOST).answered(now, now - 1, AUTO_MOST, 150)
     assert window.answered(40.0, 0.0, 1, 150).allowed() > 0.9 * AUTO_MOST
 
 
@@ -265,3 +267,11 @@ def test_whatever_happened_it_recovers(events: list[Event], per_second: int) -> 
     assert not window.is_throttled
     assert window.rate(now) == math.inf
     assert window.allowed() >= 8
+
+
+def test_what_loads_moved_says_nothing_of_saves() -> None:
+    window = Window().begun(0.0, 1)
+    for number in range(1, 65):
+        window = window.moved(number / 10, 64 << 20, 8, "open_range")
+    assert window.allowed(16 << 20, 150, "open_range") == AUTO_MOST
+    assert window.allowed(16 << 20, 150, "put_stream") == Window().allowed(16 << 20, 150)

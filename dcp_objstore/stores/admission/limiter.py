@@ -78,6 +78,7 @@ class Limiter:
         self,
         *,
         judged: bool,
+        verb: str = "",
         concurrency: Concurrency = "auto",
         request_bytes: int = 0,
         timeout_seconds: float = math.inf,
@@ -87,12 +88,13 @@ class Limiter:
         Args:
             judged: whether slow requests are a sign that the store is throttling. False where the
                 adapter reports throttling.
+            verb: what is asked for.
             concurrency: of the transfer. The window counts for one that is not "auto" only while
                 the store throttles.
             request_bytes: of its largest request. Default: nothing that counts.
             timeout_seconds: for one request. Default: none.
         """
-        return AdmissionSlot(self, concurrency, request_bytes, timeout_seconds, judged=judged)
+        return AdmissionSlot(self, verb, concurrency, request_bytes, timeout_seconds, judged=judged)
 
     def heard(self, seconds: float) -> None:
         """Record that a small request was answered in so many seconds."""
@@ -193,6 +195,7 @@ class AdmissionSlot:
     def __init__(
         self,
         limiter: Limiter,
+        verb: str,
         concurrency: Concurrency,
         request_bytes: int,
         timeout_seconds: float,
@@ -200,6 +203,7 @@ class AdmissionSlot:
         judged: bool,
     ) -> None:
         self._limiter = limiter
+        self._verb = verb
         self._fixed = None if concurrency == "auto" else concurrency
         self._request_bytes = request_bytes
         self.timeout_seconds = timeout_seconds
@@ -222,7 +226,12 @@ class AdmissionSlot:
         """The number of requests that the transfer may have in flight, if it is the only one."""
         if self._fixed is not None:
             return self._fixed
-        return int(self._limiter.window.allowed(self._request_bytes, self.timeout_seconds))
+        return int(self._allowed)
+
+    @property
+    def _allowed(self) -> float:
+        window = self._limiter.window
+        return window.allowed(self._request_bytes, self.timeout_seconds, self._verb)
 
     @property
     def most(self) -> int:
@@ -233,7 +242,7 @@ class AdmissionSlot:
     def bound(self) -> float:
         """The number that all transfers may have in flight before this one has to wait."""
         window = self._limiter.window
-        allowed = window.allowed(self._request_bytes, self.timeout_seconds)
+        allowed = self._allowed
         # At a near store each transfer keeps to the number itself: waiting here takes more time.
         is_wide_and_near = window.is_near and allowed >= window.most
         if not window.is_throttled and (self._fixed is not None or is_wide_and_near):
@@ -271,7 +280,7 @@ class AdmissionSlot:
         limiter = self._limiter
         with limiter._changed:
             now = limiter._clock()
-            limiter._window = limiter.window.moved(now, size_bytes, limiter._in_flight)
+            limiter._window = limiter.window.moved(now, size_bytes, limiter._in_flight, self._verb)
 
     def end(self, request: Hashable, size_bytes: int = 0, *, answered: bool = True) -> None:
         """End a request. One that has ended before, or never began, is no error.
@@ -376,6 +385,7 @@ def admission_slot(
     """
     return limiter_of(store).slot(
         judged=verb not in store.reports_throttling,
+        verb=verb,
         concurrency=concurrency,
         request_bytes=request_bytes,
         timeout_seconds=config.request_timeout_seconds,

@@ -4,10 +4,10 @@ The right number differs by machine, store and hour:
 
 - A store that answers a small request within 5 ms is on this machine or beside it. There 8 requests
   move what the processor can, and more only take memory.
-- One that answers later needs up to 32, because each connection has a rate of its own. So does one
+- One that answers later needs up to 64, because each connection has a rate of its own. So does one
   to which this process has sent no small request: in a job, one rank sends them for all.
-- No more are in flight than what has been measured would answer within a quarter of the time-out. A
-  line of 8 MiB/s is assumed until then.
+- No more are in flight than what has been measured would answer within a quarter of the time-out,
+  and 1 GiB. A line of 8 MiB/s is assumed until then.
 
 Where the window became smaller, it is doubled after some rounds of answers, and stays so if that
 moves more bytes per second. A round is as many answers as the window is large. One in which the
@@ -29,7 +29,8 @@ were answered for the same shortage, so they cut nothing more. `Limiter` adds lo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from dcp_objstore.config import AUTO_MOST, MIB
 
@@ -52,6 +53,8 @@ _USED = 0.75
 # What a request may take of its time-out, and what a line moves at least as far as we know.
 _SLOW = 0.25
 _ASSUMED_BYTES_PER_SECOND = 8 * MIB
+# In flight at once, so that a line which becomes slow, down to 7 MiB/s, still answers them in time.
+_MOST_BYTES = 1024 * MIB
 _THROTTLED_WINDOW, _THROTTLED_RATE = 0.5, 0.7
 # The rate has tripled after this time.
 _RECOVERY_SECONDS = 10.0
@@ -90,7 +93,7 @@ class Window:
     Attributes:
         size: requests in flight; see `allowed`.
         latency_seconds: least time in which a small request was answered; infinite: not known.
-        bytes_per_second: the most that a round moved; 0: not known.
+        bytes_per_second: the most that a round moved, by verb: a line may be slow one way only.
         round: what was answered since the window last changed.
         trying: a larger window, or None.
         cut_rate: requests per second right after the last cut; `rate` is the one of now.
@@ -99,7 +102,7 @@ class Window:
 
     size: float = AUTO_MOST
     latency_seconds: float = math.inf
-    bytes_per_second: float = 0.0
+    bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     round: _Round = _Round()
     trying: _Try | None = None
     cut_rate: float = math.inf
@@ -120,17 +123,21 @@ class Window:
         """Whether there is a rate."""
         return self.cut_rate < math.inf
 
-    def allowed(self, request_bytes: int = 0, timeout_seconds: float = math.inf) -> float:
+    def allowed(
+        self, request_bytes: int = 0, timeout_seconds: float = math.inf, verb: str = ""
+    ) -> float:
         """Return the number of requests that may be in flight.
 
         Args:
             request_bytes: of the largest request. Default: nothing that counts.
             timeout_seconds: for one request. Default: none.
+            verb: what is asked for.
         """
         most: float = self.most
         if request_bytes:
-            line_bytes_per_second = max(self.bytes_per_second, _ASSUMED_BYTES_PER_SECOND)
-            most = min(most, _SLOW * timeout_seconds * line_bytes_per_second / request_bytes)
+            moved = self.bytes_per_second.get(verb, 0.0)
+            line_bytes = _SLOW * timeout_seconds * max(moved, _ASSUMED_BYTES_PER_SECOND)
+            most = min(most, min(line_bytes, _MOST_BYTES) / request_bytes)
         return max(LEAST_WINDOW, min(self.size, most))
 
     def rate(self, now: float) -> float:
@@ -153,13 +160,14 @@ class Window:
         # A new transfer may be of another kind: it is not compared with the last one.
         return replace(self, trying=None, round=_Round(now, now))
 
-    def moved(self, now: float, size_bytes: int, in_flight: int) -> Window:
+    def moved(self, now: float, size_bytes: int, in_flight: int, verb: str = "") -> Window:
         """Return the window after bytes were moved.
 
         Args:
             now: the time.
             size_bytes: of a part, or of a piece of a range.
             in_flight: requests, that of these bytes included.
+            verb: what was asked for. A round of several counts as one of the last.
         """
         last = self.round
         found = _Round(
@@ -170,14 +178,15 @@ class Window:
             max(last.in_flight, in_flight),
         )
         seconds = now - found.began_at
-        is_short = not self.bytes_per_second or (self.trying and not self.trying.settled)
+        known = self.bytes_per_second.get(verb, 0.0)
+        is_short = not known or (self.trying and not self.trying.settled)
         # What is asked for may be so large that fewer are allowed.
         answers = min(self.size, found.in_flight) * (1 if is_short else _ROUNDS)
         if found.answers < answers or seconds < _LEAST_ROUND_SECONDS:
             return replace(self, round=found)
         moved = found.size_bytes / seconds
-        most = max(moved, self.bytes_per_second)
-        after = replace(self, round=_Round(now, now), bytes_per_second=most)
+        lines = {**self.bytes_per_second, verb: max(moved, known)}
+        after = replace(self, round=_Round(now, now), bytes_per_second=lines)
         if self.is_throttled or found.in_flight < _USED * self.allowed():
             return after
         return after._after_round(moved)
