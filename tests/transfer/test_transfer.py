@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from dcp_objstore.config import COPIED_MOST, MIB, TransferConfig
+from dcp_objstore.config import AUTO_MOST, COPIED_MOST, MIB, TransferConfig
 from dcp_objstore.errors import (
     ConfigError,
     CorruptDataError,
