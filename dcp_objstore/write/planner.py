@@ -83,7 +83,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
 
 
 def _with_tiny_together(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Leave each value and tiny tensor that several ranks have to the first of them.
+    """Leave each value and tiny plain tensor that several ranks have to the first of them.
 
     DCP would spread them over the ranks: an optimizer's step counts, one a parameter. Every rank
     that loads reads all of them, so each rank would send as many requests as there are parameters.
