@@ -204,7 +204,7 @@ def _hook() -> None:
         not expected <= inspect.signature(one.execute_save).parameters.keys() for one in executors
     ):
         raise UnsupportedError(
-            f"install() cannot hook torch {torch.__version__}: it is tested with 2.9 to 2.15. Pass"
+            f"install() cannot hook torch {torch.__version__}: its hooks are for 2.9 to 2.15. Pass"
             " storage_writer=ObjectStoreWriter(url) to dcp.save instead"
         )
     classes: list[tuple[Any, _Make]] = [(FileSystemWriter, _writer), (FileSystemReader, _reader)]
