@@ -46,14 +46,14 @@ class ItemRead:
 
     Args:
         item: DCP's read item.
-        stored: location of the item, whose payload is a whole `torch.save` blob or pickled value.
+        location: where the item lies; its payload is a whole `torch.save` blob or pickled value.
     """
 
-    def __init__(self, item: ReadItem, stored: ItemLocation) -> None:
+    def __init__(self, item: ReadItem, location: ItemLocation) -> None:
         self.item = item
-        self.stored = stored
+        self.location = location
         self.error: DcpObjstoreError | None = None
-        self._missing_bytes = stored.payload_length
+        self._missing_bytes = location.payload_length
         self._body: io.BytesIO | None = None
         self._lock = threading.Lock()
 
@@ -84,7 +84,7 @@ class ItemRead:
             if self._body is None:
                 # BytesIO adopts these bytes without a copy. It lets us write to them, because
                 # nothing else refers to them.
-                self._body = io.BytesIO(bytes(self.stored.payload_length))
+                self._body = io.BytesIO(bytes(self.location.payload_length))
             body = np.frombuffer(self._body.getbuffer(), dtype=np.uint8)
         body[position : position + arrived.nbytes] = arrived
         del body
@@ -110,7 +110,7 @@ class ItemRead:
 
     def held_bytes(self) -> int:
         """Return the bytes that the read still holds: a value's until `take`, none for a tensor."""
-        return 0 if self._body is None else self.stored.payload_length
+        return 0 if self._body is None else self.location.payload_length
 
     def take(self) -> io.BytesIO:
         """Return the whole item without a copy, and give up the memory."""
@@ -127,7 +127,7 @@ class ItemRead:
             UntrustedPickleError: the tensor is of a class that torch does not load safely.
         """
         key = self.item.dest_index.fqn
-        body = self.stored.undone(self.take(), key)
+        body = self.location.undone(self.take(), key)
         with body.getbuffer() as view:
             vet(view, key)
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_objstore.read.item_read import ItemRead
-from dcp_objstore.read.tensor_read import Block, TensorRead, is_value, plan_spans, stored_of
+from dcp_objstore.read.tensor_read import Block, TensorRead, is_value, location_of, plan_spans
 from dcp_objstore.transfer.ranges import Span
 
 if TYPE_CHECKING:
@@ -21,25 +21,29 @@ class PlannedLoad:
     """What a rank will read.
 
     Attributes:
-        source: the opened checkpoint.
+        checkpoint: the opened checkpoint.
         items: the read items of the rank's plan.
         reads: one read for each item, in the same order.
         spans: the pieces of objects that the reads need.
     """
 
-    source: StoredCheckpoint
+    checkpoint: StoredCheckpoint
     items: Sequence[ReadItem]
     reads: Sequence[TensorRead | ItemRead]
     spans: Sequence[Span[Block]]
 
 
 def plan_load(
-    source: StoredCheckpoint, items: Sequence[ReadItem], *, verify: bool, whole_blocks: bool = False
+    checkpoint: StoredCheckpoint,
+    items: Sequence[ReadItem],
+    *,
+    verify: bool,
+    whole_blocks: bool = False,
 ) -> PlannedLoad:
     """Determine what must be read for a plan, without looking at its tensors.
 
     Args:
-        source: the opened checkpoint.
+        checkpoint: the opened checkpoint.
         items: the read items of the rank's plan.
         verify: whether arriving blocks will be checked against their digests.
         whole_blocks: whether to read whole digest blocks, which other ranks may need as well.
@@ -50,8 +54,8 @@ def plan_load(
     """
     reads: list[TensorRead | ItemRead] = []
     for item in items:
-        stored = stored_of(source, item)
-        whole = is_value(item) or stored.dtype is None
-        reads.append(ItemRead(item, stored) if whole else TensorRead(item, stored))
+        location = location_of(checkpoint, item)
+        whole = is_value(item) or location.dtype is None
+        reads.append(ItemRead(item, location) if whole else TensorRead(item, location))
     spans = plan_spans(reads, verify=verify, whole_blocks=whole_blocks)
-    return PlannedLoad(source, items, reads, spans)
+    return PlannedLoad(checkpoint, items, reads, spans)

@@ -54,7 +54,7 @@ class _Load:
 
     spec: StoreSpec
     channel: Channel
-    stored: StoredCheckpoint | None = None
+    checkpoint: StoredCheckpoint | None = None
     together: bool = False  # whether other ranks take part, as far as this rank knows
     planned: PlannedLoad | None = None
     error: DcpObjstoreError | None = None
@@ -209,14 +209,14 @@ class ObjectStoreReader(StorageReader):
         self._of_thread.load = load
         try:
             with load.channel.current(), plugin_errors(None, load.spec.url):
-                load.stored = self._open(load)
+                load.checkpoint = self._open(load)
         except DcpObjstoreError as error:
             load.error = error
             return Metadata(state_dict_metadata={})
-        meta = load.stored.metadata.storage_meta
+        meta = load.checkpoint.metadata.storage_meta
         self.load_id = None if meta is None else meta.load_id
-        load.channel.emit(Opened, load.channel.began_at, commit_id=load.stored.commit_id)
-        return load.stored.metadata
+        load.channel.emit(Opened, load.channel.began_at, commit_id=load.checkpoint.commit_id)
+        return load.checkpoint.metadata
 
     def _open(self, load: _Load) -> StoredCheckpoint:
         def open_here() -> StoredCheckpoint:
@@ -282,15 +282,15 @@ class ObjectStoreReader(StorageReader):
         """Plan what to read, and send the coordinator the commit and the bytes that it needs."""
         load = self._opened()
         with plugin_errors(load.rank, load.spec.url):
-            if load.stored is not None:
-                load.stored.check_whole(item.dest_index.fqn for item in plan.items)
+            if load.checkpoint is not None:
+                load.checkpoint.check_whole(item.dest_index.fqn for item in plan.items)
                 load.planned = plan_load(
-                    load.stored, plan.items, verify=self._verify, whole_blocks=load.together
+                    load.checkpoint, plan.items, verify=self._verify, whole_blocks=load.together
                 )
             ranks = self._group_ranks() if load.together else None
             offer = make_offer(
                 self.checkpoint_id,
-                load.stored,
+                load.checkpoint,
                 load.planned,
                 ranks,
                 self._target.config,
@@ -343,7 +343,7 @@ class ObjectStoreReader(StorageReader):
         return future
 
     def _read(self, load: _Load, plan: LoadPlan, planner: LoadPlanner) -> LoadReport:
-        assert load.stored is not None
+        assert load.checkpoint is not None
         planned, load.planned = load.planned, None
         plan_changed = planned is None or planned.items != plan.items
         share = plan.storage_data
@@ -357,7 +357,7 @@ class ObjectStoreReader(StorageReader):
                 exchange.prepare(planned, self._target.config.memory_budget_bytes // 8)
                 return self._run(load, planned, planner, exchange)
         if planned is None or plan_changed:
-            planned = plan_load(load.stored, plan.items, verify=self._verify)
+            planned = plan_load(load.checkpoint, plan.items, verify=self._verify)
         return self._run(load, planned, planner, None)
 
     def _all_arrived(self, load: _Load, share: Share) -> bool:

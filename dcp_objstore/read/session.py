@@ -101,7 +101,7 @@ def run_load(
             raise read.error
         if is_value(read.item):
             key = read.item.dest_index.fqn
-            body = read.stored.undone(read.take(), key)
+            body = read.location.undone(read.take(), key)
             check_safe(body.getvalue(), key, trust_pickle=trust_pickle)
             planner.load_bytes(read.item, body)
 
@@ -126,7 +126,7 @@ def run_load(
         progress.alive()  # workers may have waited for this call, which is no stall
 
     def explain(request: RangeRequest[Block], error: DcpObjstoreError) -> DcpObjstoreError:
-        return _explained(planned.source, store, request, error)
+        return _explained(planned.checkpoint, store, request, error)
 
     objects = len({request.object_number for request in requests})
     channel.emit(
@@ -142,7 +142,7 @@ def run_load(
         progress = Progress(config.stall_timeout_seconds, channel)
         arriving = fetch_ranges(
             store,
-            planned.source.object_keys,
+            planned.checkpoint.object_keys,
             requests,
             take_in,
             config,
@@ -171,7 +171,7 @@ def run_load(
         requests=len(requests),
         retries=channel.retries if reports_retries(store) else None,
         slow_ranges=channel.slow_ranges,
-        commit_id=planned.source.commit_id,
+        commit_id=planned.checkpoint.commit_id,
     )
     channel.emit(
         Loaded,
@@ -215,8 +215,8 @@ def _bind(
         if isinstance(read, ItemRead):
             read.bind(destination, completed.add)
         else:
-            assert destination is not None and read.stored.dtype is not None
-            warned = warned or warn_if_lossy(item, read.stored.dtype, destination)
+            assert destination is not None and read.location.dtype is not None
+            warned = warned or warn_if_lossy(item, read.location.dtype, destination)
             read.bind(destination)
     return destinations
 
@@ -255,14 +255,14 @@ def _is_sent(request: RangeRequest[Block]) -> bool:
 
 
 def _explained(
-    source: StoredCheckpoint,
+    checkpoint: StoredCheckpoint,
     store: ObjectStore,
     request: RangeRequest[Block],
     error: DcpObjstoreError,
 ) -> DcpObjstoreError:
     """Say what a GET's error means for the checkpoint, and add what the GET was for."""
     if isinstance(error, ObjectNotFoundError):
-        error = source.explain(store, error)
+        error = checkpoint.explain(store, error)
     elif isinstance(error, CorruptDataError):  # the object is too short, or the answer was wrong
         error = CheckpointCorruptError(
             error.message, error.rank, error.key, error.object_key, error.url
@@ -279,4 +279,4 @@ def _explained(
 def _needed_bytes(read: Read) -> int:
     if isinstance(read, TensorRead):
         return read.needed_bytes
-    return read.stored.payload_length
+    return read.location.payload_length

@@ -48,7 +48,7 @@ class Read(Protocol):
     """A consumer of one stored item's payload. It can be planned before it has a destination."""
 
     item: ReadItem
-    stored: ItemLocation
+    location: ItemLocation
 
     @property
     def selection(self) -> Selection | None:
@@ -69,24 +69,24 @@ class TensorRead:
 
     Args:
         item: DCP's read item.
-        stored: location of the chunk, which must hold raw elements.
+        location: where the chunk lies; it must hold raw elements.
 
     Raises:
         StateMismatchError: the chunk does not contain the elements to read.
     """
 
-    def __init__(self, item: ReadItem, stored: ItemLocation) -> None:
+    def __init__(self, item: ReadItem, location: ItemLocation) -> None:
         self.item = item
-        self.stored = stored
-        assert stored.dtype is not None and stored.sizes is not None
-        self._dtype: torch.dtype = getattr(torch, stored.dtype)
+        self.location = location
+        assert location.dtype is not None and location.sizes is not None
+        self._dtype: torch.dtype = getattr(torch, location.dtype)
         wanted = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        if not fits(wanted, stored.sizes):
+        if not fits(wanted, location.sizes):
             raise StateMismatchError(
-                f"elements {wanted} are requested from a chunk of shape {stored.sizes}",
+                f"elements {wanted} are requested from a chunk of shape {location.sizes}",
                 key=item.dest_index.fqn,
             )
-        self._selection = Selection(*collapse(stored.sizes, wanted), self._dtype.itemsize)
+        self._selection = Selection(*collapse(location.sizes, wanted), self._dtype.itemsize)
         self._memory: ByteArray | None = None
         self._inbound: Inbound | None = None
         self._device_bytes: torch.Tensor | None = None
@@ -110,7 +110,7 @@ class TensorRead:
             is_quantized(destination.dtype) and self._dtype != torch.float32
         ):
             raise StateMismatchError(
-                f"saved as {self.stored.dtype}, which cannot be loaded into a"
+                f"saved as {self.location.dtype}, which cannot be loaded into a"
                 f" {str(destination.dtype).removeprefix('torch.')} tensor",
                 key=self.item.dest_index.fqn,
             )
@@ -118,9 +118,9 @@ class TensorRead:
         if destination.is_contiguous():
             self._view = destination.view(self._selection.wanted.sizes)
         else:
-            assert self.stored.sizes is not None
+            assert self.location.sizes is not None
             wanted = Box(tuple(self.item.storage_offsets), tuple(self.item.lengths))
-            self._selection = Selection(self.stored.sizes, wanted, self._dtype.itemsize)
+            self._selection = Selection(self.location.sizes, wanted, self._dtype.itemsize)
         if len(self._selection.shape) == 1 and self._view.dtype == self._dtype:
             self._memory = byte_memory(self._view)
 
@@ -241,19 +241,19 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
     """
     spans: dict[tuple[int, int, int], Span[Block]] = {}
     for read in reads:
-        stored = read.stored
+        location = read.location
         for start, end, number in _pieces(read, whole_blocks=verify or whole_blocks):
             place = (
-                stored.object_number,
-                stored.payload_offset + start,
-                stored.payload_offset + end,
+                location.object_number,
+                location.payload_offset + start,
+                location.payload_offset + end,
             )
             span = spans.get(place)
             if span is None:
                 digest = None
-                if verify and stored.digests is not None:
+                if verify and location.digests is not None:
                     at = number * DIGEST_SIZE_BYTES
-                    digest = stored.digests[at : at + DIGEST_SIZE_BYTES]
+                    digest = location.digests[at : at + DIGEST_SIZE_BYTES]
                 block = Block(read.item.dest_index.fqn, start, digest)
                 span = spans[place] = Span(*place, block)
             span.tag.reads.append(read)
@@ -262,7 +262,7 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
 
 def _pieces(read: Read, *, whole_blocks: bool) -> Iterable[tuple[int, int, int]]:
     """Yield the pieces of payload `[start, end)` to read, each with the number of its block."""
-    size = read.stored.payload_length
+    size = read.location.payload_length
     if read.selection is None:
         runs = [(0, size)] if size else []
     else:
@@ -343,19 +343,19 @@ def is_value(item: ReadItem) -> bool:
     return item.type == LoadItemType.BYTE_IO
 
 
-def stored_of(source: StoredCheckpoint, item: ReadItem) -> ItemLocation:
+def location_of(checkpoint: StoredCheckpoint, item: ReadItem) -> ItemLocation:
     """Return the location of a read item's bytes.
 
     Raises:
         StateMismatchError: a tensor is stored where a value is requested, or the reverse.
     """
-    stored = source.item(item.storage_index)
-    if (stored.sizes is None) != is_value(item):
-        have, want = ("a value", "a tensor") if stored.sizes is None else ("a tensor", "a value")
+    location = checkpoint.item(item.storage_index)
+    if (location.sizes is None) != is_value(item):
+        have, want = ("a value", "a tensor") if location.sizes is None else ("a tensor", "a value")
         raise StateMismatchError(
             f"the checkpoint has {have} here, the state asks for {want}", key=item.dest_index.fqn
         )
-    return stored
+    return location
 
 
 def warn_if_lossy(item: ReadItem, stored_dtype: str, destination: torch.Tensor) -> bool:

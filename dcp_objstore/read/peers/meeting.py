@@ -74,7 +74,7 @@ class Offer:
 
 def make_offer(
     url: str | None,
-    stored: StoredCheckpoint | None,
+    checkpoint: StoredCheckpoint | None,
     planned: PlannedLoad | None,
     group_ranks: tuple[int, ...] | None,
     config: TransferConfig,
@@ -82,7 +82,7 @@ def make_offer(
     verify: bool,
 ) -> Offer:
     """Make this rank's offer; `group_ranks` or `planned` is None if it loads by itself."""
-    commit_id = None if stored is None else stored.commit_id
+    commit_id = None if checkpoint is None else checkpoint.commit_id
     if planned is None or group_ranks is None:
         return Offer(url, commit_id, current_rank())
     needs, selections = needs_of(planned.reads, planned.spans)
