@@ -7,11 +7,11 @@ columns of the index instead, as rows of bytes that differ only in their numbers
 
 from __future__ import annotations
 
-import functools
 import io
 import pickle
 from typing import Final, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -72,13 +72,14 @@ def encode_metadata(index: ix.Index) -> bytes:
         keys = np.array([number_of[tensor.key] for tensor in group.tensors], dtype=np.int64)
         places.append(_chunk_places(index, group, keys))
     value = _get(BytesStorageMetadata) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
-    described = [
-        *(
-            _put(key, number_of[key]) + _tensor(tensor, chunks[key])
-            for key, tensor in index.tensors.items()
-        ),
-        *(_put(key, number_of[key]) + value for key in index.blobs),
-    ]
+    described: list[bytes] = []
+    heads: dict[object, bytes] = {}
+    for key, tensor in index.tensors.items():
+        alike = msgspec.structs.astuple(tensor)[1:-1]  # all but its key and chunks
+        if alike not in heads:
+            heads[alike] = _head(tensor)
+        described += (_put(key, number_of[key]), heads[alike], chunks[key], _TAIL)
+    described += (_put(key, number_of[key]) + value for key in index.blobs)
     fields = {
         # Only the last value of a field counts: the first one fills the memo.
         "version": b"(" + b"".join(map(_put, shared, range(first))) + b"t",
@@ -95,7 +96,8 @@ def encode_metadata(index: ix.Index) -> bytes:
     ])  # fmt: skip
 
 
-def _tensor(tensor: ix.Tensor, chunks: bytes) -> bytes:
+def _head(tensor: ix.Tensor) -> bytes:
+    """A tensor's TensorStorageMetadata up to its chunks."""
     properties = properties_of(tensor)
     if properties.dtype is None:
         raise unknown_dtype(tensor.dtype, tensor.key)
@@ -103,16 +105,10 @@ def _tensor(tensor: ix.Tensor, chunks: bytes) -> bytes:
         _opened(TensorStorageMetadata),
         *(_get("properties"), _get(TensorProperties), pickle.EMPTY_TUPLE, pickle.NEWOBJ),
         # What torch 2.6 to 2.14 pickle; later versions append to it.
-        *(_state(properties.__getstate__()[:5]), pickle.BUILD),  # type: ignore[no-untyped-call]
+        *(_part(properties.__getstate__()[:5]), pickle.BUILD),  # type: ignore[no-untyped-call]
         *(_get("size"), _part(torch.Size(tensor.shape))),
-        *(_get("chunks"), pickle.EMPTY_LIST, pickle.MARK, chunks, pickle.APPENDS),
-        _CLOSED,
+        *(_get("chunks"), pickle.EMPTY_LIST, pickle.MARK),
     ])  # fmt: skip
-
-
-@functools.cache  # few tensors differ in it
-def _state(fields: tuple[object, ...]) -> bytes:
-    return _part(fields)
 
 
 def _chunks(group: ix.Group) -> _Rows:
@@ -170,6 +166,8 @@ def _storage_info(index: ix.Index, rows: ix.Numbers) -> tuple[bytes | _Rows, ...
 
 # Sets the attributes of the object that `_opened` has made.
 _CLOSED: Final = pickle.SETITEMS + pickle.BUILD
+# Ends the list of a tensor's chunks, and its TensorStorageMetadata.
+_TAIL: Final = pickle.APPENDS + _CLOSED
 
 
 def _part(value: object) -> bytes:
