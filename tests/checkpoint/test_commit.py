@@ -9,13 +9,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from dcp_objstore.checkpoint import commit as commits
+from dcp_objstore.checkpoint import commit as commits, index as ix
 from dcp_objstore.checkpoint.commit import BeginToken, CommitResult
-from dcp_objstore.checkpoint.marker import Counts, Marker, decode_marker, encode_marker, new_id
+from dcp_objstore.checkpoint.marker import Marker, decode_marker, encode_marker, new_id
 from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
     MARKER_KEY,
-    data_key,
     index_key,
     new_nonce,
 )
@@ -41,6 +40,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore
+from tests.support import upkeep
 from tests.support.memory_store import (
     DELAYED,
     LOST,
@@ -51,47 +51,18 @@ from tests.support.memory_store import (
     TickingClock,
     in_turn,
 )
-
-
-def upload(store: MemoryStore, size: int = 3) -> tuple[str, list[tuple[str, int]]]:
-    """What the ranks of one save put: its nonce and its objects."""
-    nonce = new_nonce()
-    objects = [(data_key(rank, 0, new_nonce()), size + rank) for rank in range(2)]
-    for key, length in objects:
-        store.put(key, bytes(length))
-    return nonce, objects
+from tests.support.upkeep import upload
 
 
 def finish(
-    store: MemoryStore,
-    token: BeginToken,
-    uploaded: tuple[str, list[tuple[str, int]]] | None = None,
-    *,
-    index: bytes = b"an index",
-    fenced: bool = True,
-    clock: TickingClock | None = None,
+    store: MemoryStore, token: BeginToken, index: ix.Index | None = None, **settings: object
 ) -> CommitResult:
-    nonce, objects = uploaded or upload(store)
-    done = commits.commit(
-        store,
-        token,
-        index=index,
-        objects=objects,
-        counts=Counts(tensors=7, objects=len(objects), total_bytes=sum(n for _, n in objects)),
-        world_size=2,
-        user_metadata={"loss": 0.5},
-        nonce=nonce,
-        fenced=fenced,
-        clock=clock or TickingClock(),
-    )
-    commits.remove_beacon(store, token.beacon)
-    return done
+    settings = {"clock": TickingClock(), **settings}
+    return upkeep.finish(store, token, index or upload(store), **settings)
 
 
-def save(
-    store: MemoryStore, *, overwrite: bool = False, index: bytes = b"an index"
-) -> CommitResult:
-    return finish(store, commits.begin(store, overwrite=overwrite), index=index)
+def save(store: MemoryStore, *, overwrite: bool = False) -> CommitResult:
+    return finish(store, commits.begin(store, overwrite=overwrite))
 
 
 def rewrite(store: MemoryStore, **changes: object) -> Marker:
@@ -118,12 +89,12 @@ def test_commit_is_one_conditional_put_after_objects_and_index(store: MemoryStor
     token = commits.begin(store, overwrite=False)
     beacon = ("put", token.beacon)
     assert store.requests == [beacon, ("get", MARKER_KEY), ("head", DOT_METADATA_KEY)]
-    uploaded = upload(store)
+    index, nonce = upload(store), new_nonce()
     before = len(store.requests)
-    done = finish(store, token, uploaded)
+    done = finish(store, token, index, nonce=nonce, user_metadata={"loss": 0.5})
     assert store.requests[before:] == [
         ("list", ""),
-        ("put", index_key(uploaded[0])),
+        ("put", index_key(nonce)),
         ("put", MARKER_KEY),
         ("delete", token.beacon),
     ]
@@ -136,8 +107,9 @@ def test_commit_is_one_conditional_put_after_objects_and_index(store: MemoryStor
     assert marker.generation == 1
     assert marker.user_metadata == {"loss": 0.5}
     assert marker.index is not None
-    assert marker.index.sha256 == hashlib.sha256(b"an index").hexdigest()
-    assert open_committed(store) == (marker, b"an index")
+    body = ix.encode(index)
+    assert marker.index.sha256 == hashlib.sha256(body).hexdigest()
+    assert open_committed(store) == (marker, body)
 
 
 def test_committed_checkpoint_is_refused_without_overwrite(store: MemoryStore) -> None:
@@ -252,35 +224,35 @@ def test_nothing_is_committed_when_an_object_is_not_as_uploaded(
 ) -> None:
     store.put("unrelated/object", b"x")
     token = commits.begin(store, overwrite=False)
-    uploaded = upload(store)
-    key, size = uploaded[1][1]
+    index, nonce = upload(store), new_nonce()
+    key, size = index.objects[1].key, index.objects[1].size_bytes
     if damage == "missing":
         store.delete(key)
     else:
         store.put(key, bytes(size - 1 if damage == "short" else size + 1))
     with pytest.raises(CheckpointCorruptError) as caught:
-        finish(store, token, uploaded)
+        finish(store, token, index, nonce=nonce)
     assert caught.value.object_key == key
     assert MARKER_KEY not in store.objects
-    assert index_key(uploaded[0]) not in store.objects
+    assert index_key(nonce) not in store.objects
 
 
 def test_unrelated_objects_do_not_disturb_a_commit(store: MemoryStore) -> None:
     for i in range(50):
         store.put(f"{i:02}/other", b"x")
         store.put(f"zz{i}", b"x")
-    save(store)
-    assert open_committed(store)[1] == b"an index"
+    done = save(store)
+    assert open_committed(store)[0] == done.marker
 
 
 def test_failed_listing_or_index_put_commits_nothing(store: MemoryStore) -> None:
     token = commits.begin(store, overwrite=False)
-    uploaded = upload(store)
+    index = upload(store)
     store.on_put = lambda put: (
         StoreUnavailableError("503") if put.key.startswith("index.") else None
     )
     with pytest.raises(StoreUnavailableError):
-        finish(store, token, uploaded)
+        finish(store, token, index)
     store.on_put = None
 
     def refuse() -> None:
@@ -288,7 +260,7 @@ def test_failed_listing_or_index_put_commits_nothing(store: MemoryStore) -> None
 
     store.on_list = refuse
     with pytest.raises(PermissionDeniedError):
-        finish(store, token, uploaded)
+        finish(store, token, index)
     assert not marker_puts(store)
 
 
@@ -299,13 +271,13 @@ def test_of_two_writers_with_one_begin_state_exactly_one_wins(store: MemoryStore
     for overwrite in (False, True):
         one, two = (commits.begin(store, overwrite=overwrite) for _ in range(2))
         assert one == two
-        winner = finish(store, one, index=b"the winner's")
+        index = upload(store)
+        winner = finish(store, one, index)
         before = dict(store.objects)
         with pytest.raises(CommitLostError) as caught:
-            finish(store, two, index=b"the loser's")
+            finish(store, two)
         assert winner.commit_id in str(caught.value)
-        marker, index = open_committed(store)
-        assert (marker.commit_id, index) == (winner.commit_id, b"the winner's")
+        assert open_committed(store) == (winner.marker, ix.encode(index))
         assert before.items() <= store.objects.items()  # nothing of the winner's changed
 
 
@@ -418,24 +390,24 @@ def test_late_put_cannot_undo_a_commit_that_was_resent(store: MemoryStore) -> No
 def test_silence_until_the_deadline_is_unknown_and_deletes_nothing(store: MemoryStore) -> None:
     clock = TickingClock()
     token = commits.begin(store, overwrite=False)
-    uploaded = upload(store)
+    index, nonce = upload(store), new_nonce()
     store.on_put = lambda put: DELAYED if put.key == MARKER_KEY else None
     with pytest.raises(CommitUnknownError):
-        finish(store, token, uploaded, clock=clock)
+        finish(store, token, index, nonce=nonce, clock=clock)
     assert 60 <= clock.now < 70
     assert len(marker_puts(store)) > 5
     assert ("delete", MARKER_KEY) not in store.requests
     assert not [verb for verb, _ in store.requests if verb == "delete"]
-    left = {key for key, _ in uploaded[1]} | {index_key(uploaded[0]), token.beacon}
+    left = {entry.key for entry in index.objects} | {index_key(nonce), token.beacon}
     assert left == set(store.objects)
     # And so the commit that lands after all is whole.
     assert store.deliver()[0]
-    assert open_committed(store)[1] == b"an index"
+    assert open_committed(store)[1] == ix.encode(index)
 
 
 def test_store_that_cannot_be_read_after_a_lost_answer_is_unknown(store: MemoryStore) -> None:
     token = commits.begin(store, overwrite=False)
-    uploaded = upload(store)
+    index = upload(store)
 
     def unreadable(key: str) -> None:
         raise StoreUnavailableError("503")
@@ -446,9 +418,9 @@ def test_store_that_cannot_be_read_after_a_lost_answer_is_unknown(store: MemoryS
 
     store.on_put = silent
     with pytest.raises(CommitUnknownError):
-        finish(store, token, uploaded)
+        finish(store, token, index)
     store.on_get = None
-    assert open_committed(store)[1] == b"an index"
+    assert open_committed(store)[1] == ix.encode(index)
 
 
 REFUSALS = [PermissionDeniedError, CredentialsError, UnsupportedError, ConfigError, InputError]
@@ -476,7 +448,7 @@ def test_a_refusal_is_unknown_as_long_as_the_marker_cannot_be_read(
     store: MemoryStore, lands: bool
 ) -> None:
     token = commits.begin(store, overwrite=False)
-    uploaded = upload(store)
+    index = upload(store)
 
     def unreadable(key: str) -> None:
         raise CredentialsError("expired")
@@ -491,7 +463,7 @@ def test_a_refusal_is_unknown_as_long_as_the_marker_cannot_be_read(
 
     store.on_put = refused
     with pytest.raises(CommitUnknownError, match="expired"):
-        finish(store, token, uploaded)
+        finish(store, token, index)
     store.on_get = None
     assert (MARKER_KEY in store.objects) == lands
 
@@ -514,13 +486,13 @@ def test_refusal_after_an_unanswered_put_does_not_hide_that_it_may_land(
     store: MemoryStore,
 ) -> None:
     """Credentials that expire between two PUTs say nothing of the first one."""
-    token = commits.begin(store, overwrite=False)
+    token, index = commits.begin(store, overwrite=False), upload(store)
     store.on_put = in_turn(MARKER_KEY, DELAYED, *[CredentialsError("expired")] * 1000)
     with pytest.raises(CommitUnknownError):
-        finish(store, token)
+        finish(store, token, index)
     store.on_put = None
     assert store.deliver() == [True]
-    assert open_committed(store)[1] == b"an index"
+    assert open_committed(store)[1] == ix.encode(index)
 
 
 def test_unreadable_marker_after_a_lost_answer_is_unknown(store: MemoryStore) -> None:
@@ -650,14 +622,19 @@ def test_opening_a_committed_checkpoint_never_lists(store: MemoryStore) -> None:
     assert store.requests == [("get", MARKER_KEY), ("get", done.marker.index.key)]
 
 
-@pytest.mark.parametrize("body", [b"an inde", b"an index!", b"An index", None])
-def test_damaged_or_missing_index_is_corrupt(store: MemoryStore, body: bytes | None) -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda body: body[:-1], lambda body: body + b"!", lambda body: b"A" + body[1:], None]
+)
+def test_damaged_or_missing_index_is_corrupt(
+    store: MemoryStore, damage: Callable[[bytes], bytes] | None
+) -> None:
     done = save(store)
     assert done.marker.index is not None
     key = done.marker.index.key
+    body = store.body(key)
     store.delete(key)
-    if body is not None:
-        store.put(key, body)
+    if damage is not None:
+        store.put(key, damage(body))
     with pytest.raises(CheckpointCorruptError) as caught:
         open_committed(store)
     assert caught.value.object_key == key

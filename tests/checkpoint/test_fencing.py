@@ -96,6 +96,17 @@ def pause(
     return wake
 
 
+def zombie_at(
+    crew: Ranks, proxy: NetworkProxy, url: str, options: Options, meant: Meant, there: bool
+) -> Callable[[], list[Outcome]]:
+    """A paused save, of a first checkpoint or over one that is there; returns what wakes it up."""
+    if there:
+        save_edition_here("first", url, options)
+    return pause(
+        proxy, meant, lambda: crew.start(2, save, "zombie", url, proxy.storage_options, there)
+    )
+
+
 def assert_lost(outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         assert isinstance(outcome.error, CommitLostError), str(outcome)
@@ -124,13 +135,7 @@ def test_a_zombie_cannot_commit_over_its_successor(
     bucket: Bucket, proxy: NetworkProxy, crew: Ranks, moment: str, there: bool
 ) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
-    if there:
-        save_edition_here("first", url, options)
-    wake = pause(
-        proxy,
-        MOMENTS[moment],
-        lambda: crew.start(2, save, "zombie", url, proxy.storage_options, there),
-    )
+    wake = zombie_at(crew, proxy, url, options, MOMENTS[moment], there)
     run_ranks(3, save, "successor", url, options, there)
     before = bucket.keys("step-1")
     assert_lost(wake())
@@ -170,13 +175,7 @@ def test_a_writer_that_wakes_up_after_a_sweep_cannot_commit_onto_swept_data(
     bucket: Bucket, proxy: NetworkProxy, crew: Ranks, moment: str, there: bool
 ) -> None:
     url, options = bucket.at("run/step-1"), bucket.storage_options
-    if there:
-        save_edition_here("first", url, options)
-    wake = pause(
-        proxy,
-        MOMENTS[moment],
-        lambda: crew.start(2, save, "zombie", url, proxy.storage_options, there),
-    )
+    wake = zombie_at(crew, proxy, url, options, MOMENTS[moment], there)
     (swept,) = run_ranks(1, sweep, url, options, options)
     assert swept.outcome == "swept"
     assert swept.fenced

@@ -12,13 +12,11 @@ from dcp_objstore.checkpoint.repair import RepairReport, repair
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
-    StoreUnavailableError,
 )
 from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.protocol import Capabilities
 from tests.support.memory_store import MemoryStore, TickingClock, in_turn
-from tests.support.upkeep import DESCRIBED, keys, named, save, state, tear
-from tests.support.wrapped_stores import Fault, FaultStore
+from tests.support.upkeep import DESCRIBED, keys, named, save, state, tear, tear_deletion
 
 
 def go(store: ObjectStore, *, dry_run: bool = False) -> RepairReport:
@@ -77,12 +75,7 @@ def test_nothing_is_touched_where_all_is_well(store: MemoryStore) -> None:
 def test_deletion_that_was_begun_is_finished(real: ObjectStore) -> None:
     save(real)
     data = named(real)
-    broken = FaultStore(
-        real,
-        lambda verb, *_: Fault("before", StoreUnavailableError("")) if verb == "delete" else None,
-    )
-    with pytest.raises(StoreUnavailableError):
-        delete(broken)
+    tear_deletion(real)
     planned = go(real, dry_run=True)
     assert (planned.finished_delete, state(real)) == (True, "deleting")
     report = go(real)

@@ -31,7 +31,6 @@ from dcp_objstore.errors import (
     CommitLostError,
     CommitUnknownError,
     ConfigError,
-    StoreUnavailableError,
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import ObjectMeta, UnfinishedUpload, Version
@@ -48,9 +47,10 @@ from tests.support.upkeep import (
     save,
     state,
     tear,
+    tear_deletion,
     upload,
 )
-from tests.support.wrapped_stores import Fault, FaultStore, RecordingStore
+from tests.support.wrapped_stores import RecordingStore
 
 
 @pytest.fixture
@@ -324,12 +324,7 @@ def test_a_superseded_step_that_somebody_pins_or_changes_first_stays(store: Aged
 def test_unfinished_deletion_is_finished_and_nothing_more(real: AgedStore) -> None:
     save(real)
     data = named(real)
-    broken = FaultStore(
-        real,
-        lambda verb, *_: Fault("before", StoreUnavailableError("")) if verb == "delete" else None,
-    )
-    with pytest.raises(StoreUnavailableError):
-        delete(broken)
+    tear_deletion(real)
     assert state(real) == "deleting"
     real.age()
     done = go(real)

@@ -7,16 +7,21 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TypeAlias
 
+import pytest
+
 from dcp_objstore.checkpoint import commit as commits, index as ix
 from dcp_objstore.checkpoint.commit import BeginToken, CommitResult
+from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import data_key, is_ours, new_nonce
 from dcp_objstore.checkpoint.publish import publish_dot_metadata
 from dcp_objstore.checkpoint.read import find_marker, open_committed
+from dcp_objstore.errors import StoreUnavailableError
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.digests import DIGEST_SIZE_BYTES
 from tests.support import indexes
+from tests.support.wrapped_stores import Fault, FaultStore
 
 DAY_SECONDS = 24 * 3600.0
 
@@ -87,16 +92,14 @@ def commit(
 ) -> CommitResult:
     """Commit what was uploaded."""
     total_bytes = sum(entry.size_bytes for entry in index.objects)
+    usual = {"user_metadata": None, "nonce": new_nonce(), "world_size": len(index.objects)}
     return commits.commit(
         store,
         token,
         index=ix.encode(index),
         objects=[(entry.key, entry.size_bytes) for entry in index.objects],
         counts=Counts(objects=len(index.objects), total_bytes=total_bytes),
-        world_size=len(index.objects),
-        user_metadata=None,
-        nonce=new_nonce(),
-        **settings,  # type: ignore[arg-type]
+        **{**usual, **settings},  # type: ignore[arg-type]
     )
 
 
@@ -124,6 +127,16 @@ def tear(store: ObjectStore) -> set[str]:
     """A save that died before its commit: the keys of its data. Its beacon is left, too."""
     commits.begin(store, overwrite=True)
     return {entry.key for entry in upload(store).objects}
+
+
+def tear_deletion(store: ObjectStore) -> None:
+    """A deletion that died at its first DELETE."""
+
+    def die(verb: str, *_: object) -> Fault | None:
+        return Fault("before", StoreUnavailableError("")) if verb == "delete" else None
+
+    with pytest.raises(StoreUnavailableError):
+        delete(FaultStore(store, die))
 
 
 def keys(store: ObjectStore) -> set[str]:
