@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from dcp_objstore.stores.ranges import BrokenOffError
@@ -31,21 +33,12 @@ class JoinedBuffers(io.RawIOBase):
     ) -> None:
         super().__init__()
         self._buffers = [view for view in buffers if len(view)]
-        self._size_bytes = sum(len(view) for view in self._buffers)
+        self._starts = list(accumulate(map(len, self._buffers), initial=0))  # and the end
         self._check = check
-        self._rewind(0)
-
-    def _rewind(self, position: int) -> None:
-        self._position = position
-        self._number, self._offset = 0, position
-        while self._number < len(self._buffers) and self._offset >= len(
-            self._buffers[self._number]
-        ):
-            self._offset -= len(self._buffers[self._number])
-            self._number += 1
+        self._position = 0
 
     def __len__(self) -> int:
-        return self._size_bytes
+        return self._starts[-1]
 
     def readable(self) -> bool:
         """Yes."""
@@ -61,8 +54,8 @@ class JoinedBuffers(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """As of every stream."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
-        self._rewind(base + offset)
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self)}[whence]
+        self._position = base + offset
         return self._position
 
     def read(self, size: int | None = -1) -> Any:
@@ -74,14 +67,12 @@ class JoinedBuffers(io.RawIOBase):
             self._check()
         if size is None or size < 0:
             return b"".join(iter(lambda: self.read(_SEND_BYTES), b""))
-        if self._number == len(self._buffers) or size == 0:
+        if size == 0 or self._position >= len(self):
             return b""
-        buffer = self._buffers[self._number]
-        view = buffer[self._offset : self._offset + _SEND_BYTES]
+        number = bisect_right(self._starts, self._position) - 1
+        first = self._position - self._starts[number]
+        view = self._buffers[number][first : first + _SEND_BYTES]
         self._position += len(view)
-        self._offset += len(view)
-        if self._offset == len(buffer):
-            self._number, self._offset = self._number + 1, 0
         return view
 
 
@@ -94,28 +85,32 @@ def body_of(
     return JoinedBuffers(buffers, check)
 
 
-def receive_some(body: Any, into: memoryview) -> int:
-    """Put the next bytes of an answer's body at the front of `into`; return how many.
+class ReceivedBody:
+    """An `Answer` whose body botocore receives."""
 
-    Raises:
-        BrokenOffError: it ended before that.
-    """
-    from botocore.exceptions import BotoCoreError
+    def __init__(self, body: Any) -> None:
+        self._body = body
 
-    try:
-        count: int = body.readinto(into[:RECEIVE_BYTES])
-    except (BotoCoreError, OSError) as error:
-        raise BrokenOffError(str(error)) from error
-    if not count:
-        raise BrokenOffError("the body ended early")
-    return count
+    def readinto(self, into: memoryview) -> int:
+        """See `Answer.readinto`.
 
+        Raises:
+            BrokenOffError: the body ended early.
+        """
+        from botocore.exceptions import BotoCoreError
 
-def receive(body: Any, into: memoryview) -> None:
-    """Fill `into` from an answer's body.
+        try:
+            count: int = self._body.readinto(into[:RECEIVE_BYTES])
+        except (BotoCoreError, OSError) as error:
+            raise BrokenOffError(str(error)) from error
+        if not count:
+            raise BrokenOffError("the body ended early")
+        return count
 
-    Raises:
-        BrokenOffError: it ended before that.
-    """
-    while into:
-        into = into[receive_some(body, into) :]
+    def cancel(self) -> bool:
+        """See `Answer.cancel`; it is not."""
+        return False
+
+    def close(self) -> None:
+        """See `Answer.close`."""
+        self._body.close()

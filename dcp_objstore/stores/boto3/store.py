@@ -17,18 +17,10 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.forking import PerProcess
-from dcp_objstore.stores.boto3.bodies import (
-    RECEIVE_BYTES,
-    JoinedBuffers,
-    body_of,
-    receive,
-    receive_some,
-)
+from dcp_objstore.stores.boto3.bodies import RECEIVE_BYTES, JoinedBuffers, ReceivedBody, body_of
 from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import Answer, RangeSource
-from dcp_objstore.stores.s3.errors import translate_botocore
 from dcp_objstore.stores.s3.store import S3Store, Use, check_range_answer
 from dcp_objstore.stores.urls import StoreUrl
 
@@ -69,9 +61,6 @@ class Boto3Store(S3Store):
     ) -> bytes | JoinedBuffers:
         return body_of(part, check)
 
-    def _translate(self, error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
-        return translate_botocore(error, conditional=conditional)
-
     def _conditional_write(self) -> threading.Lock:
         """Held during a conditional write to the bucket.
 
@@ -88,9 +77,10 @@ class Boto3Store(S3Store):
         answer = self._clients.get("read").get_object(**target)
         size_bytes = answer.get("ContentLength", 0)
         into = bytearray(size_bytes) if size_bytes <= max_size_bytes else None
-        with closing(answer["Body"]) as body:
-            if into is not None:
-                receive(body, memoryview(into))
+        with closing(ReceivedBody(answer["Body"])) as body:
+            left = memoryview(into or b"")
+            while left:
+                left = left[body.readinto(left) :]
         return answer, into
 
     @property
@@ -114,7 +104,7 @@ class _Boto3Source(RangeSource):
         """See `RangeSource.ask`."""
         return self._clients.run(self._tries, partial(self._ask, start, end))
 
-    def _ask(self, start: int, end: int) -> _Boto3Answer:
+    def _ask(self, start: int, end: int) -> ReceivedBody:
         client = self._clients.get("read")
         answer = client.get_object(**self._target, Range=f"bytes={start}-{end - 1}")
         try:
@@ -122,29 +112,10 @@ class _Boto3Source(RangeSource):
         except BaseException:
             answer["Body"].close()
             raise
-        return _Boto3Answer(answer["Body"])
+        return ReceivedBody(answer["Body"])
 
     def failed(self, error: Exception, asked_at: float, *, came: bool) -> None:
         """See `RangeSource.failed`."""
         if came:
             self._tries.came()
         self._clients.again(self._tries, error, asked_at)
-
-
-class _Boto3Answer:
-    """An `Answer` whose body botocore receives."""
-
-    def __init__(self, body: Any) -> None:
-        self._body = body
-
-    def readinto(self, into: memoryview) -> int:
-        """See `Answer.readinto`."""
-        return receive_some(self._body, into)
-
-    def cancel(self) -> bool:
-        """See `Answer.cancel`; it is not."""
-        return False
-
-    def close(self) -> None:
-        """See `Answer.close`."""
-        self._body.close()

@@ -33,7 +33,7 @@ from dcp_objstore.stores.protocol import (
     Version,
 )
 from dcp_objstore.stores.retries import SMALL_BYTES
-from dcp_objstore.stores.s3.errors import status_of
+from dcp_objstore.stores.s3.errors import status_of, translate_botocore
 from dcp_objstore.stores.s3.upload import MultipartUpload
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
@@ -112,9 +112,8 @@ class S3Store(BaseStore["dict[str, str]"]):
     def _body(self, part: Sequence[memoryview], check: Callable[[], None] | None) -> Any:
         """The buffers as the `Body` of a request; `check` is called while it is sent."""
 
-    @abstractmethod
     def _translate(self, error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
-        """Translate what an operation raised, as `translate_botocore` does."""
+        return translate_botocore(error, conditional=conditional)
 
     def _conditional_write(self) -> AbstractContextManager[Any]:
         """Entered around each conditional write."""
