@@ -270,6 +270,16 @@ def led_to(error: BaseException) -> Iterator[BaseException]:
             waiting += [*one.args, one.__cause__, one.__context__, getattr(one, "reason", None)]
 
 
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and its causes. Contexts may be about other requests."""
+    found: BaseException | None = error
+    seen: set[int] = set()
+    while found is not None and id(found) not in seen:
+        seen.add(id(found))
+        yield found
+        found = found.__cause__
+
+
 def is_of(cls: type, *names: str) -> bool:
     """Return whether a class or one of its bases is among the named ones, which stay unimported.
 

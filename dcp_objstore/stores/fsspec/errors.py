@@ -7,7 +7,6 @@ looked for here. s3fs raises builtin ones from botocore's, which `s3.errors` tra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from dcp_objstore.errors import (
@@ -18,6 +17,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.errors import (
     Failure,
+    causes,
     failure,
     is_of,
     kind_of_answer,
@@ -35,7 +35,12 @@ _BY_NAME: dict[str, type[DcpObjstoreError]] = {
     "paramiko.AuthenticationException": CredentialsError,
     "paramiko.SSHException": StoreUnavailableError,
 }
-_UNREACHED = ("aiohttp.ClientConnectorError", "aiohttp.ConnectionTimeoutError")
+_UNREACHED = (
+    "builtins.ConnectionRefusedError",
+    "aiohttp.ClientConnectorError",
+    "aiohttp.ConnectionTimeoutError",
+)
+_LATE = "builtins.TimeoutError"
 
 
 def translate_fsspec(error: Exception) -> DcpObjstoreError:
@@ -49,10 +54,10 @@ def translate_fsspec(error: Exception) -> DcpObjstoreError:
     if is_of_botocore(error):
         return translate_botocore(error)
     redact(error)
-    kind, status = _kind(error), _http_status(error)
+    status = _http_status(error)
+    kind = kind_of_answer(status, None) or _kind(error)
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
-    unanswered = kind is StoreUnavailableError and status is None
-    if unanswered and (_is_unreached(error) or _is_late(error)):
+    if kind is StoreUnavailableError and status is None and _is_from(error, *_UNREACHED, _LATE):
         text += "; check endpoint_url, that the server runs, and any proxy or firewall"
     return kind(text)
 
@@ -62,18 +67,23 @@ def judge_fsspec(error: Exception) -> Failure:
     found = translate_fsspec(error)
     if is_of_botocore(error):
         return judge_botocore(error, found)
-    connected, timed_out = not _is_unreached(error), _is_late(error)
+    connected, timed_out = not _is_from(error, *_UNREACHED), _is_from(error, _LATE)
     return failure(found, _http_status(error), None, connected=connected, timed_out=timed_out)
 
 
 def is_of_botocore(error: BaseException) -> bool:
     """Whether an error is botocore's, or was raised from one, as those of s3fs are."""
-    return any(is_of(type(one), "botocore") for one in _chain(error))
+    return _is_from(error, "botocore")
+
+
+def _is_from(error: BaseException, *names: str) -> bool:
+    """Whether an error or one of its causes is of these types; see `is_of`."""
+    return any(is_of(type(one), *names) for one in causes(error))
 
 
 def _http_status(error: BaseException) -> int | None:
     """The HTTP status in an error or what caused it, where it is."""
-    for one in _chain(error):
+    for one in causes(error):
         if type(one).__module__ == "aiohttp.http_exceptions":
             continue  # its codes are its own: 400 for a body that was cut off
         answer: Any = getattr(one, "response", None)
@@ -83,41 +93,14 @@ def _http_status(error: BaseException) -> int | None:
             getattr(one, "code", None),  # gcsfs
             getattr(answer, "status_code", None),  # requests, huggingface_hub
         ):
-            if isinstance(value, int) and not isinstance(value, bool) and 300 <= value < 600:
+            if isinstance(value, int) and 300 <= value < 600:
                 return value
     return None
 
 
 def _kind(error: BaseException) -> type[DcpObjstoreError]:
-    found = kind_of_answer(_http_status(error), None)
-    if found is not None:
-        return found
+    """Return the type for an error without a status."""
     if type(error) is OSError and str(error).startswith("Forbidden"):
         return PermissionDeniedError  # what gcsfs makes of a 403
-    for name, kind in _BY_NAME.items():
-        if any(is_of(type(one), name) for one in _chain(error)):
-            return kind
-    return kind_of_builtin(error)
-
-
-def _is_unreached(error: BaseException) -> bool:
-    """Whether no connection could be made."""
-    return any(
-        isinstance(one, ConnectionRefusedError) or is_of(type(one), *_UNREACHED)
-        for one in _chain(error)
-    )
-
-
-def _is_late(error: BaseException) -> bool:
-    """Whether nothing came in time."""
-    return any(isinstance(one, TimeoutError) for one in _chain(error))
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and its causes. Contexts may be about other requests."""
-    found: BaseException | None = error
-    seen: set[int] = set()
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__
+    found = (kind for name, kind in _BY_NAME.items() if _is_from(error, name))
+    return next(found, None) or kind_of_builtin(error)

@@ -176,35 +176,73 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
     from fsspec.registry import get_filesystem_class
 
     cls = get_filesystem_class(url.scheme)
-    # Reads have a shorter time-out between bytes that arrive.
-    progress_seconds = min(READ_PROGRESS_SECONDS, config.request_timeout_seconds)
     if url.scheme == "s3":
-        settings = parse(S3Options, options)
-        # What is not told here, botocore looks up in the profile.
-        endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
-        found = [
-            _made(cls, endpoint_url=endpoint_url, **_s3(settings, config, seconds))
-            for seconds in (progress_seconds, config.request_timeout_seconds)
-        ]
-        checksums = checksums_for(settings, endpoint_url)
-        return Filesystems(url, config, *found, endpoint_url=endpoint_url, checksums=checksums)
+        return _s3(cls, url, parse(S3Options, options), config)
     if url.scheme == "gs":
-        # The registered class asks Google over gRPC what kind of bucket it is, for verbs that are
-        # not used here: a minute of waiting for each bucket where the server is another.
-        from gcsfs.core import GCSFileSystem
-
-        gcs = parse(GcsOptions, options)
-        endpoint_url = gcs.endpoint_url and server_url(gcs.endpoint_url, use_ssl=True)
-        found = [
-            _made(GCSFileSystem, endpoint_url=endpoint_url, **_gs(gcs, config, seconds))
-            for seconds in (progress_seconds, None)
-        ]
-        return Filesystems(url, config, *found, endpoint_url=endpoint_url)
+        return _gs(url, parse(GcsOptions, options), config)
     fs = _made(cls, **{**cls._get_kwargs_from_urls(str(url)), **options})
     endpoint = options.get("endpoint_url")
     return Filesystems(
         url, config, fs, endpoint_url=endpoint if isinstance(endpoint, str) else None
     )
+
+
+def _s3(cls: Any, url: StoreUrl, settings: S3Options, config: TransferConfig) -> Filesystems:
+    # What is not given here, botocore looks up in the profile.
+    endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
+    found = [
+        _made(
+            cls,
+            endpoint_url=endpoint_url,
+            anon=settings.anon,
+            key=settings.key,
+            secret=settings.secret,
+            token=settings.token,
+            profile=settings.profile,
+            use_ssl=settings.use_ssl,
+            requester_pays=settings.requester_pays,
+            s3_additional_kwargs=settings.encryption,
+            client_kwargs={
+                "verify": None if settings.verify is True else settings.verify,
+                "region_name": settings.region,
+            },
+            config_kwargs=botocore_settings(settings, config, settings.addressing_style, seconds),
+        )
+        for seconds in (
+            min(READ_PROGRESS_SECONDS, config.request_timeout_seconds),
+            config.request_timeout_seconds,
+        )
+    ]
+    checksums = checksums_for(settings, endpoint_url)
+    return Filesystems(url, config, *found, endpoint_url=endpoint_url, checksums=checksums)
+
+
+def _gs(url: StoreUrl, options: GcsOptions, config: TransferConfig) -> Filesystems:
+    if options.verify is not True:
+        raise ConfigError("gcsfs has no 'verify'; use the native transport")
+    import aiohttp
+
+    # The registered class asks Google over gRPC what kind of bucket it is, for verbs that are not
+    # used here: a minute of waiting for each bucket where the server is another.
+    from gcsfs.core import GCSFileSystem
+
+    endpoint_url = options.endpoint_url and server_url(options.endpoint_url, use_ssl=True)
+    found = [
+        _made(
+            GCSFileSystem,
+            endpoint_url=endpoint_url,
+            token="anon" if options.anon else options.token,
+            requester_pays=options.payer or False,
+            requests_timeout=aiohttp.ClientTimeout(
+                total=config.request_timeout_seconds,
+                sock_connect=config.connect_timeout_seconds,
+                sock_read=read_seconds,
+            ),
+            **({} if options.project is None else {"project": options.project}),
+        )
+        for read_seconds in (min(READ_PROGRESS_SECONDS, config.request_timeout_seconds), None)
+    ]
+    return Filesystems(url, config, *found, endpoint_url=endpoint_url)
 
 
 def _made(cls: Any, /, *args: Any, **options: Any) -> Any:
@@ -243,49 +281,6 @@ def _without_resending(session: Any) -> Any:
     if hasattr(session, "_retry_connection"):
         session._retry_connection = False
     return session
-
-
-def _s3(settings: S3Options, config: TransferConfig, read_seconds: float) -> dict[str, Any]:
-    given: dict[str, Any] = {
-        "anon": settings.anon,
-        "key": settings.key,
-        "secret": settings.secret,
-        "token": settings.token,
-        "use_ssl": settings.use_ssl,
-        "requester_pays": settings.requester_pays,
-        "s3_additional_kwargs": settings.encryption,
-        "client_kwargs": {
-            "verify": None if settings.verify is True else settings.verify,
-            **({"region_name": settings.region} if settings.region else {}),
-        },
-        "config_kwargs": botocore_settings(
-            settings, config, settings.addressing_style, read_seconds
-        ),
-    }
-    if settings.profile is not None:
-        given["profile"] = settings.profile
-    return given
-
-
-def _gs(options: GcsOptions, config: TransferConfig, read_seconds: float | None) -> dict[str, Any]:
-    if options.verify is not True:
-        raise ConfigError("gcsfs has no 'verify'; use the native transport")
-    import aiohttp
-
-    token = "anon" if options.anon else options.token
-    given: dict[str, Any] = {
-        "token": token,
-        "requests_timeout": aiohttp.ClientTimeout(
-            total=config.request_timeout_seconds,
-            sock_connect=config.connect_timeout_seconds,
-            sock_read=read_seconds,
-        ),
-    }
-    if options.project is not None:
-        given["project"] = options.project
-    if options.payer is not None:
-        given["requester_pays"] = options.payer
-    return given
 
 
 def _hidden(text: str, options: Mapping[str, Any], *, foreign: bool) -> str:

@@ -1,7 +1,7 @@
 """`ObjectStore` over gcsfs, each of whose requests is sent once and sent again from here.
 
 gcsfs's own verbs would send a chunk of an upload without retries, which are switched off, and ask
-for the folder of that name beside each object.
+for a folder of each object's name, too.
 """
 
 from __future__ import annotations
@@ -71,21 +71,17 @@ class GcsfsStore(FsspecStore):
 
     def _translate(self, error: Exception) -> DcpObjstoreError:
         found = super()._translate(error)
-        if type(found) is ObjectNotFoundError and self._bucket_is_missing():
+        if type(found) is not ObjectNotFoundError or self._seen:
+            return found
+        # It may mean the bucket: gcsfs drops the body of a 404. The bucket is asked for once.
+        try:
+            self._fs.call("GET", "b/{}/o", self._bucket, maxResults=1)
+        except FileNotFoundError:
             return BucketNotFoundError(f"the bucket does not exist: {found.message}")
+        except Exception as other:  # noqa: BLE001  not allowed to ask: no news
+            del other
+        self._seen = True
         return found
-
-    def _bucket_is_missing(self) -> bool:
-        """Whether a 404, of which gcsfs drops the body, means the bucket. Asked once."""
-        if not self._seen:
-            try:
-                self._fs.call("GET", "b/{}/o", self._bucket, maxResults=1)
-            except FileNotFoundError:
-                return True
-            except Exception as other:  # noqa: BLE001  not allowed to ask: no news
-                del other
-            self._seen = True
-        return False
 
     def _write(self, place: str, body: bytes, *, absent: bool, retry: bool) -> None:
         mode = "create" if absent else "overwrite"
@@ -140,8 +136,8 @@ class GcsfsStore(FsspecStore):
             }
             call = self._filesystems.write.call
             send = partial(call, "PUT", address, headers=headers, data=left)
-            told, _ = self._send("put_stream", place, send, len(left))
-            until = told.get("Range", "").rpartition("-")[2]
+            answer, _ = self._send("put_stream", place, send, len(left))
+            until = answer.get("Range", "").rpartition("-")[2]
             came = int(until) + 1 if until else end if last else start
             if came <= start:
                 raise StoreUnavailableError("the store took nothing of a part of the upload")
@@ -150,10 +146,10 @@ class GcsfsStore(FsspecStore):
     def _get(self, place: str, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         check_fits(self._head(place).size_bytes, max_size_bytes)
         ask = partial(self._fs.call, "GET", self._fs.url(place))
-        told, body = self._send("get", place, ask)
+        headers, body = self._send("get", place, ask)
         check_fits(len(body), max_size_bytes)  # it may have been rewritten in between
-        version = Version(None, told["X-Goog-Generation"])
-        modified = parsedate_to_datetime(told["Last-Modified"])
+        version = Version(None, headers["X-Goog-Generation"])
+        modified = parsedate_to_datetime(headers["Last-Modified"])
         return body, ObjectMeta(self._relative(place), len(body), version, modified)
 
     def _fetch(self, place: str, start: int, end: int) -> bytes:

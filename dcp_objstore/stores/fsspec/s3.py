@@ -92,7 +92,7 @@ class S3fsStore(S3Store):
 
     @property
     def range_reading(self) -> RangeReading:
-        """See `ObjectStore.range_reading`."""
+        """How ranges are read: in bodies of up to 8 MiB."""
         return FETCHED_READING
 
     def _range_source(self, place: Mapping[str, str]) -> FetchedSource:

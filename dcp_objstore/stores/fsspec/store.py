@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,7 @@ _OURS = ".dcp-objstore."  # names that start so are being written, and are no ob
 _GET_TRIES = 5
 # Of these libraries an object appears when its file is closed, or never.
 _OBJECT_STORES = ("adlfs", "gcsfs", "ocifs", "ossfs", "tosfs")
-# Under which names filesystems tell what identifies a state, and when it was written.
+# The names that filesystems give to what identifies a state, and to the time of the write.
 _TAGS = ("ETag", "etag", "e_tag", "content_hash", "sha", "ino", "size")
 _TIMES = ("LastModified", "mtime", "last_modified", "modified", "updated", "created")
 # fsspec's memory filesystem has no lock of its own; writers of this process take this one.
@@ -75,11 +75,8 @@ class FsspecStore(BaseStore[str]):
         self._is_local = is_of(kind, "fsspec.LocalFileSystem")
         self._is_memory = is_of(kind, "fsspec.MemoryFileSystem")
         self._writes_whole = is_of(kind, *_OBJECT_STORES)
+        self._is_known = self._is_local or self._is_memory or self._writes_whole
         self._renames = kind.mv is not AbstractFileSystem.mv
-
-    @property
-    def _is_known(self) -> bool:
-        return self._is_local or self._is_memory or self._writes_whole
 
     @property
     def capabilities(self) -> Capabilities:
@@ -98,14 +95,14 @@ class FsspecStore(BaseStore[str]):
 
     @property
     def range_reading(self) -> RangeReading:
-        """See `ObjectStore.range_reading`."""
+        """How ranges are read: in bodies of up to 8 MiB."""
         return FETCHED_READING
 
     def _range_source(self, place: str) -> FetchedSource:
         return FetchedSource(partial(self._fetch, place))
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """See `ObjectStore.list`; all of it is in memory at once."""
+        """Iterate over the objects below a prefix. The whole listing is in memory."""
         folder = check_prefix(prefix)
         return self._listing(f"{self._root}/{folder}" if folder else self._root)
 
@@ -126,7 +123,7 @@ class FsspecStore(BaseStore[str]):
         *,
         retry: bool,
     ) -> Version:
-        """No version is told: nothing here is conditioned on one."""
+        """Return an empty version: nothing here is conditioned on one."""
         absent = isinstance(precondition, IfAbsent)
         able = absent and self.capabilities.conditional_create
         if precondition is not None and not able:
@@ -186,29 +183,39 @@ class FsspecStore(BaseStore[str]):
     def _fill(
         self, path: str, parts: Iterable[bytes], part_size_bytes: int, *, absent: bool = False
     ) -> None:
-        """Write an object, which nobody sees before it is whole if that can be."""
+        """Write an object, which is not visible before it is whole if that can be."""
         if self._writes_whole:
             self._write_file(path, parts, part_size_bytes)
             return
-        with self._beside(path) as temporary:
+        parent = path.rpartition("/")[0]
+        self._fs.makedirs(parent, exist_ok=True)
+        temporary = f"{parent}/{_OURS}{secrets.token_hex(8)}.tmp"
+        try:
             self._write_file(temporary, parts, part_size_bytes)
-            if self._is_memory:
-                with _memory_lock.here:
-                    if absent and self._fs.exists(path):
-                        raise PreconditionFailedError("there is such an object already")
-                    self._fs.cp_file(temporary, path)
-            elif absent:
-                self._fs.link(temporary, path)
-            elif self._renames:
-                if self._fs.isdir(path):  # some would move into it
-                    raise IsADirectoryError("it is the prefix of other keys")
-                self._fs.mv(temporary, path)
-                if self._fs.exists(temporary):
-                    raise UnsupportedError(f"{type(self._fs).__name__} cannot replace an object")
-                return
-            else:
+            self._move(temporary, path, absent=absent)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(temporary)
+            raise
+
+    def _move(self, temporary: str, path: str, *, absent: bool) -> None:
+        if self._is_memory:
+            with _memory_lock.here:
+                if absent and self._fs.exists(path):
+                    raise PreconditionFailedError("there is such an object already")
                 self._fs.cp_file(temporary, path)
-            self._fs.rm_file(temporary)
+        elif absent:
+            self._fs.link(temporary, path)
+        elif self._renames:
+            if self._fs.isdir(path):  # some would move into it
+                raise IsADirectoryError("it is the prefix of other keys")
+            self._fs.mv(temporary, path)
+            if self._fs.exists(temporary):
+                raise UnsupportedError(f"{type(self._fs).__name__} cannot replace an object")
+            return
+        else:
+            self._fs.cp_file(temporary, path)
+        self._fs.rm_file(temporary)
 
     def _write_file(self, path: str, parts: Iterable[bytes], part_size_bytes: int) -> None:
         file = self._fs.open(path, "wb", block_size=part_size_bytes)
@@ -258,30 +265,17 @@ class FsspecStore(BaseStore[str]):
             if is_object and not path.rpartition("/")[2].startswith(_OURS):
                 yield self._meta(path, info)
 
-    @contextmanager
-    def _beside(self, path: str) -> Iterator[str]:
-        """A name to write under, whose object is removed if that fails."""
-        parent, _, _ = path.rpartition("/")
-        self._fs.makedirs(parent, exist_ok=True)
-        temporary = f"{parent}/{_OURS}{secrets.token_hex(8)}.tmp"
-        try:
-            yield temporary
-        except BaseException:
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(temporary)
-            raise
-
 
 def _version(info: Mapping[str, Any]) -> Version:
-    """All that tells one state of an object from another, as far as anything does."""
+    """Return all that distinguishes one state of an object from another."""
     if info.get("generation") is not None:  # GCS
         return Version(None, str(info["generation"]))
-    told = [info.get(name) for name in _TAGS]
-    return Version("-".join(str(one) for one in [*told, _modified(info)] if one is not None))
+    found = [info.get(name) for name in _TAGS]
+    return Version("-".join(str(one) for one in [*found, _modified(info)] if one is not None))
 
 
 def _modified(info: Mapping[str, Any]) -> datetime | None:
-    """When it was written; None where nothing tells."""
+    """Return when it was written; None if that is unknown."""
     value = next((info[name] for name in _TIMES if info.get(name) is not None), None)
     if isinstance(value, str):
         value = datetime.fromisoformat(value)

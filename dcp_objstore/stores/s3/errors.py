@@ -23,6 +23,7 @@ from dcp_objstore.stores.errors import (
     NO_STORE,
     Failure,
     advice_on,
+    causes,
     failure,
     is_of,
     kind_of_answer,
@@ -85,10 +86,7 @@ def judge_botocore(error: Exception, found: DcpObjstoreError | None = None) -> F
 
 def client_error(error: BaseException) -> Any:
     """The `ClientError` that an error is or was raised from: an answer; None if there is none."""
-    found: BaseException | None = error
-    while found is not None and not is_of(type(found), "botocore.ClientError"):
-        found = found.__cause__
-    return found
+    return next((one for one in causes(error) if is_of(type(one), "botocore.ClientError")), None)
 
 
 def code_of(error: BaseException) -> str:
