@@ -1,1 +1,1 @@
-"""Benchmarks of dcp_objstore beside its peers: `python -m benchmarks --help`."""
+"""Benchmarks of dcp_objstore and its peers: `python -m benchmarks --help`."""

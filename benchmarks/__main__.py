@@ -1,4 +1,4 @@
-"""Measures dcp_objstore beside the raw obstore loop and the other libraries.
+"""Measures dcp_objstore, the raw obstore loop and the other libraries.
 
     python -m benchmarks save                       1 GiB to the sink, every peer, 5 rounds
     python -m benchmarks load --peers raw dcp_objstore --gib 4 --tensors 64
@@ -12,11 +12,11 @@
     python -m benchmarks resume --layout fsdp2      model and AdamW under fully_shard
     python -m benchmarks async-loop                 a Python loop's pace while async_save uploads
     python -m benchmarks stage                      how long async_save holds training up
-    python -m benchmarks gpu --gib 20               CUDA tensors, beside pinned copies
+    python -m benchmarks gpu --gib 20               CUDA tensors, and pinned copies
     python -m benchmarks small                      cost of each of 20,000 tensors of 1 KiB
     python -m benchmarks startup                    seconds of the import and of --help
-    python -m benchmarks digests                    GiB/s of XXH3-128, also beside a busy thread
-    python -m benchmarks index --ranks 256          the index of a large job, beside `.metadata`
+    python -m benchmarks digests                    GiB/s of XXH3-128, also with a busy thread
+    python -m benchmarks index --ranks 256          the index of a large job, and `.metadata`
     python -m benchmarks scale --ranks 10000 --tensors 2000    planning and requests of a large job
     python -m benchmarks.sink --port 9000 [--keep]  the sink by itself
 
@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--rounds", type=_positive, default=5)
     command = commands.add_parser("startup", help="seconds of the import and of --help")
     command.add_argument("--rounds", type=_positive, default=7)
-    command = commands.add_parser("digests", help="GiB/s of XXH3-128, alone and beside Python")
+    command = commands.add_parser("digests", help="GiB/s of XXH3-128, alone and with busy Python")
     command.add_argument("--rounds", type=_positive, default=5)
     command = commands.add_parser("index", help="cost of the index of many ranks and tensors")
     command.add_argument("--ranks", type=_positive, default=256)

@@ -7,7 +7,7 @@ too), and a small matrix product. The sink takes about 0.3 GiB/s, as a network w
 upload lasts, and does not take the processors from the loop. The raw loop in a thread, which has
 no format and no digests and copies nothing, shows what the upload costs whatever the client does.
 
-Also: how long the call of `async_save` takes, from the second save of the state on, beside a plain
+Also: how long the call of `async_save` takes, from the second save of the state on, and a plain
 copy of the state to tensors whose memory has been touched.
 """
 
@@ -215,7 +215,7 @@ def _timed(act: Callable[[], Any]) -> tuple[float, Any]:
 
 
 class _Save:
-    """A save that runs beside the main thread."""
+    """A save that runs in a thread of its own."""
 
     def __init__(self, result: Callable[[], Any]) -> None:
         self.ended = threading.Event()

@@ -171,7 +171,7 @@ def status_mib(name: str) -> float | None:
 def main() -> None:
     """Read a job from stdin, do it, and print the measurement as the last line of stdout."""
     warnings.simplefilter("ignore")
-    # As torchrun sets it for each rank; idle OpenMP threads would else spin beside the transfer.
+    # As torchrun sets it for each rank; idle OpenMP threads would else spin during the transfer.
     torch.set_num_threads(1)
     measured = run(Job.loads(sys.stdin.read()))
     print(json.dumps(None if measured is None else dataclasses.asdict(measured)))

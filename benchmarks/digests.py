@@ -1,4 +1,4 @@
-"""`digests`: how fast blocks are hashed, alone and beside a busy Python thread.
+"""`digests`: how fast blocks are hashed, alone and with a busy Python thread.
 
 `xxhash` releases the GIL for every call and then has to get it back. Beside a thread that runs
 Python all the time this may take the switch interval (`sys.getswitchinterval()`, 5 ms), so there
@@ -46,8 +46,8 @@ class Case:
     def label(self) -> str:
         """What the table says."""
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
-        beside = ", beside a busy Python thread" if self.busy else ""
-        return f"{threads}, {self.call_bytes // MIB} MiB per call{beside}"
+        busy = ", with a busy Python thread" if self.busy else ""
+        return f"{threads}, {self.call_bytes // MIB} MiB per call{busy}"
 
 
 CASES = [

@@ -1,4 +1,4 @@
-"""`gpu`: a save and a load of CUDA tensors beside the fastest that the bus allows.
+"""`gpu`: a save and a load of CUDA tensors, compared with the fastest that the bus allows.
 
 The floor is the time in which as many bytes are copied between the same tensors and pinned host
 memory, on one stream, with nothing else to do. Then the state is saved and loaded, to the sink (a

@@ -1,4 +1,4 @@
-"""`index`: what the index of a large job costs, beside the `.metadata` that stock torch reads.
+"""`index`: what the index of a large job costs, and the `.metadata` that stock torch reads.
 
 The index of a checkpoint of R ranks and T tensors, each cut into R chunks, is made without the
 data. Then it is decoded with all checks, and stock torch's own pickle of the same metadata is

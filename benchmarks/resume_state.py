@@ -68,7 +68,7 @@ class _Block(nn.Module):
 
 
 def _fsdp2_state(gib: float) -> State:
-    # A block has 12 weights for each square of its width; each has two moments of AdamW beside it.
+    # A block has 12 weights for each square of its width; each has two moments of AdamW as well.
     width = math.sqrt(gib * GIB / 4 / 3 / 12 / _BLOCKS)
     width = max(1, round(width / _WIDTH_STEP)) * _WIDTH_STEP
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""`scale`: what a save and a resume of a very large job cost beside the transfer of its data.
+"""`scale`: what a save and a resume of a very large job cost apart from the transfer of its data.
 
 The coordinator's stages run for all ranks, each rank's own for a sample of them, at several numbers
 of ranks. A straight line through these gives the figures beyond what was measured.

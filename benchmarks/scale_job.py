@@ -205,7 +205,7 @@ def coordinate_save(state: ScaledState, url: str) -> Found:
         "peak_mib": stages.peak_mib,
         "requests": dict(requests),
         # Of each rank, for its data: one PUT, or a multipart upload's first and last request
-        # beside its parts.
+        # on top of its parts.
         "data_puts": sum(one.parts + 2 if one.parts > 1 else 1 for one in objects),
         "data_bytes": sum(one.entry.size_bytes for one in objects),
         "plan_bytes": plan_bytes,

@@ -30,7 +30,7 @@ def draw(result: Mapping[str, Any], path: str) -> None:
         panel.set_title(title, loc="left", fontsize=11)
     figure.suptitle(
         f"Llama {result['model']} with AdamW under FSDP2, {result['tensors']} tensors:"
-        " time beside the transfer of the data",
+        " time apart from the transfer of the data",
         fontsize=12,
     )
     figure.tight_layout()

@@ -243,7 +243,7 @@ def test_the_resume_benchmark_counts_what_all_ranks_fetched_together() -> None:
     for figures in (once, alone):
         assert figures["seconds"] > 0
         assert figures["cpu_seconds_per_gib"] > 0
-        # Of two tensors of 16 MiB, in requests of 8 MiB, beside the marker and the index.
+        # Of two tensors of 16 MiB, in requests of 8 MiB, plus the marker and the index.
         assert figures["requests"] > 4
 
 

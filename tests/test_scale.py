@@ -28,7 +28,7 @@ from dcp_objstore.stores import open_store
 from tests.support.ranks import run_ranks
 
 _ROOT = Path(__file__).parent.parent
-# Rows that divide, that do not, and fewer than there are ranks; a large tensor beside small ones.
+# Rows that divide, that do not, and fewer than there are ranks; a large tensor among small ones.
 _PARAMETERS = (("even", (6, 8)), ("uneven", (7, 3)), ("few", (2,)), ("large", (300, 1000)))
 
 

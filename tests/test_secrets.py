@@ -300,7 +300,7 @@ def test_nothing_shows_stores_or_pickles_the_credentials(
     for value in (writer, reader, opened, StoreSpec(url, given)):
         hidden(pickle.dumps(value))
         if how == "options":
-            assert secret.encode() in forked(value), "a child of ours needs them"
+            assert secret.encode() in forked(value), "our child process needs them"
     for name in bucket.keys():  # noqa: SIM118 - no dict
         hidden(name, bucket.get(name))
     assert len(bucket.keys()) == 8

@@ -1,4 +1,4 @@
-"""Waiting in steps: which threads wake, what ends a waiting; and what a forked child gets anew."""
+"""Waiting in steps: which threads wake, what ends a wait; and what a forked child renews."""
 
 from __future__ import annotations
 

@@ -39,21 +39,21 @@ class Connector:
     """Part sizes and concurrency are the connector's own; the settings are not for it."""
 
     def writer(self, place: Place, settings: Settings) -> S3StorageWriter:
-        """See `DcpPeer`."""
+        """Return the writer for one save at `place`."""
         del settings
         return S3StorageWriter(_region(), place.url, s3client_config=_client_config(place))
 
     def save(self, state: State, place: Place, settings: Settings) -> None:
-        """See `Peer`."""
+        """Write the tensors at a place that is still empty."""
         save(state, storage_writer=self.writer(place, settings), no_dist=True)
 
     def reader(self, place: Place, settings: Settings) -> S3StorageReader:
-        """See `DcpPeer`."""
+        """Return the reader for one load from `place`."""
         del settings
         return S3StorageReader(_region(), place.url, s3client_config=_client_config(place))
 
     def load(self, state: State, place: Place, settings: Settings) -> None:
-        """See `Peer`."""
+        """Read the tensors back into the memory of `state`."""
         load(state, storage_reader=self.reader(place, settings), no_dist=True)
 
 

@@ -54,7 +54,7 @@ class Ours:
         self._transport: Transport = transport
 
     def writer(self, place: Place, settings: Settings) -> dos.ObjectStoreWriter:
-        """See `DcpPeer`."""
+        """Return the writer for one save at `place`."""
         return dos.ObjectStoreWriter(
             place.url,
             storage_options=place.storage_options,
@@ -65,11 +65,11 @@ class Ours:
         )
 
     def save(self, state: State, place: Place, settings: Settings) -> None:
-        """See `Peer`."""
+        """Write the tensors at a place that is still empty."""
         save(state, storage_writer=self.writer(place, settings), no_dist=True)
 
     def async_save(self, state: State, place: Place, settings: Settings) -> Callable[[], object]:
-        """See `AsyncPeer`."""
+        """Begin a save at `place`; what is returned waits for its end."""
         return dos.async_save(
             state,
             place.url,
@@ -80,7 +80,7 @@ class Ours:
         ).result
 
     def reader(self, place: Place, settings: Settings) -> dos.ObjectStoreReader:
-        """See `DcpPeer`."""
+        """Return the reader for one load from `place`."""
         return dos.ObjectStoreReader(
             place.url,
             storage_options=place.storage_options,
@@ -92,7 +92,7 @@ class Ours:
         )
 
     def load(self, state: State, place: Place, settings: Settings) -> None:
-        """See `Peer`."""
+        """Read the tensors back into the memory of `state`."""
         load(state, storage_reader=self.reader(place, settings), no_dist=True)
 
 

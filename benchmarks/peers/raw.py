@@ -50,7 +50,7 @@ class Raw:
     """One object; views of the tensors in, ranges out and copied to where they belong."""
 
     def save(self, state: State, place: Place, settings: Settings) -> None:
-        """See `Peer`."""
+        """Write the tensors at a place that is still empty."""
         part = settings.part_size_bytes
 
         def buffers() -> Iterator[_Bytes]:
@@ -68,7 +68,7 @@ class Raw:
         )
 
     def load(self, state: State, place: Place, settings: Settings) -> None:
-        """See `Peer`."""
+        """Read the tensors back into the memory of `state`."""
         store, size = _store(place), settings.request_size_bytes
 
         def fetch(request: tuple[_Bytes, int]) -> None:

@@ -24,21 +24,21 @@ class Stock:
     """Part sizes and concurrency are s3fs's own; the settings are not for it."""
 
     def writer(self, place: Place, settings: Settings) -> FsspecWriter:
-        """See `DcpPeer`."""
+        """Return the writer for one save at `place`."""
         del settings
         return FsspecWriter(place.url, **_options(place))
 
     def save(self, state: State, place: Place, settings: Settings) -> None:
-        """See `Peer`."""
+        """Write the tensors at a place that is still empty."""
         save(state, storage_writer=self.writer(place, settings), no_dist=True)
 
     def reader(self, place: Place, settings: Settings) -> FsspecReader:
-        """See `DcpPeer`."""
+        """Return the reader for one load from `place`."""
         del settings
         return FsspecReader(place.url, **_options(place))
 
     def load(self, state: State, place: Place, settings: Settings) -> None:
-        """See `Peer`."""
+        """Read the tensors back into the memory of `state`."""
         load(state, storage_reader=self.reader(place, settings), no_dist=True)
 
 

@@ -229,7 +229,7 @@ def _updates_once(store: ObjectStore, key: str, tries: Tries) -> bool:
 def _holds_at_last(
     store: ObjectStore, key: str, data: bytes, precondition: Precondition, tries: Tries
 ) -> bool:
-    """Do what `_holds` does, with retries: GCS accepts one write per object and second (429)."""
+    """Run `_holds` with retries, because GCS accepts one write per object and second (429)."""
     clear = True
     while True:
         try:

@@ -141,7 +141,7 @@ class StepConsensus:
             )
 
     def close(self) -> None:
-        """Leave: this rank reaches no more boundaries, so the ranks make no more agreements."""
+        """Leave: this rank reaches no more boundaries, so the ranks agree on no more."""
         self._stop.set()
         with self._state:
             left_at, self._over = self._round, True

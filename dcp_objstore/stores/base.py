@@ -64,16 +64,16 @@ class BaseStore(ABC, Generic[Place]):
 
     @property
     def reports_throttling(self) -> Collection[str]:
-        """See `ObjectStore.reports_throttling`; none."""
+        """The verbs whose requests the adapter sends again itself: none."""
         return ()
 
     @property
     def range_reading(self) -> RangeReading:
-        """See `ObjectStore.range_reading`; not ahead, and without memory."""
+        """How ranges are read: not ahead, and without memory."""
         return RangeReading()
 
     def open_range(self, key: str, start: int, end: int) -> Range:
-        """See `ObjectStore.open_range`."""
+        """Open a range of an object."""
         check_range(start, end)
         with self._errors(key) as place:
             source = self._range_source(place)
@@ -88,7 +88,7 @@ class BaseStore(ABC, Generic[Place]):
         precondition: Precondition | None = None,
         retry: bool = True,
     ) -> Version:
-        """See `ObjectStore.put`."""
+        """Write an object in one request."""
         with self._errors(key) as place:
             buffers = as_buffers(data)
             for buffer in buffers:
@@ -103,7 +103,7 @@ class BaseStore(ABC, Generic[Place]):
         part_size_bytes: int,
         max_concurrency: int,
     ) -> Version:
-        """See `ObjectStore.put_stream`."""
+        """Write an object from an iterator of buffers."""
         source = WatchedBuffers(buffers, check_buffer)
         try:
             with self._errors(key) as place:
@@ -121,19 +121,19 @@ class BaseStore(ABC, Generic[Place]):
         raise source.error
 
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        """See `ObjectStore.get`."""
+        """Read a small object, with its metadata."""
         with self._errors(key) as place:
             body, meta = self._get(place, max_size_bytes)
             check_whole(len(body), meta.size_bytes)
             return body, meta
 
     def head(self, key: str) -> ObjectMeta:
-        """See `ObjectStore.head`."""
+        """Return the metadata of an object."""
         with self._errors(key) as place:
             return self._head(place)
 
     def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`."""
+        """Remove an object; an absent one is no error."""
         with self._errors(key) as place:
             try:
                 self._delete(place)

@@ -112,7 +112,10 @@ def virtual_url(base: str, bucket: str) -> str:
 
 
 def tls_context(verify: bool | str) -> ssl.SSLContext:
-    """For Python's own HTTP client: True: the usual certificates; False: any; else their path.
+    """Return the TLS settings for Python's own HTTP client.
+
+    Args:
+        verify: True for the usual certificates, False for any, or the path of others.
 
     Raises:
         ConfigError: they cannot be read.
@@ -130,7 +133,7 @@ def tls_context(verify: bool | str) -> ssl.SSLContext:
 
 
 def _wrong_with(place: str) -> str | None:
-    """What is wrong with the part behind `://`; None: nothing.
+    """Return what is wrong with the part behind `://`; None if nothing is.
 
     obstore panics on a URL that does not pass here.
     """

@@ -79,14 +79,14 @@ class LocalStore(BaseStore[Path]):
 
     @property
     def capabilities(self) -> Capabilities:
-        """All but parallel parts: a stream is written in order."""
+        """Everything but parallel parts: a stream is written in order."""
         return Capabilities(multipart=False)
 
     def _range_source(self, place: Path) -> _LocalSource:
         return _LocalSource(place)
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """See `ObjectStore.list`; in the order of the keys' segments."""
+        """Iterate over the objects below a prefix, in the order of the keys' segments."""
         return self._walk(check_prefix(prefix))
 
     def _place(self, key: str | None) -> Path:
@@ -203,7 +203,7 @@ class LocalUploads:
         return LocalUploads(self._root / prefix)
 
     def list(self) -> Sequence[UnfinishedUpload]:
-        """See `Uploads`.
+        """Return the temporary objects: of saves in progress, and orphaned.
 
         Raises:
             StoreUnavailableError: the file system failed.
@@ -225,7 +225,7 @@ class LocalUploads:
         return found
 
     def abort(self, upload: UnfinishedUpload) -> None:
-        """See `Uploads`.
+        """Remove a temporary object; one that has gone meanwhile is no error.
 
         Raises:
             StoreUnavailableError: it cannot be removed.
@@ -309,7 +309,7 @@ class _LocalSource(RangeSource):
         self._path = path
 
     def ask(self, start: int, end: int) -> Answer:
-        """See `RangeSource.ask`."""
+        """Ask for bytes `[start, end)`, or for the first part of them."""
         fd, status = _open(self._path)
         if status.st_size < end:
             os.close(fd)
@@ -327,7 +327,7 @@ class _LocalAnswer:
         self._at = start
 
     def readinto(self, into: memoryview) -> int:
-        """See `Answer.readinto`."""
+        """Read the next bytes to the front of `into`; return how many."""
         count = os.preadv(self._fd, [into], self._at)
         if not count:
             raise CorruptDataError(f"the object ends at {self._at}")
@@ -335,11 +335,11 @@ class _LocalAnswer:
         return count
 
     def cancel(self) -> bool:
-        """See `Answer.cancel`; it is not."""
+        """Return False: a read cannot be cancelled."""
         return False
 
     def close(self) -> None:
-        """See `Answer.close`."""
+        """Close the file."""
         os.close(self._fd)
 
 

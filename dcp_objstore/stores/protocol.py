@@ -87,7 +87,7 @@ class Uploads(Protocol):
     """The unfinished uploads below one root."""
 
     def list(self) -> Sequence[UnfinishedUpload]:
-        """Those in progress or orphaned."""
+        """Return the uploads in progress and the orphaned ones."""
         ...
 
     def abort(self, upload: UnfinishedUpload) -> None:

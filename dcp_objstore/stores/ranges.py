@@ -125,19 +125,19 @@ class Range:
         self.close()
 
     def close(self) -> None:
-        """See `RangeBody.close`."""
+        """Give up what was not read."""
         self._closed = True
         self._drop()
 
     def cancel(self, *, at_once: bool) -> bool:
-        """See `RangeBody.cancel`."""
+        """End a `readinto` that another thread is in, with an error."""
         with self._dropping:
             cancelled = self._answer is not None and self._answer.cancel()
             self._closed = self._closed or cancelled or not at_once
             return cancelled
 
     def readinto(self, into: memoryview) -> None:
-        """See `RangeBody.readinto`."""
+        """Fill `into` with the next bytes of the range."""
         with self._errors():
             self._check(into)
             try:
@@ -199,7 +199,7 @@ class FetchedSource(RangeSource):
         self._fetch = fetch
 
     def ask(self, start: int, end: int) -> Answer:
-        """See `RangeSource.ask`."""
+        """Ask for bytes `[start, end)`, or for the first part of them."""
         end = min(end, start + _FETCHED_BYTES)
         body = memoryview(self._fetch(start, end))
         check_came(len(body), start, end)
@@ -218,7 +218,7 @@ class ReceivedChunks:
         self._rest = memoryview(b"")
 
     def readinto(self, into: memoryview) -> int:
-        """See `Answer.readinto`."""
+        """Read the next bytes to the front of `into`; return how many."""
         if not self._rest:
             self._rest = memoryview(b"")  # an empty view of a chunk would keep it in memory
             self._rest = memoryview(next(self._chunks, b""))
@@ -228,11 +228,11 @@ class ReceivedChunks:
         return len(some)
 
     def cancel(self) -> bool:
-        """See `Answer.cancel`; it is not."""
+        """Return False: a read cannot be cancelled."""
         return False
 
     def close(self) -> None:
-        """See `Answer.close`."""
+        """Drop the chunks that were not read."""
         self._chunks, self._rest = iter(()), memoryview(b"")
 
 

@@ -177,7 +177,7 @@ class StoreSpec:
         return self  # immutable; and copying by `__reduce__` would lose the credentials
 
     def __reduce__(self) -> tuple[object, ...]:
-        """For `pickle.dumps`: without secrets, but with their names, for a helpful error."""
+        """Reduce for `pickle.dumps`: without secrets, but with their names, for a helpful error."""
         options, foreign = self.storage_options, is_foreign(self.parsed.scheme)
         kept = public_options(options, mask=False, foreign=foreign)
         gone = tuple(sorted({*self.stripped, *secret_names(options, foreign=foreign)}))

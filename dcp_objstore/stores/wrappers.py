@@ -61,7 +61,7 @@ class WrappedStore:
         precondition: Precondition | None = None,
         retry: bool = True,
     ) -> Version:
-        """See `ObjectStore.put`."""
+        """Write an object in one request."""
         return self.inner.put(key, data, precondition=precondition, retry=retry)
 
     def put_stream(
@@ -72,27 +72,27 @@ class WrappedStore:
         part_size_bytes: int,
         max_concurrency: int,
     ) -> Version:
-        """See `ObjectStore.put_stream`."""
+        """Write an object from an iterator of buffers."""
         return self.inner.put_stream(
             key, buffers, part_size_bytes=part_size_bytes, max_concurrency=max_concurrency
         )
 
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        """See `ObjectStore.get`."""
+        """Read a small object, with its metadata."""
         return self.inner.get(key, max_size_bytes=max_size_bytes)
 
     def open_range(self, key: str, start: int, end: int) -> RangeBody:
-        """See `ObjectStore.open_range`."""
+        """Open a range of an object."""
         return self.inner.open_range(key, start, end)
 
     def head(self, key: str) -> ObjectMeta:
-        """See `ObjectStore.head`."""
+        """Return the metadata of an object."""
         return self.inner.head(key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """See `ObjectStore.list`."""
+        """Iterate over the objects below a prefix."""
         return self.inner.list(prefix)
 
     def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`."""
+        """Remove an object; an absent one is no error."""
         self.inner.delete(key)

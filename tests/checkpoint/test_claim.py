@@ -265,7 +265,7 @@ def test_what_a_superseded_job_left_does_not_stop_the_one_that_trains(run: Memor
 
 
 def test_zombies_that_beat_a_commit_are_replaced(run: MemoryStore) -> None:
-    """Each comes right before a PUT of ours, the second even on top of the first."""
+    """Each comes right before one of our PUTs, the second even on top of the first."""
     ends = [Job(run).begin("step-1")]
     second = Job(run)
     successor = Job(run)
@@ -574,7 +574,7 @@ def test_what_a_job_goes_back_past_never_counts_again_and_is_replaced(run: Memor
     go_back(job, 2)
     kept = {name: before[name] for name in ("step-1", "step-2")}
     assert listed(run) == kept
-    named(Process(run).at("step-4"))  # it is whole, for whoever wants it
+    named(Process(run).at("step-4"))  # it is whole, for any reader
     kept["step-3"] = job.save("step-3")
     assert listed(run) == kept
     assert kept["step-3"] != before["step-3"]

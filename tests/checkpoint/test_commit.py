@@ -164,7 +164,7 @@ def test_a_deletion_that_a_crash_left_does_not_block_saving(
     with pytest.raises(CheckpointNotFoundError, match="being deleted"):
         open_committed(store)
     token = commits.begin(store, overwrite=overwrite)
-    # Now, not at the commit: whoever finished it meanwhile would defeat this save.
+    # Now, not at the commit: a process that finished it meanwhile would defeat this save.
     assert token.marker is not None
     assert token.marker.state == "deleted"
     assert DOT_METADATA_KEY not in store.objects

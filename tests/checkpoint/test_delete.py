@@ -201,7 +201,7 @@ def test_cut_anywhere_the_same_call_finishes_it(now: bool) -> None:
             if requests < cut // 2:
                 return None
             when = "before" if cut % 2 == 0 or requests > cut // 2 else "after"
-            return Fault(when, PermissionError("dead"))  # not of ours: nothing catches it
+            return Fault(when, PermissionError("dead"))  # not one of our types: nothing catches it
 
         try:
             go(FaultStore(store, plan), now=now)

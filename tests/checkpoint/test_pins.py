@@ -1,4 +1,4 @@
-"""Pins protect a commit from deletion and overwriting; whoever comes first wins."""
+"""Pins protect a commit from deletion and overwriting; the first request wins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dcp-objstore --transport boto3 …`: what is said before the command holds for what it opens."""
+"""`dcp-objstore --transport boto3 …`: an option before the command holds for what it opens."""
 
 from __future__ import annotations
 

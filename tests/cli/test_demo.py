@@ -66,7 +66,7 @@ def environment_of(server: SeaweedServer) -> dict[str, str]:
 
 
 def is_gone(session: int) -> bool:
-    """No process of that session is left but zombies, which wait for whoever started them."""
+    """No process of that session is left but zombies, which wait for their parent."""
     for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:

@@ -1,4 +1,4 @@
-"""Each failure that a server answers is one error of ours, by its meaning, from every verb."""
+"""Each failure that a server answers is one typed error, by its meaning, from every verb."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is cut off: operations of ours and of stock torch, each from a state of the bucket.
+"""What is cut off: operations of this library and of stock torch, each from a state of the bucket.
 
 An edition of a checkpoint has its number in every element, so that a mixture of two is seen.
 """
@@ -134,7 +134,7 @@ class Scene:
 
 
 def save(edition: int, *, overwrite: bool) -> Callable[[int, Shape], None]:
-    """A save of ours, by every rank."""
+    """A save with this library, by every rank."""
 
     def act(rank: int, shape: Shape) -> None:
         writer = dos.ObjectStoreWriter(URL, overwrite=overwrite, config=CONFIG, progress=False)
@@ -160,7 +160,7 @@ def stock_save(edition: int) -> Callable[[int, Shape], None]:
 
 
 def delete(*, now: bool) -> Callable[[int, Shape], None]:
-    """A deletion of ours."""
+    """A deletion with this library."""
 
     def act(_rank: int, _shape: Shape) -> None:
         dos.delete(URL, now=now, even_newest=True)

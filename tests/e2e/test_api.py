@@ -387,7 +387,7 @@ def in_background(state: dict[str, Any], url: str, **settings: Any) -> None:
 
 @pytest.mark.parametrize("call", [dos.save, in_background, dos.load])
 def test_a_filter_of_warnings_that_is_set_during_a_call_stays(call: Callable[..., Any]) -> None:
-    """Set by another thread: a save or load may run beside the program."""
+    """Set by another thread: a save or load may run in another thread of the program."""
     url = memory_url()
     if call is not dos.save:
         dos.save({"a": torch.ones(1)}, url)

@@ -1,6 +1,6 @@
 """Credentials that end while they are used, on a server that looks at when they end.
 
-A key is named by the moment of its end, so whatever hands one out and whoever checks it agree.
+A key is named by the moment of its end, so what hands one out and what checks it agree.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def test_an_answer_that_is_always_wrong_is_one_error_that_says_where_on_every_ra
 ) -> None:
     torn.proxy.tamper(change(torn, how), torn.meant)
     error = torn.error(read_once)
-    # That connections break says nothing of the object; whoever asks later may get it.
+    # That connections break says nothing of the object; a later request may get it.
     expected = StoreUnavailableError if how == "cut short" else CheckpointCorruptError
     assert type(error) is expected, error
     assert_named(error, torn)

@@ -63,7 +63,7 @@ def check_every(checkpoint: Path, damages: Damages, stride: int) -> dict[str, tu
     counts = {}
     for path in sorted(checkpoint.iterdir()):
         if path.name == ".metadata":
-            continue  # nothing of ours reads it beside a marker
+            continue  # this library does not read it where there is a marker
         body = path.read_bytes()
         refused = tried = 0
         try:

@@ -136,7 +136,7 @@ def restructured(plain: Any, chance: random.Random, depth: int = 0) -> Any:
 
 
 def checked(read: Callable[[], object]) -> object:
-    """What it gives, or None if it raised an error of ours that is not a failure of ours."""
+    """Return what it gives, or None if it raised one of our errors for its input."""
     try:
         return read()
     except dos.DcpObjstoreError as error:

@@ -68,7 +68,7 @@ class Search:
     Args:
         actors: each has `start()`, `moves(me, store)` and `wrong(me, store)`; a `me` has `at`.
         store: the first.
-        wrong: what is wrong with a store, whoever does what.
+        wrong: what is wrong with a store, whichever actor does what.
         wrong_at_rest: what is wrong with it when all actors have ended.
     """
 

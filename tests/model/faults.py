@@ -21,7 +21,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores.obstore.errors import translate_obstore
 from tests.model.world import DENIED, DOT, MARKER, NO_ANSWER
 
-# As obstore tells them; `translate` makes errors of ours of these.
+# As obstore tells them; `translate` makes our errors of these.
 _REQUEST = "Error performing PUT http://127.0.0.1:1/b/k in 1.2s, after 3 retries"
 _STATUS = f"Generic S3 error: {_REQUEST} - Server returned error response: status code: "
 _DUMP = "\n\nDebug source:\nGeneric { source: "

@@ -39,7 +39,7 @@ def tombstone(stage: Stage) -> None:
 
 
 def stale(stage: Stage) -> None:
-    """A tombstone beside which `.metadata` was left."""
+    """A tombstone that was left with a `.metadata`."""
     committed(stage)
     published = stage.bucket.objects[ROOT + DOT]
     quietly(stage, deleter(now=False), save=1)

@@ -162,7 +162,7 @@ def test_without_read_once_every_rank_fetches_what_it_needs(sink: Sink, saved: s
 
 
 def load_with_dcp(rank: int, world: int, url: str, options: Options, told: bool) -> list[int]:
-    """Ranks 1 and 2 of three load by themselves, told of their group or not."""
+    """Ranks 1 and 2 of three load by themselves, with or without their group as an argument."""
     group = dist.new_group([1, 2])
     if rank == 0:
         return [0, 0]
@@ -218,7 +218,7 @@ def test_ranks_on_several_hosts_send_each_other_what_they_want(
         assert received_bytes >= 3 * PAYLOAD_BYTES
 
 
-# Failures: on one rank alone, in the midst of many rounds.
+# Failures: on one rank alone, during many rounds.
 
 
 def load_small(rank: int, world: int, url: str, options: Options) -> None:

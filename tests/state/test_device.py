@@ -282,7 +282,7 @@ def sink() -> Iterator[Sink]:
 
 @pytest.mark.parametrize("part_mib", cases([5, 16, 24], default=[16]))
 def test_a_server_is_sent_more_than_the_ring_holds_and_sends_it_back(part_mib, sink, lane):
-    """With the real transport, which takes what it can get before it lets go of anything."""
+    """With the real transport, which takes what it can get before it frees anything."""
     state = {f"t{n}": seeded(f"t{n}", (n * 400_003,)) for n in range(1, 16)}
     config = dos.TransferConfig(
         part_size_bytes=part_mib * MIB, upload_concurrency=1, stall_timeout_seconds=90

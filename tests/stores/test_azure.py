@@ -127,7 +127,7 @@ def test_every_way_to_sign_reaches_the_same_container(
         {"connection_string": f"BlobEndpoint={endpoint};AccountName={ACCOUNT};"
          f"SharedAccessSignature={token}"},
     ]  # fmt: skip
-    # Of another account: whoever names a credential must not get this one.
+    # Of another account: a user who names a credential must not get this one.
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "b3RoZXI=")
     for number, options in enumerate(ways):
         open_store(bucket.url, options, ONCE).put(f"k{number}", b"x", precondition=IfAbsent())

@@ -103,7 +103,7 @@ def test_a_unit_test_saves_and_loads_under_mock_aws() -> None:
 
 
 def test_under_mock_aws_one_creator_wins() -> None:
-    """moto has no locks: without one of ours, 1 in 15 of the probe's races had two winners here."""
+    """moto has no locks: without our lock, 1 in 15 of the probe's races had two winners here."""
     switching_seconds = sys.getswitchinterval()
     with mock_aws(), ThreadPoolExecutor(8) as pool:
         boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="raced")

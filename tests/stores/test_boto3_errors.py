@@ -1,4 +1,4 @@
-"""Every failure of a store met through boto3 is the same typed error of ours as through obstore."""
+"""Every failure of a store met through boto3 is the same typed error as through obstore."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class TestGcs(BucketContract):
 class TestUnfenced(BucketContract):
     """A server that ignores conditions (the probe finds out, a save is refused) and ranges.
 
-    And a GET in the midst of a PUT may answer with some of the old and some of the new bytes.
+    And a GET during a PUT may answer with some of the old and some of the new bytes.
     """
 
     endpoint = "`rclone serve s3` (`s3://`)"

@@ -1,4 +1,4 @@
-"""Every failure of a store is one typed error of ours, whatever verb met it."""
+"""Every failure of a store is one typed error, whatever verb met it."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ def test_200_with_an_error_body_is_never_what_was_asked_for(scripted: Scripted) 
         read_range(store, "k", 0, 10)
     with pytest.raises(InputError):
         store.put("k", b"x", precondition=IfVersion(Version(None, None)))
-    # So whoever opens a checkpoint is told that it is damaged, and whoever saves stops.
+    # So a reader learns that the checkpoint is damaged, and a save stops.
     with pytest.raises(CheckpointCorruptError):
         open_committed(store)
     with pytest.raises(StoreUnavailableError, match="does not look like a store"):

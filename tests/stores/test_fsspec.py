@@ -56,7 +56,7 @@ class TestLocal(StoreContract):
 
 
 class TestUnknown(StoreContract):
-    """A given filesystem that we know nothing of: written beside and moved, and not fenced."""
+    """A given filesystem that is unknown: written under another name and moved, and not fenced."""
 
     endpoint = "any other fsspec filesystem"
     lacks = frozenset(

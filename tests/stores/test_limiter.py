@@ -96,7 +96,7 @@ def test_a_slot_with_nothing_in_flight_never_waits_for_others() -> None:
     assert limiter.in_flight == 9
 
 
-def test_whoever_holds_all_places_and_never_ends_stops_nobody_for_ever() -> None:
+def test_requests_that_hold_all_places_and_never_end_stop_no_other_for_ever() -> None:
     """As a transport that gathers all buffers before it sends any."""
     limiter = Limiter()
     filled(limiter, 8)

@@ -1,4 +1,4 @@
-"""What obstore cannot make a request of: an error of ours, never its panic, and for all ranks."""
+"""What obstore cannot make a request of: one of our errors, never its panic, and for all ranks."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ class Azurite:
 
 
 def _binary() -> str | None:
-    beside = Path(sys.prefix) / "node_modules" / ".bin"
-    return shutil.which("azurite-blob", path=str(beside)) or shutil.which("azurite-blob")
+    installed = Path(sys.prefix) / "node_modules" / ".bin"
+    return shutil.which("azurite-blob", path=str(installed)) or shutil.which("azurite-blob")
 
 
 @dataclass

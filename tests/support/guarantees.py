@@ -125,7 +125,7 @@ def parse(text: str) -> dict[str, list[str]]:
 
 
 def write_table(place: Path, rows: Mapping[str, list[str]]) -> None:
-    """Put the rows between the marks of a file, beside those that it has; or make the file."""
+    """Put the rows between the marks of a file, next to those that it has; or make the file."""
     text = place.read_text() if place.exists() else f"<!-- {MARK} -->\n<!-- /{MARK} -->\n"
     place.write_text(replaced(text, MARK, table({**parse(text), **rows})))
 

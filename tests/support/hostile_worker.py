@@ -194,7 +194,7 @@ def run(case_id: str) -> dict[str, Any]:
         hostile.fired.clear()
         events.clear()
         before = state_of_process()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
         resident = status("VmRSS")
         watching = True
         try:

@@ -27,7 +27,7 @@ class LateTicket:
 
 class LateLane:
     """Copies are made when somebody waits for them, and not before; others of them then too, in
-    any order. So whoever does not wait finds that nothing was copied, or that something else was.
+    any order. So code that does not wait finds that nothing was copied, or that something else was.
 
     Attributes:
         queued: what was not copied yet.

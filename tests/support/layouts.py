@@ -1,6 +1,6 @@
 """`.metadata` in the pickled layouts of other versions of torch and of libraries built on it.
 
-Only one version of torch can be installed beside the tests. So a checkpoint is written by the
+Only one version of torch can be installed with the tests. So a checkpoint is written by the
 installed one and its `.metadata` pickled again, field by field as the sources of the other version
 do it (torch/distributed/checkpoint/metadata.py and filesystem.py of that tag), with stand-in
 classes under the real names where the installed torch has none.

@@ -81,7 +81,7 @@ class Cut:
 class Hold:
     """Stop the request, or the answer, after so many bytes, until `release`.
 
-    Nothing is lost: whoever gives up meanwhile has sent what he has sent, and it arrives late.
+    Nothing is lost: what a client sent before it gave up arrives late.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, side: Side, after_bytes: int) -> None:
@@ -266,7 +266,7 @@ class NetworkProxy:
             theirs = await asyncio.open_connection(
                 self.behind.hostname, self.behind.port, limit=_CHUNK_BYTES
             )
-        except OSError:  # the server is down: whoever connects directly is refused
+        except OSError:  # the server is down: a client that connects directly is refused
             _abort(writer)
             return
         await _Connection(self, (reader, writer), theirs).run()

@@ -68,7 +68,7 @@ class Rank:
     Attributes:
         admits: a `Window` or `Fixed`.
         sizes_mib: of its requests.
-        piece_mib: what is told of at a time, as loads do; None: whole requests, as saves do.
+        piece_mib: what is reported at a time, as loads do; None: whole requests, as saves do.
         timeout_seconds: for one request.
         starts_at: seconds.
         most: requests in flight that its memory allows.

@@ -72,7 +72,7 @@ class WatchedStore(WrappedStore):
         precondition: Precondition | None = None,
         retry: bool = True,
     ) -> Version:
-        """See `ObjectStore.put`."""
+        """Write an object in one request."""
         size = sum(memoryview(piece).nbytes for piece in as_buffers(data))
         request = Request("put", key, size, precondition=precondition, retry=retry)
         with self._around(request):
@@ -86,7 +86,7 @@ class WatchedStore(WrappedStore):
         part_size_bytes: int,
         max_concurrency: int,
     ) -> Version:
-        """See `ObjectStore.put_stream`."""
+        """Write an object from an iterator of buffers."""
         request = Request("put_stream", key)
 
         def seen(buffer: Buffer) -> None:
@@ -103,7 +103,7 @@ class WatchedStore(WrappedStore):
             )
 
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        """See `ObjectStore.get`."""
+        """Read a small object, with its metadata."""
         request = Request("get", key)
         with self._around(request):
             body, meta = self.inner.get(key, max_size_bytes=max_size_bytes)
@@ -111,22 +111,22 @@ class WatchedStore(WrappedStore):
             return body, meta
 
     def open_range(self, key: str, start: int, end: int) -> WatchedRange:
-        """See `ObjectStore.open_range`; the request begins with the first read."""
+        """Open a range of an object. The request begins with the first read."""
         request = Request("open_range", key, start=start, end=end)
         return WatchedRange(self.inner.open_range(key, start, end), request, self._around)
 
     def head(self, key: str) -> ObjectMeta:
-        """See `ObjectStore.head`."""
+        """Return the metadata of an object."""
         with self._around(Request("head", key)):
             return self.inner.head(key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """See `ObjectStore.list`; the request begins with the first item and ends with the last."""
+        """Iterate over the objects; the request begins with the first and ends with the last."""
         with self._around(Request("list", prefix)):
             yield from self.inner.list(prefix)
 
     def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`."""
+        """Remove an object; an absent one is no error."""
         with self._around(Request("delete", key)):
             self.inner.delete(key)
 
@@ -146,7 +146,7 @@ class WatchedRange:
         self._entered = ExitStack()
 
     def readinto(self, into: memoryview) -> None:
-        """See `RangeBody.readinto`."""
+        """Fill `into` with the next bytes of the range."""
         request, around = self._request, self._around
         try:
             if around is not None:
@@ -161,11 +161,11 @@ class WatchedRange:
                 raise
 
     def cancel(self, *, at_once: bool) -> bool:
-        """See `RangeBody.cancel`."""
+        """End a `readinto` that another thread is in, with an error."""
         return self._inner.cancel(at_once=at_once)
 
     def close(self) -> None:
-        """See `RangeBody.close`."""
+        """Give up what was not read."""
         self._inner.close()
         self._entered.close()
 

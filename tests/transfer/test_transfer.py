@@ -362,7 +362,7 @@ def test_a_part_under_way_has_the_lowest_number_that_is_free():
     class Holding(Stub):
         url = "stub://holding"
 
-        """Lets go of the second of three parts, takes another, and lets go of all."""
+        """Free the second of three parts, take another, and free all of them."""
 
         def put_stream(self, key, buffers, **_):
             held = [next(buffers) for _ in range(3)]

@@ -287,7 +287,7 @@ class AdmissionSlot:
 
         Args:
             request: what identifies it.
-            size_bytes: that it moved. Default 0: `moved` was told of them.
+            size_bytes: that it moved. Default 0: they were reported to `moved`.
             answered: whether the store answered it.
         """
         limiter = self._limiter

@@ -2,8 +2,8 @@
 
 The right number differs by machine, store and hour:
 
-- A store that answers a small request within 5 ms is on this machine or beside it. There 8 requests
-  move what the processor can, and more only take memory.
+- A store that answers a small request within 5 ms is on this machine or next to it. There 8
+  requests move what the processor can, and more only take memory.
 - One that answers later needs up to 64, because each connection has a rate of its own. So does one
   to which this process has sent no small request: in a job, one rank sends them for all.
 - No more are in flight than what has been measured would answer within a quarter of the time-out,

@@ -49,11 +49,11 @@ class JoinedBuffers(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Where the next read begins."""
+        """Return the position of the next read."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """As of every stream."""
+        """Set the position of the next read, as of every stream."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self)}[whence]
         self._position = base + offset
         return self._position
@@ -79,7 +79,7 @@ class JoinedBuffers(io.RawIOBase):
 def body_of(
     buffers: Sequence[memoryview], check: Callable[[], None] | None = None
 ) -> bytes | JoinedBuffers:
-    """What to give to boto3 as `Body`."""
+    """Return the buffers in the form that boto3 takes as `Body`."""
     if sum(len(view) for view in buffers) <= _SMALL_BYTES:
         return b"".join(buffers)
     return JoinedBuffers(buffers, check)
@@ -92,7 +92,7 @@ class ReceivedBody:
         self._body = body
 
     def readinto(self, into: memoryview) -> int:
-        """See `Answer.readinto`.
+        """Read the next bytes to the front of `into`; return how many.
 
         Raises:
             BrokenOffError: the body ended early.
@@ -108,9 +108,9 @@ class ReceivedBody:
         return count
 
     def cancel(self) -> bool:
-        """See `Answer.cancel`; it is not."""
+        """Return False: a read cannot be cancelled."""
         return False
 
     def close(self) -> None:
-        """See `Answer.close`."""
+        """Close the body of the answer."""
         self._body.close()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _OfProcess:
-    """What one process has made."""
+    """The session and the clients of one process."""
 
     session: Any
     endpoint_url: str | None

@@ -62,7 +62,7 @@ class Boto3Store(S3Store):
         return body_of(part, check)
 
     def _conditional_write(self) -> threading.Lock:
-        """Held during a conditional write to the bucket.
+        """Return the lock that is held during a conditional write to the bucket.
 
         `moto.mock_aws` answers in the thread that asks and has no locks: of several threads that
         create an object there, two could win. A server sees to this itself; there such writes are
@@ -85,7 +85,7 @@ class Boto3Store(S3Store):
 
     @property
     def range_reading(self) -> RangeReading:
-        """See `ObjectStore.range_reading`: what is received at once, and its copy."""
+        """How ranges are read: 1 MiB at once, which the client copies."""
         return RangeReading(memory_bytes=2 * RECEIVE_BYTES)
 
     def _range_source(self, place: Mapping[str, str]) -> _Boto3Source:
@@ -101,7 +101,7 @@ class _Boto3Source(RangeSource):
         self._tries = clients.tries("open_range", target["Key"])
 
     def ask(self, start: int, end: int) -> Answer:
-        """See `RangeSource.ask`."""
+        """Ask for bytes `[start, end)`, or for the first part of them."""
         return self._clients.run(self._tries, partial(self._ask, start, end))
 
     def _ask(self, start: int, end: int) -> ReceivedBody:
@@ -115,7 +115,7 @@ class _Boto3Source(RangeSource):
         return ReceivedBody(answer["Body"])
 
     def failed(self, error: Exception, asked_at: float, *, came: bool) -> None:
-        """See `RangeSource.failed`."""
+        """Wait until the rest may be asked for, or raise."""
         if came:
             self._tries.came()
         self._clients.again(self._tries, error, asked_at)

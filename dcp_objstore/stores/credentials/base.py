@@ -67,7 +67,7 @@ def asked_by_clients() -> None:
 
 
 def lost(stripped: tuple[str, ...]) -> str:
-    """What an error adds about the options that pickling left out."""
+    """Return what an error adds about the options that pickling left out."""
     if not stripped:
         return ""
     return (

@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.errors import Failure
     from dcp_objstore.stores.urls import StoreUrl
 
-# For what only obstore itself can send again. It has a jitter of its own: a pause is random between
-# the first one and `base` times the last one, and with a base of 2 they would hardly grow. Parts of
-# uploads are sent again no sooner than after 1 s, by which the limiter tells that they were
-# (`admission`).
+# For requests that only obstore itself can send again. It has a jitter of its own: a pause is
+# random between the first one and `base` times the last one, and with a base of 2 they would hardly
+# grow. Parts of uploads are sent again no sooner than after 1 s, by which the limiter recognizes
+# them (`admission`).
 _BACKOFF = {
     "init_backoff": timedelta(seconds=HIDDEN_PAUSE_SECONDS),
     "max_backoff": timedelta(seconds=10),
@@ -101,27 +101,27 @@ class Clients(Requests):
         self._lock = threading.Lock()
 
     def stream(self) -> Any:
-        """For multipart uploads: retries by obstore; each part has `request_timeout_seconds`."""
+        """Return the client for multipart uploads: obstore retries the parts."""
         return self._get("stream")
 
     def write(self, size_bytes: int) -> Any:
-        """For one PUT or DELETE, sent once."""
+        """Return the client for one PUT or DELETE, which is sent once."""
         return self._get("small" if size_bytes <= SMALL_BYTES else "write")
 
     def read(self) -> Any:
-        """For a small object, sent once; gives up on a body that makes no progress."""
+        """Return the client for small objects: sent once; a body that stalls is given up."""
         return self._get("read")
 
     def range(self) -> Any:
-        """For a range, sent once; gives up on a body that makes no progress."""
+        """Return the client for ranges: sent once; a body that stalls is given up."""
         return self._get("range")
 
     def listing(self) -> Any:
-        """For listings: retries by obstore; no retry begins after 5 s if it was never reached."""
+        """Return the client for listings: obstore retries, for 5 s if the server never answered."""
         return self._get("list" if self.reached else "first")
 
     def direct(self) -> DirectLane | None:
-        """For reads whose requests can be signed here."""
+        """Return the lane for reads whose requests can be signed here; None if there is none."""
         return self._lane
 
     def fresh(self, request: Callable[[], T]) -> T:

@@ -245,7 +245,7 @@ class DirectAnswer:
         self._ahead = memoryview(b"")  # of the body; http.client received it with the head
 
     def readinto(self, into: memoryview) -> int:
-        """See `Answer.readinto`.
+        """Read the next bytes to the front of `into`; return how many.
 
         Raises:
             PutOffError: before the first byte; the lane is as good as before.
@@ -270,7 +270,7 @@ class DirectAnswer:
         return count
 
     def cancel(self) -> bool:
-        """See `Answer.cancel`; it is."""
+        """End a read that another thread is in; return True."""
         self._cancelled = True
         with suppress(OSError):  # closed by the server
             # A TLS socket's own method would go on reading, as if there were no TLS.
@@ -278,7 +278,7 @@ class DirectAnswer:
         return True
 
     def close(self) -> None:
-        """See `Answer.close`."""
+        """Keep the connection for the next request; close it if there is more to come over it."""
         if self._left_bytes or self._answer is None or self._cancelled:
             self._connection.close()
             return

@@ -97,7 +97,7 @@ class _NoAnswer(NamedTuple):
 
 
 class _Sign(NamedTuple):
-    """What obstore says by itself: of a setting, or of an answer that is none of a store's.
+    """A text of obstore about a setting, or about an answer that no store gives.
 
     Attributes:
         sign: what its text says.
@@ -182,7 +182,7 @@ _NO_ANSWERS = (
 
 
 def _signed(error: BaseException) -> _Sign | None:
-    """What obstore found wrong by itself, where it is not a request that failed."""
+    """Return the sign in an error that is not of a request; None if there is none."""
     text = _parts(error)[0]
     if _REQUEST.search(text) is not None:
         return None
@@ -359,7 +359,7 @@ def _no_answer(error: Exception) -> DcpObjstoreError | None:
 
 
 def _failed_abort(error: Exception, found: DcpObjstoreError) -> DcpObjstoreError:
-    """For an upload that failed and then could not be aborted."""
+    """Return the error for an upload that failed and could not be aborted."""
     status, _ = http_code(error)
     if isinstance(found, BucketNotFoundError):
         return found  # nothing is left

@@ -55,7 +55,7 @@ def memory_maker(url: StoreUrl) -> Make:
 
 
 def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> tuple[Make, str | None]:
-    """For a bucket of S3, or of a server that speaks it; and its endpoint, None for AWS itself.
+    """Return the maker of clients for an S3 bucket, and the endpoint; None is AWS itself.
 
     Raises:
         ConfigError: an endpoint or a region that cannot be used.
@@ -98,7 +98,7 @@ def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> tuple[Ma
 
 
 def gcs_maker(url: StoreUrl, options: GcsOptions, found: Credentials) -> tuple[Make, str | None]:
-    """For a bucket of Google Cloud Storage; and its endpoint, None for the provider's own.
+    """Return the maker of clients for a GCS bucket, and the endpoint; None is Google's own.
 
     Raises:
         ConfigError: an endpoint that cannot be used.
@@ -117,7 +117,7 @@ def gcs_maker(url: StoreUrl, options: GcsOptions, found: Credentials) -> tuple[M
 def azure_maker(
     url: StoreUrl, options: AzureOptions, found: Credentials
 ) -> tuple[Make, str | None]:
-    """For a container of Azure Blob Storage; and its endpoint, None for the provider's own.
+    """Return the maker of clients for an Azure container, and the endpoint; None is Azure's own.
 
     Raises:
         ConfigError: an endpoint that cannot be used.
@@ -139,7 +139,7 @@ def _maker(
     verify: bool | str,
     headers: Mapping[str, str] | None = None,
 ) -> Make:
-    """What the makers of all providers have in common."""
+    """Return the maker of clients, from what the providers have in common."""
     client: dict[str, Any] = {}
     if verify is False:
         client["allow_invalid_certificates"] = True

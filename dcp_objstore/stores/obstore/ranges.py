@@ -32,7 +32,7 @@ _MEMORY_BYTES = 4 * MIB
 
 
 def range_reading(clients: Clients) -> RangeReading:
-    """See `ObjectStore.range_reading`."""
+    """How ranges are read: ahead, as long as the direct lane works."""
     lane = clients.direct()
     return RangeReading(ahead=lane is not None and lane.is_used, memory_bytes=_MEMORY_BYTES)
 
@@ -55,7 +55,7 @@ class ObstoreSource(RangeSource):
         self._over_lane = True
 
     def ask_ahead(self, start: int, end: int) -> Answer | None:
-        """See `RangeSource.ask_ahead`; over the lane."""
+        """Send the request over the direct lane; return None if it cannot carry it."""
         lane = self._clients.direct() if self._over_lane else None
         if lane is None:
             return None
@@ -67,14 +67,17 @@ class ObstoreSource(RangeSource):
             return None
 
     def ask(self, start: int, end: int) -> Answer:
-        """See `RangeSource.ask`."""
+        """Ask for bytes `[start, end)`, or for the first part of them."""
         answer = self.ask_ahead(start, end)
         if answer is None:
             answer = self._clients.run(self._tries, partial(self._ask_obstore, start, end))
         return answer
 
     def failed(self, error: Exception, asked_at: float, *, came: bool) -> None:
-        """See `RangeSource.failed`. Whatever the lane does not give is asked of obstore next."""
+        """Wait until the rest may be asked for, or raise.
+
+        What the lane does not give, obstore is asked for.
+        """
         if came:
             self._tries.came()
         if isinstance(error, LaneError):

@@ -37,7 +37,7 @@ _AZURE_VERSION = "2023-11-03"
 
 
 def s3_sign(url: StoreUrl, settings: S3Options, found: Credentials) -> Sign | None:
-    """By a signed URL; None for what needs more than that.
+    """Sign requests by a signed URL; None if they need more than that.
 
     Raises:
         ConfigError: an endpoint or a region that cannot be used.
@@ -56,7 +56,7 @@ def s3_sign(url: StoreUrl, settings: S3Options, found: Credentials) -> Sign | No
 def gcs_sign(
     url: StoreUrl, options: GcsOptions, found: Credentials, endpoint: str | None
 ) -> Sign | None:
-    """With an access token: to sign, GCS would ask for a private key or make a request."""
+    """Send an access token, because a signed URL takes a private key or another request."""
     place = f"{endpoint or 'https://storage.googleapis.com'}/{url.bucket}"
     provider = found.provider
     if provider is None:
@@ -70,7 +70,7 @@ def gcs_sign(
 
 
 def azure_sign(url: StoreUrl, found: Credentials, endpoint: str | None) -> Sign | None:
-    """By the account's key, a SAS or an access token; None for what obstore finds by itself."""
+    """Sign by the account's key, a SAS or an access token; None if obstore finds its own."""
     place = f"{endpoint or f'https://{found.account_name}.blob.core.windows.net'}/{url.bucket}"
     provider = found.provider
     if provider is None:
@@ -91,7 +91,7 @@ def azure_sign(url: StoreUrl, found: Credentials, endpoint: str | None) -> Sign 
 
 
 def _unsigned(place: str) -> Sign:
-    """For a bucket that everybody may read."""
+    """Send no credentials: everybody may read the bucket."""
     return lambda _client, key: SignedGet(f"{place}/{_quoted(key)}")
 
 

@@ -95,7 +95,7 @@ class ObstoreStore(BaseStore[str]):
 
     @property
     def reports_throttling(self) -> Collection[str]:
-        """All but streams and listings, which obstore retries."""
+        """The verbs that are sent again here: not streams and listings, which obstore retries."""
         return ("put", "get", "open_range", "head", "delete")
 
     @property
@@ -114,14 +114,17 @@ class ObstoreStore(BaseStore[str]):
 
     @property
     def range_reading(self) -> RangeReading:
-        """See `ObjectStore.range_reading`."""
+        """How ranges are read: ahead, as long as the direct lane works."""
         return range_reading(self._clients)
 
     def _range_source(self, place: str) -> ObstoreSource:
         return ObstoreSource(self._clients, place, in_memory=self._url.scheme == "memory")
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """See `ObjectStore.list`. GCS lists no generations: `head` an object to update it."""
+        """Iterate over the objects below a prefix.
+
+        GCS lists no generations: `head` an object to update it.
+        """
         folder = self._root + check_prefix(prefix)
         guard_fork()
         return self._pages(folder.rstrip("/"))

@@ -53,7 +53,7 @@ class TlsSocket(socket.socket):
 
     @property
     def session(self) -> ssl.SSLSession | None:
-        """What the next connection can resume."""
+        """The TLS session that the next connection can resume."""
         return self._tls.session
 
     def sendall(self, data: Buffer, flags: int = 0) -> None:

@@ -184,7 +184,7 @@ def _unknown(
 
 
 def _hint(schema: type[Schema], name: str, known: Collection[str]) -> str | None:
-    """What to write instead of an unknown name that is another spelling of an option.
+    """Return what to write instead of an unknown name that is another spelling of an option.
 
     Args:
         schema: of the provider.

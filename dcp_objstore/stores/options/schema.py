@@ -44,7 +44,7 @@ class Option:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """All spellings that are taken, the option's own name first."""
+        """The accepted spellings, the option's own name first."""
         return (self.name, *self.also)
 
     def from_environment(self) -> str | None:

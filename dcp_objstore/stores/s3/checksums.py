@@ -73,8 +73,7 @@ class Checksums:
 
 
 def checksums_for(settings: S3Options, endpoint_url: str | None) -> Checksums:
-    """As over the native transport, see `s3_checksum`; but nothing is sent by default, also to AWS,
-    where the default needs awscrt and that is not installed.
+    """Return the checksums that `s3_checksum` chooses; none by default if awscrt is not installed.
 
     Raises:
         ConfigError: see `Checksums`.

@@ -116,7 +116,7 @@ class S3Store(BaseStore["dict[str, str]"]):
         return translate_botocore(error, conditional=conditional)
 
     def _conditional_write(self) -> AbstractContextManager[Any]:
-        """Entered around each conditional write."""
+        """Return the context in which a conditional write is sent."""
         return nullcontext()
 
     # The verbs, but for ranges.
@@ -263,7 +263,7 @@ class S3Store(BaseStore["dict[str, str]"]):
         return {**self._bucket, "Key": self._root + check_key(key)}
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """See `ObjectStore.list`."""
+        """Iterate over the objects below a prefix."""
         below = check_prefix(prefix)
         return self._pages(self._root + (f"{below}/" if below else ""))
 

@@ -12,7 +12,7 @@ _GCS_ACTION: Final = "AbortIncompleteMultipartUpload"
 
 
 def covering_days(rules: Sequence[Mapping[str, Any]], prefix: str) -> int | None:
-    """After how many days the bucket's rules remove unfinished uploads below a prefix, or None.
+    """Return the days after which rules remove unfinished uploads below a prefix; None: never.
 
     Args:
         rules: in the form of S3 or of GCS.
@@ -44,7 +44,10 @@ def _covers_on_gcs(rule: Mapping[str, Any], prefix: str) -> bool:
 
 
 def _rule_prefix(rule: Mapping[str, Any]) -> str:
-    """Of an S3 rule, in its old and its new form ("Elements to describe lifecycle actions")."""
+    """Return the prefix of an S3 rule, in its old or new form.
+
+    They are in "Elements to describe lifecycle actions".
+    """
     scope = rule.get("Filter", {})
     inner = scope.get("And", scope)
     return str(inner.get("Prefix", rule.get("Prefix", "")))

@@ -46,7 +46,7 @@ class S3Uploads:
         return found
 
     def list(self) -> list[UnfinishedUpload]:
-        """See `Uploads`. One request per 1000 uploads, and one per upload for its parts.
+        """Return the unfinished uploads: a request per 1000, and one for the parts of each.
 
         Raises:
             As every verb of `ObjectStore`; UnsupportedError if the server has no such call.
@@ -75,7 +75,7 @@ class S3Uploads:
         return UnfinishedUpload(key, entry["UploadId"], entry["Initiated"], size_bytes)
 
     def abort(self, upload: UnfinishedUpload) -> None:
-        """See `Uploads`."""
+        """Remove the parts of an upload; one that has gone meanwhile is no error."""
         with boto_errors(self._url):
             try:
                 key = self._root + upload.key
@@ -144,7 +144,7 @@ class S3Uploads:
 
     @property
     def prefix(self) -> str:
-        """What all keys start with, with a slash at its end; empty for a whole bucket."""
+        """The prefix of all keys, with a slash at its end; empty for a whole bucket."""
         return self._root
 
     @property
