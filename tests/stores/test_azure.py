@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -25,7 +24,7 @@ from dcp_objstore.stores import IfAbsent, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from dcp_objstore.stores.options.azure import AzureOptions
 from dcp_objstore.stores.options.parse import parse
-from tests.contract import PART, ExpectedError, StoreContract
+from tests.contract import PART, ExpectedError, StoreContract, put_broken
 from tests.support.azurite import ACCOUNT, KEY, AzureBucket, AzureDoor, Azurite
 from tests.support.servers import BUCKET, Bucket
 from tests.support.verbs import ONCE, VERBS, check
@@ -67,14 +66,7 @@ def test_all_blocks_but_the_last_have_the_same_size(bucket: Bucket) -> None:
 @azure
 def test_blocks_of_an_upload_that_was_given_up_are_no_object(bucket: Bucket) -> None:
     store = open_store(bucket.url, bucket.storage_options)
-
-    def torn() -> Iterator[bytes]:
-        yield bytes(PART)
-        yield bytes(PART)
-        raise ExpectedError
-
-    with pytest.raises(ExpectedError):
-        store.put_stream("k", torn(), part_size_bytes=PART, max_concurrency=1)
+    put_broken(store, "k", [bytes(PART)] * 2, ExpectedError(), at_once=1)
     assert list(store.list()) == []
     assert bucket.uploads() == [bucket.prefix + "k"], "the service removes them, after a week"
     store.put_stream("k", iter([b"whole"]), part_size_bytes=PART, max_concurrency=1)

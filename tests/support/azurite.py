@@ -12,7 +12,6 @@ import functools
 import hashlib
 import hmac
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.servers import BUCKET, Bucket
+from tests.support.servers import BUCKET, Bucket, announced
 
 # Both are public: they stand in Microsoft's documentation of the emulator.
 ACCOUNT = "devstoreaccount1"
@@ -61,15 +60,9 @@ class Azurite:
             text=True,
         )
         assert self.process.stdout is not None
-        seen = []
-        for line in self.process.stdout:
-            seen.append(line)
-            found = re.search(r"successfully listens on (https?://127\.0\.0\.1:\d+)", line)
-            if found:
-                self.endpoint_url = f"{found[1]}/{ACCOUNT}"
-                break
-        else:
-            raise RuntimeError(f"Azurite did not start: {''.join(seen)}")
+        listens = r"successfully listens on (https?://127\.0\.0\.1:\d+)"
+        found = announced("Azurite", self.process.stdout, listens)
+        self.endpoint_url = f"{found[1]}/{ACCOUNT}"
         self.service.create_container(BUCKET)
 
     @property

@@ -1,10 +1,11 @@
-"""`dcp-objstore` as a user runs it."""
+"""`dcp-objstore` and `python -m benchmarks` as a user runs them."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -18,3 +19,16 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         timeout=120,
         check=False,
     )
+
+
+def printed_by_benchmark(*arguments: str, status: int = 0) -> str:
+    """Run a benchmark, which has to end with this status; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    return done.stdout

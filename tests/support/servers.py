@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import threading
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,16 @@ WRITE_ONLY_IDENTITY = {
     "credentials": [{"accessKey": WRITE_ONLY["key"], "secretKey": WRITE_ONLY["secret"]}],
     "actions": [f"Write:{BUCKET}"],
 }
+
+
+def announced(name: str, lines: Iterable[str], pattern: str) -> re.Match[str]:
+    """Return the first match in what a server prints when it starts."""
+    seen = []
+    for line in lines:
+        seen.append(line)
+        if found := re.search(pattern, line):
+            return found
+    raise RuntimeError(f"{name} did not start: {''.join(seen)}")
 
 
 class MotoServer:
@@ -220,15 +230,7 @@ class RcloneServer:
             text=True,
         )
         assert self.process.stderr is not None
-        seen = []
-        for line in self.process.stderr:
-            seen.append(line)
-            found = re.search(r"http://127\.0\.0\.1:\d+", line)
-            if found:
-                self.endpoint_url = found[0]
-                break
-        else:
-            raise RuntimeError(f"rclone did not start: {''.join(seen)}")
+        self.endpoint_url = announced("rclone", self.process.stderr, r"http://127\.0\.0\.1:\d+")[0]
         # It logs every request: somebody has to read that, or it stops at a full pipe.
         threading.Thread(target=self.process.stderr.read, daemon=True).start()
 

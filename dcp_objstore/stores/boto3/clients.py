@@ -129,7 +129,7 @@ class Boto3Clients(Requests):
             seconds = self.small_timeout_seconds
         virtual = is_virtual(settings, mine.endpoint_url, self._url.bucket)
         style = "virtual" if virtual else "path"
-        given = botocore_settings(settings, config, style, seconds)
+        given = botocore_settings(config, style, seconds, sign_payload=settings.sign_payload)
         if settings.anon:
             given["signature_version"] = botocore.UNSIGNED
         return mine.session.client(

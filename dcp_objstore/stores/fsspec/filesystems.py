@@ -206,7 +206,9 @@ def _s3(cls: Any, url: StoreUrl, settings: S3Options, config: TransferConfig) ->
                 "verify": None if settings.verify is True else settings.verify,
                 "region_name": settings.region,
             },
-            config_kwargs=botocore_settings(settings, config, settings.addressing_style, seconds),
+            config_kwargs=botocore_settings(
+                config, settings.addressing_style, seconds, sign_payload=settings.sign_payload
+            ),
         )
         for seconds in (
             min(READ_PROGRESS_SECONDS, config.request_timeout_seconds),

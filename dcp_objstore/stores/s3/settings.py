@@ -1,4 +1,4 @@
-"""How botocore is set up, for boto3 and s3fs."""
+"""The settings of botocore, for boto3 and s3fs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from dcp_objstore.config import at_most
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores.options.s3 import S3Options
 
 
 def botocore_settings(
-    settings: S3Options, config: TransferConfig, addressing_style: str | None, read_seconds: float
+    config: TransferConfig,
+    addressing_style: str | None,
+    read_seconds: float,
+    *,
+    sign_payload: bool = False,
 ) -> dict[str, Any]:
     """The arguments of botocore's `Config`, by which it sends each request once.
 
     Args:
-        settings: options of the store.
         config: time-outs, and how many requests there may be.
         addressing_style: `virtual` or `path`; None or `auto` leaves it to botocore.
         read_seconds: the longest time without a byte of an answer.
+        sign_payload: sign bodies, too.
     """
     return {
         "s3": {
             "addressing_style": addressing_style,
             # SHA-256 of every body costs 1 CPU-second per GiB; see `obstore.makers`.
-            "payload_signing_enabled": settings.sign_payload,
+            "payload_signing_enabled": sign_payload,
         },
         # By default botocore computes CRC32 of every body in Python's zlib and sends it in a
         # trailer over TLS, which some stores that speak S3 refuse; see `s3.checksums`.

@@ -32,6 +32,7 @@ from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.retries import Requests
 from dcp_objstore.stores.s3.errors import judge_botocore
+from dcp_objstore.stores.s3.settings import botocore_settings
 from dcp_objstore.stores.uploads.s3 import S3Uploads, boto_errors
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class GcsUploads(S3Uploads):
         import botocore.session
         from botocore.config import Config
 
-        config = self._config
+        settings = botocore_settings(self._config, "path", self._config.request_timeout_seconds)
         # Nothing that is set up for AWS counts here: neither its profiles nor its endpoints.
         unset = (None, None, None, None)
         nowhere = (None, None, os.devnull, None)
@@ -124,15 +125,7 @@ class GcsUploads(S3Uploads):
             endpoint_url=self._server,
             region_name="auto",
             verify=None if self._verify is True else self._verify,
-            config=Config(
-                signature_version=botocore.UNSIGNED,
-                s3={"addressing_style": "path"},
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
-                connect_timeout=config.connect_timeout_seconds,
-                read_timeout=config.request_timeout_seconds,
-                retries={"total_max_attempts": 1},
-            ),
+            config=Config(signature_version=botocore.UNSIGNED, **settings),
         )
 
         def carry_token(request: Any, **_: object) -> None:
