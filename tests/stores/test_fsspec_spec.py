@@ -115,6 +115,13 @@ def test_a_filesystem_must_fit_its_url_and_stand_alone(tmp_path: Path) -> None:
         StoreSpec("dir://x")
 
 
+def test_an_asynchronous_filesystem_is_refused() -> None:
+    s3fs = pytest.importorskip("s3fs", minversion="2025.9")
+    fs = s3fs.S3FileSystem(anon=True, asynchronous=True, skip_instance_cache=True)
+    with pytest.raises(ConfigError, match="make it without"):
+        StoreSpec("s3://bucket/x", {"fs": fs})
+
+
 def test_a_given_filesystem_tells_what_is_there_now_not_what_was() -> None:
     fs = fsspec.filesystem("memory", skip_instance_cache=True)
     fs.dircache.use_listings_cache = True

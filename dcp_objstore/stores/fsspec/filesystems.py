@@ -20,7 +20,7 @@ from dcp_objstore.errors import (
     ForkedProcessError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores.credentials.base import Credentials
+from dcp_objstore.stores.credentials.base import Credentials, lost
 from dcp_objstore.stores.endpoint import s3_server, server_url
 from dcp_objstore.stores.errors import is_of
 from dcp_objstore.stores.fsspec.errors import judge_fsspec, translate_fsspec
@@ -144,10 +144,7 @@ def make_filesystems(
         StoreUnavailableError: the filesystem connects at once, and cannot.
     """
     if stripped:
-        raise CredentialsError(
-            f"{', '.join(stripped)} were given, but pickling left them out, as it may go to disk;"
-            " give them again. multiprocessing carries them to its children"
-        )
+        raise CredentialsError(f"a filesystem cannot be made of what is left{lost(stripped)}")
     try:
         return _make(url, options, config)
     except DcpObjstoreError:

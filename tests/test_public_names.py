@@ -1,4 +1,4 @@
-"""The door: importing the package is cheap, and everything public is reachable and documented."""
+"""Importing the package is cheap, and every public name is reachable and documented."""
 
 from __future__ import annotations
 
