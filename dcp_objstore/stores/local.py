@@ -199,7 +199,7 @@ class LocalUploads:
         self._root = root
 
     def below(self, prefix: str) -> LocalUploads:
-        """The same, of a folder further down; an empty prefix is this one."""
+        """Return the temporary objects of a folder further down; an empty prefix is this one."""
         return LocalUploads(self._root / prefix)
 
     def list(self) -> Sequence[UnfinishedUpload]:

@@ -110,7 +110,7 @@ class StoreSpec:
         )
 
     def at(self, url: str) -> StoreSpec:
-        """The same options and settings for another URL.
+        """Return a spec for another URL, with the same options and settings.
 
         Raises:
             InvalidUrlError, ConfigError: as for a new spec.

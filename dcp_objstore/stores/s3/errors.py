@@ -85,7 +85,7 @@ def judge_botocore(error: Exception, found: DcpObjstoreError | None = None) -> F
 
 
 def client_error(error: BaseException) -> Any:
-    """The `ClientError` that an error is or was raised from: an answer; None if there is none."""
+    """Return the `ClientError`, an answer, that an error is or was raised from; None if none."""
     return next((one for one in causes(error) if is_of(type(one), "botocore.ClientError")), None)
 
 

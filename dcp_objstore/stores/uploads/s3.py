@@ -40,7 +40,7 @@ class S3Uploads:
         self._extra = extra
 
     def below(self, prefix: str) -> Self:
-        """The same, of a root further down; an empty prefix is this one."""
+        """Return the uploads of a root further down; an empty prefix is this one."""
         found = copy.copy(self)
         found._root = f"{self._root}{prefix}/" if prefix else self._root
         return found
