@@ -140,10 +140,12 @@ def test_it_leaves_one_value_and_nothing_else_on_the_stack(module: str) -> None:
     ],
 )
 def test_every_property_survives(changes: dict[str, Any], properties: dict[str, Any]) -> None:
-    body = encode_metadata(index(tensors={"w": tensor(**changes), "n": scalar()}))
-    wanted = TensorProperties(**{"dtype": torch.bfloat16, "requires_grad": True, **properties})
+    alike = tensor(chunks=(chunk(0, 2000, 0), chunk(1, 0, 1)))  # but for the property
+    body = encode_metadata(index(tensors={"n": alike, "w": tensor(**changes)}))
+    plain = {"dtype": torch.bfloat16, "requires_grad": True}
     for read in (pickle.loads(body), decode_metadata(body)):
-        assert read.state_dict_metadata["w"].properties == wanted
+        assert read.state_dict_metadata["n"].properties == TensorProperties(**plain)
+        assert read.state_dict_metadata["w"].properties == TensorProperties(**plain | properties)
 
 
 class NewerProperties(TensorProperties):
