@@ -1,5 +1,5 @@
 """Hostile checkpoints through the public doors: nothing runs or changes, memory stays bounded,
-and the error is one of ours. The inputs are in `support/hostile_cases.py`, by name.
+and the error is typed. The inputs are in `support/hostile_cases.py`, by name.
 
     pytest tests/compat/test_hostile_inputs.py -m 'campaign or not campaign'     # all of them, 40 s
 """
