@@ -6,6 +6,8 @@ from .checkpoint.delete import DeleteReport as DeleteReport
 from .checkpoint.repair import RepairReport as RepairReport
 from .checkpoint.sweep import CheckpointSweep as CheckpointSweep
 from .config import TransferConfig as TransferConfig
+from .convert.export import ExportReport as ExportReport, export_checkpoint as export_checkpoint
+from .convert.import_checkpoint import import_checkpoint as import_checkpoint
 from .errors import (
     AbsentKeyError as AbsentKeyError,
     BucketNotFoundError as BucketNotFoundError,

@@ -67,6 +67,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def untyped_storage(storage: torch.TypedStorage | torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return the storage without a dtype; the public `untyped()` warns. torch 2.9 to 2.15."""
+    return storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
+
+
 def local_tensor(value: DTensor) -> torch.Tensor:
     """Return this rank's shard itself, without autograd or waiting. torch 2.9 to 2.14.
 

@@ -210,3 +210,116 @@ def diagnose_store(
         from dcp_objstore.cli.doctor import diagnose
 
         diagnose(url, as_json=as_json)
+
+
+_Keys = Annotated[
+    list[str] | None,
+    typer.Option("--keys", help="Only these keys; shell patterns. Repeatable.", metavar="PATTERN"),
+]
+_Rename = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="PATTERN=REPLACEMENT: replace a regular expression in each key. Repeatable; the rules"
+        " apply in turn.",
+        metavar="RULE",
+    ),
+]
+_TrustPickle = Annotated[
+    bool, typer.Option("--trust-pickle", help="Unpickle any class. This may run code in it.")
+]
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what exists.")]
+
+
+@app.command(
+    "export",
+    epilog="Example: dcp-objstore export file:///tmp/run/step-40 /tmp/model --keys 'model.*'"
+    " --rename '^model[.]='",
+)
+def export_checkpoint(
+    url: _Checkpoint,
+    out: Annotated[
+        str,
+        typer.Argument(
+            help="Path or URL to write: a name in .pt, .pth, .bin or .ckpt for one torch.save file,"
+            " in .safetensors for one such file, otherwise a folder for safetensors shards."
+        ),
+    ],
+    keys: _Keys = None,
+    rename: _Rename = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Convert floating-point tensors, to bfloat16 for example.", metavar="DTYPE"
+        ),
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Size at which another shard begins, such as 500MB.", metavar="SIZE")
+    ] = "5GB",
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A file to copy into the folder, such as config.json. Repeatable.", metavar="FILE"
+        ),
+    ] = None,
+    overwrite: _Overwrite = False,
+    trust_pickle: _TrustPickle = False,
+    as_json: _Json = False,
+) -> None:
+    """Write a checkpoint as a torch.save file or as safetensors.
+
+    Streams through a few hundred MiB of memory, however large the checkpoint is. Files appear
+    whole or not at all, and a failed export removes those that it has written.
+    """
+    with exits():
+        from dcp_objstore.cli.convert import export
+
+        export(
+            url,
+            out,
+            keys=keys or [],
+            rename=rename or [],
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            copied=config or [],
+            overwrite=overwrite,
+            trust_pickle=trust_pickle,
+            as_json=as_json,
+        )
+
+
+@app.command(
+    "import",
+    epilog="Example: dcp-objstore import /tmp/model file:///tmp/run/step-0 --rename '^=model.'",
+)
+def import_checkpoint(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Path or URL of a torch.save file (.pt, .pth, .bin, .ckpt), of a safetensors file"
+            " or folder, or of a checkpoint by any library that DCP reads.",
+            metavar="IN",
+        ),
+    ],
+    url: Annotated[str, typer.Argument(help="URL of the checkpoint to write.")],
+    keys: _Keys = None,
+    rename: _Rename = None,
+    overwrite: _Overwrite = False,
+    trust_pickle: _TrustPickle = False,
+    as_json: _Json = False,
+) -> None:
+    """Save what others have written as a checkpoint, committed as a save is.
+
+    Streams through a few hundred MiB of memory, in one process.
+    """
+    with exits():
+        from dcp_objstore.cli.convert import import_
+
+        import_(
+            source,
+            url,
+            keys=keys or [],
+            rename=rename or [],
+            overwrite=overwrite,
+            trust_pickle=trust_pickle,
+            as_json=as_json,
+        )

@@ -212,6 +212,11 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         """Number of bytes of all tensors and pickled values, without framing."""
         return self._stored.items.payload_bytes
 
+    @property
+    def paths(self) -> Mapping[str, tuple[str | int, ...]]:
+        """The place of each key in the nested dict that was saved, as far as it is known."""
+        return self._stored.metadata.planner_data or {}
+
     def __len__(self) -> int:
         return len(self._stored.metadata.state_dict_metadata)
 
@@ -278,7 +283,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         tensors: dict[str, tuple[Box, torch.Tensor]] = {}
         values: list[str] = []
         keys = self.matching(patterns)
-        self._stored.check_whole(keys)  # before memory is allocated for missing elements
+        self.check_whole(keys)  # before memory is allocated for missing elements
         for key in keys:
             entry = self[key]
             if isinstance(entry, TensorEntry):
@@ -288,6 +293,20 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
                 values.append(key)
         found = self._fill(tensors, values, progress=progress)
         return {key: tensors[key][1] if key in tensors else found[key] for key in keys}
+
+    def read_boxes(self, boxes: Mapping[str, Box]) -> list[torch.Tensor]:
+        """Read one box of each of some tensors into new CPU memory, in one parallel read."""
+        saved: Mapping[str, Any] = self._stored.metadata.state_dict_metadata
+        made = {
+            key: (box, new_tensor(key, box.sizes, saved[key].properties.dtype, "cpu"))
+            for key, box in boxes.items()
+        }
+        self._fill(made, (), progress=False)
+        return [tensor for _, tensor in made.values()]
+
+    def check_whole(self, keys: Iterable[str]) -> None:
+        """Raise if elements of these tensors are missing. See `StoredCheckpoint.check_whole`."""
+        self._stored.check_whole(keys)
 
     def verify(self, *, deep: bool = False, progress: bool = True) -> VerifyReport:
         """Read everything, compare it with its digests, and report all damage.

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Operation: TypeAlias = Literal["save", "load", "open", "read", "verify"]
+Operation: TypeAlias = Literal["save", "load", "open", "read", "verify", "export"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,8 @@ class Planned(Event):
     """This rank knows what it will move. Lasts as long as everything before it.
 
     Attributes:
-        operation: "save" or "load"; for a checkpoint from `dcp_objstore.open`, "read" or "verify".
+        operation: "save" or "load"; for a checkpoint from `dcp_objstore.open`, "read" or "verify";
+            "export".
         items: number of tensor chunks and values.
         size_bytes: bytes to move. For a save, without framing and pickled values, whose size is not
             known yet.

@@ -85,15 +85,21 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], options: tuple[object, ...
     """
     check_dtype(dtype)
     del options  # process-wide, so part of the cache key only
-    sink = _FrameSink()
     # A new, empty tensor: torch does not seek over meta tensors, cannot pickle fake ones, and would
     # seek over the whole storage of a view. The memory of this tensor is never touched.
+    header, *trailer = framing(torch.empty(shape, dtype=dtype))
+    return Frame(header, b"".join(trailer))  # no elements: no trailer
+
+
+def framing(value: object) -> list[bytes]:
+    """Return what `torch.save(value)` writes before, between and after its storages.
+
+    The memory of the tensors in it is not read. Storages without bytes have no place.
+    """
+    sink = _FrameSink()
     with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), sink)  # type: ignore[arg-type]
-    if len(sink.parts) == 1:  # no elements, so nothing to seek over
-        return Frame(b"".join(sink.parts[0]), b"")
-    header, trailer = sink.parts
-    return Frame(b"".join(header), b"".join(trailer))
+        torch.save(value, sink)  # type: ignore[arg-type]
+    return [b"".join(part) for part in sink.parts]
 
 
 def padding_before(position: int, header_bytes: int) -> int:

@@ -120,7 +120,10 @@ def save(
 
 
 def run_save(
-    writer: ObjectStoreWriter, state_dict: dict[str, Any], group: dist.ProcessGroup | None
+    writer: ObjectStoreWriter,
+    state_dict: dict[str, Any],
+    group: dist.ProcessGroup | None,
+    planner: AgreeingSavePlanner | None = None,
 ) -> SaveReport:
     """Run `dcp.save`; raise the same typed error or return the coordinator's report on all ranks.
 
@@ -128,6 +131,7 @@ def run_save(
         writer: the writer of this rank.
         state_dict: the state as a plain state dict.
         group: group of the ranks that save together; None if this process saves alone.
+        planner: the planner. Default: one for the state dict.
     """
     url, ranks = str(writer.checkpoint_id), count_ranks(group)
     single_process_is_fine()
@@ -135,7 +139,7 @@ def run_save(
         state_dict_saver.save(
             state_dict,
             storage_writer=writer,
-            planner=AgreeingSavePlanner(url, state_dict, ranks),
+            planner=planner or AgreeingSavePlanner(url, state_dict, ranks),
             process_group=group,
             no_dist=ranks == 1,
         )

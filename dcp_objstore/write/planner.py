@@ -44,7 +44,10 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
     Attributes:
         digests: known digests of staged tensors, by the address and size of their memory; empty if
             the state was not staged.
+        is_copied: the planner resolves items to copies, which take memory until they are uploaded.
     """
+
+    is_copied = False
 
     def __init__(self, url: str, state_dict: Mapping[str, Any], ranks: int) -> None:
         super().__init__()

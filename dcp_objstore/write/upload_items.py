@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.storage import WriteResult
@@ -33,7 +33,7 @@ from dcp_objstore.write.layout import SMALL_BYTES, ChangedSlice, Layout, item_by
 from dcp_objstore.write.planner import AgreeingSavePlanner
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.dispatch import Channel
@@ -65,12 +65,7 @@ def upload_items(
     """
     settle_streams()  # because another thread reads the tensors
     store = save.open()
-    sized = [(item, item_bytes(item)) for item in plan.items]
-    # Pickled values come first, as in stock writers. Tensors follow in the plan's order, but with
-    # the small ones together, so that a reader gets them with one request: every rank reads an
-    # optimizer's step counts, whichever of the large tensors it reads.
-    sized.sort(key=lambda pair: (pair[0].tensor_data is not None, pair[1] > DEFAULT_GAP_BYTES))
-    pending = deque(sized)
+    pending = deque((item, item_bytes(item)) for item in upload_order(plan.items))
     payload_bytes = sum(size_bytes for _, size_bytes in pending)
     part_plan = plan_parts(
         payload_bytes,
@@ -80,7 +75,8 @@ def upload_items(
         is_near=config.upload_concurrency != "auto" or limiter_of(store).window.is_near,
     )
     # Parts of copied payload take memory; other parts are views of the tensors.
-    copied_bytes = sum(size_bytes for _, size_bytes in pending if size_bytes <= SMALL_BYTES)
+    is_copied = isinstance(planner, AgreeingSavePlanner) and planner.is_copied
+    copied_bytes = sum(size for _, size in pending if is_copied or size <= SMALL_BYTES)
     most = COPIED_MOST if copied_bytes > COPIED_MOST * part_plan.part_size_bytes else AUTO_MOST
     results = WriteResults()
     objects: list[StoredObject] = []
@@ -123,6 +119,18 @@ def upload_items(
             objects.append(stored)
             results.extend(_write_results(stored, layout))
     return results, objects
+
+
+def upload_order(items: Iterable[WriteItem]) -> list[WriteItem]:
+    """Return items in the order in which they are uploaded.
+
+    Pickled values come first, as in stock writers. Tensors follow in the plan's order, but with the
+    small ones together, so that a reader gets them with one request: every rank reads an
+    optimizer's step counts, whichever of the large tensors it reads.
+    """
+    return sorted(
+        items, key=lambda one: (one.tensor_data is not None, item_bytes(one) > DEFAULT_GAP_BYTES)
+    )
 
 
 def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[ChangedSlice]) -> None:

@@ -1,0 +1,1 @@
+"""Checkpoints to and from files of torch.save and safetensors, in bounded memory."""

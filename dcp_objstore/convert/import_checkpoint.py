@@ -1,0 +1,331 @@
+"""`import_checkpoint`: save what others have written as a checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from dcp_objstore.config import MIB
+from dcp_objstore.convert.export import TORCH_SUFFIXES
+from dcp_objstore.convert.names import Rename, folder_and_name, renamed
+from dcp_objstore.convert.safetensors import read_header
+from dcp_objstore.convert.slabs import Slab, cut, read_ahead
+from dcp_objstore.convert.sources import (
+    CheckpointSource,
+    SafetensorsSource,
+    Source,
+    TensorInfo,
+    TorchSource,
+)
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    InputError,
+    ObjectNotFoundError,
+    UntrustedPickleError,
+)
+from dcp_objstore.inspect.checkpoint import open as open_checkpoint
+from dcp_objstore.inspect.selection import matching
+from dcp_objstore.state.geometry import Box
+from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores.ranges import read_range
+from dcp_objstore.transfer.workers import wait_for
+from dcp_objstore.write.api import run_save
+from dcp_objstore.write.planner import AgreeingSavePlanner
+from dcp_objstore.write.upload_items import upload_order
+from dcp_objstore.write.writer import ObjectStoreWriter
+
+if TYPE_CHECKING:
+    import io
+
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.inspect.selection import Patterns
+    from dcp_objstore.observe.events import OnEvent
+    from dcp_objstore.observe.report import SaveReport
+
+_INDEX_SUFFIX = ".safetensors.index.json"
+_MOST_INDEX_BYTES = 256 * MIB
+_DOWNLOADED_AT_ONCE_BYTES = 16 * MIB
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str],
+    url: str,
+    keys: Patterns = None,
+    *,
+    rename: Rename = (),
+    overwrite: bool = False,
+    storage_options: Mapping[str, object] | None = None,
+    source_storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+    trust_pickle: bool = False,
+    progress: bool = True,
+    on_event: OnEvent | None = None,
+    trace: str | os.PathLike[str] | None = None,
+    user_metadata: Mapping[str, object] | None = None,
+    allow_unfenced: bool = False,
+) -> SaveReport:
+    """Save what others have written as one checkpoint, in bounded memory and in one process.
+
+    It is committed as `save` does it: when this returns, the whole checkpoint exists.
+
+    Args:
+        source: path or URL of a `torch.save` file (a name in .pt, .pth, .bin or .ckpt), of a
+            safetensors file, of a folder of safetensors (as on the Hugging Face hub; with an index
+            if there are several files), or of a checkpoint by any library that DCP reads.
+        url: URL of the checkpoint to write.
+        keys: one or several shell patterns such as `"model.*"`, or exact keys. Default: all keys.
+        rename: pairs of a regular expression and its replacement, applied to each key in turn, as
+            `re.sub` does. `[("^", "model.")]` puts a prefix before each key.
+        overwrite: replace a committed checkpoint at this URL. Default False: refuse.
+        storage_options: credentials and endpoint of the checkpoint, in fsspec's spelling. Default:
+            taken from the environment.
+        source_storage_options: the same for the source. Default: `storage_options` if the source is
+            a URL of the same scheme.
+        config: sizes, concurrency, time-outs and the memory budget.
+        trust_pickle: unpickle what `torch.load(weights_only=True)` refuses. This may run code that
+            the source's author chose. Default False.
+        progress: show a progress bar if standard error is a terminal. Default True.
+        on_event: callable that receives each event of the save, in a thread of its own.
+        trace: name of a local file to write a trace of the save to.
+        user_metadata: small JSON values to store in the commit marker.
+        allow_unfenced: save even to a store without conditional writes. Default False: refuse.
+
+    Returns:
+        The report of the save.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing to import at the source.
+        CheckpointCorruptError: the source is damaged or cut off.
+        UntrustedPickleError: the source needs `trust_pickle=True`.
+        InputError: two keys get the same name, or an argument is wrong.
+        DcpObjstoreError: any error of `save`, or of reading the source.
+    """
+    writer = ObjectStoreWriter(
+        url,
+        overwrite=overwrite,
+        storage_options=storage_options,
+        config=config,
+        progress=progress,
+        on_event=on_event,
+        trace=trace,
+        user_metadata=user_metadata,
+        allow_unfenced=allow_unfenced,
+    )
+    same_scheme = os.fspath(source).partition("://")[0] == str(url).partition("://")[0]
+    if source_storage_options is None and same_scheme:
+        source_storage_options = storage_options
+    with _opened(source, keys, source_storage_options, config, trust_pickle) as found:
+        names = renamed(matching(dict.fromkeys(found.keys), keys), rename)
+        planner = _ImportPlanner(str(writer.checkpoint_id), found, names)
+        with closing(planner):
+            return run_save(writer, planner.flat, None, planner)
+
+
+class _ImportPlanner(AgreeingSavePlanner):
+    """Plans tensors in slabs, and reads each when the upload asks for it.
+
+    Args:
+        url: URL of the checkpoint.
+        source: what to read.
+        names: the new name of each key to import.
+
+    Attributes:
+        flat: the state dict: values, and tensors without memory.
+    """
+
+    is_copied = True
+
+    def __init__(self, url: str, source: Source, names: Mapping[str, str]) -> None:
+        self.flat: dict[str, Any] = {
+            name: source.values[key]
+            if key in source.values
+            else torch.empty(
+                source.tensors[key].shape, dtype=source.tensors[key].dtype, device="meta"
+            )
+            for key, name in names.items()
+        }
+        super().__init__(url, self.flat, ranks=1)
+        self._source = source
+        self._keys = {name: key for key, name in names.items()}
+        self._paths = {
+            name: source.paths.get(key, (name,)) if name == key else (name,)
+            for key, name in names.items()
+        }
+        self._tensors: Iterator[torch.Tensor] = iter(())
+
+    def create_local_plan(self) -> SavePlan:
+        """Override `DefaultSavePlanner.create_local_plan`."""
+        plan = super().create_local_plan()
+        items = [slab for item in plan.items for slab in self._cut(item)]
+        self.plan: SavePlan = replace(plan, items=items, planner_data=self._paths)
+        return self.plan
+
+    def _cut(self, item: WriteItem) -> list[WriteItem]:
+        if item.tensor_data is None:
+            return [item]
+        info = self._source.tensors[self._keys[item.index.fqn]]
+        slabs = list(cut(item.index.fqn, info.shape, info.dtype, info.starts))
+        return [item] if len(slabs) < 2 else [_item(slab, info) for slab in slabs]
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Override `DefaultSavePlanner.finish_plan`: begin to read."""
+        plan = super().finish_plan(new_plan)
+        slabs = [
+            _slab(item, self._keys[item.index.fqn])
+            for item in upload_order(plan.items)
+            if item.tensor_data
+        ]
+        self._tensors = read_ahead((slab for slab in slabs if slab.size_bytes), self._source.read)
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Override `DefaultSavePlanner.resolve_data`; called in the order of upload."""
+        if write_item.tensor_data is None:
+            return super().resolve_data(write_item)
+        slab = _slab(write_item, write_item.index.fqn)
+        if slab.size_bytes:
+            return next(self._tensors)
+        return torch.empty(slab.box.sizes, dtype=write_item.tensor_data.properties.dtype)
+
+    def close(self) -> None:
+        """Stop reading."""
+        close = getattr(self._tensors, "close", None)
+        if close is not None:
+            close()
+
+
+def _meta(info: TensorInfo) -> torch.Tensor:
+    return torch.empty(info.shape, dtype=info.dtype, device="meta")
+
+
+def _item(slab: Slab, info: TensorInfo) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(slab.box.offsets), torch.Size(slab.box.sizes))
+    properties = TensorProperties(dtype=info.dtype)
+    data = TensorWriteData(chunk, properties, torch.Size(info.shape))
+    return WriteItem(MetadataIndex(slab.key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _slab(item: WriteItem, key: str) -> Slab:
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    size_bytes = chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+    return Slab(key, Box(tuple(chunk.offsets), tuple(chunk.sizes)), size_bytes)
+
+
+@contextmanager
+def _opened(
+    source: str | os.PathLike[str],
+    keys: Patterns,
+    storage_options: Mapping[str, object] | None,
+    config: TransferConfig | None,
+    trust_pickle: bool,
+) -> Iterator[Source]:
+    """Open whatever the source is."""
+    folder, name = folder_and_name(source, (*TORCH_SUFFIXES, ".safetensors"))
+    spec = StoreSpec(folder, storage_options, config)
+    if name is not None and name.endswith(TORCH_SUFFIXES):
+        with _local_file(spec, name) as path:
+            yield TorchSource(_loaded(path, trust_pickle))
+        return
+    files = wait_for(_safetensors_files, spec.open(), name)
+    if files:
+        store = spec.open()
+        yield SafetensorsSource(spec, {one: wait_for(read_header, store, one) for one in files})
+        return
+    try:
+        checkpoint = open_checkpoint(
+            folder, storage_options=storage_options, config=config, trust_pickle=trust_pickle
+        )
+    except CheckpointNotFoundError as error:
+        error.message += "; nor is there a file of torch.save or safetensors"
+        raise
+    yield CheckpointSource(checkpoint, keys)
+
+
+def _safetensors_files(store: ObjectStore, name: str | None) -> list[str]:
+    """Return the safetensors files of a folder; those that its index names, if it has one.
+
+    Raises:
+        InputError: there are several files and no index, or several of them.
+    """
+    if name is not None:
+        return [name]
+    inside = [meta.key for meta in store.list() if "/" not in meta.key]
+    indices = [key for key in inside if key.endswith(_INDEX_SUFFIX)]
+    files = [key for key in inside if key.endswith(".safetensors")]
+    if len(indices) > 1 or (len(files) > 1 and not indices):
+        named = ", ".join(indices or files)
+        raise InputError(
+            f"there is no single index, so name one of the files: {named}", url=store.url
+        )
+    if not indices:
+        return files
+    body, _ = store.get(indices[0], max_size_bytes=_MOST_INDEX_BYTES)
+    try:
+        return sorted({str(one) for one in json.loads(body)["weight_map"].values()})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        text = f"{indices[0]} has no weight_map: {error}"
+        raise CheckpointCorruptError(text, object_key=indices[0], url=store.url) from None
+
+
+@contextmanager
+def _local_file(spec: StoreSpec, name: str) -> Iterator[Path]:
+    """Return the path of a file, downloaded to a temporary folder if it is not local."""
+    if spec.parsed.scheme == "file":
+        yield Path(spec.url.removeprefix("file://")) / name
+        return
+    store = spec.open()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        size_bytes = wait_for(store.head, name).size_bytes
+        with path.open("wb") as file:
+            for start in range(0, size_bytes, _DOWNLOADED_AT_ONCE_BYTES):
+                end = min(size_bytes, start + _DOWNLOADED_AT_ONCE_BYTES)
+                file.write(wait_for(read_range, store, name, start, end))
+        yield path
+
+
+def _loaded(path: Path, trust_pickle: bool) -> dict[str, Any]:
+    """Map a `torch.save` file into memory."""
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickle)
+    except FileNotFoundError:
+        raise ObjectNotFoundError(f"there is no file {path}", object_key=path.name) from None
+    except UnpicklingError as error:
+        text = str(error).partition("\n")[0]
+        raise UntrustedPickleError(
+            f"{path.name} is not loaded with weights_only=True: {text}. If you trust who made it,"
+            " allow it with trust_pickle=True"
+        ) from None
+    except (RuntimeError, EOFError, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # so mmap refuses its end
+            raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        text = str(error).partition("\n")[0]
+        raise CheckpointCorruptError(
+            f"{path.name} is not a whole torch.save file: {text}"
+        ) from None
+    if not isinstance(state, Mapping):
+        raise InputError(f"{path.name} holds a {type(state).__name__}, not a dict")
+    return dict(state)

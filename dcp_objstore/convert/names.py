@@ -1,0 +1,58 @@
+"""Names in a conversion: where its files lie, and what keys are called on the other side."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from dcp_objstore.errors import ConfigError, StateMismatchError
+
+# Pairs of a regular expression and its replacement.
+Rename: TypeAlias = Sequence[tuple[str, str]]
+
+
+def folder_and_name(
+    path: str | os.PathLike[str], suffixes: tuple[str, ...]
+) -> tuple[str, str | None]:
+    """Return the URL of a folder and the name of a file in it; None if the path is the folder.
+
+    Args:
+        path: a local path or a URL.
+        suffixes: how the name of a file ends.
+    """
+    text = os.fspath(path)
+    url = text if "://" in text else f"file://{Path(text).absolute()}"
+    if not url.endswith(suffixes):
+        return url, None
+    folder, _, name = url.rpartition("/")
+    return folder, name
+
+
+def renamed(keys: Iterable[str], rename: Rename) -> dict[str, str]:
+    """Return the new name of each key.
+
+    Raises:
+        ConfigError: a rule is not a regular expression, or its replacement does not fit it.
+        StateMismatchError: two keys get the same name.
+    """
+    names: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    try:
+        rules = [(re.compile(pattern), replacement) for pattern, replacement in rename]
+        for key in keys:
+            name = key
+            for pattern, replacement in rules:
+                name = pattern.sub(replacement, name)
+            if not name:
+                raise StateMismatchError("the rules of rename= leave no name for this key", key=key)
+            if (other := taken.setdefault(name, key)) != key:
+                raise StateMismatchError(f"{other!r} and {key!r} both become {name!r}")
+            names[key] = name
+    except (re.error, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"rename= takes pairs of a regular expression and its replacement: {error}"
+        ) from None
+    return names

@@ -1,0 +1,183 @@
+"""What a conversion reads: tensors in slabs, and values, from a checkpoint or from files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from dcp_objstore.convert.safetensors import FileHeader
+from dcp_objstore.errors import UnsupportedError
+from dcp_objstore.inspect.checkpoint import Checkpoint, TensorEntry
+from dcp_objstore.inspect.fill import new_tensor
+from dcp_objstore.state.memory import byte_memory, narrow
+from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
+from dcp_objstore.transfer.download import fetch_ranges
+from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from dcp_objstore.convert.slabs import Slab
+    from dcp_objstore.inspect.selection import Patterns
+    from dcp_objstore.stores import StoreSpec
+    from dcp_objstore.transfer.upload import ByteArray
+
+# The place of each flattened key in the nested dict, as DCP's planners have it.
+Paths: TypeAlias = Mapping[str, tuple[str | int, ...]]
+
+
+class TensorInfo(NamedTuple):
+    """A tensor of a source.
+
+    Attributes:
+        shape: shape of the whole tensor.
+        dtype: its dtype.
+        starts: first rows of its stored chunks, ascending.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    starts: tuple[int, ...] = ()
+
+
+class Source(Protocol):
+    """Where a conversion reads from.
+
+    Attributes:
+        keys: all keys, in their order.
+        tensors: the tensors by key.
+        values: everything else by key, in memory.
+        paths: the place of each key in the nested dict; a key without one stands at the top.
+    """
+
+    keys: Sequence[str]
+    tensors: Mapping[str, TensorInfo]
+    values: Mapping[str, Any]
+    paths: Paths
+
+    def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
+        """Read slabs of different tensors."""
+        ...
+
+
+class CheckpointSource(Source):
+    """A checkpoint, by this or another library.
+
+    Args:
+        checkpoint: the opened checkpoint.
+        keys: the keys to convert, as in `Checkpoint.matching`.
+        values: read the values, too.
+
+    Raises:
+        UnsupportedError: a tensor cannot be converted.
+        DcpObjstoreError: any other error of `Checkpoint.read`, for the values.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, keys: Patterns = None, *, values: bool = True
+    ) -> None:
+        self._checkpoint = checkpoint
+        tensors: dict[str, TensorInfo] = {}
+        self.keys = checkpoint.matching(keys)
+        checkpoint.check_whole(self.keys)
+        for key in self.keys:
+            entry = checkpoint[key]
+            if not isinstance(entry, TensorEntry):
+                continue
+            if entry.dtype is None:
+                raise UnsupportedError("this version does not know the dtype", key=key)
+            new_tensor(key, (), entry.dtype, "meta")  # refuses what no new tensor can hold
+            starts = tuple(sorted({offsets[0] for offsets, _ in entry.chunks if offsets}))
+            tensors[key] = TensorInfo(entry.shape, entry.dtype, starts)
+        self.tensors = tensors
+        wanted = [key for key in self.keys if values and key not in self.tensors]
+        self.values = checkpoint.read(wanted, progress=False) if wanted else {}
+        self.paths = checkpoint.paths
+
+    def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
+        """See `Source.read`."""
+        return self._checkpoint.read_boxes({slab.key: slab.box for slab in slabs})
+
+
+class TorchSource(Source):
+    """A state dict in memory, or mapped from a `torch.save` file."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(dict(state), StorageMeta(), is_coordinator=True)
+        flat = planner.state_dict
+        self.keys = list(flat)
+        self._tensors = {k: v.detach() for k, v in flat.items() if isinstance(v, torch.Tensor)}
+        self.tensors = {k: TensorInfo(tuple(v.shape), v.dtype) for k, v in self._tensors.items()}
+        self.values = {key: value for key, value in flat.items() if key not in self._tensors}
+        self.paths = planner.mappings
+
+    def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
+        """See `Source.read`. These are views."""
+        return [narrow(self._tensors[slab.key], slab.box) for slab in slabs]
+
+
+class SafetensorsSource(Source):
+    """Files of safetensors.
+
+    Args:
+        spec: the folder and how to read it.
+        headers: the header of each file, by its name.
+    """
+
+    def __init__(self, spec: StoreSpec, headers: Mapping[str, FileHeader]) -> None:
+        self._spec = spec
+        self._store = spec.open()
+        self._names = list(headers)
+        self._at = {
+            key: (number, place)
+            for number, header in enumerate(headers.values())
+            for key, place in header.tensors.items()
+        }
+        self.keys = list(self._at)
+        self.tensors = {
+            key: TensorInfo(place.shape, place.dtype) for key, (_, place) in self._at.items()
+        }
+        self.values, self.paths = {}, {}
+
+    def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
+        """See `Source.read`."""
+        tensors = []
+        spans: list[Span[ByteArray]] = []
+        for slab in slabs:
+            number, place = self._at[slab.key]
+            tensors.append(new_tensor(slab.key, slab.box.sizes, place.dtype, "cpu"))
+            memory = byte_memory(tensors[-1])
+            if memory is None:  # no elements
+                continue
+            begin = place.offset + _offset(slab, place.shape) * place.dtype.itemsize
+            spans += [
+                Span(number, begin + at, begin + at + len(piece), piece)
+                for at in range(0, len(memory), BLOCK_SIZE_BYTES)
+                if len(piece := memory[at : at + BLOCK_SIZE_BYTES])
+            ]
+        config = self._spec.config
+        requests = plan_requests(spans, request_size_bytes=config.request_size_bytes)
+        progress = Progress(config.stall_timeout_seconds)
+        for _ in fetch_ranges(self._store, self._names, requests, _copy, config, progress):
+            pass
+        return tensors
+
+
+def _copy(request: RangeRequest[ByteArray], body: Buffer) -> None:
+    view = memoryview(body)
+    for span in request.spans:
+        memoryview(span.tag)[:] = view[span.start - request.start : span.end - request.start]
+
+
+def _offset(slab: Slab, shape: Sequence[int]) -> int:
+    """Return the number of elements before a slab in the whole tensor."""
+    before = 0
+    for offset, size in zip(slab.box.offsets, shape, strict=True):
+        before = before * size + offset
+    return before

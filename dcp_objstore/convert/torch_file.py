@@ -1,0 +1,87 @@
+"""The bytes of a `torch.save` file, front to back, without its tensors in memory."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dcp_objstore.state.memory import byte_memory
+from dcp_objstore.state.tensor_frame import framing
+from dcp_objstore.torch_private import untyped_storage
+
+if TYPE_CHECKING:
+    from dcp_objstore.convert.sources import TensorInfo
+    from dcp_objstore.transfer.upload import ByteArray
+
+
+class TorchFile(NamedTuple):
+    """A file to be written: what lies between the storages, and what each of them holds.
+
+    Attributes:
+        framing: one piece more than there are storages.
+        storages: the key of a tensor, or memory.
+    """
+
+    framing: list[bytes]
+    storages: list[str | ByteArray]
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys of the tensors, in the order of the file."""
+        return [one for one in self.storages if isinstance(one, str)]
+
+    def buffers(self, tensor: Callable[[str], Iterator[ByteArray]]) -> Iterator[ByteArray]:
+        """Yield the file's bytes; `tensor` gives the memory of the tensor with a key."""
+        for before, storage in zip(self.framing, [*self.storages, None], strict=True):
+            yield np.frombuffer(before, np.uint8)
+            if isinstance(storage, str):
+                yield from tensor(storage)
+            elif storage is not None:
+                yield storage
+
+
+def plan_file(
+    tensors: Mapping[str, TensorInfo], nest: Callable[[Mapping[str, Any]], Any]
+) -> TorchFile:
+    """Plan the file that `torch.save(nest(tensors))` would make.
+
+    Args:
+        tensors: the tensors by key. Their memory is reserved for the moment, and never touched.
+        nest: returns the object to save, with the tensors at their places and any other values.
+    """
+    made = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in tensors.items()}
+    keys = {tensor.data_ptr(): key for key, tensor in made.items() if tensor.numel()}
+    value = nest(made)
+    finder = _StorageFinder()
+    finder.dump(value)
+    storages = [keys.get(at) or _memory(storage) for at, storage in finder.found.items()]
+    return TorchFile(framing(value), storages)
+
+
+def _memory(storage: torch.UntypedStorage) -> ByteArray:
+    """Return the memory of a storage that is part of a value."""
+    memory = byte_memory(torch.empty(0, dtype=torch.uint8).set_(storage).cpu())
+    assert memory is not None
+    return memory
+
+
+class _StorageFinder(pickle.Pickler):
+    """Finds the storages of an object by their address, in the order of `torch.save`."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), protocol=2)
+        self.found: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_id(self, obj: Any) -> str | None:
+        """Override `pickle.Pickler.persistent_id`."""
+        if not torch.is_storage(obj):
+            return None
+        storage = untyped_storage(obj)
+        if storage.nbytes():
+            self.found.setdefault(storage.data_ptr(), storage)
+        return "storage"

@@ -1,0 +1,369 @@
+"""Checkpoints to files and back: the same tensors and values, whole files or none."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dcp_objstore as dos
+from dcp_objstore.convert import slabs
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigError,
+    InputError,
+    ObjectNotFoundError,
+    StateMismatchError,
+    UnsupportedError,
+    UntrustedPickleError,
+)
+from tests.support.command_line import run
+from tests.support.ranks import run_ranks
+from tests.support.servers import Bucket
+from tests.support.states import same_bits, seeded
+
+STRIP = [(r"^model\.", "")]
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small tensors are cut, too."""
+    monkeypatch.setattr(slabs, "WINDOW_BYTES", 4096)
+
+
+def training_state() -> dict[str, Any]:
+    return {
+        "model": {
+            "embed": {"weight": seeded("embed", (300, 40))},
+            "head": [seeded("head0", (4,)), torch.arange(7, dtype=torch.int16)],
+            "half": seeded("half", (5, 3)).bfloat16(),
+        },
+        "optim": {"lr": 0.25, "betas": (0.9, 0.95), "step": torch.tensor(3.0)},
+        "none": torch.zeros(0, 4),
+        "step": 7,
+    }
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    place = (tmp_path / "run" / "step-7").as_uri()
+    dos.save(training_state(), place, progress=False)
+    return place
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        for left, right in zip(one, other, strict=True):
+            assert_same(left, right)
+    elif isinstance(one, torch.Tensor):
+        assert same_bits(one, other)
+    else:
+        assert one == other
+
+
+def save_sharded(rank: int, world: int, url: str, options: Mapping[str, object]) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    rows = distribute_tensor(seeded("rows", (301, 20)), mesh, [Shard(0)])
+    columns = distribute_tensor(seeded("columns", (200, 31)), mesh, [Shard(1)])
+    dos.save(
+        {"rows": rows, "columns": columns, "step": 3}, url, storage_options=options, progress=False
+    )
+
+
+def test_a_torch_file_is_what_stock_torch_makes_of_the_checkpoint(url: str, tmp_path: Path) -> None:
+    ours, stock = tmp_path / "ours.pt", tmp_path / "stock.pt"
+    report = dos.export_checkpoint(url, ours)
+    dcp_to_torch_save(url.removeprefix("file://"), stock)
+    found = torch.load(ours, weights_only=True)
+    assert_same(found, torch.load(stock, weights_only=True))
+    assert_same(found, training_state())
+    assert_same(torch.load(ours, mmap=True), training_state())
+    assert report.files == (str(ours),)
+    assert report.total_bytes == ours.stat().st_size
+    assert (report.tensors, report.left_out) == (6, ())
+
+
+def test_tensors_inside_a_value_are_in_the_file(tmp_path: Path) -> None:
+    place, out = (tmp_path / "step").as_uri(), tmp_path / "out.pt"
+    state = {"w": torch.ones(3), "pair": (torch.arange(4), {"deep": torch.zeros(2)}), "v": 1}
+    dos.save(state, place, progress=False)
+    dos.export_checkpoint(place, out)
+    assert_same(torch.load(out, weights_only=True), state)
+
+
+def test_shards_of_safetensors_hold_the_model_under_its_own_names(url: str, tmp_path: Path) -> None:
+    out, config = tmp_path / "hf", tmp_path / "config.json"
+    config.write_text("{}")
+    report = dos.export_checkpoint(
+        url,
+        out,
+        "model.*",
+        rename=STRIP,
+        max_shard_size_bytes=24_000,
+        copied_files=[config],
+        dtype=torch.bfloat16,
+    )
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        ["config.json", "model.safetensors.index.json", *shards]
+    )
+    assert report.files == tuple(
+        str(out / name) for name in (*shards, "config.json", "model.safetensors.index.json")
+    )
+    found = {key: load_file(out / name)[key] for key, name in index["weight_map"].items()}
+    saved = training_state()["model"]
+    assert_same(
+        found,
+        {
+            "embed.weight": saved["embed"]["weight"].bfloat16(),
+            "half": saved["half"],
+            "head.0": saved["head"][0].bfloat16(),
+            "head.1": saved["head"][1],
+        },
+    )
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+
+
+def test_one_safetensors_file_leaves_values_out_and_names_them(url: str, tmp_path: Path) -> None:
+    report = dos.export_checkpoint(url, tmp_path / "all.safetensors")
+    assert report.left_out == ("optim.lr", "optim.betas", "step")
+    found = load_file(tmp_path / "all.safetensors")
+    assert found["none"].shape == (0, 4)
+    assert torch.equal(found["optim.step"], torch.tensor(3.0))
+
+
+@pytest.mark.backends("seaweed", "gcs")
+def test_sharded_tensors_come_whole_out_of_a_bucket_and_into_another(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    options = bucket.storage_options
+    run_ranks(3, save_sharded, bucket.at("step-1"), options)
+    state = {"rows": seeded("rows", (301, 20)), "columns": seeded("columns", (200, 31))}
+    dos.export_checkpoint(bucket.at("step-1"), bucket.at("hf"), storage_options=options)
+    dos.export_checkpoint(bucket.at("step-1"), tmp_path / "out.pt", storage_options=options)
+    assert_same(torch.load(tmp_path / "out.pt"), {**state, "step": 3})
+    (tmp_path / "model.safetensors").write_bytes(bucket.get("hf/model.safetensors"))
+    assert_same(load_file(tmp_path / "model.safetensors"), state)
+    for number, source in enumerate(("hf", "hf/model.safetensors", "step-1")):
+        again = bucket.at(f"again-{number}")
+        dos.import_checkpoint(bucket.at(source), again, storage_options=options, progress=False)
+        ckpt = dos.open(again, storage_options=options)
+        assert ckpt.verify(deep=True, progress=False).ok
+        assert_same({key: ckpt[key].read() for key in state}, state)
+    assert ckpt["step"].read() == 3
+    assert bucket.keys("hf") == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("way", ["torch", "stock", "ours"])
+def test_imports_are_what_was_saved(url: str, tmp_path: Path, way: str) -> None:
+    source: Any = url
+    if way == "torch":
+        source = tmp_path / "state.pt"
+        torch.save(training_state(), source)
+    if way == "stock":
+        torch.save(training_state(), tmp_path / "state.pt")
+        source = tmp_path / "stock"
+        torch_save_to_dcp(tmp_path / "state.pt", source)
+    report = dos.import_checkpoint(
+        source, (tmp_path / "new").as_uri(), user_metadata={"from": way}, progress=False
+    )
+    assert_same(dos.load_state_dict(report.url), training_state())
+    ckpt = dos.open(report.url)
+    assert ckpt.verify(deep=True, progress=False).ok
+    assert ckpt.user_metadata == {"from": way}
+
+
+def test_a_model_of_the_hub_loads_into_a_state_under_a_prefix(tmp_path: Path) -> None:
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    first, second = {"a.weight": torch.ones(40, 50)}, {"b": torch.arange(3)}
+    save_file(first, hub / "model-00001-of-00002.safetensors")
+    save_file(second, hub / "model-00002-of-00002.safetensors")
+    save_file({"stray": torch.ones(1)}, hub / "consolidated.safetensors")
+    place = (tmp_path / "step-0").as_uri()
+    with pytest.raises(InputError, match="no single index"):
+        dos.import_checkpoint(hub, place)
+    names = {
+        "a.weight": "model-00001-of-00002.safetensors",
+        "b": "model-00002-of-00002.safetensors",
+    }
+    (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    dos.import_checkpoint(hub, place, rename=[("^", "model.")], progress=False)
+    state: dict[str, Any] = {
+        "model": {"a.weight": torch.zeros(40, 50), "b": torch.zeros(3, dtype=torch.int64)}
+    }
+    dos.load(state, place, progress=False)
+    assert_same(state["model"], {**first, **second})
+
+
+def test_keys_and_rules_that_do_not_fit_are_refused_before_anything_is_written(
+    url: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(StateMismatchError, match="matches"):
+        dos.export_checkpoint(url, out, "modl.*")
+    with pytest.raises(StateMismatchError, match="both become"):
+        dos.export_checkpoint(url, out, "model.head.*", rename=[(r"\d", "n")])
+    with pytest.raises(ConfigError, match="regular expression"):
+        dos.export_checkpoint(url, out, rename=[("(", "")])
+    with pytest.raises(UnsupportedError, match="complex128"):
+        dos.save({"z": torch.zeros(2, dtype=torch.complex128)}, f"{url}-z", progress=False)
+        dos.export_checkpoint(f"{url}-z", out)
+    with pytest.raises(CheckpointNotFoundError, match="safetensors"):
+        dos.import_checkpoint(tmp_path, f"{url}-new")
+    with pytest.raises(ObjectNotFoundError):
+        dos.import_checkpoint(tmp_path / "none.pt", f"{url}-new")
+    assert not out.exists()
+    assert not (tmp_path / "run" / "step-7-new").exists()
+
+
+def test_files_and_checkpoints_that_exist_stay_unless_told(url: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    out.write_bytes(b"mine")
+    with pytest.raises(InputError, match="overwrite"):
+        dos.export_checkpoint(url, out)
+    assert out.read_bytes() == b"mine"
+    dos.export_checkpoint(url, out, overwrite=True)
+    with pytest.raises(CheckpointExistsError):
+        dos.import_checkpoint(out, url)
+    dos.import_checkpoint(out, url, "model.*", overwrite=True, progress=False)
+    assert set(dos.open(url)) == {key for key in dos.open(url) if key.startswith("model.")}
+
+
+def test_damage_ends_an_export_and_leaves_no_file(bucket: Bucket, tmp_path: Path) -> None:
+    place, options = bucket.at("step-1"), bucket.storage_options
+    dos.save(training_state(), place, storage_options=options, progress=False)
+    (data,) = (key for key in bucket.keys("step-1") if key.endswith(".distcp"))
+    data = f"step-1/{data}"
+    entry = dos.open(place, storage_options=options)["model.embed.weight"]
+    bucket.flip_byte(data, len(bucket.get(data)) // 2)
+    assert isinstance(entry, dos.TensorEntry)
+    with pytest.raises(CheckpointCorruptError, match=r"embed\.weight"):
+        dos.export_checkpoint(place, tmp_path / "out.pt", storage_options=options)
+    with pytest.raises(CheckpointCorruptError, match=r"embed\.weight"):
+        dos.export_checkpoint(
+            place, bucket.at("hf"), max_shard_size_bytes=20, storage_options=options
+        )
+    assert list(tmp_path.iterdir()) == []
+    assert bucket.keys("hf") == []
+    assert bucket.uploads() == []
+
+
+def test_a_folder_never_holds_one_file_and_shards_of_another_export(
+    url: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "hf"
+    dos.export_checkpoint(url, out, max_shard_size_bytes=24_000)
+    with pytest.raises(InputError, match="index"):
+        dos.export_checkpoint(url, out)
+    dos.export_checkpoint(url, out, overwrite=True)
+    assert (out / "model.safetensors").exists()
+    assert not (out / "model.safetensors.index.json").exists()
+
+
+def test_ctrl_c_ends_an_export_and_leaves_no_file(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = []
+    read_boxes = dos.Checkpoint.read_boxes
+
+    def interrupted(self: dos.Checkpoint, boxes: Any) -> Any:
+        reads.append(boxes)
+        if len(reads) > 5:
+            raise KeyboardInterrupt
+        return read_boxes(self, boxes)
+
+    monkeypatch.setattr(dos.Checkpoint, "read_boxes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        dos.export_checkpoint(url, tmp_path / "hf", max_shard_size_bytes=20)
+    assert len(reads) > 5
+    assert list((tmp_path / "hf").iterdir()) == []
+
+
+def test_a_hostile_pickle_is_refused_and_a_failed_import_leaves_nothing(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    place, options = bucket.at("step-1"), bucket.storage_options
+    source = tmp_path / "state.pt"
+    torch.save({"w": torch.ones(2), "path": pickle.Pickler}, source)
+    with pytest.raises(UntrustedPickleError, match="trust_pickle"):
+        dos.import_checkpoint(source, place, storage_options=options)
+    torch.save([torch.ones(2)], source)
+    with pytest.raises(InputError, match="list"):
+        dos.import_checkpoint(source, place, storage_options=options)
+    torch.save({"w": torch.ones(2000)}, source)
+    source.write_bytes(source.read_bytes()[:-300])
+    with pytest.raises(CheckpointCorruptError):
+        dos.import_checkpoint(source, place, storage_options=options)
+    save_file({"a": torch.ones(4000), "b": torch.ones(5)}, tmp_path / "m.safetensors")
+    whole = (tmp_path / "m.safetensors").read_bytes()
+    bucket.put("m.safetensors", whole[:-1])
+    with pytest.raises(CheckpointCorruptError, match="not a whole"):
+        dos.import_checkpoint(bucket.at("m.safetensors"), place, storage_options=options)
+    assert bucket.keys() == ["m.safetensors"]
+    assert bucket.uploads() == []
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b"{",
+        b'{"a": 3}',
+        b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}',
+        b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}',
+        b'{"a": {"dtype": "F32", "shape": [true], "data_offsets": [0, 4]}}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_header_that_lies_is_refused(header: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "m.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointCorruptError, match="not a whole"):
+        dos.import_checkpoint(file, (tmp_path / "new").as_uri())
+    file.write_bytes((2**63).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointCorruptError, match="header"):
+        dos.import_checkpoint(file, (tmp_path / "new").as_uri())
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_commands_convert_there_and_back(url: str, tmp_path: Path) -> None:
+    out, new = str(tmp_path / "model"), (tmp_path / "new").as_uri()
+    strip = ("--keys", "model.*", "--rename", "^model[.]=")
+    done = run("export", url, out, *strip, "--max-shard-size", "47KB")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "exported 4 tensors" in done.stdout
+    assert f"{out}/model.safetensors.index.json" in done.stdout
+    done = run("import", out, new, "--rename", "^=model.", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["url"] == new
+    assert torch.equal(dos.open(new)["model.half"].read(), training_state()["model"]["half"])
+    for wrong, said in (
+        (("export", url, out), "exists"),
+        (("export", url, f"{out}2", "--rename", "model"), "PATTERN=REPLACEMENT"),
+        (("export", url, f"{out}2", "--dtype", "float17"), "bfloat16"),
+        (("export", url, f"{out}2", "--max-shard-size", "big"), "5GB"),
+        (("import", f"{out}3", new), "safetensors"),
+    ):
+        done = run(*wrong)
+        assert done.returncode == 2
+        assert said in done.stderr
