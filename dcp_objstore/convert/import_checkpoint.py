@@ -177,10 +177,10 @@ class _ImportPlanner(AgreeingSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Override `DefaultSavePlanner.create_local_plan`."""
-        plan = super().create_local_plan()
-        items = [slab for item in plan.items for slab in self._cut(item)]
-        self.plan: SavePlan = replace(plan, items=items, planner_data=self._paths)
-        return self.plan
+        whole: SavePlan = super().create_local_plan()
+        items = [slab for item in whole.items for slab in self._cut(item)]
+        self.plan = plan = replace(whole, items=items, planner_data=self._paths)
+        return plan
 
     def _cut(self, item: WriteItem) -> list[WriteItem]:
         if item.tensor_data is None:
