@@ -179,7 +179,8 @@ class _ImportPlanner(AgreeingSavePlanner):
         """Override `DefaultSavePlanner.create_local_plan`."""
         whole: SavePlan = super().create_local_plan()
         items = [slab for item in whole.items for slab in self._cut(item)]
-        self.plan = plan = replace(whole, items=items, planner_data=self._paths)
+        plan = replace(whole, items=items, planner_data=self._paths)
+        self.plan = plan
         return plan
 
     def _cut(self, item: WriteItem) -> list[WriteItem]:
