@@ -177,7 +177,7 @@ class _ImportPlanner(AgreeingSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Override `DefaultSavePlanner.create_local_plan`."""
-        whole: SavePlan = super().create_local_plan()
+        whole = super().create_local_plan()
         items = [slab for item in whole.items for slab in self._cut(item)]
         plan = replace(whole, items=items, planner_data=self._paths)
         self.plan = plan
@@ -192,7 +192,7 @@ class _ImportPlanner(AgreeingSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Override `DefaultSavePlanner.finish_plan`: begin to read."""
-        plan = super().finish_plan(new_plan)
+        plan: SavePlan = super().finish_plan(new_plan)
         slabs = [
             _slab(item, self._keys[item.index.fqn])
             for item in upload_order(plan.items)
