@@ -132,7 +132,7 @@ def test_ctrl_c_is_130_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_reader_that_goes_away_is_no_error_message(tmp_path: Path) -> None:
     save_step(f"file://{tmp_path}/step-1")
     process = subprocess.Popen(
-        [sys.executable, "-m", "dcp_objstore.cli", "ls", f"file://{tmp_path}"],
+        [sys.executable, "-m", "dcp_objstore", "ls", f"file://{tmp_path}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -169,7 +169,7 @@ def on_terminal(columns: int, *arguments: str) -> list[str]:
     plain = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     shown = b""
     with subprocess.Popen(
-        [sys.executable, "-m", "dcp_objstore.cli", *arguments], stdout=terminal, env=plain
+        [sys.executable, "-m", "dcp_objstore", *arguments], stdout=terminal, env=plain
     ) as process:
         os.close(terminal)
         with contextlib.suppress(OSError):  # what Linux says when the other end is closed

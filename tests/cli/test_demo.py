@@ -37,7 +37,7 @@ from dcp_objstore.errors import CheckpointNotFoundError, RankFailedError
 from dcp_objstore.stores import open_store
 from tests.support.servers import BUCKET
 
-COMMAND = [sys.executable, "-m", "dcp_objstore.cli", "demo"]
+COMMAND = [sys.executable, "-m", "dcp_objstore", "demo"]
 PROMISED = [
     r"step-4 committed: .* 4 objects",
     r"step-8 committed: .* 4 objects",

@@ -564,7 +564,7 @@ def test_nothing_stays_after_ctrl_c(bucket: Bucket) -> None:
         with NetworkProxy(bucket.storage_options) as proxy:
             held = proxy.hold(lambda asked, name=name: asked.name == name and asked.size_bytes > 0)
             doctor = subprocess.Popen(
-                [sys.executable, "-m", "dcp_objstore.cli", "doctor", bucket.url],
+                [sys.executable, "-m", "dcp_objstore", "doctor", bucket.url],
                 env={**os.environ, **environment(proxy.storage_options)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

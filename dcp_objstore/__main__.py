@@ -1,4 +1,4 @@
-"""Run the command line with `python -m dcp_objstore.cli`."""
+"""Run the command line with `python -m dcp_objstore`."""
 
 from __future__ import annotations
 
