@@ -38,7 +38,7 @@ def main(url: str) -> None:
     optimizer.step()
 
     # `dcp.async_save` makes collectives in a thread. In a group that FSDP uses too, the ranks would
-    # mix them up and wait for each other for ever.
+    # mix them up, and the job would hang or die.
     group = dist.new_group(backend="gloo")
     writer = dos.ObjectStoreWriter()
     for stage, save in enumerate([dcp.save, dcp.async_save, dcp.async_save]):
@@ -51,16 +51,16 @@ def main(url: str) -> None:
         if save is dcp.async_save:
             future.result()  # before the next save, and before the process group is destroyed
 
-    began = time.perf_counter()
-    both = {"model": model, "optimizer": optimizer}
-    handle = dos.async_save(both, f"{url}/step-3", wait_for_staging=False)
+    state, began = {"model": model, "optimizer": optimizer}, time.perf_counter()
+    handle = dos.async_save(state, f"{url}/step-3", wait_for_staging=False)
     held = time.perf_counter() - began
     backward(model)
-    began = time.perf_counter()
+    began = time.perf_counter() - held
     handle.staged()  # from here on the weights may change
-    show(3, held + time.perf_counter() - began)
+    show(3, time.perf_counter() - began)
     optimizer.step()
     handle.result()
+    dist.barrier()  # else gloo's threads may still hold tensors when Python ends, and abort
     dist.destroy_process_group()
 
 
