@@ -1,4 +1,4 @@
-"""docs/permissions.md lists the rights that jobs ask for, and `doctor` names one that is missing."""
+"""docs/permissions.md lists the rights that jobs ask for; `doctor` names one that is missing."""
 
 from __future__ import annotations
 
