@@ -60,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # of them at the end.
 LONGEST = (
     "tests/cli/test_demo.py",
+    "tests/examples/test_examples.py",
     "tests/faults/test_network_faults.py",
     "tests/doctor/test_doctor.py",
     "tests/stores/test_contract.py",

@@ -76,13 +76,15 @@ _NAME_THE_SERVER: Final[Mapping[str, str]] = {
     " and any connection string: they name the server",
 }
 
-# The right that each check needs. S3: "Actions, resources, and condition keys for Amazon S3";
-# GCS: "IAM permissions for Cloud Storage"; Azure: "Permissions for calling data operations".
+# The right that each check needs; `absent`: to be told that there is no such object. S3: "Actions,
+# resources, and condition keys for Amazon S3"; GCS: "IAM permissions for Cloud Storage"; Azure:
+# "Permissions for calling data operations".
 _BLOBS: Final = "Microsoft.Storage/storageAccounts/blobServices/containers/blobs"
 RIGHTS: Final[Mapping[str, Mapping[str, str]]] = {
     "s3": {
         "put": "s3:PutObject",
         "list": "s3:ListBucket",
+        "absent": "s3:ListBucket",
         "read": "s3:GetObject",
         "multipart": "s3:PutObject",
         "abort": "s3:AbortMultipartUpload",
@@ -95,6 +97,7 @@ RIGHTS: Final[Mapping[str, Mapping[str, str]]] = {
     "gs": {
         "put": "storage.objects.create",
         "list": "storage.objects.list",
+        "absent": "storage.objects.list",
         "read": "storage.objects.get",
         "multipart": "storage.multipartUploads.create and storage.objects.create",
         "abort": "storage.multipartUploads.abort",
@@ -116,7 +119,12 @@ RIGHTS: Final[Mapping[str, Mapping[str, str]]] = {
 # A longer text, such as a proxy's web page, is cut off.
 _LONGEST_TEXT: Final = 400
 # Rights to the bucket itself, not to the objects in it.
-_OF_BUCKET: Final = ("list", "lifecycle", "versioning", "unfinished uploads")
+_OF_BUCKET: Final = (
+    "s3:ListBucket",
+    "s3:ListBucketMultipartUploads",
+    "s3:GetLifecycleConfiguration",
+    "s3:GetBucketVersioning",
+)
 
 
 def failed(check: str, error: DcpObjstoreError, url: StoreUrl) -> Finding:
@@ -157,7 +165,10 @@ def _allow(check: str, url: StoreUrl) -> str:
     if right is None:
         return "give the account of these credentials the right to do this"
     if url.scheme == "s3":
-        below = f"{url.bucket}/{url.prefix}".rstrip("/")
-        where = f"arn:aws:s3:::{url.bucket if check in _OF_BUCKET else below + '/*'}"
-        return f"allow {right} on {where}"
+        below = f"{url.bucket}/{url.prefix}".rstrip("/") + "/*"
+        places: dict[str, list[str]] = {}
+        for one in right.split(" and "):
+            places.setdefault(url.bucket if one in _OF_BUCKET else below, []).append(one)
+        allowed = [f"{' and '.join(some)} on arn:aws:s3:::{it}" for it, some in places.items()]
+        return f"allow {' and '.join(allowed)}"
     return f"allow {right} on the bucket {url.bucket!r} to this account"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import probe
 from dcp_objstore.config import MIB
-from dcp_objstore.doctor.findings import Finding, failed, summary
+from dcp_objstore.doctor.findings import Finding, advice_for, failed, summary
 from dcp_objstore.errors import (
     CredentialsError,
     DcpObjstoreError,
@@ -119,6 +119,17 @@ class ObjectChecks:
         if body != self._body[100:1500]:
             yield Finding("read", "failed", _UNEQUAL, _REPORT_IT)
             return
+        try:
+            read_range(self._store, "absent", 0, 1)
+        except PermissionDeniedError as error:
+            # S3 and GCS answer so without the right to list. A condition on the prefix that is
+            # listed allows every listing of a job, but does not hold for this request.
+            advice = f"{advice_for('absent', error, self._url)}, without a condition on a prefix"
+            text = "an object that does not exist is answered with 'forbidden', so a job cannot see"
+            yield Finding("read", "failed", f"{text} that there is no checkpoint yet", advice)
+            return
+        except ObjectNotFoundError:
+            pass
         yield Finding("read", "ok", "a range of an object was read")
 
     def _read_existing(self) -> Iterator[Finding]:

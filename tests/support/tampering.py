@@ -32,6 +32,7 @@ class Asked:
         start, end: of the range that is asked for; None for a whole object.
         access_key: that it is signed with, in a header or in the URL; empty if it is not.
         signed_url: it carries its signature in the URL, as the direct lane's requests do.
+        query: as it came.
         headers: as they came, their names in lower case.
     """
 
@@ -41,6 +42,7 @@ class Asked:
     end: int | None
     access_key: str
     signed_url: bool
+    query: str = ""
     headers: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def covers(self, name: str, at: int) -> bool:
@@ -124,7 +126,8 @@ class TamperingProxy(HttpServer):
         self, storage_options: Mapping[str, object], certificate: Certificate | None = None
     ) -> None:
         self._options_behind = storage_options
-        self.behind = urlsplit(str(storage_options["endpoint_url"])).netloc
+        behind = urlsplit(str(storage_options["endpoint_url"]))
+        self.behind = behind.netloc
         self.asked: list[Asked] = []
         self.rewrite: Callable[[Answer], Answer] = lambda answer: answer
         self.damage: Meant = lambda asked: False
@@ -133,7 +136,7 @@ class TamperingProxy(HttpServer):
         self._before: tuple[Meant, Callable[[], None]] | None = None
         self._lock = threading.Lock()
         super().__init__(certificate and certificate.context())
-        self.storage_options = {**storage_options, "endpoint_url": self.endpoint_url}
+        self.storage_options = {**storage_options, "endpoint_url": self.endpoint_url + behind.path}
         if certificate is not None:
             self.storage_options["verify"] = str(certificate.path)
 
@@ -210,4 +213,4 @@ def _parsed(method: str, target: str, headers: Mapping[str, str]) -> Asked:
     signed = _SIGNED_BY.search(named.get("authorization", "") or unquote(parts.query))
     signed_url = "X-Amz-Signature=" in parts.query
     key = signed[1] if signed else ""
-    return Asked(method, unquote(parts.path), start, end, key, signed_url, named)
+    return Asked(method, unquote(parts.path), start, end, key, signed_url, parts.query, named)

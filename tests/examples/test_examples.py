@@ -1,0 +1,146 @@
+"""examples/: the commands in their first lines run on a bucket and do what the text says."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.checkpoint.names import MARKER_KEY
+from tests.support.servers import Bucket
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+Run = Callable[..., str]
+
+
+def commands(name: str) -> list[str]:
+    """The commands in the first lines of an example."""
+    text = ast.get_docstring(ast.parse((EXAMPLES / name).read_text()), clean=False) or ""
+    return re.findall(r"^    ((?:torchrun|python) .*)$", text, re.M)
+
+
+@pytest.fixture
+def run(bucket: Bucket, tmp_path: Path) -> Run:
+    """Run a command as the reader does, in a folder that holds nothing but `examples`."""
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    options = bucket.storage_options
+
+    def call(command: str, *, succeeds: bool = True) -> str:
+        assert "s3://bucket/" in command
+        done = subprocess.run(
+            shlex.split(command.replace("s3://bucket", bucket.url)),
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                "PYTHONPATH": f"{EXAMPLES.parent}:{os.environ.get('PYTHONPATH', '')}",
+                "AWS_ENDPOINT_URL": str(options["endpoint_url"]),
+                "AWS_ACCESS_KEY_ID": str(options["key"]),
+                "AWS_SECRET_ACCESS_KEY": str(options["secret"]),
+                # Without it each torchrun wants port 29500, and tests run at the same time.
+                "PET_STANDALONE": "1",
+                "OMP_NUM_THREADS": "1",
+            },
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert (done.returncode == 0) == succeeds, done.stderr
+        # A library that takes the URL for a path makes a folder `s3:`.
+        assert {path.name for path in tmp_path.iterdir()} <= {"examples", "model.pt"}
+        return done.stdout
+
+    return call
+
+
+def assert_whole(bucket: Bucket, *names: str) -> None:
+    """These checkpoints are committed and every byte of them verifies; no other one is."""
+    markers = [key for key in bucket.keys() if key.rpartition("/")[2] == MARKER_KEY]  # noqa: SIM118
+    assert sorted(markers) == sorted(f"{name}/{MARKER_KEY}" for name in names)
+    for name in names:
+        found = dos.open(bucket.at(name), storage_options=bucket.storage_options)
+        assert found.verify(deep=True).ok
+    assert bucket.uploads() == []
+
+
+@pytest.mark.backends("seaweed")
+def test_what_ddp_saved_is_whole_and_a_plain_model_takes_it(run: Run, bucket: Bucket) -> None:
+    two, _ = commands("ddp.py")
+    assert "resumed after step 0, saved step 10" in run(two)
+    assert_whole(bucket, "run")
+    saved = dos.load_state_dict(bucket.at("run"), storage_options=bucket.storage_options)
+    assert saved["step"] == 10
+    # No key begins with "module.".
+    assert set(saved["model"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+@pytest.mark.campaign
+@pytest.mark.backends("seaweed")
+def test_ddp_resumes_on_one_rank(run: Run, bucket: Bucket) -> None:
+    two, one = commands("ddp.py")
+    run(two)
+    assert "resumed after step 10, saved step 20" in run(one)
+    assert_whole(bucket, "run")
+
+
+@pytest.mark.backends("seaweed")
+def test_what_fsdp_saved_on_two_ranks_loads_alone(run: Run, bucket: Bucket, tmp_path: Path) -> None:
+    save, _, export = commands("fsdp_save_load_reshard.py")
+    total = re.findall(r"sum up to (\S+?)[,\n]", run(save) + run(export))
+    assert len(total) == 2
+    assert total[0] == total[1]
+    assert_whole(bucket, "step-1")
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert f"{sum(weight.sum().item() for weight in weights.values()):.3f}" == total[0]
+
+
+@pytest.mark.campaign
+@pytest.mark.backends("seaweed")
+def test_what_fsdp_saved_on_two_ranks_loads_on_three(run: Run) -> None:
+    save, load, _ = commands("fsdp_save_load_reshard.py")
+    total = re.findall(r"sum up to (\S+)", run(save) + run(load))
+    assert len(total) == 2
+    assert total[0] == total[1]
+
+
+@pytest.mark.backends("seaweed")
+def test_the_manager_loses_no_last_checkpoint(run: Run, bucket: Bucket) -> None:
+    _, killed, resumed = commands("last_checkpoint.py")
+    run(killed, succeeds=False)
+    assert_whole(bucket, "run/step-10")
+    assert "went on after step 10, saved: step-10 step-20 step-25" in run(resumed)
+    assert_whole(bucket, "run/step-10", "run/step-20", "run/step-25")
+
+
+@pytest.mark.campaign
+@pytest.mark.backends("seaweed")
+def test_the_naive_loop_loses_its_last_checkpoint_and_succeeds(run: Run, bucket: Bucket) -> None:
+    naive, *_ = commands("last_checkpoint.py")
+    run(naive)
+    assert_whole(bucket, "naive/step-10")
+
+
+@pytest.mark.backends("seaweed")
+def test_each_stage_of_async_save_tells_how_long_it_held_the_loop(run: Run, bucket: Bucket) -> None:
+    (command,) = commands("async_save.py")
+    held = re.findall(r"stage (\d) held the loop for \d+\.\d+ s", run(command))
+    assert held == ["0", "1", "2", "3"]
+    assert_whole(bucket, *(f"run/step-{stage}" for stage in held))
+
+
+def test_every_example_is_short_and_listed_with_a_command_that_starts_it() -> None:
+    table = (EXAMPLES / "README.md").read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) < 80, path
+        assert f"[{path.name}]({path.name})" in table, f"{path.name} is not in examples/README.md"
+        assert any(f"examples/{path.name}" in command for command in commands(path.name)), path
