@@ -31,48 +31,48 @@ class TrainState:
         self.step = int(state["step"])
 
 
-torchtitan.install()  # once, before the CheckpointManager is used
-url, steps = sys.argv[1], int(sys.argv[2])
-device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cuda":
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+def main(url: str, steps: int) -> None:
+    torchtitan.install()  # once, before the CheckpointManager is used
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
+    fully_shard(model, mesh=dist.init_device_mesh(device, (dist.get_world_size(),)))
+    optimizers = default_adamw(lr=1e-3, fused=device == "cuda").build(model_parts=[model])
+    schedulers = LRSchedulersContainer.Config(warmup_steps=10)
+    schedulers = schedulers.build(optimizers=optimizers, training_steps=1000)
+    train = TrainState()
+    config = CheckpointManager.Config(
+        enable=True,
+        folder=url,
+        interval=10,
+        keep_latest_k=2,
+        async_mode="async",
+        last_save_model_only=False,  # so that a longer run can go on from the last step
+    )
+    checkpointer = config.build(
+        dataloader=None,
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=schedulers,
+        states={"train_state": train},
+        sd_adapter=None,
+    )
+    checkpointer.load()
+    start = train.step
+    while train.step < steps:
+        train.step += 1
+        model(torch.randn(8, 64, device=device)).square().mean().backward()
+        optimizers.step()
+        optimizers.zero_grad()
+        schedulers.step()
+        checkpointer.save(train.step, last_step=train.step == steps)
+    checkpointer.close()
+    if dist.get_rank() == 0:
+        print(f"went on after step {start}, trained to step {steps}")
+    dist.destroy_process_group()
 
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
-fully_shard(model, mesh=dist.init_device_mesh(device, (dist.get_world_size(),)))
-optimizers = default_adamw(lr=1e-3, fused=device == "cuda").build(model_parts=[model])
-schedulers = LRSchedulersContainer.Config(warmup_steps=10)
-schedulers = schedulers.build(optimizers=optimizers, training_steps=1000)
-train = TrainState()
-config = CheckpointManager.Config(
-    enable=True,
-    folder=url,
-    interval=10,
-    keep_latest_k=2,
-    async_mode="async",
-    last_save_model_only=False,  # so that the next run can go on from the last step
-)
-checkpointer = config.build(
-    dataloader=None,
-    model_parts=[model],
-    optimizers=optimizers,
-    lr_schedulers=schedulers,
-    states={"train_state": train},
-    sd_adapter=None,
-)
 
-checkpointer.load()
-start = train.step
-while train.step < steps:
-    train.step += 1
-    loss = model(torch.randn(8, 64, device=device)).square().mean()
-    loss.backward()
-    optimizers.step()
-    optimizers.zero_grad()
-    schedulers.step()
-    checkpointer.save(train.step, last_step=train.step == steps)
-checkpointer.close()
-if dist.get_rank() == 0:
-    print(f"went on after step {start}, trained to step {steps}")
-dist.destroy_process_group()
+if __name__ == "__main__":  # the child that saves with async_with_pinned_mem imports this file
+    main(sys.argv[1], int(sys.argv[2]))

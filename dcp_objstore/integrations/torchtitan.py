@@ -1,10 +1,10 @@
 """`install` for torchtitan: its `CheckpointManager` keeps a run of steps in a bucket.
 
 torchtitan (0.3) looks at its folder with the functions of `torchtitan.tools.filesystem`, on each
-rank by itself. For a URL they use fsspec: a listing that is cached and so may differ between ranks,
-and a deletion that knows neither markers nor pins. Here, functions of this library take their place
-for the URLs of `dcp_objstore.install`, and a hook of `BaseCheckpointManager.load` lets all ranks see
-the same steps. The hooks stay for good; they do nothing for other folders.
+rank by itself. For a URL they use fsspec: its listing is cached and so may differ between ranks,
+and its deletion knows neither markers nor pins. For a URL of `dcp_objstore.install`, functions of
+this module take their place, and a hook of `BaseCheckpointManager.load` shows all ranks the same
+steps. The hooks stay for good; they do nothing for other folders.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def install(*, delete_now: bool = False, **options: Any) -> Installation:
     - saves with `ObjectStoreWriter` and loads with `ObjectStoreReader`, in each `async_mode`;
     - resumes all ranks from the same step: the newest that is committed, or that torch's own writer
       completed. Rank 0 lists the run each time that `load` is called;
-    - deletes what `keep_latest_k` does not keep, as `dcp_objstore.delete` does: never a pinned step,
-      the last one that was committed, or the one that this job resumed from. torchtitan logs why a
-      step was not deleted. After a deletion, once an hour, it sweeps the run.
+    - deletes what `keep_latest_k` does not keep, as `dcp_objstore.delete` does. A pinned step, the
+      last one that was committed and the one that this job resumed from are kept, and torchtitan
+      logs why. After a deletion, once an hour, it sweeps the run.
 
     Other folders stay torchtitan's.
 
@@ -137,10 +137,15 @@ def _loadable(run: StoreSpec) -> tuple[int, ...]:
     for key in keys:
         name, _, rest = key.partition("/")
         number = step_number(name)
-        if number is not None and rest == DOT_METADATA_KEY and not keys & {
-            f"{name}/{MARKER_KEY}",
-            CLAIM_KEY,
-        }:
+        if (
+            number is not None
+            and rest == DOT_METADATA_KEY
+            and not keys
+            & {
+                f"{name}/{MARKER_KEY}",
+                CLAIM_KEY,
+            }
+        ):
             found.add(number)
     return tuple(sorted(found))
 
