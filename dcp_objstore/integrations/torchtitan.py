@@ -20,9 +20,17 @@ from torchtitan.tools import filesystem
 from dcp_objstore.checkpoint.names import CLAIM_KEY, DOT_METADATA_KEY, MARKER_KEY
 from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.groups import sync_group
-from dcp_objstore.errors import CheckpointNotFoundError, InputError, ObjectNotFoundError
-from dcp_objstore.integrations import install as of_torch
-from dcp_objstore.integrations.install import Installation, installed_spec
+from dcp_objstore.errors import (
+    CheckpointNotFoundError,
+    InputError,
+    ObjectNotFoundError,
+    UnsupportedError,
+)
+from dcp_objstore.integrations.install import (
+    Installation,
+    install as install_for_torch,
+    installed_spec,
+)
 from dcp_objstore.run.housekeeping import Retainer
 from dcp_objstore.run.steps import step_number, step_numbers, step_url
 from dcp_objstore.run.upkeep import delete_step
@@ -70,17 +78,33 @@ def install(*, delete_now: bool = False, **options: Any) -> Installation:
         What `dcp_objstore.install` returns. `dcp_objstore.uninstall` ends both.
 
     Raises:
-        ConfigError, InvalidUrlError, UnsupportedError: as `dcp_objstore.install`.
+        UnsupportedError: this version of torchtitan or torch has no place to hook.
+        ConfigError, InvalidUrlError: as `dcp_objstore.install`.
     """
-    installation = of_torch.install(**options)
-    _Installed.delete_now, _Installed.retainers = delete_now, {}
     if not _Installed.has_hooks:
-        for function in (_exists, _isdir, _isfile, _listdir, _rmtree):
-            name = function.__name__.removeprefix("_")
-            setattr(filesystem, name, _for_urls(function, getattr(filesystem, name)))
-        BaseCheckpointManager.load = _with_agreed_steps(BaseCheckpointManager.load)
+        _hook()
         _Installed.has_hooks = True
+    installation = install_for_torch(**options)
+    _Installed.delete_now, _Installed.retainers = delete_now, {}
     return installation
+
+
+def _hook() -> None:
+    ours: dict[str, Callable[[StoreSpec], Any]] = {
+        "exists": _exists,
+        "isdir": _isdir,
+        "isfile": _isfile,
+        "listdir": _listdir,
+        "rmtree": _rmtree,
+    }
+    if not all(hasattr(filesystem, name) for name in ours):
+        raise UnsupportedError(
+            "install() cannot hook this version of torchtitan: torchtitan.tools.filesystem lacks"
+            f" one of {', '.join(ours)}. Use torchtitan 0.3"
+        )
+    for name, function in ours.items():
+        setattr(filesystem, name, _for_urls(function, getattr(filesystem, name)))
+    BaseCheckpointManager.load = _with_agreed_steps(BaseCheckpointManager.load)
 
 
 def _for_urls(function: Callable[[StoreSpec], Any], original: Callable[[Any], Any]) -> Any:
@@ -133,21 +157,13 @@ def _committed(run: StoreSpec) -> tuple[int, ...]:
 def _loadable(run: StoreSpec) -> tuple[int, ...]:
     """List the committed steps, and those of torch's own writer, which have only `.metadata`."""
     keys = {meta.key for meta in InterruptibleStore(run.open()).list()}
-    found = set(_committed(run))
-    for key in keys:
-        name, _, rest = key.partition("/")
-        number = step_number(name)
-        if (
-            number is not None
-            and rest == DOT_METADATA_KEY
-            and not keys
-            & {
-                f"{name}/{MARKER_KEY}",
-                CLAIM_KEY,
-            }
-        ):
-            found.add(number)
-    return tuple(sorted(found))
+    found: set[int | None] = {*_committed(run)}
+    if CLAIM_KEY not in keys:  # with a claim, only steps that carry one count
+        for key in keys:
+            name, _, rest = key.partition("/")
+            if rest == DOT_METADATA_KEY and f"{name}/{MARKER_KEY}" not in keys:
+                found.add(step_number(name))
+    return tuple(sorted(number for number in found if number is not None))
 
 
 def _agreed(spec: StoreSpec) -> bool | None:

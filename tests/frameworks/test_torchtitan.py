@@ -16,6 +16,7 @@ pytest.importorskip("torchtitan")
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.fsdp import fully_shard
 from torchtitan.components.checkpointer import CheckpointManager, dcp as titan_dcp
@@ -26,6 +27,7 @@ from torchtitan.tools import filesystem
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.integrations import torchtitan
+from dcp_objstore.run import housekeeping
 from dcp_objstore.run.steps import step_numbers
 from tests.support.checkpoints import Options
 from tests.support.ranks import run_ranks
@@ -270,8 +272,15 @@ def test_a_run_of_torchs_own_writer_is_resumed_and_left_alone(
 
 
 def test_a_folder_is_looked_at_and_tidied_up_by_the_librarys_rules(
-    bucket: Bucket, tmp_path: Path
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    swept: list[str] = []
+
+    def sweep(url: str, **access: Any) -> dos.SweepReport:
+        swept.append(url)
+        return dos.sweep(url, **access)
+
+    monkeypatch.setattr(housekeeping, "sweep", sweep)
     options = bucket.storage_options
     torchtitan.install(storage_options=options)
     assert not filesystem.exists(bucket.url)
@@ -295,11 +304,20 @@ def test_a_folder_is_looked_at_and_tidied_up_by_the_librarys_rules(
     assert filesystem.listdir(bucket.url) == ["step-9", "step-10"]
     # A reader that has begun can go on: the objects stay until a sweep a day later.
     assert set(bucket.keys("step-1")) == set(before) - {".metadata"}
+    assert swept == [bucket.url]  # once an hour
 
     (tmp_path / "local" / "step-1").mkdir(parents=True)
     assert filesystem.listdir(tmp_path / "local") == ["step-1"]
     filesystem.rmtree(tmp_path / "local")
     assert not filesystem.exists(tmp_path / "local")
+
+
+def test_a_torchtitan_without_these_functions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchtitan._Installed, "has_hooks", False)
+    monkeypatch.delattr(filesystem, "rmtree")
+    with pytest.raises(dos.UnsupportedError, match="rmtree"):
+        torchtitan.install()
+    assert type(FileSystemWriter("s3://bucket/key")) is FileSystemWriter
 
 
 def test_the_example_goes_on_with_another_number_of_ranks(bucket: Bucket) -> None:
