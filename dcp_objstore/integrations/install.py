@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 
 from dcp_objstore.errors import ConfigError, UnsupportedError
 from dcp_objstore.read.reader import ObjectStoreReader
-from dcp_objstore.stores.spec import checked_config
+from dcp_objstore.stores.spec import StoreSpec, checked_config
 from dcp_objstore.stores.urls import parse_url
 from dcp_objstore.torch_private import ProcessExecutor, ThreadExecutor
 from dcp_objstore.write.staging.stager import note_children
@@ -86,6 +86,15 @@ _installed = _Installed()
 
 def _url(path: object) -> str | None:
     return None if _installed.settings is None else _installed.settings.url(path)
+
+
+def installed_spec(path: object) -> StoreSpec | None:
+    """Return the store that an installed URL leads to; None if the path stays the framework's."""
+    settings = _installed.settings
+    url = None if settings is None else settings.url(path)
+    if settings is None or url is None:
+        return None
+    return StoreSpec(url, settings.storage_options, settings.config)
 
 
 class InstalledWriter(ObjectStoreWriter):

@@ -114,10 +114,7 @@ class Retainer:
                     self._run_url,
                     error,
                 )
-            try:
-                self._sweep()
-            except DcpObjstoreError as error:
-                logger.warning("%s was not swept: %s", self._run_url, error)
+            self.sweep()
 
     def _apply(self, newest: StepFacts) -> None:
         if self._known is None:
@@ -133,7 +130,11 @@ class Retainer:
         for step in plan_deletions(self._known.values(), self._policy, in_use=in_use)[:_AT_A_TIME]:
             self._delete(step)
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """Sweep the run, unless that was done in the last hour.
+
+        A `DcpObjstoreError` is logged, not raised.
+        """
         now = time.monotonic()
         rested = self._swept_at is None or now - self._swept_at >= _SWEEP_EVERY_SECONDS
         if not (self._sweeps and rested):
@@ -144,6 +145,9 @@ class Retainer:
         except UnsupportedError as error:
             self._sweeps = False
             logger.info("%s is not swept: %s", self._run_url, error)
+            return
+        except DcpObjstoreError as error:
+            logger.warning("%s was not swept: %s", self._run_url, error)
             return
         if swept.deleted or swept.uploads_aborted:
             logger.info(

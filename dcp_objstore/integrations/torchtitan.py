@@ -1,0 +1,221 @@
+"""`install` for torchtitan: its `CheckpointManager` keeps a run of steps in a bucket.
+
+torchtitan (0.3) looks at its folder with the functions of `torchtitan.tools.filesystem`, on each
+rank by itself. For a URL they use fsspec: its listing is cached and so may differ between ranks,
+and its deletion knows neither markers nor pins. For a URL of `dcp_objstore.install`, functions of
+this module take their place, and a hook of `BaseCheckpointManager.load` shows all ranks the same
+steps. The hooks stay for good; they do nothing for other folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.tools import filesystem
+
+from dcp_objstore.checkpoint.names import CLAIM_KEY, DOT_METADATA_KEY, MARKER_KEY
+from dcp_objstore.distributed.failures import on_first
+from dcp_objstore.distributed.groups import sync_group
+from dcp_objstore.errors import (
+    CheckpointNotFoundError,
+    InputError,
+    ObjectNotFoundError,
+    UnsupportedError,
+)
+from dcp_objstore.integrations.install import (
+    Installation,
+    install as install_for_torch,
+    installed_spec,
+)
+from dcp_objstore.run.housekeeping import Retainer
+from dcp_objstore.run.steps import step_number, step_numbers, step_url
+from dcp_objstore.run.upkeep import delete_step
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.transfer.interruptible import InterruptibleStore
+
+
+class _Installed:
+    """What is installed in this process.
+
+    Attributes:
+        delete_now: as in `install`.
+        retainers: sweep the runs and know the steps that this job resumed from, by the runs' URLs.
+        agreed: during a load, the URL of the run and its steps, the same on all ranks.
+    """
+
+    has_hooks = False
+    delete_now: bool
+    retainers: dict[str, Retainer]
+    agreed: tuple[str, tuple[int, ...]] | None = None
+
+
+def install(*, delete_now: bool = False, **options: Any) -> Installation:
+    """Let torchtitan's own `CheckpointManager` keep its steps in a bucket with this library.
+
+    Call it once on every rank, in place of `dcp_objstore.install`, which it calls. From then on, if
+    the folder of checkpoints is a URL, torchtitan
+
+    - saves with `ObjectStoreWriter` and loads with `ObjectStoreReader`, in each `async_mode`;
+    - resumes all ranks from the same step: the newest that is committed, or that torch's own writer
+      completed. Rank 0 lists the run each time that `load` is called;
+    - deletes what `keep_latest_k` does not keep, as `dcp_objstore.delete` does. A pinned step, the
+      last one that was committed and the one that this job resumed from are kept, and torchtitan
+      logs why. After a deletion, once an hour, it sweeps the run.
+
+    Other folders stay torchtitan's.
+
+    Args:
+        delete_now: remove the objects of a deleted step at once. With False, the step no longer
+            counts, and a sweep removes its objects a day later, so that readers are not disturbed.
+            Default False.
+        options: those of `dcp_objstore.install`.
+
+    Returns:
+        What `dcp_objstore.install` returns. `dcp_objstore.uninstall` ends both.
+
+    Raises:
+        UnsupportedError: this version of torchtitan or torch has no place to hook.
+        ConfigError, InvalidUrlError: as `dcp_objstore.install`.
+    """
+    if not _Installed.has_hooks:
+        _hook()
+        _Installed.has_hooks = True
+    installation = install_for_torch(**options)
+    _Installed.delete_now, _Installed.retainers = delete_now, {}
+    return installation
+
+
+def _hook() -> None:
+    ours: dict[str, Callable[[StoreSpec], Any]] = {
+        "exists": _exists,
+        "isdir": _isdir,
+        "isfile": _isfile,
+        "listdir": _listdir,
+        "rmtree": _rmtree,
+    }
+    if not all(hasattr(filesystem, name) for name in ours):
+        raise UnsupportedError(
+            "install() cannot hook this version of torchtitan: torchtitan.tools.filesystem lacks"
+            f" one of {', '.join(ours)}. Use torchtitan 0.3"
+        )
+    for name, function in ours.items():
+        setattr(filesystem, name, _for_urls(function, getattr(filesystem, name)))
+    BaseCheckpointManager.load = _with_agreed_steps(BaseCheckpointManager.load)
+
+
+def _for_urls(function: Callable[[StoreSpec], Any], original: Callable[[Any], Any]) -> Any:
+    @functools.wraps(original)
+    def for_urls(path: Any) -> Any:
+        spec = installed_spec(path)
+        return original(path) if spec is None else function(spec)
+
+    return for_urls
+
+
+def _with_agreed_steps(original: Callable[[Any, int], bool]) -> Callable[[Any, int], bool]:
+    """Answer what a load asks about its folder from one listing, which rank 0 makes."""
+
+    @functools.wraps(original)
+    def load(self: Any, step: int = -1) -> bool:
+        run = installed_spec(getattr(self, "folder", None))  # has none if it is not enabled
+        if run is None:
+            return original(self, step)
+        steps = on_first(lambda: _loadable(run), run.url, sync_group(None, run.config))
+        _Installed.agreed = (run.url, steps)
+        try:
+            loaded = original(self, step)
+        finally:
+            _Installed.agreed = None
+        if loaded and steps:
+            _retainer(run).resumed = steps[-1] if step == -1 else step
+        return loaded
+
+    return load
+
+
+def _retainer(run: StoreSpec) -> Retainer:
+    if run.url not in _Installed.retainers:
+        _Installed.retainers[run.url] = Retainer(
+            run.url,
+            None,
+            now=_Installed.delete_now,
+            sweeps=True,
+            storage_options=run.storage_options,
+            config=run.config,
+        )
+    return _Installed.retainers[run.url]
+
+
+def _committed(run: StoreSpec) -> tuple[int, ...]:
+    return step_numbers(run.url, None, storage_options=run.storage_options, config=run.config)
+
+
+def _loadable(run: StoreSpec) -> tuple[int, ...]:
+    """List the committed steps, and those of torch's own writer, which have only `.metadata`."""
+    keys = {meta.key for meta in InterruptibleStore(run.open()).list()}
+    found: set[int | None] = {*_committed(run)}
+    if CLAIM_KEY not in keys:  # with a claim, only steps that carry one count
+        for key in keys:
+            name, _, rest = key.partition("/")
+            if rest == DOT_METADATA_KEY and f"{name}/{MARKER_KEY}" not in keys:
+                found.add(step_number(name))
+    return tuple(sorted(number for number in found if number is not None))
+
+
+def _agreed(spec: StoreSpec) -> bool | None:
+    """Return whether something exists in the run that is being loaded; None for other places."""
+    if _Installed.agreed is None:
+        return None
+    run_url, steps = _Installed.agreed
+    if spec.url == run_url:
+        return bool(steps)
+    if not spec.url.startswith(f"{run_url}/"):
+        return None
+    # If the step can be loaded, then so can its metadata.
+    url = spec.url.removesuffix(f"/{DOT_METADATA_KEY}")
+    return url in {step_url(run_url, step) for step in steps}
+
+
+def _exists(spec: StoreSpec) -> bool:
+    return _isdir(spec) or _isfile(spec)
+
+
+def _isdir(spec: StoreSpec) -> bool:
+    agreed = _agreed(spec)
+    if agreed is not None:
+        return agreed
+    return any(True for _ in InterruptibleStore(spec.open()).list())
+
+
+def _isfile(spec: StoreSpec) -> bool:
+    agreed = _agreed(spec)
+    folder, name = spec.parent()
+    if agreed is not None or folder is None:
+        return bool(agreed)
+    try:
+        InterruptibleStore(folder.open()).head(name)
+    except ObjectNotFoundError:
+        return False
+    return True
+
+
+def _listdir(spec: StoreSpec) -> list[str]:
+    agreed = _Installed.agreed
+    steps = agreed[1] if agreed is not None and agreed[0] == spec.url else _committed(spec)
+    return [f"step-{step}" for step in steps]
+
+
+def _rmtree(spec: StoreSpec) -> None:
+    run, name = spec.parent()
+    if run is None:
+        raise InputError("a whole bucket is not deleted", url=spec.url)
+    retainer = _retainer(run)
+    if step_number(name) == retainer.resumed is not None:
+        raise InputError("this job resumed from this step, so it is kept", url=spec.url)
+    with contextlib.suppress(CheckpointNotFoundError):
+        delete_step(spec, 0, now=_Installed.delete_now, even_newest=False)
+    retainer.sweep()
