@@ -27,6 +27,7 @@ import torch
 from dcp_objstore.compat.values import check_safe
 from dcp_objstore.distributed.groups import rank_and_world_size
 from dcp_objstore.errors import (
+    CheckpointCorruptError,
     CheckpointExistsError,
     ConfigError,
     StateMismatchError,
@@ -57,11 +58,17 @@ def _read_files(folder: Path) -> dict[str, bytes]:
 
 
 def _write_files(folder: Path, of_ranks: Sequence[Mapping[str, bytes]]) -> None:
-    """Write the files of all ranks. Of two with one name, this rank's own counts, then rank 0's."""
+    """Write the files of all ranks. Of two with one name, this rank's own counts, then rank 0's.
+
+    Raises:
+        CheckpointCorruptError: a name leads out of the folder.
+    """
     rank, _ = rank_and_world_size()
     for files in (*reversed(of_ranks), *of_ranks[rank : rank + 1]):
         for name, body in files.items():
             path = folder / name
+            if ".." in path.parts or not path.is_relative_to(folder):
+                raise CheckpointCorruptError(f"{name!r} is no name of a file here", key="files")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(body)
 
@@ -124,12 +131,13 @@ class _AcceleratorFiles(PerRank):
         super().fill(loaded)
         if not self.values:
             return
-        # All other files are loaded with weights_only=True.
-        for name, body in self.values[0].items():
-            if name.startswith("custom_checkpoint_"):
-                check_safe(body, f"files, {name}", trust_pickle=self._trust_pickle)
         with self._without_tensors() as folder:
             _write_files(folder, self.values)
+            # accelerate loads all other files with weights_only=True.
+            for path in folder.glob("custom_checkpoint_*"):
+                check_safe(
+                    path.read_bytes(), f"files, {path.name}", trust_pickle=self._trust_pickle
+                )
             self.value.load_state(str(folder))
             # A rank without a random state would not have it, and gradient accumulation needs it.
             self.value.step = load_file(folder / "random_states_0.pkl")["step"]
@@ -161,10 +169,10 @@ def with_object_store(trainer: T, run_url: str, *, background: bool = False, **o
     `optimizer`, and under `files` everything else. A `CheckpointManager` looks after the run while
     `train` runs:
 
-    - `resume_from_checkpoint=True` goes on with the newest step that is whole, on any machine, with
-      any number of ranks, and under another wrapper (single process, DDP, FSDP1, FSDP2). In an
-      empty run it starts training, with a warning. A URL goes on with that step, or starts from a
-      step of another run. Without it, a run that has steps is refused.
+    - `resume_from_checkpoint=True` goes on with the newest committed step, on any machine, with any
+      number of ranks, and under another wrapper (single process, DDP, FSDP1, FSDP2). In an empty
+      run it starts training, with a warning. A URL goes on with that step, or starts from a step of
+      another run. Without it, a run that has steps is refused.
     - `save_total_limit` deletes old steps after a newer one is committed, never one that is
       pinned, the newest, the best (as the Trainer has it), or the one that the job resumed from.
       At the end of `train` the newest step stays, too, if it is not the best.
@@ -327,14 +335,15 @@ class _TrainerRun:
             return wanted or None
         assert self.scratch is not None
         assert files.values is not None
-        if _SCHEDULER not in files.values[0]:
-            raise StateMismatchError(
-                "this step was saved with save_only_model, so training cannot go on from it; to"
-                " start from its weights, load them into the model by dcp_objstore.load",
-                url=self.loads,
-            )
         folder = self.scratch / "resumed"
         _write_files(folder, files.values)
+        if not {_TRAINER_STATE, _SCHEDULER} <= files.values[0].keys():
+            raise StateMismatchError(
+                "training cannot go on from this checkpoint: no Trainer saved it, or one with"
+                " save_only_model. To start from its weights, load them by"
+                ' dcp_objstore.load({"model": model}, url)',
+                url=self.loads,
+            )
         state = json.loads((folder / _TRAINER_STATE).read_text())
         self._last_step = state["global_step"]
         # The Trainer would look for a local folder.

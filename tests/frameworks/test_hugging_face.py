@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import random
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,12 +48,12 @@ from transformers import (
     set_seed,
 )
 
+from dcp_objstore.integrations import hf
 from dcp_objstore.integrations.hf import accelerator_state, with_object_store
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "hf_trainer.py"
 PAGE = ROOT / "docs" / "frameworks" / "hugging-face.md"
-KEYS = (("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret"))
 pytestmark = [pytest.mark.backends("seaweed"), pytest.mark.filterwarnings("ignore")]
 
 
@@ -291,6 +295,31 @@ def test_a_custom_object_runs_no_code_unless_it_is_trusted(bucket: Bucket, tmp_p
         assert Path("harm").exists()
 
 
+@pytest.mark.parametrize(
+    "name", ["../harm", "/tmp/harm", "a/../../harm", "custom_checkpoint_0.pkl/x"]
+)
+def test_a_hostile_name_of_a_file_is_refused(bucket: Bucket, tmp_path: Path, name: str) -> None:
+    with a_machine(str(tmp_path)):
+        state = accelerator_state(accelerated("single")["accelerator"])
+        access: Any = {"storage_options": bucket.storage_options}
+        files = state["files"].to_save()["0"][0]
+        dos.save({**state, "files": dos.PerRank({**files, name: b"harm"})}, bucket.url, **access)
+        with pytest.raises(dos.DcpObjstoreError):
+            dos.load(state, bucket.url, **access)
+        assert not list(tmp_path.rglob("harm"))
+        assert not Path("/tmp/dcp-objstore-harm").exists()
+
+
+def test_of_files_with_one_name_a_rank_reads_its_own_or_that_of_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, expected in enumerate([b"0", b"1", b"0"]):
+        monkeypatch.setattr(hf, "rank_and_world_size", lambda rank=rank: (rank, 3))
+        hf._write_files(tmp_path, [{"one": b"0"}, {"one": b"1", "two": b"2"}])
+        assert (tmp_path / "one").read_bytes() == expected
+        assert (tmp_path / "two").read_bytes() == b"2"
+
+
 def test_an_accelerator_that_saves_in_its_own_way_is_refused(tmp_path: Path) -> None:
     with a_machine(str(tmp_path)):
         accelerator = accelerated("single")["accelerator"]
@@ -472,7 +501,9 @@ def test_save_total_limit_deletes_on_the_bucket_and_spares_the_best_and_the_pinn
                 return metrics
 
             trainer.evaluate = known
-            with_object_store(trainer, bucket.url, delete_now=True, sweep=False, **access)
+            with_object_store(
+                trainer, bucket.url, background=True, delete_now=True, sweep=False, **access
+            )
             trainer.train(resume_from_checkpoint=resume)
             loads.append(trainer.state.best_model_checkpoint)
             return get_model_state_dict(trainer.model)
@@ -519,6 +550,9 @@ def test_a_url_resumes_a_step_of_this_run_or_starts_from_one_of_another(
     assert names("a") == ["step-1", "step-2"]  # step 3 stopped counting
     with pytest.raises(dos.CheckpointNotFoundError):
         train("a", 3, bucket.at("a/step-9"))
+    # At the end of an epoch the Trainer saves one step twice.
+    train("twice", 2, None, save_strategy="epoch", per_device_train_batch_size=48)
+    assert names("twice") == ["step-2"]
     train("weights", 1, None, save_only_model=True)
     opened = dos.open(bucket.at("weights/step-1"), **access)
     assert not [key for key in opened if key.startswith("optimizer")]
@@ -602,25 +636,24 @@ def py_blocks() -> list[str]:
     return re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.M | re.S)
 
 
+@pytest.fixture
+def credentials(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"AWS_ENDPOINT_URL": "endpoint_url", "AWS_ACCESS_KEY_ID": "key"}
+    for name, option in {**names, "AWS_SECRET_ACCESS_KEY": "secret"}.items():
+        monkeypatch.setenv(name, str(bucket.storage_options[option]))
+
+
+@pytest.mark.usefixtures("credentials")
 def test_the_example_resumes_on_one_rank(bucket: Bucket, tmp_path: Path) -> None:
     for line in py_blocks()[0].splitlines():
         assert line in EXAMPLE.read_text()
     assert len(EXAMPLE.read_text().splitlines()) < 80
-    options = bucket.storage_options
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-        "AWS_ENDPOINT_URL": str(options["endpoint_url"]),
-        "AWS_ACCESS_KEY_ID": str(options["key"]),
-        "AWS_SECRET_ACCESS_KEY": str(options["secret"]),
-        "OMP_NUM_THREADS": "1",
-    }
 
     def run(*command: str) -> str:
         done = subprocess.run(
             [sys.executable, *command],
             cwd=tmp_path,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
             capture_output=True,
             text=True,
             timeout=250,
@@ -636,25 +669,22 @@ def test_the_example_resumes_on_one_rank(bucket: Bucket, tmp_path: Path) -> None
     shutil.rmtree(tmp_path / "local")
     assert "went on after step 10, trained to step 15" in run(str(EXAMPLE), bucket.url, "15")
     assert not list(tmp_path.glob("local/checkpoint*"))
-    steps = dos.steps(bucket.url, storage_options=options)
-    # Two, of which it resumed from the first.
+    steps = dos.steps(bucket.url)
     assert [(step.name, step.world_size) for step in steps] == [("step-10", 2), ("step-15", 1)]
+    read: dict[str, Any] = {"dos": dos}
+    exec(py_blocks()[3].replace("s3://bucket/run", bucket.url), read)
+    assert json.loads(read["files"]["config.json"])["n_embd"] == 32
 
 
+@pytest.mark.usefixtures("credentials")
 def test_what_the_page_says_of_accelerate_runs(bucket: Bucket, tmp_path: Path) -> None:
-    _, one_step, run, files = (
-        block.replace("s3://bucket/run", bucket.url) for block in py_blocks()
-    )
+    _, one_step, run, _ = (block.replace("s3://bucket/run", bucket.url) for block in py_blocks())
     job: dict[str, Any] = {}
-    with a_machine(str(tmp_path)), pytest.MonkeyPatch.context() as patch:
-        for name, option in (("AWS_ENDPOINT_URL", "endpoint_url"), *KEYS):
-            patch.setenv(name, str(bucket.storage_options[option]))
+    with a_machine(str(tmp_path)):
         job |= accelerated("single")
         exec(one_step, job)
         job |= {"steps": 1500, "train_one_step": lambda: None}
-        with pytest.raises(dos.CheckpointNotFoundError):
-            exec(files.replace("step-10", "step-0"), job)
-        dos.delete(bucket.at("step-10"), even_newest=True)
         exec(run, job)
+    assert job["start"] == 10
     steps = dos.steps(bucket.url, storage_options=bucket.storage_options)
-    assert [step.name for step in steps] == ["step-500", "step-1000", "step-1500"]
+    assert [step.name for step in steps] == ["step-10", "step-500", "step-1000", "step-1500"]
