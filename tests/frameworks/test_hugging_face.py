@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -533,7 +534,8 @@ def test_a_url_resumes_a_step_of_this_run_or_starts_from_one_of_another(
 
     def train(run: str, last: int, resume: str | bool | None, **arguments: Any) -> Any:
         with a_machine(str(tmp_path)):
-            trainer = make_trainer(At(last, stop), save_strategy="steps", save_steps=1, **arguments)
+            saves = {"save_strategy": "steps", "save_steps": 1}
+            trainer = make_trainer(At(last, stop), **{**saves, **arguments})
             with_object_store(trainer, bucket.at(run), **access)
             trainer.train(resume_from_checkpoint=resume)
             return get_model_state_dict(trainer.model)
@@ -644,30 +646,30 @@ def credentials(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("credentials")
-def test_the_example_resumes_on_one_rank(bucket: Bucket, tmp_path: Path) -> None:
+def test_the_example_resumes_on_one_rank(
+    bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for line in py_blocks()[0].splitlines():
         assert line in EXAMPLE.read_text()
     assert len(EXAMPLE.read_text().splitlines()) < 80
 
-    def run(*command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-            capture_output=True,
-            text=True,
-            timeout=250,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert [path.name for path in tmp_path.iterdir()] == ["local"]
-        return done.stdout
-
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    first = run(*torchrun, str(EXAMPLE), bucket.url, "10")
-    assert "went on after step 0, trained to step 10" in first
-    shutil.rmtree(tmp_path / "local")
-    assert "went on after step 10, trained to step 15" in run(str(EXAMPLE), bucket.url, "15")
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(EXAMPLE), bucket.url, "10"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "went on after step 0, trained to step 10" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["local"]
+    with a_machine(str(tmp_path)):
+        runpy.run_path(str(EXAMPLE))["main"](bucket.url, 15)
+        assert [path.name for path in Path().iterdir()] == ["local"]
+    assert "went on after step 10, trained to step 15" in capsys.readouterr().out
     assert not list(tmp_path.glob("local/checkpoint*"))
     steps = dos.steps(bucket.url)
     assert [(step.name, step.world_size) for step in steps] == [("step-10", 2), ("step-15", 1)]
