@@ -13,6 +13,7 @@ Neither `accelerate` nor `transformers` is imported before one of their objects 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import shutil
 import tempfile
@@ -208,11 +209,12 @@ def with_object_store(trainer: T, run_url: str, *, background: bool = False, **o
         SupersededError: another job took over the run.
         DcpObjstoreError: a save or the load failed.
     """
-    for name in ("args", "state", "accelerator", "_save_checkpoint", "_load_best_model"):
-        if not hasattr(trainer, name):
+    for name, method in vars(_ObjectStoreTrainer).items():
+        # If it were gone from a later version, what overrides it here would never be called.
+        if inspect.isfunction(method) and not hasattr(trainer, name):
             raise ConfigError(
-                f"with_object_store takes a Trainer of transformers 5; {type(trainer).__name__} has"
-                f" no {name!r}"
+                "with_object_store takes a Trainer of transformers 5 (tested with 5.23);"
+                f" {type(trainer).__name__} has no {name!r}"
             )
     if isinstance(trainer, _ObjectStoreTrainer):
         raise ConfigError("this Trainer has a run already", url=run_url)
@@ -452,6 +454,7 @@ class _ObjectStoreTrainer:
         if scratch is None or not Path(output_dir or ".").is_relative_to(scratch):
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         elif trainer.args.should_save:
+            Path(output_dir or "").mkdir(parents=True, exist_ok=True)
             parts = [getattr(trainer.model, name, None) for name in ("config", "generation_config")]
             for part in (*parts, trainer.processing_class):
                 if hasattr(part, "save_pretrained"):

@@ -372,7 +372,7 @@ def stop(control: Any) -> None:
     control.should_save = control.should_training_stop = True
 
 
-def make_trainer(*callbacks: Any, **arguments: Any) -> Any:
+def make_trainer(*callbacks: Any, model: Any = None, **arguments: Any) -> Any:
     settings: dict[str, Any] = {
         "output_dir": "out",
         "max_steps": 12,
@@ -386,7 +386,7 @@ def make_trainer(*callbacks: Any, **arguments: Any) -> Any:
     }
     arguments = TrainingArguments(**{**settings, **arguments})  # type: ignore[assignment]
     return Trainer(
-        gpt2(),
+        model or gpt2(),
         arguments,  # type: ignore[arg-type]
         train_dataset=data(),
         eval_dataset=data()[:4],
@@ -562,6 +562,27 @@ def test_a_url_resumes_a_step_of_this_run_or_starts_from_one_of_another(
         train("weights", 2, True)
 
 
+class Plain(torch.nn.Module):
+    """A model that is not one of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(32, 4)
+
+    def forward(self, input_ids: Any, labels: Any) -> dict[str, Any]:
+        return {"loss": self.table(input_ids).square().mean() + 0 * labels.sum()}
+
+
+def test_a_plain_module_is_trained_on(bucket: Bucket, tmp_path: Path) -> None:
+    for last in (1, 2):
+        with a_machine(str(tmp_path)):
+            trainer = make_trainer(At(last, stop), model=Plain())
+            with_object_store(trainer, bucket.url, storage_options=bucket.storage_options)
+            trainer.train(resume_from_checkpoint=True)
+            assert (trainer.run.last_resume.step or 0) == last - 1
+    assert_only_commits(bucket, "step-1", "step-2")
+
+
 def preempted_job(rank: int, world: int, folder: str, url: str, options: Options) -> int:
     with a_machine(folder, "ddp", rank, world):
 
@@ -592,7 +613,7 @@ def test_what_a_trainer_cannot_do_on_a_bucket_is_refused(tmp_path: Path) -> None
             with_object_store(make_trainer(), "s4://bucket/run")
         with pytest.raises(TypeError, match="keeep"):
             with_object_store(make_trainer(), "s3://bucket/run", keeep=3)
-        with pytest.raises(dos.ConfigError, match="Trainer"):
+        with pytest.raises(dos.ConfigError, match="has no 'train'"):
             with_object_store(object(), "s3://bucket/run")
         with_object_store(trainer, "memory://run")
         with pytest.raises(dos.ConfigError, match="already"):
