@@ -5,11 +5,12 @@ list that nobody can extend (2.9 to 2.15). So making exactly `FileSystemWriter`,
 or their fsspec forms for one of our URLs gives our writer or reader. That holds for names that were
 imported earlier, too. Local paths and subclasses stay torch's.
 
-Three things are hooked: `__new__` and `validate_checkpoint_id` of the two classes,
-`dcp.async_save`, so that our writer stages, and torch's executors for an `async_save` that was
-imported earlier: their thread or child, which may find nothing installed, is given the writer. The
-hooks stay for good, because Python cannot take `__new__` back from a class; without settings they
-do nothing.
+Four things are hooked: `__new__` and `validate_checkpoint_id` of the two classes,
+`dcp.async_save`, so that our writer stages, torch's executors for an `async_save` that was
+imported earlier: their thread or child, which may find nothing installed, is given the writer; and
+`os.mkdir`, so that a program which takes a URL for a local path fails before it writes files that
+never reach the bucket. The hooks stay for good, because Python cannot take `__new__` back from a
+class; without settings they do nothing.
 """
 
 from __future__ import annotations
@@ -157,6 +158,10 @@ def install(
     `ObjectStoreReader` do. Local paths and subclasses of these classes stay torch's. A path that
     `pathlib` or `os.path.abspath` made of a URL ("s3:/bucket/run") is taken for that URL.
 
+    A program that takes such a URL for a local path gets an UnsupportedError when it makes the
+    folder `s3:` in the working directory: many frameworks write small files of their own next to
+    torch's. For some of them there is a module in `dcp_objstore.integrations`.
+
     A second call replaces the settings of the first.
 
     Args:
@@ -224,6 +229,24 @@ def _hook() -> None:
         module.async_save = _with_writer(module.async_save)  # type: ignore[attr-defined]
     for executor in executors:
         executor.execute_save = _with_writer(executor.execute_save)
+    os.mkdir = _refusing_urls(os.mkdir)  # `os.makedirs` and `pathlib` call it
+
+
+def _refusing_urls(mkdir: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(mkdir)
+    def refusing(path: Any, *args: Any, **kwargs: Any) -> None:
+        if _installed.settings is not None and _url(path) is not None:
+            here = os.path.relpath(path)
+            if _url(here.partition("/")[0]) is not None:
+                raise UnsupportedError(
+                    f"a program takes a URL for a local path: it is about to make the folder"
+                    f" {here!r} in {os.getcwd()}, and what it writes there would not reach the"  # noqa: PTH109
+                    " bucket. See the page of this framework in the documentation (Frameworks) for"
+                    " what to write instead"
+                )
+        mkdir(path, *args, **kwargs)
+
+    return refusing
 
 
 def _is_torchs(kind: type) -> bool:

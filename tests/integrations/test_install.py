@@ -223,6 +223,30 @@ def test_a_save_that_runs_when_the_installation_ends_goes_where_it_was_sent(
     assert is_committed(bucket, "step-3")
 
 
+@pytest.mark.parametrize("make", [os.makedirs, lambda path: Path(path).mkdir(parents=True)])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_url_that_is_taken_for_a_local_folder_is_an_error(
+    tmp_path: Path, make: Any, form: Any
+) -> None:
+    """As frameworks do that write small files next to torch's."""
+    with dos.install():
+        with pytest.raises(dos.UnsupportedError, match="takes a URL for a local path"):
+            make(form("s3://bucket/run"))
+        assert list(Path().iterdir()) == []
+        make(form("run/a"))
+        make(tmp_path / "there" / "s3:" / "b")  # somebody's own folder
+        os.mkdir(b"bytes")  # noqa: PTH102
+    make(form("s3://bucket/run"))  # not our matter
+    assert Path("s3:/bucket/run").is_dir()
+    with (
+        dos.install(),
+        pytest.raises(dos.UnsupportedError, match="takes a URL for a local path"),
+    ):
+        os.makedirs(form("s3://bucket/run"), exist_ok=True)  # noqa: PTH103
+    for name in ("run/a", "run", "bytes", "s3:/bucket/run", "s3:/bucket", "s3:"):
+        Path(name).rmdir()
+
+
 def test_what_cannot_be_kept_is_refused() -> None:
     with pytest.raises(dos.ConfigError, match="at least one scheme"):
         dos.install(schemes="s3")

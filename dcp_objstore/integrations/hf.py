@@ -1,0 +1,498 @@
+"""Hugging Face: accelerate's `Accelerator` as a state, and a Trainer whose run is on a bucket.
+
+Models and optimizers are saved as tensors, each rank its shards, under keys that do not depend on
+how they were wrapped. The other files of a Hugging Face checkpoint (schedulers, random states,
+samplers, the scaler, `trainer_state.json`, ...) are small. Each rank lets the framework write them
+to a temporary folder, and they become one value of the same checkpoint: `files.<rank>`, a tuple
+with a dict of relative paths to bytes. A load puts the files of all ranks into a temporary folder
+for the framework to read.
+
+Neither `accelerate` nor `transformers` is imported before one of their objects is passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from dcp_objstore.compat.values import check_safe
+from dcp_objstore.distributed.groups import rank_and_world_size
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    ConfigError,
+    StateMismatchError,
+    UnsupportedError,
+)
+from dcp_objstore.observe.report import logger
+from dcp_objstore.read.api import load
+from dcp_objstore.run.manager import CheckpointManager
+from dcp_objstore.run.retention import KeepLatest, RetentionPolicy, StepFacts
+from dcp_objstore.run.steps import step_number, step_url
+from dcp_objstore.state.per_rank import PerRank, own_name
+from dcp_objstore.stores import StoreSpec
+
+if TYPE_CHECKING:
+    from dcp_objstore.write.async_save import AsyncSaveHandle
+
+T = TypeVar("T")
+
+_TRAINER_STATE = "trainer_state.json"
+_SCHEDULER = "scheduler.pt"
+_OWN_CHECKPOINTS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+
+
+def _read_files(folder: Path) -> dict[str, bytes]:
+    """Return all files of a folder, by their relative paths."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def _write_files(folder: Path, of_ranks: Sequence[Mapping[str, bytes]]) -> None:
+    """Write the files of all ranks. Of two with one name, this rank's own counts, then rank 0's.
+
+    Raises:
+        CheckpointCorruptError: a name leads out of the folder.
+    """
+    rank, _ = rank_and_world_size()
+    for files in (*reversed(of_ranks), *of_ranks[rank : rank + 1]):
+        for name, body in files.items():
+            path = folder / name
+            if ".." in path.parts or not path.is_relative_to(folder):
+                raise CheckpointCorruptError(f"{name!r} is no name of a file here", key="files")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(body)
+
+
+# --- accelerate
+
+
+def accelerator_state(accelerator: Any, *, trust_pickle: bool = False) -> dict[str, Any]:
+    """Return what `Accelerator.save_state` saves as a state for `save`, `load` and runs.
+
+        dos.save(accelerator_state(accelerator), "s3://bucket/run/step-10")
+        dos.load(accelerator_state(accelerator), "s3://bucket/run/step-10")
+
+    It has the prepared models and optimizers (`model`, `model_1`, ..., `optimizer`,
+    `optimizer_1`, ...), which are saved sharded whatever the plugin's `state_dict_type` is, and
+    under `files` everything else: schedulers, dataloaders, the scaler, objects of
+    `register_for_checkpointing`, and the random states of each rank. A load takes checkpoints of
+    any number of ranks and of any way to wrap the model; a rank that did not exist keeps its random
+    state. Make it after `prepare`. It is read when it is saved, so one can be used for a whole run.
+
+    Functions of `register_save_state_pre_hook` and `register_load_state_pre_hook` are called
+    without models, with a temporary folder. What they write there is saved, too.
+
+    Args:
+        accelerator: with DDP, FSDP1, FSDP2 or a single process.
+        trust_pickle: let accelerate unpickle the state of an object of `register_for_checkpointing`
+            even if that may run code that the checkpoint's author chose. Default False.
+
+    Raises:
+        UnsupportedError: DeepSpeed, Megatron-LM or XLA, which save in ways of their own.
+    """
+    kind = accelerator.distributed_type.value
+    if kind in _OWN_CHECKPOINTS:
+        raise UnsupportedError(
+            f"an Accelerator under {kind} keeps its own checkpoints; use DDP, FSDP1 or FSDP2"
+        )
+    optimizers = [wrapped.optimizer for wrapped in accelerator._optimizers]
+    return {
+        **{f"model_{n}" if n else "model": one for n, one in enumerate(accelerator._models)},
+        **{f"optimizer_{n}" if n else "optimizer": one for n, one in enumerate(optimizers)},
+        "files": _AcceleratorFiles(accelerator, trust_pickle=trust_pickle),
+    }
+
+
+class _AcceleratorFiles(PerRank):
+    """The files that `Accelerator.save_state` writes when it has no models and no optimizers."""
+
+    def __init__(self, accelerator: Any, *, trust_pickle: bool) -> None:
+        super().__init__(accelerator, choice="list")
+        self._trust_pickle = trust_pickle
+
+    def to_save(self) -> dict[str, Any]:
+        with self._without_tensors() as folder:
+            self.value.save_state(str(folder))
+            return {own_name(): (_read_files(folder),)}
+
+    def fill(self, loaded: Mapping[str, tuple[Any, ...]]) -> None:
+        from accelerate.utils import load as load_file
+
+        super().fill(loaded)
+        if not self.values:
+            return
+        with self._without_tensors() as folder:
+            _write_files(folder, self.values)
+            # accelerate loads all other files with weights_only=True.
+            for path in folder.glob("custom_checkpoint_*"):
+                check_safe(
+                    path.read_bytes(), f"files, {path.name}", trust_pickle=self._trust_pickle
+                )
+            self.value.load_state(str(folder))
+            # A rank without a random state would not have it, and gradient accumulation needs it.
+            self.value.step = load_file(folder / "random_states_0.pkl")["step"]
+
+    @contextlib.contextmanager
+    def _without_tensors(self) -> Iterator[Path]:
+        accelerator, project = self.value, self.value.project_configuration
+        held = accelerator._models, accelerator._optimizers, project.automatic_checkpoint_naming
+        accelerator._models, accelerator._optimizers = [], []
+        project.automatic_checkpoint_naming = False  # it would write to another folder
+        try:
+            with tempfile.TemporaryDirectory(prefix="dcp-objstore-") as folder:
+                yield Path(folder)
+        finally:
+            accelerator._models, accelerator._optimizers = held[:2]
+            project.automatic_checkpoint_naming = held[2]
+
+
+# --- Trainer
+
+
+def with_object_store(trainer: T, run_url: str, *, background: bool = False, **options: Any) -> T:
+    """Make a `transformers.Trainer` keep its checkpoints as a run on an object store.
+
+        trainer = with_object_store(Trainer(model, args, ...), "s3://bucket/run")
+        trainer.train(resume_from_checkpoint=True)
+
+    When the Trainer would save, it saves the step `run_url/step-N`, in one commit: `model`,
+    `optimizer`, and under `files` everything else. A `CheckpointManager` looks after the run while
+    `train` runs:
+
+    - `resume_from_checkpoint=True` goes on with the newest committed step, on any machine, with any
+      number of ranks, and under another wrapper (single process, DDP, FSDP1, FSDP2). In an empty
+      run it starts training, with a warning. A URL goes on with that step, or starts from a step of
+      another run. Without it, a run that has steps is refused.
+    - `save_total_limit` deletes old steps after a newer one is committed, never one that is
+      pinned, the newest, the best (as the Trainer has it), or the one that the job resumed from.
+      At the end of `train` the newest step stays, too, if it is not the best.
+    - On SIGTERM the ranks agree on a step, save it and stop training.
+    - The metrics that were logged at a step stand in its marker, and `dcp-objstore ls` shows them.
+
+    `output_dir` stays a local folder: for logs, and for what `save_model`, `save_state` and
+    `save_metrics` write.
+
+    Args:
+        trainer: a Trainer or an object of a subclass. It is changed in place.
+        run_url: URL of the run.
+        background: return from a save as soon as the state was copied to host memory, and upload
+            and commit it while training goes on. `on_save` of callbacks is then called before the
+            commit. The next save and the end of `train` wait for it and raise its error. Default
+            False: a save returns when it is committed.
+        options: arguments of `CheckpointManager`, such as `storage_options`, `config`,
+            `delete_now` or `on_event`. `keep` counts instead of `save_total_limit`.
+
+    Returns:
+        The same trainer. Its `run` is the `CheckpointManager` of the current or last `train`.
+
+    Raises:
+        ConfigError: it is no Trainer, its `output_dir` is a URL, it pushes checkpoints to the Hub,
+            or an option is wrong.
+        InvalidUrlError: `run_url` is wrong.
+        UnsupportedError: the Trainer uses DeepSpeed or XLA.
+
+    `train` raises:
+        CheckpointExistsError: the run has steps, and `resume_from_checkpoint` was not passed.
+        CorruptDataError: the step to resume from is damaged. Pass the URL of an earlier one.
+        StateMismatchError: it has other keys or shapes, or was saved with `save_only_model`.
+        SupersededError: another job took over the run.
+        DcpObjstoreError: a save or the load failed.
+    """
+    for name, method in vars(_ObjectStoreTrainer).items():
+        # If it were gone from a later version, what overrides it here would never be called.
+        if inspect.isfunction(method) and not hasattr(trainer, name):
+            raise ConfigError(
+                "with_object_store takes a Trainer of transformers 5 (tested with 5.23);"
+                f" {type(trainer).__name__} has no {name!r}"
+            )
+    if isinstance(trainer, _ObjectStoreTrainer):
+        raise ConfigError("this Trainer has a run already", url=run_url)
+    changed: Any = trainer
+    args = changed.args
+    if "://" in args.output_dir:
+        raise ConfigError(
+            f"output_dir must be a local folder, got {args.output_dir!r}; the URL is only for"
+            " with_object_store"
+        )
+    if args.push_to_hub and args.hub_strategy.value != "end":
+        raise ConfigError(
+            "checkpoints on an object store cannot be pushed to the Hub; pass hub_strategy='end'"
+        )
+    if changed.is_deepspeed_enabled or changed.is_fsdp_xla_enabled:
+        raise UnsupportedError("DeepSpeed and XLA keep their own checkpoints; use DDP or FSDP")
+    changed._object_store = _TrainerRun(trainer, run_url, background, options)
+    changed.add_callback(_stop_when_preempted(changed._object_store))
+    kind = type(trainer)
+    changed.__class__ = type(kind.__name__, (_ObjectStoreTrainer, kind), {})
+    return trainer
+
+
+@dataclass(frozen=True)
+class _SaveTotalLimit(RetentionPolicy):
+    """Keeps `limit` steps: the best, as the newest step has it in its metrics, and the newest."""
+
+    limit: int
+
+    def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
+        latest = KeepLatest(self.limit).keeps(steps)
+        best = max(steps, key=lambda one: one.step).metric("best_step")
+        if best is None or int(best) in latest:
+            return latest
+        return KeepLatest(max(1, self.limit - 1)).keeps(steps) | {int(best)}
+
+
+class _TrainerRun:
+    """The run of a Trainer. It is one attribute of the Trainer, so that no name of its own clashes.
+
+    Args:
+        trainer: the Trainer.
+        url: URL of the run.
+        background: whether saves return before they are committed.
+        options: arguments of `CheckpointManager`.
+
+    Attributes:
+        manager: of the current or last `train`.
+        scratch: folder of this rank for what the Trainer takes for its checkpoints; None if `train`
+            does not run.
+        loads: URL of the step to load tensors from; None if training starts, or goes on from a
+            local folder.
+    """
+
+    def __init__(
+        self, trainer: Any, url: str, background: bool, options: Mapping[str, Any]
+    ) -> None:
+        limit = trainer.args.save_total_limit
+        self._trainer = trainer
+        self._background = background
+        self._options = {
+            "keep": _SaveTotalLimit(limit) if limit and limit > 0 else None,
+            **options,
+            # The Trainer saves. The manager only says when the job must end.
+            "save_on_preemption": False,
+            "save_last": False,
+        }
+        self.manager = CheckpointManager(url, **self._options)  # refuses wrong arguments now
+        self.scratch: Path | None = None
+        self.loads: str | None = None
+        self._last_step: int | None = None
+        self._best: str | None = None
+        self._pending: AsyncSaveHandle | None = None
+
+    @contextlib.contextmanager
+    def training(self, wanted: str | bool | None) -> Iterator[str | None]:
+        """Look after the run for as long as `Trainer.train` runs.
+
+        Args:
+            wanted: `resume_from_checkpoint`.
+
+        Yields:
+            A local folder for the Trainer to resume from; None to start training.
+        """
+        self.loads = self._last_step = self._best = self._pending = None
+        with (
+            tempfile.TemporaryDirectory(prefix="dcp-objstore-") as scratch,
+            CheckpointManager(self.manager.url, **self._options) as self.manager,
+        ):
+            self.scratch = Path(scratch)
+            try:
+                yield self._find(wanted)
+            finally:
+                self.scratch = None
+
+    def _find(self, wanted: str | bool | None) -> str | None:
+        run, files = self.manager, PerRank(None, choice="list")
+        if wanted is True:
+            step = run.load({"files": files})
+            if step is None:
+                logger.warning("%s has no step to resume from; training starts", run.url)
+                return None
+            self.loads = step_url(run.url, step)
+        elif isinstance(wanted, str) and "://" in wanted:
+            parent, name = StoreSpec(wanted).parent()
+            step = step_number(name)
+            if parent is not None and parent.url == run.url and step is not None:
+                run.load({"files": files}, step)
+            else:
+                self._load({"files": files}, wanted)
+            self.loads = wanted
+        else:
+            newest = run.latest()
+            if newest is not None:
+                raise CheckpointExistsError(
+                    f"the run has step {newest} already; pass resume_from_checkpoint=True to go on"
+                    " from there, or choose another run_url",
+                    url=run.url,
+                )
+            return wanted or None
+        assert self.scratch is not None
+        assert files.values is not None
+        folder = self.scratch / "resumed"
+        _write_files(folder, files.values)
+        if not {_TRAINER_STATE, _SCHEDULER} <= files.values[0].keys():
+            raise StateMismatchError(
+                "training cannot go on from this checkpoint: no Trainer saved it, or one with"
+                " save_only_model. To start from its weights, load them by"
+                ' dcp_objstore.load({"model": model}, url)',
+                url=self.loads,
+            )
+        state = json.loads((folder / _TRAINER_STATE).read_text())
+        self._last_step = state["global_step"]
+        # The Trainer would look for a local folder.
+        self._best, state["best_model_checkpoint"] = state["best_model_checkpoint"], None
+        (folder / _TRAINER_STATE).write_text(json.dumps(state))
+        return str(folder)
+
+    def load_tensors(self) -> None:
+        """Load the model and the optimizer, once they are wrapped."""
+        assert self.loads is not None
+        self._load(self._tensors(), self.loads)
+        self._trainer.state.best_model_checkpoint = self._best
+
+    def load_model(self, url: str) -> None:
+        """Load the model alone from a step, which may be the one that is being saved."""
+        if self._pending is not None:
+            self._pending.result()
+        self._load({"model": self._trainer.model}, url)
+
+    def _load(self, state: dict[str, Any], url: str) -> None:
+        names = ("storage_options", "config", "verify", "trust_pickle", "on_event")
+        given = {name: self._options[name] for name in names if name in self._options}
+        load(state, url, progress=False, **given)
+
+    def _tensors(self) -> dict[str, Any]:
+        optimizer = self._trainer.optimizer
+        # accelerate wraps it.
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        return {"model": self._trainer.model, "optimizer": optimizer}
+
+    def save(self, write: Callable[[], None]) -> None:
+        """Save the current step, unless it is saved or was resumed from.
+
+        Args:
+            write: lets the Trainer write its other files to its folder of the step.
+        """
+        trainer = self._trainer
+        step = trainer.state.global_step
+        if step == self._last_step:
+            return
+        self._last_step = step
+        assert self.scratch is not None
+        write()
+        folder = self.scratch / f"checkpoint-{step}"
+        if trainer.state.best_global_step == step:
+            trainer.state.best_model_checkpoint = step_url(self.manager.url, step)
+            if trainer.args.should_save:
+                trainer.state.save_to_json(str(folder / _TRAINER_STATE))
+        state = {"files": PerRank(_read_files(folder)), **self._tensors()}
+        shutil.rmtree(folder, ignore_errors=True)
+        if trainer.args.save_only_model:
+            del state["optimizer"]
+        if self._background:
+            self._pending = self.manager.async_save(step, state, metrics=self._metrics(step))
+        else:
+            self.manager.save(step, state, metrics=self._metrics(step))
+
+    def _metrics(self, step: int) -> dict[str, float]:
+        """Return what was logged at this step, and which saved step is the best."""
+        state = self._trainer.state
+        found: dict[str, float] = {}
+        for entry in state.log_history:
+            if entry.get("step") == step:
+                found |= {key: one for key, one in entry.items() if isinstance(one, int | float)}
+        found.pop("step", None)
+        run, _, name = (state.best_model_checkpoint or "").rpartition("/")
+        best = step_number(name) if run == self.manager.url else None
+        return found if best is None else {**found, "best_step": best}
+
+
+class _ObjectStoreTrainer:
+    """What the class that `with_object_store` makes has before the methods of the Trainer."""
+
+    _object_store: _TrainerRun
+
+    @property
+    def run(self) -> CheckpointManager:
+        """The manager of the current or last `train`."""
+        return self._object_store.manager
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train as `Trainer.train` does, with the checkpoints of the run."""
+        if trial is not None:
+            raise UnsupportedError("the trials of a search cannot share a run", url=self.run.url)
+        with self._object_store.training(resume_from_checkpoint) as folder:
+            return super().train(  # type: ignore[misc]
+                resume_from_checkpoint=folder, ignore_keys_for_eval=ignore_keys_for_eval
+            )
+
+    def _get_output_dir(self, trial: Any) -> str:
+        if self._object_store.scratch is None:
+            return super()._get_output_dir(trial)  # type: ignore[misc, no-any-return]
+        return str(self._object_store.scratch)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._object_store.save(partial(super()._save_checkpoint, model, trial))  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model to a local folder, as `Trainer.save_model` does."""
+        scratch, trainer = self._object_store.scratch, cast(Any, self)
+        if scratch is None or not Path(output_dir or ".").is_relative_to(scratch):
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        elif trainer.args.should_save:
+            Path(output_dir or "").mkdir(parents=True, exist_ok=True)
+            parts = [getattr(trainer.model, name, None) for name in ("config", "generation_config")]
+            for part in (*parts, trainer.processing_class):
+                if hasattr(part, "save_pretrained"):
+                    part.save_pretrained(output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        trainer = cast(Any, self)
+        if trainer.args.should_save:
+            torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._object_store.loads is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._object_store.loads is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        self._object_store.load_tensors()
+        scheduler = torch.load(Path(checkpoint, _SCHEDULER), weights_only=True)
+        cast(Any, self).lr_scheduler.load_state_dict(scheduler)
+
+    def _load_best_model(self) -> None:
+        best = cast(Any, self).state.best_model_checkpoint
+        if "://" in best:
+            self._object_store.load_model(best)
+        else:  # it was resumed from a local folder
+            super()._load_best_model()  # type: ignore[misc]
+
+
+def _stop_when_preempted(run: _TrainerRun) -> Any:
+    """Return a callback that lets the ranks agree on the last step."""
+    from transformers import TrainerCallback
+
+    class StopWhenPreempted(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+            run.manager.step(state.global_step, {})
+            if run.manager.preempted():
+                control.should_save = control.should_training_stop = True
+
+    return StopWhenPreempted()
