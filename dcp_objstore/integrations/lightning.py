@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.compat.values import check_safe
-from dcp_objstore.distributed.failures import extended, on_first
+from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.groups import current_rank, sync_group
 from dcp_objstore.errors import (
     CheckpointNotFoundError,
@@ -32,7 +32,6 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     StateMismatchError,
     UnsupportedError,
-    UntrustedPickleError,
 )
 from dcp_objstore.integrations.install import SCHEMES, url_in
 from dcp_objstore.observe.report import logger
@@ -63,6 +62,7 @@ def with_object_store(
     background: bool = False,
     delete_now: bool = False,
     sweep: bool = True,
+    trust_pickle: bool = False,
     storage_options: Mapping[str, object] | None = None,
     config: TransferConfig | None = None,
     on_event: OnEvent | None = None,
@@ -94,6 +94,10 @@ def with_object_store(
         sweep: after the first commit of this job in the `dirpath` of a `ModelCheckpoint`, and then
             once an hour, remove what no commit names there and what is older than a day, by
             `dcp_objstore.sweep`. Default True.
+        trust_pickle: load values (hyperparameters, mostly) that `torch.load(weights_only=True)`
+            refuses. This may run code that the checkpoint's author chose. `weights_only=False` of
+            Fabric's `load` means the same; that of `fit` does not reach sharded strategies. Default
+            False.
         storage_options: credentials and endpoint, as for `dcp_objstore.save`. Default: taken from
             the environment, from which Lightning's own look at a `dirpath` takes them in any case.
         config: sizes, concurrency and time-outs.
@@ -127,6 +131,7 @@ def with_object_store(
         background=background,
         delete_now=delete_now,
         sweep=sweep,
+        trust_pickle=trust_pickle,
         storage_options=storage_options,
         config=config,
         on_event=on_event,
@@ -170,9 +175,9 @@ def _url(path: object) -> str | None:
 class _Meta:
     """Lightning's `meta.pt`: read and written with the rest, so that all ranks see its errors."""
 
-    def __init__(self, values: Mapping[str, Any], *, trusted: bool = False) -> None:
+    def __init__(self, values: Mapping[str, Any], *, trust_pickle: bool) -> None:
         self.values = values
-        self._trusted = trusted
+        self._trust_pickle = trust_pickle
 
     def state_dict(self) -> Any:
         """Return the bytes of the file."""
@@ -182,10 +187,7 @@ class _Meta:
 
     def load_state_dict(self, body: Any) -> None:
         """Read the bytes of the file."""
-        try:
-            check_safe(body, META_KEY, trust_pickle=self._trusted)
-        except UntrustedPickleError as error:
-            raise extended(error, " (in Lightning, by weights_only=False)") from None
+        check_safe(body, META_KEY, trust_pickle=self._trust_pickle)
         self.values = torch.load(io.BytesIO(body), map_location="cpu", weights_only=False)
 
 
@@ -198,6 +200,7 @@ class _ObjectStore:
         background: bool,
         delete_now: bool,
         sweep: bool,
+        trust_pickle: bool,
         storage_options: Mapping[str, object] | None,
         config: TransferConfig | None,
         on_event: OnEvent | None,
@@ -207,6 +210,7 @@ class _ObjectStore:
         self._background = background
         self._delete_now = delete_now
         self._sweep = sweep
+        self._trust_pickle = trust_pickle
         self._sweepers: dict[str, Retainer] = {}
         self._pending: AsyncSaveHandle | None = None
         self._deletions: list[threading.Thread] = []
@@ -222,7 +226,7 @@ class _ObjectStore:
         """Save what is sharded, and what rank 0 has besides; then sweep the run, if it is known."""
         self._finish_deletions()  # of a checkpoint with this name, perhaps
         if not current_rank():
-            parts = {**parts, META_KEY: _Meta(meta)}
+            parts = {**parts, META_KEY: _Meta(meta, trust_pickle=True)}
         options: Any = {**self._transfer, "overwrite": True, "user_metadata": described}
         if self._background:
             self._pending = async_save(parts, url, **options)
@@ -239,11 +243,10 @@ class _ObjectStore:
     ) -> dict[str, Any]:
         """Load into the parts in place; return what rank 0 saved besides."""
         self.settle()
-        trusted = weights_only is False
-        meta = _Meta({}, trusted=trusted)
-        report = load(
-            {**parts, META_KEY: meta}, url, strict=strict, trust_pickle=trusted, **self._transfer
-        )
+        trust_pickle = self._trust_pickle or weights_only is False
+        meta = _Meta({}, trust_pickle=trust_pickle)
+        state = {**parts, META_KEY: meta}
+        report = load(state, url, strict=strict, trust_pickle=trust_pickle, **self._transfer)
         if META_KEY in report.missing:
             raise StateMismatchError("Lightning did not save this checkpoint", url=url)
         return dict(meta.values)
