@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import operator
 import os
 import re
@@ -220,6 +219,20 @@ def assert_same(bucket: Bucket, one: str, other: str) -> None:
         assert same(first[key], second[key]), key
 
 
+def page_blocks() -> list[str]:
+    page = (ROOT / "docs" / "frameworks" / "lightning.md").read_text()
+    return re.findall(r"^```py\n(.*?)^```", page, re.M | re.S)
+
+
+def in_one_dict(job: Job, name: str) -> dict[str, Any]:
+    """All of a checkpoint, as the page says."""
+    code = page_blocks()[1].replace("s3://bucket/run/epoch=0-step=20.ckpt", f"{job.url}/{name}")
+    found: dict[str, Any] = {}
+    with mock.patch.dict(os.environ, job.environment):
+        exec(code, found)
+    return found["checkpoint"]  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("kind", ["model-parallel", "fsdp"])
 def test_a_trainer_goes_on_with_1_and_with_3_ranks(bucket: Bucket, job: Job, kind: str) -> None:
     assert run(2, job, kind=kind)["resumed"] is None
@@ -232,15 +245,11 @@ def test_a_trainer_goes_on_with_1_and_with_3_ranks(bucket: Bucket, job: Job, kin
     assert three["restored"] == (6, [6])
     assert_same(bucket, "step=6.ckpt", "again-3.ckpt")
     assert names(bucket)[-1] == "step=8.ckpt"
-    # As Lightning's own consolidation has it, but for the file that it merges.
-    saved = dos.load_state_dict(bucket.at("step=8.ckpt"), storage_options=bucket.storage_options)
-    weights = "state_dict" if kind == "model-parallel" else "model"
-    assert saved.keys() == {weights, "optimizer_0", META_KEY}
-    layers().load_state_dict({name[4:]: value for name, value in saved[weights].items()})
-    meta = torch.load(io.BytesIO(saved[META_KEY]), weights_only=True)
-    assert meta["global_step"] == 8
-    assert meta["hyper_parameters"] == {"width": 8}
-    assert {"loops", "callbacks", "lr_schedulers", "pytorch-lightning_version"} <= meta.keys()
+    saved = in_one_dict(job, "step=8.ckpt")
+    assert saved["global_step"] == 8
+    assert saved["hyper_parameters"] == {"width": 8}
+    weights = saved["state_dict" if kind == "model-parallel" else "model"]
+    layers().load_state_dict({name[4:]: value for name, value in weights.items()})
 
 
 def test_a_rank_killed_in_a_save_leaves_the_previous_checkpoint_as_the_last(
@@ -349,10 +358,11 @@ def test_what_exists_is_what_is_committed_whatever_s3fs_remembers(bucket: Bucket
 
 
 def test_names_that_are_taken_get_a_version(bucket: Bucket, job: Job) -> None:
+    run(1, job, steps=2)  # so that Lightning lists the folder when the next job starts
     twice = {"monitor": "number", "mode": "max", "filename": "model", "save_top_k": 2}
     found = run(1, job, callback=twice, steps=4)
     assert found["kept"] == ["model-v1.ckpt", "model.ckpt"]
-    assert names(bucket) == ["model.ckpt", "model-v1.ckpt"]
+    assert names(bucket) == ["step=2.ckpt", "model.ckpt", "model-v1.ckpt"]
 
 
 class Width:
@@ -510,13 +520,26 @@ def keep_local(rank: int, world_size: int, job: Job) -> list[str]:
         return [str(trainer.ckpt_path), *sorted(path.name for path in Path(job.url).iterdir())]
 
 
-def test_local_paths_stay_lightnings(tmp_path: Path) -> None:
-    (tmp_path / "here").mkdir()
-    job = Job(str(tmp_path / "run"), {}, str(tmp_path / "here"), callback={"save_last": True})
-    (resumed, *found), _ = run_ranks(2, keep_local, job)
-    assert resumed == str(tmp_path / "run" / "last.ckpt")
+@pytest.mark.parametrize("kind", ["model-parallel", "fsdp"])
+def test_local_paths_stay_lightnings_and_have_the_same_keys(
+    bucket: Bucket, job: Job, tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    from lightning.fabric.utilities.load import _load_distributed_checkpoint
+
+    run_folder = tmp_path_factory.mktemp("run")
+    local = {"url": str(run_folder), "kind": kind, "callback": {"save_last": True}}
+    (resumed, *found), _ = run_ranks(2, keep_local, Job(**{**vars(job), **local}))
+    assert resumed == str(run_folder / "last.ckpt")
     assert found == ["last.ckpt", "step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
-    assert (tmp_path / "run" / "last.ckpt" / "meta.pt").exists()
+    consolidated = _load_distributed_checkpoint(run_folder / "step=2.ckpt")
+    run(2, job, kind=kind, steps=2)
+    ours = in_one_dict(job, "step=2.ckpt")
+    assert set(ours) == set(consolidated)
+    for key in ("state_dict", "model"):
+        assert ours.get(key, {}).keys() == consolidated.get(key, {}).keys()
+    one, other = ours["optimizer_0"], consolidated["optimizer_0"]
+    assert one["state"].keys() == other["state"].keys()
+    assert one["param_groups"] == other["param_groups"]
 
 
 def test_the_example_trains_and_goes_on_with_another_number_of_ranks(
@@ -536,15 +559,13 @@ def test_the_example_trains_and_goes_on_with_another_number_of_ranks(
         assert done.returncode == 0, done.stderr
         assert f"resumed from {before}" in done.stdout
         assert f"trained to step {steps}" in done.stdout
-    assert len(names(bucket)) == 2
+    assert "epoch=0-step=10.ckpt" in names(bucket)  # from which the job resumed
     assert list(tmp_path.iterdir()) == []
     assert_only_commits(bucket)
 
 
 def test_the_page_shows_lines_of_the_example() -> None:
-    page = (ROOT / "docs" / "frameworks" / "lightning.md").read_text()
-    (block, *_) = re.findall(r"^```py\n(.*?)^```", page, re.M | re.S)
     example = {line.strip() for line in EXAMPLE.read_text().splitlines()}
-    lines = [line.strip() for line in block.splitlines() if line.strip()]
+    lines = [line.strip() for line in page_blocks()[0].splitlines() if line.strip()]
     assert set(lines) <= example, set(lines) - example
     assert len(EXAMPLE.read_text().splitlines()) < 80
