@@ -1,7 +1,9 @@
 """`with_object_store`: Lightning's Trainer and Fabric save sharded checkpoints to object stores.
 
-Only public methods of Lightning's strategies are overridden; local paths stay Lightning's. A
-checkpoint has the keys that Lightning gives it (`state_dict` or `model`, `optimizer_0`; in Fabric
+Lightning has no place for this, so methods are put before those of one strategy (public ones) and
+of its `ModelCheckpoint` callbacks (two are private). Local paths stay Lightning's.
+
+A checkpoint has the keys that Lightning gives it (`state_dict` or `model`, `optimizer_0`; in Fabric
 the keys of the state), and under `meta.pt` the bytes of Lightning's file of that name: everything
 else, such as loops, schedulers, callbacks and hyperparameters. So one commit holds all of it.
 

@@ -153,6 +153,9 @@ def make_trainer(world_size: int, job: Job) -> tuple[Any, Any, Any]:
             self.log("number", float(self.trainer.global_step))
             return loss
 
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.log("checked", self.net(batch).square().mean(), sync_dist=True)
+
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
             # Its state has a Counter with numbers as keys.
@@ -173,6 +176,7 @@ def make_trainer(world_size: int, job: Job) -> tuple[Any, Any, Any]:
         accelerator="cpu",
         devices=world_size,
         strategy=strategy,
+        default_root_dir=job.url,
         max_steps=job.steps,
         callbacks=[callback],
         logger=False,
@@ -321,6 +325,28 @@ def test_saves_in_the_background_end_with_fit_and_deletions_wait_for_them(
     assert first == (["step=8.ckpt"], "InvalidUrlError")
     assert other[1] == "InvalidUrlError"  # the other rank has not waited for the deletions
     assert names(bucket) == ["step=8.ckpt", "by-hand.ckpt"]
+
+
+def stay_in_the_root(rank: int, world_size: int, job: Job) -> list[Any]:
+    with as_rank(rank, world_size, job):
+        said: list[Any] = []
+        for steps, ckpt_path in ((2, None), (4, "last")):
+            changes = {"steps": steps, "callback": {"every_n_train_steps": 1, "save_top_k": 1}}
+            trainer, module, data = make_trainer(world_size, Job(**{**vars(job), **changes}))
+            trainer.checkpoint_callback.dirpath = None  # as if it was made without one
+            trainer.fit(module, data, ckpt_path=ckpt_path)
+            said.append(trainer.ckpt_path)
+            trainer.validate(module, data, ckpt_path="best", verbose=False)
+            said.append(trainer.ckpt_path)
+        return said
+
+
+def test_a_root_in_the_bucket_is_where_best_and_last_are_found(bucket: Bucket, job: Job) -> None:
+    first, second = run_ranks(2, stay_in_the_root, job)
+    assert first == second
+    folder = bucket.at("checkpoints")
+    before = f"{folder}/step=2.ckpt"
+    assert first == [None, before, f"{before}/{MARKER_KEY}", f"{folder}/step=4.ckpt"]
 
 
 def look_at_names(rank: int, world_size: int, job: Job) -> dict[str, Any]:
