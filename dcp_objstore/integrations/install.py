@@ -45,6 +45,22 @@ SCHEMES = ("s3", "gs", "gcs", "az", "azure", "abfs", "abfss")
 _CLASSES = ("FileSystemWriter", "FsspecWriter", "FileSystemReader", "FsspecReader")
 
 
+def url_in(path: object, schemes: Collection[str]) -> str | None:
+    """Return the URL of one of the schemes that a path stands for; None for any other path.
+
+    `pathlib` and `os.path.abspath` make "s3:/bucket/key" and "/somewhere/s3:/bucket/key" of a URL;
+    that is undone.
+    """
+    if not isinstance(path, str | os.PathLike):
+        return None
+    parts = str(os.fspath(path)).split("/")
+    for number, part in enumerate(parts):
+        if part.endswith(":") and (scheme := part[:-1].lower()) in schemes:
+            root = "/" if scheme == "file" else ""
+            return f"{scheme}://{root}" + "/".join(parts[number + 1 :]).lstrip("/")
+    return None
+
+
 @dataclass(frozen=True)
 class _Settings:
     """What `install` was called with."""
@@ -57,19 +73,8 @@ class _Settings:
     allow_unfenced: bool
 
     def url(self, path: object) -> str | None:
-        """Return the URL that a path stands for; None if the path stays torch's.
-
-        `pathlib` and `os.path.abspath` make "s3:/bucket/key" and "/somewhere/s3:/bucket/key" of a
-        URL; that is undone.
-        """
-        if not isinstance(path, str | os.PathLike):
-            return None
-        parts = str(os.fspath(path)).split("/")
-        for number, part in enumerate(parts):
-            if part.endswith(":") and (scheme := part[:-1].lower()) in self.schemes:
-                root = "/" if scheme == "file" else ""
-                return f"{scheme}://{root}" + "/".join(parts[number + 1 :]).lstrip("/")
-        return None
+        """Return the URL that a path stands for; None if the path stays torch's."""
+        return url_in(path, self.schemes)
 
 
 _Make = Callable[[_Settings, str, Mapping[str, Any]], object]

@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
@@ -86,8 +89,13 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         self._leave_out_absent_state(self.metadata)
         try:
             # DCP also knows the key format of torch before 2.4, in which keys that look missing may
-            # exist. It then replaces `state_dict` by a new dict.
-            plan = super().create_local_plan()
+            # exist. It then replaces `state_dict` by a new dict. It also does so, by mistake, if
+            # this rank has no shard of a ShardedTensor (FSDP1) and so does not ask for its key.
+            saved = self.metadata.state_dict_metadata
+            if self.state_dict.keys() <= saved.keys():
+                plan = create_default_local_load_plan(self.state_dict, self.metadata)
+            else:
+                plan = super().create_local_plan()
         except Exception:
             missing = _missing(self.state_dict, self.metadata)
             if missing:
@@ -97,7 +105,6 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
                     missing,
                 ) from None
             raise
-        saved = self.metadata.state_dict_metadata
         keys = asked if before is self.state_dict else self.state_dict
         self.missing = tuple(key for key in keys if key not in saved)
         self.unexpected = tuple(key for key in saved if key not in keys and key not in others)

@@ -313,9 +313,12 @@ def _optimizer_state(
 
 
 def _lacks_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a trainable parameter has no state."""
+    """Whether a trainable parameter has no state.
+
+    One without elements never gets any under FSDP1, on a rank that has no shard of it.
+    """
     return any(
-        parameter.requires_grad and parameter not in optimizer.state
+        parameter.requires_grad and parameter.numel() and parameter not in optimizer.state
         for group in optimizer.param_groups
         for parameter in group["params"]
     )

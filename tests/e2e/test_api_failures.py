@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dcp_objstore as dos
 from dcp_objstore.distributed.failures import raise_on_all, typed_failures, without_frames
+from dcp_objstore.read import planner as read_planner
 from dcp_objstore.stores.local import LocalStore
 from dcp_objstore.write import async_save as async_api
 from dcp_objstore.write.planner import AgreeingSavePlanner
@@ -141,19 +142,24 @@ class UnfriendlyError(Exception):
 
 
 def planner_breaks(rank: int, world: int, root: str, kind: str, method: str) -> None:
-    base = {"save": default_planner.DefaultSavePlanner, "load": default_planner.DefaultLoadPlanner}
-    whole = getattr(base[kind], method)
+    owner: Any = {
+        "save": default_planner.DefaultSavePlanner,
+        "load": default_planner.DefaultLoadPlanner,
+    }[kind]
+    if (kind, method) == ("load", "create_local_plan"):  # DCP's, where no key is missing
+        owner, method = read_planner, "create_default_local_load_plan"
+    whole = getattr(owner, method)
 
     def broken(*_: Any, **__: Any) -> None:
         raise UnfriendlyError("does not", "unpickle")
 
     dos.save({"w": torch.ones(2)}, f"{root}/old")
     if rank == (0 if method == "create_global_plan" else 1):
-        setattr(base[kind], method, broken)
+        setattr(owner, method, broken)
     try:
         call(kind, {"w": torch.ones(2)}, f"{root}/{'old' if kind == 'load' else 'new'}")
     finally:
-        setattr(base[kind], method, whole)
+        setattr(owner, method, whole)
 
 
 # Not "finish_plan" of a load: torch's does nothing, and after it the ranks exchange what they read.

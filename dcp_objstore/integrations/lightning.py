@@ -1,0 +1,495 @@
+"""`with_object_store`: Lightning's Trainer and Fabric save sharded checkpoints to object stores.
+
+Lightning has no place for this, so methods are put before those of one strategy (public ones) and
+of its `ModelCheckpoint` callbacks (two are private). Local paths stay Lightning's.
+
+A checkpoint has the keys that Lightning gives it (`state_dict` or `model`, `optimizer_0`; in Fabric
+the keys of the state), and under `meta.pt` the bytes of Lightning's file of that name: everything
+else, such as loops, schedulers, callbacks and hyperparameters. So one commit holds all of it.
+
+This module imports neither `lightning` nor `pytorch_lightning` nor `lightning_fabric`, and serves
+all three.
+"""
+
+from __future__ import annotations
+
+import io
+import posixpath
+import threading
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+
+from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.checkpoint.read import read_marker
+from dcp_objstore.compat.values import check_safe
+from dcp_objstore.distributed.failures import on_first
+from dcp_objstore.distributed.groups import current_rank, sync_group
+from dcp_objstore.errors import (
+    CheckpointNotFoundError,
+    CheckpointPinnedError,
+    ConfigError,
+    DcpObjstoreError,
+    StateMismatchError,
+    UnsupportedError,
+)
+from dcp_objstore.integrations.install import SCHEMES, url_in
+from dcp_objstore.observe.report import logger
+from dcp_objstore.read.api import load
+from dcp_objstore.run.housekeeping import Retainer
+from dcp_objstore.run.steps import steps
+from dcp_objstore.run.upkeep import delete
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.spec import checked_config
+from dcp_objstore.transfer.workers import spawn
+from dcp_objstore.write.api import save
+from dcp_objstore.write.async_save import AsyncSaveHandle, async_save
+
+if TYPE_CHECKING:
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.observe.events import OnEvent
+
+T = TypeVar("T")
+
+META_KEY = "meta.pt"
+_FULL = {"_state_dict_type": "full", "_save_distributed_checkpoint": False}
+_WEIGHTS_ONLY = "weights_only"
+
+
+def with_object_store(
+    trainer: T,
+    *,
+    background: bool = False,
+    delete_now: bool = False,
+    sweep: bool = True,
+    trust_pickle: bool = False,
+    storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+    on_event: OnEvent | None = None,
+) -> T:
+    """Make a Trainer or a Fabric save to and load from object stores, wherever a path is a URL.
+
+        trainer = with_object_store(
+            Trainer(strategy=ModelParallelStrategy(), callbacks=[ModelCheckpoint("s3://bucket/run")])
+        )
+        trainer.fit(model, ckpt_path="last")
+
+    A save returns when the whole checkpoint is committed, and replaces a checkpoint of the same
+    URL. A load takes checkpoints of any number of ranks. The `ModelCheckpoint` callbacks of the
+    Trainer ask this library which checkpoints exist, and delete by its rules: pinned checkpoints
+    and the one that the job resumed from stay. `ckpt_path="last"` is the newest committed
+    checkpoint in the `dirpath` of a `ModelCheckpoint`, whatever its name; checkpoints that were
+    saved with `save_weights_only=True` do not count.
+
+    Args:
+        trainer: a Trainer or Fabric with a `ModelParallelStrategy` that saves distributed
+            checkpoints, or with a `FSDPStrategy(state_dict_type="sharded")`, of `lightning`,
+            `pytorch_lightning` or `lightning_fabric`. It is changed in place.
+        background: return from a save as soon as the state was copied; upload and commit it while
+            training goes on. The next save, a load and the end of `fit` wait for it and raise its
+            error. Default False.
+        delete_now: remove the objects of a deleted checkpoint at once. With False, the checkpoint
+            no longer exists, and a sweep removes its objects a day later, so that readers are not
+            disturbed. Default False.
+        sweep: after the first commit of this job in the `dirpath` of a `ModelCheckpoint`, and then
+            once an hour, remove what no commit names there and what is older than a day, by
+            `dcp_objstore.sweep`. Default True.
+        trust_pickle: load values (hyperparameters, mostly) that `torch.load(weights_only=True)`
+            refuses. This may run code that the checkpoint's author chose. `weights_only=False` of
+            Fabric's `load` means the same; that of `fit` does not reach sharded strategies. Default
+            False.
+        storage_options: credentials and endpoint, as for `dcp_objstore.save`. Default: taken from
+            the environment, from which Lightning's own look at a `dirpath` takes them in any case.
+        config: sizes, concurrency and time-outs.
+        on_event: callable that receives each event of each save and load.
+
+    Returns:
+        The same Trainer or Fabric.
+
+    Raises:
+        ConfigError: it is no Trainer or Fabric, its strategy saves full checkpoints, or `config` is
+            no TransferConfig.
+        UnsupportedError: its strategy saves no sharded checkpoints.
+    """
+    strategy = getattr(trainer, "strategy", None)
+    if strategy is None:
+        raise ConfigError(
+            f"with_object_store takes a Lightning Trainer or Fabric, got {type(trainer).__name__}"
+        )
+    if not (_is(strategy, "ModelParallelStrategy") or _is(strategy, "FSDPStrategy")):
+        raise UnsupportedError(
+            f"{type(strategy).__name__} saves no sharded checkpoints: rank 0 writes one file, also"
+            " to s3:// if s3fs is installed. Use ModelParallelStrategy, or"
+            ' FSDPStrategy(state_dict_type="sharded")'
+        )
+    if any(getattr(strategy, name, None) == value for name, value in _FULL.items()):
+        raise ConfigError(
+            f"this {type(strategy).__name__} saves full checkpoints, from rank 0; make it with"
+            ' state_dict_type="sharded" (ModelParallelStrategy: save_distributed_checkpoint=True)'
+        )
+    store = _ObjectStore(
+        background=background,
+        delete_now=delete_now,
+        sweep=sweep,
+        trust_pickle=trust_pickle,
+        storage_options=storage_options,
+        config=config,
+        on_event=on_event,
+    )
+    if not hasattr(strategy, "remove_checkpoint"):
+        _hook(strategy, _FabricStrategy(strategy, store))
+        return trainer
+    _hook(strategy, _TrainerStrategy(strategy, store))
+    _hook_callbacks(trainer, store)
+    return trainer
+
+
+def _hook_callbacks(trainer: Any, store: _ObjectStore) -> None:
+    for callback in trainer.checkpoint_callbacks:
+        if _is(callback, "ModelCheckpoint"):
+            _hook(callback, _ModelCheckpoint(callback, store))
+
+
+def _hook(target: Any, hooks: _Hooks) -> None:
+    """Put the hooks before the methods of an object that have the same names."""
+    for name, value in vars(type(hooks)).items():
+        if callable(value):
+            setattr(target, name, getattr(hooks, name))
+
+
+def _is(value: object, name: str) -> bool:
+    """Whether an object is of the class of this name of any of Lightning's packages."""
+    return any(kind.__name__ == name for kind in type(value).__mro__)
+
+
+def _url(path: object) -> str | None:
+    """Return the URL of the checkpoint that a path of Lightning's stands for; None for a local one.
+
+    A marker stands for its checkpoint, too: `ckpt_path="last"` needs an object that fsspec finds.
+    """
+    text = str(path)
+    url = text if "://" in text else url_in(text, SCHEMES)
+    return url and url.rstrip("/").removesuffix(f"/{MARKER_KEY}")
+
+
+class _Meta:
+    """Lightning's `meta.pt`: read and written with the rest, so that all ranks see its errors."""
+
+    def __init__(self, values: Mapping[str, Any], *, trust_pickle: bool) -> None:
+        self.values = values
+        self._trust_pickle = trust_pickle
+
+    def state_dict(self) -> Any:
+        """Return the bytes of the file."""
+        file = io.BytesIO()
+        torch.save(self.values, file)
+        return file.getvalue()
+
+    def load_state_dict(self, body: Any) -> None:
+        """Read the bytes of the file."""
+        check_safe(body, META_KEY, trust_pickle=self._trust_pickle)
+        self.values = torch.load(io.BytesIO(body), map_location="cpu", weights_only=False)
+
+
+class _ObjectStore:
+    """The saves, loads and deletions of one Trainer or Fabric. All ranks call `save` and `load`."""
+
+    def __init__(
+        self,
+        *,
+        background: bool,
+        delete_now: bool,
+        sweep: bool,
+        trust_pickle: bool,
+        storage_options: Mapping[str, object] | None,
+        config: TransferConfig | None,
+        on_event: OnEvent | None,
+    ) -> None:
+        self._access: Any = {"storage_options": storage_options, "config": checked_config(config)}
+        self._transfer = {**self._access, "on_event": on_event, "progress": False}
+        self._background = background
+        self._delete_now = delete_now
+        self._sweep = sweep
+        self._trust_pickle = trust_pickle
+        self._sweepers: dict[str, Retainer] = {}
+        self._pending: AsyncSaveHandle | None = None
+        self._deletions: list[threading.Thread] = []
+
+    def save(
+        self,
+        url: str,
+        parts: dict[str, Any],
+        meta: Mapping[str, Any],
+        described: Mapping[str, object] | None = None,
+        run_url: str | None = None,
+    ) -> None:
+        """Save what is sharded, and what rank 0 has besides; then sweep the run, if it is known."""
+        self._finish_deletions()  # of a checkpoint with this name, perhaps
+        if not current_rank():
+            parts = {**parts, META_KEY: _Meta(meta, trust_pickle=True)}
+        options: Any = {**self._transfer, "overwrite": True, "user_metadata": described}
+        if self._background:
+            self._pending = async_save(parts, url, **options)
+        else:
+            save(parts, url, **options)
+        if run_url is not None and self._sweep and not current_rank():
+            sweeper = self._sweepers.setdefault(
+                run_url, Retainer(run_url, None, now=False, sweeps=True, **self._access)
+            )
+            self._after_commit(lambda: sweeper.committed(0, {}))
+
+    def load(
+        self, url: str, parts: dict[str, Any], *, strict: bool, weights_only: bool | None
+    ) -> dict[str, Any]:
+        """Load into the parts in place; return what rank 0 saved besides."""
+        self.settle()
+        trust_pickle = self._trust_pickle or weights_only is False
+        meta = _Meta({}, trust_pickle=trust_pickle)
+        state = {**parts, META_KEY: meta}
+        report = load(state, url, strict=strict, trust_pickle=trust_pickle, **self._transfer)
+        if META_KEY in report.missing:
+            raise StateMismatchError("Lightning did not save this checkpoint", url=url)
+        return dict(meta.values)
+
+    def exists(self, url: str) -> bool:
+        """Whether a checkpoint is committed at a URL. A collective."""
+
+        def look() -> bool:
+            self._finish_deletions()
+            found = read_marker(StoreSpec(url, **self._access).open())
+            return found is not None and found[0].is_committed
+
+        return on_first(look, url, sync_group(None, self._access["config"]))
+
+    def newest(self, run_url: str) -> str | None:
+        """Return the URL of the newest checkpoint of a run to resume from, if there is one."""
+        resumable = [
+            step
+            for step in steps(run_url, **self._access)
+            if _WEIGHTS_ONLY not in step.user_metadata
+        ]
+        newest = max(resumable, key=lambda step: step.created_at, default=None)
+        return None if newest is None else newest.url
+
+    def delete(self, url: str) -> None:
+        """Delete a checkpoint, if it exists, after the save under way. Rank 0 calls it."""
+
+        def remove() -> None:
+            try:
+                # What asks for this has saved a newer one, or saved this one for a moment.
+                delete(url, now=self._delete_now, even_newest=True, **self._access)
+            except CheckpointNotFoundError:
+                pass
+            except CheckpointPinnedError as error:
+                logger.info("%s", error)
+            except DcpObjstoreError as error:
+                logger.warning("%s was not deleted: %s", url, error)
+
+        self._deletions.append(self._after_commit(remove))
+
+    def settle(self) -> None:
+        """Wait for the save under way, raise its error, and wait for deletions."""
+        pending, self._pending = self._pending, None
+        try:
+            if pending is not None:
+                pending.result()
+        finally:
+            self._finish_deletions()
+
+    def _finish_deletions(self) -> None:
+        while self._deletions:
+            self._deletions.pop().join()
+
+    def _after_commit(self, work: Callable[[], None]) -> threading.Thread:
+        """Do something in a thread once the save under way is committed; not if it fails."""
+        pending = self._pending
+
+        def follow() -> None:
+            if pending is not None:
+                # `exception` would mark the error as seen, so that it is not raised.
+                pending._ended.wait()
+                if pending._error is not None:
+                    return
+            work()
+
+        # A daemon thread, because this may be left out or cut short without harm.
+        return spawn(follow, "lightning-upkeep")
+
+
+class _Hooks:
+    """Methods that stand before those of an object of Lightning's, and call them for local paths.
+
+    Args:
+        target: the object.
+        store: what saves, loads and deletes.
+    """
+
+    def __init__(self, target: Any, store: _ObjectStore) -> None:
+        self._target = target
+        self._store = store
+
+    def _original(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(self._target), name)(self._target, *args, **kwargs)
+
+    def _shared_path(self, path: object) -> tuple[Any, str | None]:
+        """Return the path of rank 0, and its URL."""
+        path = self._target.broadcast(path)
+        return path, _url(path)
+
+
+class _TrainerStrategy(_Hooks):
+    """Before a strategy of `lightning.pytorch`."""
+
+    def setup(self, trainer: Any) -> None:
+        _hook_callbacks(trainer, self._store)  # those that the module has brought, too
+        self._original("setup", trainer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        filepath, url = self._shared_path(filepath)
+        if url is None or storage_options is not None:  # which Lightning refuses
+            self._original("save_checkpoint", checkpoint, filepath, storage_options)
+            return
+        meta = dict(checkpoint)
+        parts = {_model_key(self._target): meta.pop("state_dict")}
+        states = meta.pop("optimizer_states", None)
+        parts |= {f"optimizer_{number}": state for number, state in enumerate(states or ())}
+        described: dict[str, object] = {
+            name: meta[name] for name in ("epoch", "global_step") if name in meta
+        }
+        if states is None:
+            described[_WEIGHTS_ONLY] = True
+        callbacks = self._target.lightning_module.trainer.checkpoint_callbacks
+        folders = {_url(getattr(callback, "dirpath", None)) for callback in callbacks}
+        run_url = posixpath.dirname(url)
+        self._store.save(
+            url, parts, meta, described, run_url=run_url if run_url in folders else None
+        )
+
+    def load_checkpoint(self, checkpoint_path: Any, **options: Any) -> dict[str, Any]:
+        checkpoint_path, url = self._shared_path(checkpoint_path)
+        if url is None:
+            found: dict[str, Any] = self._original("load_checkpoint", checkpoint_path, **options)
+            return found
+        strategy = self._target
+        module = strategy.lightning_module
+        parts = {_model_key(strategy): strategy.model}
+        if module.trainer.state.fn == "fit":
+            parts |= {f"optimizer_{number}": one for number, one in enumerate(strategy.optimizers)}
+        weights_only = options.get("weights_only")
+        return self._store.load(url, parts, strict=module.strict_loading, weights_only=weights_only)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        url = _url(filepath)
+        if url is None:
+            self._original("remove_checkpoint", filepath)
+        elif self._target.is_global_zero:
+            self._store.delete(url)
+
+    def teardown(self) -> None:
+        try:
+            self._store.settle()
+        finally:
+            self._original("teardown")
+
+
+class _FabricStrategy(_Hooks):
+    """Before a strategy of `lightning.fabric`."""
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: Mapping[str, Any],
+        storage_options: Any = None,
+        filter: Any = None,  # noqa: A002 - Fabric's name
+    ) -> None:
+        path, url = self._shared_path(path)
+        if url is None or storage_options is not None or filter is not None:
+            self._original("save_checkpoint", path, state, storage_options, filter)
+            return
+        parts, others = _divided(state)
+        meta = {
+            key: value.state_dict() if isinstance(value, Stateful) else value
+            for key, value in others.items()
+        }
+        self._store.save(url, parts, meta)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, **options: Any
+    ) -> dict[str, Any]:
+        path, url = self._shared_path(path)
+        if url is None:
+            loaded: dict[str, Any] = self._original(
+                "load_checkpoint", path, state, strict, **options
+            )
+            return loaded
+        if not isinstance(state, MutableMapping):
+            raise ConfigError(
+                "Fabric loads a sharded checkpoint into a state, as {'model': model, ...};"
+                " dcp_objstore.load_state_dict(url) reads it without one",
+                url=url,
+            )
+        parts, others = _divided(state)
+        weights_only = options.get("weights_only")
+        found = self._store.load(url, parts, strict=strict, weights_only=weights_only)
+        absent = others.keys() - found.keys()
+        if absent and strict:
+            raise StateMismatchError(
+                f"the checkpoint does not have {', '.join(sorted(absent))}, which the state asks"
+                " for (with strict=False it stays as it is)",
+                url=url,
+            )
+        for key in others.keys() - absent:
+            if isinstance(others[key], Stateful):
+                others[key].load_state_dict(found.pop(key))
+            else:
+                state[key] = found.pop(key)
+        return found
+
+
+class _ModelCheckpoint(_Hooks):
+    """Before a `ModelCheckpoint` of a Trainer: asks for markers, not for listed objects.
+
+    Prefixes have objects of deleted checkpoints and of saves that died, too, and s3fs lists them
+    from a cache.
+    """
+
+    def file_exists(self, filepath: Any, trainer: Any) -> bool:
+        url = _url(filepath)
+        if url is None:
+            return bool(self._original("file_exists", filepath, trainer))
+        return self._store.exists(url)
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        """Return the newest checkpoint to resume from, by an object whose time fsspec can read."""
+        dirpath = self._target.dirpath
+        if dirpath is None and not trainer.loggers:
+            dirpath = posixpath.join(trainer.default_root_dir, "checkpoints")
+        url = _url(dirpath)
+        if url is None:
+            found: set[str] = self._original("_find_last_checkpoints", trainer)
+            return found
+        newest = self._store.newest(url)
+        return {f"{newest}/{MARKER_KEY}"} if newest is not None else set()
+
+    def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
+        """Keep what the job resumed from, as Lightning does on a local disk."""
+        url = _url(previous)
+        if url is not None and trainer.ckpt_path is not None and url == _url(trainer.ckpt_path):
+            return False
+        return bool(self._original("_should_remove_checkpoint", trainer, previous, current))
+
+
+def _model_key(strategy: object) -> str:
+    """Return the key under which a strategy of the Trainer saves the model."""
+    return "model" if _is(strategy, "FSDPStrategy") else "state_dict"
+
+
+def _divided(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide a state of Fabric's into modules and optimizers, and the rest."""
+    kinds = torch.nn.Module | torch.optim.Optimizer
+    parts = {key: value for key, value in state.items() if isinstance(value, kinds)}
+    return parts, {key: value for key, value in state.items() if key not in parts}

@@ -1,0 +1,60 @@
+"""FSDP1 (`FullyShardedDataParallel`): ranks that have no shard of a parameter load, too."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import dcp_objstore as dos
+from tests.support.checkpoints import Options
+from tests.support.ranks import run_ranks
+from tests.support.servers import Bucket
+
+
+def trained(seed: int, steps: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    # All of the small layer lies on the last rank.
+    net = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 1))
+    model = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer}
+
+
+def save_trained(rank: int, world: int, url: str, options: Options) -> None:
+    dos.save(trained(1, 3), f"{url}/saved", storage_options=options)
+
+
+def load_and_save(rank: int, world: int, url: str, options: Options) -> None:
+    for name, steps in (("fresh", 0), ("stepped", 2)):
+        state = trained(2, steps)
+        dos.load(state, f"{url}/saved", storage_options=options)
+        dos.save(state, f"{url}/{name}-{world}", storage_options=options)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_number_of_ranks_loads_into_new_and_used_optimizers(bucket: Bucket) -> None:
+    run_ranks(2, save_trained, bucket.url, bucket.storage_options)
+    for world in (1, 2, 3):
+        run_ranks(world, load_and_save, bucket.url, bucket.storage_options)
+
+    def values(name: str) -> dict[str, Any]:
+        return dos.load_state_dict(
+            bucket.at(name), nested=False, storage_options=bucket.storage_options
+        )
+
+    saved = values("saved")
+    for name in [f"{kind}-{world}" for kind in ("fresh", "stepped") for world in (1, 2, 3)]:
+        found = values(name)
+        assert found.keys() == saved.keys()
+        for key, value in saved.items():
+            same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
+            assert same(value, found[key]), (name, key)
