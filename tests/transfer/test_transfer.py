@@ -39,7 +39,7 @@ from dcp_objstore.transfer.ranges import (
     plan_requests,
 )
 from dcp_objstore.transfer.upload import run_watched, upload_object
-from dcp_objstore.transfer.workers import spawn, wait_for
+from dcp_objstore.transfer.workers import at_once, spawn, wait_for
 from dcp_objstore.waiting import result_of, wait_until
 from tests.support.listening import heard_channel, of
 from tests.support.wrapped_stores import ChangingStore, RecordingStore
@@ -772,6 +772,25 @@ def test_a_request_is_made_beside_the_main_thread_and_within_any_other():
     assert elsewhere(lambda: wait_for(threading.current_thread) is threading.current_thread())
     with pytest.raises(CorruptDataError, match="planned"):
         elsewhere(wait_for, broken)
+
+
+def test_calls_at_once_overlap_and_all_have_ended_before_the_first_error_is_raised() -> None:
+    both = threading.Barrier(2)
+    assert at_once(lambda: both.wait(60) is None, lambda: both.wait(60) is None) == [False, False]
+    ended = []
+
+    def late() -> None:
+        both.wait(60)
+        ended.append("late")
+        raise StoreUnavailableError("second")
+
+    def early() -> None:
+        both.wait(60)
+        raise CorruptDataError("first")
+
+    with pytest.raises(CorruptDataError, match="first"):
+        at_once(early, late)
+    assert ended == ["late"]
 
 
 def broken():
