@@ -194,7 +194,11 @@ def untrue(stage: Stage, answer: Answer) -> str | None:
     # Only where the answer to a PUT of the marker was lost, or the look at it afterwards.
     puts = any(verb == "put" and key == ROOT + MARKER for verb, key in actor.requests)
     unknowable = puts and any(key == MARKER for _, key, _ in actor.faults)
+    # Who is shown a damaged marker, twice, replaces it, and cannot know its log.
+    readers = [player.actor for player in stage.players.values()]
+    shown = [(key, fault.kind) for each in readers for _, key, fault in each.faults]
     known = marker is not None and marker.knows(answer.commit_id or "")
+    known = known or shown.count((MARKER, DAMAGED)) > 1
     promises = {
         SUCCESS: own == {answer.commit_id} and known,
         LOST: not own,
