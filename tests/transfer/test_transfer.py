@@ -176,6 +176,22 @@ def test_requests_grow_with_what_is_loaded(total: int, least: int, size: int) ->
     assert grown_request_size(total * MIB, least * MIB) == size * MIB
 
 
+@pytest.mark.parametrize("gib", [1, 2, 4, 64])
+def test_a_load_of_a_far_store_may_have_64_requests_in_flight(gib: int) -> None:
+    settings, total_bytes = TransferConfig(), gib * 1024 * MIB
+    size = grown_request_size(total_bytes, settings.request_size_bytes, is_near=False)
+    assert total_bytes >= 2 * AUTO_MOST * size
+    known = Window(bytes_per_second={"open_range": 1e9})
+    assert known.allowed(size, settings.request_timeout_seconds, "open_range") == AUTO_MOST
+    spans = [
+        Span(0, at, at + BLOCK_SIZE_BYTES, None) for at in range(0, total_bytes, BLOCK_SIZE_BYTES)
+    ]
+    requests = plan_requests(spans, request_size_bytes=size)
+    reading = RangeReading(ahead=True, memory_bytes=4 * MIB)
+    workers = worker_count(requests, AUTO_MOST, settings.memory_budget_bytes, reading, depth=2)
+    assert 2 * workers == AUTO_MOST
+
+
 def test_a_budget_holds_a_piece_and_what_the_store_takes_of_each_worker() -> None:
     large = [
         RangeRequest(
