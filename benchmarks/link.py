@@ -83,7 +83,7 @@ def link(
     """Measure what each process moves.
 
     Raises:
-        ChildFailedError: a process failed.
+        ChildFailedError: a process failed, or none has moved a part or a range in time.
     """
     with (
         open_target("sink", keep=action == "load", conditions=conditions) as place,
@@ -101,6 +101,8 @@ def link(
         if outcome.failed:
             raise ChildFailedError(str(outcome))
     moved: list[int] = [outcome.value for outcome in outcomes]
+    if not sum(moved):
+        raise ChildFailedError(f"nothing was moved in {seconds:g} s: give them more --seconds")
     shares = sorted(each * processes / sum(moved) for each in moved)
     result: dict[str, Any] = {
         "command": "link",
