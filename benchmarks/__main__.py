@@ -10,6 +10,7 @@
     python -m benchmarks resume --saved-by 8 --loaded-by 4 --target seaweedfs
     python -m benchmarks resume --layout shard1     a job of ranks loads in another layout
     python -m benchmarks resume --layout fsdp2      model and AdamW under fully_shard
+    python -m benchmarks link save --gib 0.25       eight processes share a link of 0.25 GiB/s
     python -m benchmarks async-loop                 a Python loop's pace while async_save uploads
     python -m benchmarks stage                      how long async_save holds training up
     python -m benchmarks gpu --gib 20               CUDA tensors, and pinned copies
@@ -147,6 +148,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--rounds", type=_positive, default=5)
     command.add_argument("--memory-budget-mib", type=_positive, default=128)
     _add_settings(command)
+    command = commands.add_parser("link", help="what each of several processes gets of one link")
+    command.add_argument("action", choices=["save", "load"])
+    command.add_argument("--processes", type=_positive, default=8)
+    command.add_argument("--seconds", type=_positive, default=20)
+    command.set_defaults(target="sink")
+    _add_settings(command)
+    Conditions.add_options(
+        command, latency_ms=30.0, rate_mib_per_connection=60.0, gib_per_second=0.25
+    )
     command = commands.add_parser("stage", help="copies of a state by several stagers")
     command.add_argument("--rounds", type=_positive, default=3)
     _add_settings(command)
@@ -224,6 +234,10 @@ def _run_with(
 
         budget_bytes = options.memory_budget_mib * MIB
         return gpu(settings, options.target, options.rounds, budget_bytes)
+    if options.command == "link":
+        from benchmarks.link import link
+
+        return link(options.action, settings, conditions, options.processes, options.seconds)
     if options.command == "stage":
         from benchmarks.stage import stage
 

@@ -189,6 +189,24 @@ def test_the_gpu_benchmark_measures_or_says_that_there_is_no_gpu() -> None:
 RESUME = ["resume", "--gib", str(1 / 32), "--tensors", "2", "--rounds", "1", "--json"]
 
 
+@pytest.mark.campaign  # 20 s each
+@pytest.mark.parametrize("action", ["save", "load"])
+def test_the_link_benchmark_tells_what_each_process_moved(action: str) -> None:
+    sizes = ["--gib", str(1 / 32), "--tensors", "2", "--processes", "2", "--seconds", "10"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "link", action, *sizes, "--json"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=True,
+    )
+    result = json.loads(done.stdout)
+    assert sum(result["shares"]) == pytest.approx(2)
+    # A link of 0.25 GiB/s is not faster than that, but for what was in flight when counting began.
+    assert 0 < sum(result["moved_bytes"]) < 1.3 * 10 * 256 * MIB
+
+
 @pytest.mark.campaign
 def test_the_resume_benchmark_counts_what_all_ranks_fetched_together() -> None:
     peers = ["dcp_objstore", "dcp_objstore-alone"]

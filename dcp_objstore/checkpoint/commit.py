@@ -10,14 +10,15 @@ weaken one of them. The rules keep the numbers of the design. Rule 3 is in `name
     next commit is conditioned on it. A commit_id stays through all rewrites of the same commit.
     Every new content has a new write_id, so that no two ETags are ever equal.
  2. A save begins with a **beacon**, a small object that shows a sweep that a save is under way,
-    even if a listing shows no upload before its end. Then comes one GET of `_COMMIT`, before any
-    rank uploads. Body and version come from that one response; together they are the begin token.
-    If the marker says `deleting`, the save finishes the deletion (rule 8) and reads again. A
-    committed checkpoint is replaced only with `overwrite=True`. After the commit the save removes
-    the beacon; a sweep removes one that a crash left.
+    even if a listing shows no upload before its end. At the same time the version of `.metadata` is
+    read (rule 6). Then comes one GET of `_COMMIT`, before any rank uploads. Body and version come
+    from that one response; together they are the begin token. If the marker says `deleting`, the
+    save finishes the deletion (rule 8) and reads again. A committed checkpoint is replaced only
+    with `overwrite=True`. After the commit the save removes the beacon; a sweep removes one that a
+    crash left.
  4. A commit is one conditional PUT of `_COMMIT` against the begin token, after a listing has shown
-    every object with its size, and after the index has been put. The transport does not retry the
-    PUT; this code sends it again, always with the same bytes.
+    every object with its size, and after the index has been put, in any order. The transport does
+    not retry the PUT; this code sends it again, always with the same bytes.
  5. Anything but a clean success is decided by reading `_COMMIT`. If our commit_id is current or in
     the log, we committed, even if another writer has replaced us since. If the begin token still
     stands, the PUT is sent again; at the deadline the outcome is unknown, because an unanswered PUT
@@ -65,6 +66,7 @@ from dcp_objstore.checkpoint.names import (
     index_key,
     new_nonce,
 )
+from dcp_objstore.checkpoint.publish import look
 from dcp_objstore.checkpoint.read import (
     Found,
     read_marker,
@@ -77,7 +79,6 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     InputError,
     LostRaceError,
-    ObjectNotFoundError,
     RetryableError,
     StoreUnavailableError,
     SupersededError,
@@ -85,6 +86,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Precondition, Version
 from dcp_objstore.stores.retries import Tries
+from dcp_objstore.transfer import workers
 
 _log = logging.getLogger("dcp_objstore")
 
@@ -100,6 +102,7 @@ class BeginToken:
         version: the store's version of the marker; None if there is no marker.
         claim: number of the claim of the job that saves; 0 for none.
         beacon: key of the object that shows sweeps that this save is under way.
+        dot_metadata: the condition that `.metadata` is still what it was; None: not known.
     """
 
     url: str
@@ -107,6 +110,7 @@ class BeginToken:
     version: Version | None
     claim: int = 0
     beacon: str = field(default="", compare=False)
+    dot_metadata: Precondition | None = None
 
     @property
     def precondition(self) -> Precondition:
@@ -137,14 +141,14 @@ def begin(
     overwrite: bool,
     claim: int = 0,
     nonce: str | None = None,
+    check: Callable[[], object] = lambda: None,
     deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> BeginToken:
     """Put the beacon of a save and take its begin token (rule 2).
 
-    Sends one PUT and one GET. If there is no marker, also a HEAD, to find what another library may
-    have saved. If a deletion was begun and not finished, also the requests that finish it (rule 8).
-    A save that is refused leaves no beacon.
+    Sends a PUT and a HEAD at the same time, then a GET. If a deletion was begun and not finished,
+    also the requests that finish it (rule 8). A save that is refused leaves no beacon.
 
     Args:
         store: rooted at the checkpoint.
@@ -152,6 +156,7 @@ def begin(
             earlier claim no longer counts and is replaced in any case (rule C5 of `claim`).
         claim: number of the claim of the job that saves; 0 for none.
         nonce: the nonce of the save, which names the beacon. Default: a new one.
+        check: called while the beacon is being put. What it raises ends the save.
         deadline_seconds: no change of the marker begins later than this. Default 60.
         clock: for tests.
 
@@ -164,16 +169,15 @@ def begin(
         UnsupportedError: a newer version wrote the marker.
     """
     beacon = beacon_key(nonce or new_nonce())
-    _light(store, beacon)
+    tries = tries_until(deadline_seconds, clock)
     try:
-        token = _take_token(
-            store, tries_until(deadline_seconds, clock), overwrite=overwrite, claim=claim
-        )
+        *_, seen = workers.at_once(check, partial(_light, store, beacon), partial(look, store))
+        token = _take_token(store, seen, tries, overwrite=overwrite, claim=claim)
     except (InputError, LostRaceError, CorruptDataError):
         # Not if the store does not answer: then the save would only fail later.
         remove_beacon(store, beacon)
         raise
-    return replace(token, beacon=beacon)
+    return replace(token, beacon=beacon, dot_metadata=seen)
 
 
 def _light(store: ObjectStore, key: str) -> None:
@@ -195,7 +199,9 @@ def remove_beacon(store: ObjectStore, key: str) -> None:
         _log.debug("the beacon %s/%s stays until the next sweep: %s", store.url, key, error)
 
 
-def _take_token(store: ObjectStore, tries: Tries, *, overwrite: bool, claim: int) -> BeginToken:
+def _take_token(
+    store: ObjectStore, dot_metadata: Precondition, tries: Tries, *, overwrite: bool, claim: int
+) -> BeginToken:
     try:
         found = read_marker(store)
     except CheckpointCorruptError as error:
@@ -203,15 +209,19 @@ def _take_token(store: ObjectStore, tries: Tries, *, overwrite: bool, claim: int
             raise
         return _begin_on_damage(store, error, claim)
     if found is None:
-        if not overwrite:
-            _refuse_foreign(store)
+        if not overwrite and dot_metadata != IfAbsent():
+            raise CheckpointExistsError(
+                "there is a '.metadata' here without a commit marker: a checkpoint that another"
+                " library wrote. Save under another URL, or pass overwrite=True to replace it",
+                url=store.url,
+            )
         return BeginToken(store.url, None, None, claim)
     marker, version = found
     refuse_later(store, marker, claim)
     if marker.state == "deleting":
         # Before the uploads: if another job finished the deletion later, it would defeat this save.
         finish_deleting(store, marker.commit_id, tries)
-        return _take_token(store, tries, overwrite=overwrite, claim=claim)
+        return _take_token(store, dot_metadata, tries, overwrite=overwrite, claim=claim)
     if marker.is_committed and not overwrite and marker.claim == claim:
         raise CheckpointExistsError(
             f"a checkpoint is committed here already (commit {marker.commit_id}); save under"
@@ -265,19 +275,6 @@ def refuse_later(store: ObjectStore, marker: Marker, claim: int) -> None:
             " dcp_objstore.claim_run in it and pass the claim",
             url=store.url,
         )
-
-
-def _refuse_foreign(store: ObjectStore) -> None:
-    """Refuse to replace the `.metadata` by which stock readers find another library's data."""
-    try:
-        store.head(DOT_METADATA_KEY)
-    except ObjectNotFoundError:
-        return
-    raise CheckpointExistsError(
-        "there is a '.metadata' here without a commit marker: a checkpoint that another library"
-        " wrote. Save under another URL, or pass overwrite=True to replace it",
-        url=store.url,
-    )
 
 
 def commit(
@@ -340,14 +337,15 @@ def commit(
     ours = marker.commit_id
     encode_marker(marker)  # raises before any request if the marker cannot be encoded
     try:
-        check_objects(store, objects)
+        workers.at_once(
+            partial(check_objects, store, objects), partial(store.put, index_key(nonce), index)
+        )
     except CheckpointCorruptError:
         # A sweep changes the marker before it removes what a save has uploaded.
         found = read_marker(store)
         if (found[1] if found is not None else None) != begin.version:
             raise _lost(store, found[0] if found is not None else None, begin.claim) from None
         raise
-    store.put(index_key(nonce), index)
     if begin.marker is None and begin.version is not None:
         marker = msgspec.structs.replace(marker, put_on="")  # the damaged marker's is not known
     token, tries = (begin.marker, begin.version), tries_until(deadline_seconds, clock, on_retry)

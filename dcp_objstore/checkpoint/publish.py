@@ -5,11 +5,12 @@ put or removed. The rule of `commit` that this module implements:
 
  6. `.metadata` follows the marker: read its version, check that the marker is still ours, put
     `.metadata` against that version, and start again if that failed. So the writer that commits
-    last also writes `.metadata` last. Then the marker is read again: if a deletion came in between,
-    `.metadata` is removed. Any job may repair what a crash in between left (`align_dot_metadata`):
-    `.metadata` is written where a commit stands, and removed where a tombstone stands, unless it
-    belongs to another library, which has saved here since. The marker is read again after that,
-    because stores delete without conditions and a new commit may have come in between.
+    last also writes `.metadata` last. A save reads the version as it begins, and its commit is the
+    check. After the PUT the marker is read: if a deletion came in between, `.metadata` is removed.
+    Any job may repair what a crash in between left (`align_dot_metadata`): `.metadata` is written
+    where a commit stands, and removed where a tombstone stands, unless it belongs to another
+    library, which has saved here since. The marker is read again after that, because stores delete
+    without conditions and a new commit may have come in between.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def publish_dot_metadata(
     commit_id: str,
     body: bytes,
     *,
+    seen: Precondition | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
     fenced: bool = True,
     clock: Clock = SYSTEM_CLOCK,
@@ -77,6 +79,7 @@ def publish_dot_metadata(
         store: rooted at the checkpoint.
         commit_id: the commit that `body` describes.
         body: the pickled `Metadata`.
+        seen: what `look` returned before this commit. Default: not known.
         deadline_seconds: no PUT starts later than this after the first.
         fenced: False on a store without conditional writes (rule 11 of `commit`).
         clock: for tests.
@@ -90,31 +93,40 @@ def publish_dot_metadata(
         DcpObjstoreError: the store refused for good.
     """
     tries = tries_until(deadline_seconds, clock)
-    return publish_until(store, commit_id, body, tries=tries, fenced=fenced)
+    return publish_until(store, commit_id, body, seen=seen, tries=tries, fenced=fenced)
+
+
+def look(store: ObjectStore) -> Precondition:
+    """Return the condition that `.metadata` is still what it is now. One HEAD."""
+    try:
+        return IfVersion(store.head(DOT_METADATA_KEY).version)
+    except ObjectNotFoundError:
+        return IfAbsent()
 
 
 def publish_until(
-    store: ObjectStore, commit_id: str, body: bytes, *, tries: Tries, fenced: bool = True
+    store: ObjectStore,
+    commit_id: str,
+    body: bytes,
+    *,
+    tries: Tries,
+    seen: Precondition | None = None,
+    fenced: bool = True,
 ) -> bool:
     """Do what `publish_dot_metadata` does, within a deadline that the caller shares."""
     may_be_there = False
     while True:
+        if seen is None:
+            seen = look(store)
+            found = read_marker(store)
+            if found is None or not found[0].is_committed or found[0].commit_id != commit_id:
+                if may_be_there:
+                    _take_back(store, found)
+                return False
         try:
-            token = store.head(DOT_METADATA_KEY).version
-            precondition: Precondition = IfVersion(token)
-        except ObjectNotFoundError:
-            precondition = IfAbsent()
-        found = read_marker(store)
-        if found is None or not found[0].is_committed or found[0].commit_id != commit_id:
-            if may_be_there:
-                _take_back(store, found)
-            return False
-        try:
-            store.put(
-                DOT_METADATA_KEY, body, precondition=precondition if fenced else None, retry=False
-            )
+            store.put(DOT_METADATA_KEY, body, precondition=seen if fenced else None, retry=False)
         except (StoreUnavailableError, LostRaceError, ObjectNotFoundError) as error:
-            may_be_there = True
+            may_be_there, seen = True, None
             if not tries.pause():
                 raise RetryableError(
                     f"'.metadata' could not be written before the deadline (last answer: {error});"

@@ -32,7 +32,7 @@ from dcp_objstore.read.tensor_read import (
     warn_if_lossy,
 )
 from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
-from dcp_objstore.stores.admission.limiter import reports_retries
+from dcp_objstore.stores.admission.limiter import limiter_of, reports_retries
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
@@ -198,7 +198,8 @@ def _request_size(
     if not store.range_reading.ahead or any(to.device.type != "cpu" for to in destinations):
         return config.request_size_bytes
     total_bytes = sum(span.end - span.start for span in spans)
-    return grown_request_size(total_bytes, config.request_size_bytes)
+    is_near = config.download_concurrency != "auto" or limiter_of(store).window.is_near
+    return grown_request_size(total_bytes, config.request_size_bytes, is_near=is_near)
 
 
 def _bind(

@@ -11,8 +11,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextvars import copy_context
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -78,6 +79,20 @@ def in_waves(do: Callable[[T], R], items: Sequence[T], wave: int = WAVE) -> Iter
             futures = [pool.submit(do, item) for item in items[start : start + wave]]
             for future in futures:
                 yield result_of(future)
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """Make calls at the same time; return their results, in order, once all have ended.
+
+    The first of them runs in this thread. If some fail, the error of the first of these is raised.
+    """
+    futures: list[Future[Any]] = [Future() for _ in calls]
+    tasks = [partial(run_into, future, call) for future, call in zip(futures, calls, strict=True)]
+    for task in tasks[1:]:
+        spawn(task, "request")
+    tasks[0]()
+    wait(futures)
+    return [future.result() for future in futures]
 
 
 def run_into(future: Future[Any], function: Callable[[], Any]) -> None:

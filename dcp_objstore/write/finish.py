@@ -87,18 +87,18 @@ def commit_save(
 
 
 def publish_for_stock_readers(
-    store: ObjectStore, commit_id: str, index: ix.Index, *, deadline_seconds: float, fenced: bool
+    save: Save, store: ObjectStore, commit_id: str, index: ix.Index, *, deadline_seconds: float
 ) -> None:
     """Write `.metadata`. The checkpoint is committed already, so a failure only warns."""
+    assert save.begin is not None
     try:
-        body = encode_metadata(index)
-        wait_for(
-            publish_dot_metadata,
+        publish_dot_metadata(
             store,
             commit_id,
-            body,
+            encode_metadata(index),
+            seen=save.begin.dot_metadata,
             deadline_seconds=deadline_seconds,
-            fenced=fenced,
+            fenced=save.fenced,
         )
     except Exception as error:  # noqa: BLE001 - whatever it is, the save has succeeded
         logger.warning(

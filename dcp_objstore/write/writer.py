@@ -8,8 +8,9 @@ save is kept in a `Save`, so a writer can be used for one save after another.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -34,6 +35,7 @@ from dcp_objstore.observe.events import Saved
 from dcp_objstore.observe.report import SaveReport, logger
 from dcp_objstore.state.dcp_metadata import build_index, describe
 from dcp_objstore.stores.urls import is_supported_url
+from dcp_objstore.transfer import workers
 from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.write.finish import commit_save, publish_for_stock_readers
 from dcp_objstore.write.layout import check_item
@@ -228,13 +230,13 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             save = self._begin_save(rank or 0, is_coordinator, channel)
             store = save.open()
             if is_coordinator:
-                _refuse_uncounted(self._claim, self._target.spec)
                 save.begin = wait_for(
                     commit.begin,
                     store,
                     overwrite=self._overwrite,
                     claim=number or 0,
                     nonce=save.nonce,
+                    check=partial(_refuse_uncounted, self._claim, save.spec),
                     deadline_seconds=self._deadline_seconds,
                 )
                 try:
@@ -367,23 +369,18 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         described = describe(index)
         metadata.state_dict_metadata = described.state_dict_metadata
         metadata.version = described.version
+        last: list[Callable[..., object]] = []
         if self._stock_metadata:
-            publish_for_stock_readers(
-                store,
-                commit_id,
-                index,
-                deadline_seconds=self._deadline_seconds,
-                fenced=save.fenced,
-            )
-        wait_for(commit.remove_beacon, store, save.begin.beacon)
+            last.append(partial(publish_for_stock_readers, save, store, commit_id, index))
         if self._claim is not None:
-            wait_for(
-                confirm,
-                save.spec.at(self._claim.run_url).open(),
-                self._claim.number,
-                deadline_seconds=self._deadline_seconds,
-            )
-            self.last_save = report
+            run = save.spec.at(self._claim.run_url).open()
+            last.append(partial(confirm, run, self._claim.number))
+        wait_for(
+            workers.at_once,
+            partial(commit.remove_beacon, store, save.begin.beacon),
+            *(partial(each, deadline_seconds=self._deadline_seconds) for each in last),
+        )
+        self.last_save = report
         channel.emit(
             Saved,
             channel.began_at,
@@ -406,12 +403,12 @@ def _refuse_uncounted(claim: RunClaim | None, step: StoreSpec) -> None:
         DcpObjstoreError: the run's claim cannot be used, or the store failed.
     """
     if claim is not None:
-        wait_for(refuse_uncounted, step.at(claim.run_url).open(), claim.number)
+        refuse_uncounted(step.at(claim.run_url).open(), claim.number)
         return
     try:
         run, _ = step.parent()
         if run is not None:
-            wait_for(refuse_uncounted, run.open(), 0)
+            refuse_uncounted(run.open(), 0)
     except UnsupportedError:
         raise
     except InputError as error:

@@ -21,13 +21,14 @@ from dcp_objstore.run import gc as sweeping
 from dcp_objstore.stores.spec import StoreSpec
 from tests.crash.process import Connection, ConnectionUploads, Process, here
 from tests.support.memory_bucket import Bucket
+from tests.support.serial import as_given, one_after_the_other
 
 Act = Callable[[int], None]  # of one rank
 
 
 @contextmanager
 def in_memory() -> Iterator[None]:
-    """Stores open onto the bucket of the thread that opens them."""
+    """Stores open onto the bucket of the thread that opens them, and the n-th request is known."""
     opens, uploads = StoreSpec.open, sweeping.open_uploads
 
     def connect(spec: StoreSpec) -> Connection:
@@ -39,7 +40,8 @@ def in_memory() -> Iterator[None]:
     StoreSpec.open = connect  # type: ignore[method-assign,assignment]
     sweeping.open_uploads = see_uploads  # type: ignore[assignment]
     try:
-        yield
+        with one_after_the_other(as_given):
+            yield
     finally:
         StoreSpec.open, sweeping.open_uploads = opens, uploads  # type: ignore[method-assign]
         probe.forget()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -263,11 +264,18 @@ class ConnectionUploads:
         return ()
 
 
-class Here(threading.local):
-    """Which bucket this thread works on, and as which process."""
+class Here:
+    """Which bucket this thread, and those that it starts, work on, and as which process."""
 
     bucket: Bucket
     process: Process
 
+    def __getattr__(self, name: str) -> Any:
+        return _HERE[name].get()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        _HERE[name].set(value)
+
+
+_HERE: dict[str, ContextVar[Any]] = {name: ContextVar(name) for name in ("bucket", "process")}
 here = Here()

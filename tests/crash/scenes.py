@@ -24,6 +24,7 @@ from tests.crash import stock_store  # noqa: F401 - registers cut://
 from tests.crash.jobs import break_group, run_here, run_job
 from tests.crash.process import Cut, Process, Turns, here, uploads
 from tests.support.memory_bucket import Bucket
+from tests.support.serial import Order, as_given, one_after_the_other, reverse
 
 RUN = "s3://crash/run"
 URL = f"{RUN}/step-7"
@@ -100,6 +101,7 @@ class Scene:
         after: and afterwards.
         saves: the operation is a save, by all ranks.
         probes: the process has not met this bucket yet.
+        order: of requests that are sent at the same time.
     """
 
     writer: str
@@ -111,6 +113,7 @@ class Scene:
     after: int | None
     saves: bool = False
     probes: bool = False
+    order: Order = as_given
 
     @property
     def ranks(self) -> int:
@@ -130,7 +133,8 @@ class Scene:
             here.bucket, here.process = Bucket(), Process()
             probe.require_rewrites(StoreSpec(RUN).open(), "")  # known to the process from now on
         shape = self.shape
-        return run_job(bucket, lambda rank: self.act(rank, shape), processes)
+        with one_after_the_other(self.order):
+            return run_job(bucket, lambda rank: self.act(rank, shape), processes)
 
 
 def save(edition: int, *, overwrite: bool) -> Callable[[int, Shape], None]:
@@ -318,6 +322,7 @@ def scenes() -> list[Scene]:
         Scene(OURS, "save over another", ONE_LARGE, over, committed, OLD, NEW, True),
         Scene(OURS, "save over another", TWO, over, committed, OLD, NEW, True),
         Scene(OURS, "save over a deleted one", ONE, fresh, deleted, None, NEW, True),
+        Scene(OURS, "save, reversed", ONE, fresh, nothing, None, NEW, True, order=reverse),
         Scene(OURS, "delete", ONE, delete(now=False), committed, OLD, None),
         Scene(OURS, "delete now", ONE, delete(now=True), committed, OLD, None),
         Scene(OURS, "sweep a dead save", TWO_LARGE, sweep, torn, None, None),
@@ -343,6 +348,8 @@ def large_scenes() -> list[Scene]:
     return [
         Scene(OURS, "save over a shorter one", TWO_GROWING, over, committed, OLD, NEW, True),
         Scene(OURS, "save", TWO_LARGE, fresh, nothing, None, NEW, True, True),
+        Scene(OURS, "save, reversed", TWO_LARGE, fresh, nothing, None, NEW, True, order=reverse),
+        Scene(OURS, "save over, reversed", TWO, over, committed, OLD, NEW, True, order=reverse),
         Scene(OURS, "save over another", TWO_LARGE, over, committed, OLD, NEW, True),
         Scene(OURS, "save over another", first, over, committed, OLD, NEW, True, True),
         Scene(OURS, "save over a deleted one", TWO_LARGE, fresh, deleted, None, NEW, True),

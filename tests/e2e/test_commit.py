@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.claim import claim_run
+from dcp_objstore.checkpoint.names import is_ours
 from dcp_objstore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -41,6 +45,7 @@ from tests.support.ranks import run_ranks, try_ranks
 from tests.support.scripted import Answer
 from tests.support.servers import Bucket, RcloneServer
 from tests.support.tampering import TamperingProxy
+from tests.support.wrapped_stores import Request, WatchedStore
 
 MIB = 1024 * 1024
 
@@ -281,3 +286,48 @@ def test_a_refusal_on_the_way_of_a_commit_that_took_effect_is_no_failure(
         assert len(puts) == 1
     assert edition_in(url, bucket.storage_options, ["whole"]) == "whole"
     assert not [key for key in bucket.keys("step-1") if key.startswith(".save-")]
+
+
+class MeetingStore(WatchedStore):
+    """Requests that are meant to be sent at the same time are answered once all of them are."""
+
+    log: ClassVar[list[str]] = []
+    meetings: ClassVar[dict[str, threading.Barrier]] = {}
+
+    @contextmanager
+    def _around(self, request: Request) -> Iterator[None]:
+        key = request.key
+        asked = f"{request.verb} {'index' if is_ours(key) else key.partition('-')[0]}".strip()
+        if not key.endswith(".distcp"):
+            self.log.append(asked)
+            if asked in self.meetings:
+                self.meetings[asked].wait(60)
+        yield
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_sends_ten_small_requests_in_six_turns(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    url, options = bucket.at("run/step-1"), bucket.storage_options
+    save_edition_here("first", url if overwrite else bucket.at("run/step-0"), options)
+    turns = [
+        ["get _CLAIM", "head .metadata", "put .save"],
+        ["get _COMMIT"],
+        ["list", "put index"],
+        ["put _COMMIT"],
+        ["delete .save", "put .metadata"],
+        ["get _COMMIT"],
+    ]
+    log, meetings, really_open = [], {}, StoreSpec.open
+    for turn in turns:
+        meetings |= dict.fromkeys(turn, threading.Barrier(len(turn)))
+    monkeypatch.setattr(MeetingStore, "log", log)
+    monkeypatch.setattr(MeetingStore, "meetings", meetings)
+    monkeypatch.setattr(StoreSpec, "open", lambda spec: MeetingStore(really_open(spec)))
+    save_edition_here("second", url, options, overwrite=overwrite)
+    found = iter(log)
+    assert [sorted(islice(found, len(turn))) for turn in turns] == turns
+    assert not list(found)
+    monkeypatch.undo()
+    assert edition_in(url, options, ["first", "second"]) == "second"

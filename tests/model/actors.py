@@ -50,8 +50,8 @@ class Actor:
         return Me(self.first, self.faults, self.tries, self.rounds)
 
     def moves(self, me: Me, store: Store) -> Iterator[Move]:
-        if me.at is not None:
-            for event, after, then in getattr(self, me.at)(me, store):
+        for step in me.at.split("+") if me.at is not None else ():
+            for event, after, then in getattr(self, step)(me, store):
                 if not after.pausing:
                     yield event, after, then
                     continue

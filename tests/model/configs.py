@@ -12,7 +12,7 @@ from tests.model.readers import Clock, Reader, StockReader
 from tests.model.removers import KEEPS_DOT, Deleter
 from tests.model.sweepers import GOES_ON, NO_SECOND_FENCE, TRUSTS_YOUNG, UNFENCED, Sweeper
 from tests.model.world import Marker, Store
-from tests.model.writers import LATE_BEACON, UNASKED, UNSEEN, Writer
+from tests.model.writers import LATE_BEACON, LATE_LOOK, UNASKED, UNSEEN, Writer
 
 Weak = frozenset[str]
 NONE: Weak = frozenset()
@@ -271,6 +271,7 @@ MUTANTS = {
     BELIEVED: "two create, reader",
     UNSEEN: "create, sweeper that cannot see uploads",
     LATE_BEACON: "create, sweeper that cannot see uploads",
+    LATE_LOOK: "create, overwrite, reader",
     UNASKED: "two create where a deletion was left, reader",
     KEEPS_DOT: "create where a deletion is under way, deleter",
 }

@@ -43,6 +43,7 @@ from tests.model.faults import (
 from tests.model.world import BEACON, DATA, DOT, EVERYTHING, INDEX, MARKER, NOBODY, Event
 from tests.support.memory_bucket import Bucket
 from tests.support.memory_store import TickingClock
+from tests.support.serial import one_after_the_other
 from tests.support.upkeep import DESCRIBED
 
 URL = "s3://stage/run/step-1"
@@ -481,11 +482,14 @@ class Stage:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """All that is random in between follows from the seed: nonces, ids, pauses."""
-    rng, state = random.Random(seed), random.getstate()
+    """All that is random in between follows from the seed: nonces, ids, pauses, orders."""
+    rng, orders, state = random.Random(seed), random.Random(seed), random.getstate()
     random.seed(seed)
     try:
-        with mock.patch.object(secrets, "token_hex", lambda size: rng.randbytes(size).hex()):
+        with (
+            mock.patch.object(secrets, "token_hex", lambda size: rng.randbytes(size).hex()),
+            one_after_the_other(lambda numbers: orders.sample(numbers, len(numbers))),
+        ):
             yield
     finally:
         random.setstate(state)

@@ -80,7 +80,8 @@ from tests.model.stage import (
 )
 from tests.model.sweepers import Sweeper
 from tests.model.world import BEACON, DATA, DOT, INDEX, MARKER, Marker, Store
-from tests.model.writers import LATE_BEACON, UNSEEN, Writer
+from tests.model.writers import LATE_BEACON, LATE_LOOK, UNSEEN, Writer
+from tests.support.serial import Order, as_given, one_after_the_other, reverse
 
 FAULTS = 2
 TRIES = 20  # more than any run needs: the code's deadline decides
@@ -276,6 +277,7 @@ def test_what_the_code_does_is_a_path_in_the_model() -> None:
         BELIEVED,
         UNSEEN,
         LATE_BEACON,
+        LATE_LOOK,
         KEEPS_DOT,
     ],
 )
@@ -320,16 +322,19 @@ OPERATIONS = {
 }
 
 
-def _one_fault(operation: Operation, at: int, fault: Fault | None) -> tuple[Stage, Answer]:
+def _one_fault(
+    operation: Operation, at: int, fault: Fault | None, order: Order
+) -> tuple[Stage, Answer]:
     """The operation, whose n-th request meets the fault."""
     stage = Stage(at)
-    operation.first(stage)
-    return stage, operation.program(Actor(stage, "actor", at_request(at, fault), save=2))
+    with one_after_the_other(order):
+        operation.first(stage)
+        return stage, operation.program(Actor(stage, "actor", at_request(at, fault), save=2))
 
 
-def _faults_of(operation: Operation) -> Iterator[tuple[int, str, str, Fault]]:
+def _faults_of(operation: Operation, order: Order) -> Iterator[tuple[int, str, str, Fault]]:
     """Every fault that there is for each of its requests."""
-    _, rehearsed = _one_fault(operation, 0, None)
+    _, rehearsed = _one_fault(operation, 0, None, order)
     assert rehearsed.word not in (FAILED, UNKNOWN), rehearsed
     for at, (verb, key) in enumerate(rehearsed.actor.requests, 1):
         for fault in EVERY_FAULT:
@@ -337,15 +342,19 @@ def _faults_of(operation: Operation) -> Iterator[tuple[int, str, str, Fault]]:
                 yield at, verb, key.removeprefix(ROOT), fault
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_one_fault_at_any_request_is_answered_truly_and_heals(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [(name, as_given) for name in OPERATIONS]
+    + [(name, reverse) for name in OPERATIONS if name.startswith("save")],
+)
+def test_one_fault_at_any_request_is_answered_truly_and_heals(name: str, order: Order) -> None:
     operation = OPERATIONS[name]
-    usual = _one_fault(operation, 0, None)[1].word
+    usual = _one_fault(operation, 0, None, order)[1].word
     tried: Counter[str] = Counter()
-    for at, verb, key, fault in _faults_of(operation):
+    for at, verb, key, fault in _faults_of(operation, order):
         tried[fault.kind] += 1
         with seeded(at):
-            stage, answer = _one_fault(operation, at, fault)
+            stage, answer = _one_fault(operation, at, fault, order)
             where = f"{name}: {fault} at {at}. {verb} {key}"
             assert answer.actor.faults, f"{where}: was never met"
             # Everybody answers again within the deadline, and nothing seems to be what it is not.

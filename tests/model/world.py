@@ -48,7 +48,7 @@ class Store(NamedTuple):
     dot_aged: bool = True  # so is `.metadata`
     loading: bool = False  # a stock reader, which cannot see the marker, is under way
     committed: Marks = 0  # not on the store: all saves whose marker ever took effect
-    under_way: Marks = 0  # not on the store: saves that have a begin token, and have not ended
+    under_way: Marks = 0  # not on the store: saves that have a begin token, and no answer yet
 
 
 class Request(NamedTuple):
@@ -81,7 +81,7 @@ class Event(NamedTuple):
 
 
 class Me(NamedTuple):
-    """What an actor knows. `at` is its next step; None: it has ended."""
+    """What an actor knows. `at` is its next step, or `a+b`; None: it has ended."""
 
     at: str | None
     faults: int  # of the network, that may still hit a request of this actor
@@ -100,6 +100,8 @@ class Me(NamedTuple):
     writes: int = 0  # markers written by it, for the next write_id
     changed: bool = False  # `.metadata` was not in line
     maybe: bool = False  # a PUT of `.metadata` may have taken effect or may yet
+    failed: bool = False  # of the requests under way at the same time, one has failed
+    lit: bool = False  # its beacon is to be removed, at any time
     flying: tuple[Request, ...] = ()  # copies of requests that may yet arrive
     answer: str | None = None
     gave_up: bool = False  # ended with work undone, as if it had crashed

@@ -28,11 +28,12 @@ from tests.model.world import (
 
 UNSEEN = "a save that no listing shows"
 LATE_BEACON = "the beacon follows the begin token"
+LATE_LOOK = "what .metadata was is asked after the commit"
 UNASKED = "what stands when a deletion is finished is replaced"
 
 
 class Writer(Remover):
-    """Save number `save`.
+    """Save number `save`. What it sends at the same time may arrive in any order.
 
     Args:
         overwrite: may replace what is committed.
@@ -45,15 +46,15 @@ class Writer(Remover):
         super().__init__(f"writer {save}", **options)
         self.beacon = beacon and UNSEEN not in self.weak
         self.save, self.bit, self.overwrite = save, 1 << save, overwrite
-        order = ["light", "begin", "upload", "check"]
+        order = ["light+look", "begin", "upload", "check+index", "put"]
         if "begin token read after data" in self.weak:
-            order = ["light", "upload", "begin", "check"]
+            order = ["light+look", "upload", "begin", "check+index", "put"]
         elif LATE_BEACON in self.weak:
-            order = ["begin", "light", "upload", "check"]
+            order = ["look", "begin", "light", "upload", "check+index", "put"]
         if not self.beacon:
-            order.remove("light")
+            order = [each.removeprefix("light+") for each in order if each != "light"]
         self.first = order[0]
-        self.after = dict(pairwise(order))
+        self.after = {step: then for steps, then in pairwise(order) for step in steps.split("+")}
 
     def wrong(self, me: Me, store: Store) -> str | None:
         took_effect = bool(store.committed & self.bit)
@@ -67,20 +68,39 @@ class Writer(Remover):
         return None
 
     def moves(self, me: Me, store: Store) -> Iterator[Move]:
-        """As all actors; and who looks on sees from when to when the save is under way."""
+        """As all actors; and who looks on sees from when to when the save can be defeated."""
         for event, after, then in super().moves(me, store):
             under_way = then.under_way
-            if me.at in ("begin", "begin_foreign") and after.at == self.after["begin"]:
+            if me.at == "begin" and after.at == self.after["begin"]:
                 under_way |= self.bit
-            elif after.at is None:
+            elif after.at is None or after.answer == "success":
                 under_way &= ~self.bit
             yield event, after, then._replace(under_way=under_way)
+        if me.lit:
+            for event, _, after, then in self.send(me, store, Request("delete", BEACON, self.bit)):
+                yield event, after._replace(lit=False), then
 
-    # --- the beacon: around rules 2 to 6
+    def answered(self, me: Me, step: str, ok: bool = True) -> Me:
+        """A request was answered; go on if no other is under way."""
+        assert me.at
+        left = "+".join(each for each in me.at.split("+") if each != step)
+        failed = me.failed or not ok
+        if left:
+            return me._replace(at=left, failed=failed)
+        if not failed:
+            return me._replace(at=self.after[step])
+        missing = self.after[step] == "put"
+        return me._replace(at="missing", failed=False) if missing else self.end(me, "failed")
+
+    # --- the beacon, and what `.metadata` was: around rules 2 to 6
 
     def light(self, was: Me, before: Store) -> Iterator[Move]:
         for event, _, me, store in self.send(was, before, Request("put", BEACON, self.bit)):
-            yield event, me._replace(at=self.after["light"]), store
+            yield event, self.answered(me, "light"), store
+
+    def look(self, was: Me, store: Store) -> Iterator[Move]:
+        for event, answered, me in self.look_at_dot(was, store, "head"):
+            yield event, self.answered(me, "look", answered), store
 
     def put_out(self, was: Me, before: Store) -> Iterator[Move]:
         assert was.answer
@@ -99,8 +119,12 @@ class Writer(Remover):
     def begin(self, was: Me, store: Store) -> Iterator[Move]:
         for event, found, me in self.get_marker(was, store):
             if not isinstance(found, Marker):
-                at = self.after["begin"] if self.overwrite else "begin_foreign"
-                after = me._replace(at=at) if found is None else self.end(me, "failed")
+                foreign = me.dot_token is not None and not self.overwrite
+                after = me._replace(at=self.after["begin"])
+                if found == NO_ANSWER:
+                    after = self.end(me, "failed")
+                elif foreign:
+                    after = self.leave(me, "refused")
             elif found.state == "deleting":
                 after = me._replace(at="finish", token=found)
             elif found.is_committed and not self.overwrite and not me.changed:
@@ -119,16 +143,6 @@ class Writer(Remover):
         finish = self.leave if answer == "failed" and me.denied else self.end
         return finish(me, "failed", gave_up=gave_up)
 
-    def begin_foreign(self, was: Me, store: Store) -> Iterator[Move]:
-        for event, answered, me in self.look_at_dot(was, store, "head"):
-            if not answered:
-                after = self.end(me, "failed")
-            elif me.dot_token is not None:
-                after = self.leave(me, "refused")
-            else:
-                after = me._replace(at=self.after["begin"])
-            yield event, after, store
-
     # --- rules 3 to 5
 
     def upload(self, was: Me, before: Store) -> Iterator[Move]:
@@ -137,7 +151,7 @@ class Writer(Remover):
 
     def check(self, me: Me, store: Store) -> Iterator[Move]:
         whole = bool(store.data & self.bit)
-        yield self.event("list", EVERYTHING), me._replace(at="index" if whole else "missing"), store
+        yield self.event("list", EVERYTHING), self.answered(me, "check", whole), store
 
     def missing(self, was: Me, store: Store) -> Iterator[Move]:
         """Who has removed it has changed the marker before."""
@@ -151,7 +165,7 @@ class Writer(Remover):
             log = was.token.log | (0 if was.token.commit == NOBODY else 1 << was.token.commit)
         body = Marker("committed", self.save, (self.name, was.writes), log)
         for event, _, me, store in self.send(was, before, Request("put", INDEX, self.bit)):
-            yield event, me._replace(at="put", body=body), store
+            yield event, self.answered(me._replace(body=body), "index"), store
 
     def landed(self, me: Me, found: Marker) -> bool:
         return super().landed(me, found) if me.then else found.knows(self.save)
@@ -163,8 +177,10 @@ class Writer(Remover):
             return self.end(me, "failed")
         if landed:
             return self.start()._replace(
-                at="publish",
+                at="late_look" if LATE_LOOK in self.weak else "publish_put",
                 body=self.save,
+                dot_token=me.dot_token,
+                lit=self.beacon,
                 answer="success",
                 faults=me.faults,
                 flying=me.flying,
@@ -180,5 +196,11 @@ class Writer(Remover):
         for event, _, me, store in self.send(was, before, Request("delete", DATA, self.bit)):
             yield event, self.end(me, "unknown", gave_up=True), store
 
+    def late_look(self, was: Me, store: Store) -> Iterator[Move]:
+        """Only in a mutant."""
+        for event, answered, me in self.look_at_dot(was, store, "head"):
+            yield event, me._replace(at="publish_put" if answered else "publish"), store
+
     def published(self, me: Me, done: bool | None) -> Me:
-        return self.leave(me, "success", gave_up=done is None)
+        end = self.leave if me.lit else self.end
+        return end(me, "success", gave_up=done is None)

@@ -39,7 +39,7 @@ from dcp_objstore.transfer.ranges import (
     plan_requests,
 )
 from dcp_objstore.transfer.upload import run_watched, upload_object
-from dcp_objstore.transfer.workers import spawn, wait_for
+from dcp_objstore.transfer.workers import at_once, spawn, wait_for
 from dcp_objstore.waiting import result_of, wait_until
 from tests.support.listening import heard_channel, of
 from tests.support.wrapped_stores import ChangingStore, RecordingStore
@@ -174,6 +174,22 @@ def test_a_request_is_cut_between_its_spans_into_pieces_without_gaps(wanted, siz
 )
 def test_requests_grow_with_what_is_loaded(total: int, least: int, size: int) -> None:
     assert grown_request_size(total * MIB, least * MIB) == size * MIB
+
+
+@pytest.mark.parametrize("gib", [1, 2, 4, 64])
+def test_a_load_of_a_far_store_may_have_64_requests_in_flight(gib: int) -> None:
+    settings, total_bytes = TransferConfig(), gib * 1024 * MIB
+    size = grown_request_size(total_bytes, settings.request_size_bytes, is_near=False)
+    assert total_bytes >= 2 * AUTO_MOST * size
+    known = Window(bytes_per_second={"open_range": 1e9})
+    assert known.allowed(size, settings.request_timeout_seconds, "open_range") == AUTO_MOST
+    spans = [
+        Span(0, at, at + BLOCK_SIZE_BYTES, None) for at in range(0, total_bytes, BLOCK_SIZE_BYTES)
+    ]
+    requests = plan_requests(spans, request_size_bytes=size)
+    reading = RangeReading(ahead=True, memory_bytes=4 * MIB)
+    workers = worker_count(requests, AUTO_MOST, settings.memory_budget_bytes, reading, depth=2)
+    assert 2 * workers == AUTO_MOST
 
 
 def test_a_budget_holds_a_piece_and_what_the_store_takes_of_each_worker() -> None:
@@ -772,6 +788,25 @@ def test_a_request_is_made_beside_the_main_thread_and_within_any_other():
     assert elsewhere(lambda: wait_for(threading.current_thread) is threading.current_thread())
     with pytest.raises(CorruptDataError, match="planned"):
         elsewhere(wait_for, broken)
+
+
+def test_calls_at_once_overlap_and_all_have_ended_before_the_first_error_is_raised() -> None:
+    both = threading.Barrier(2)
+    assert at_once(lambda: both.wait(60) is None, lambda: both.wait(60) is None) == [False, False]
+    ended = []
+
+    def late() -> None:
+        both.wait(60)
+        ended.append("late")
+        raise StoreUnavailableError("second")
+
+    def early() -> None:
+        both.wait(60)
+        raise CorruptDataError("first")
+
+    with pytest.raises(CorruptDataError, match="first"):
+        at_once(early, late)
+    assert ended == ["late"]
 
 
 def broken():

@@ -1,0 +1,39 @@
+"""What a save sends at the same time is sent one after the other, in an order that a test chooses.
+
+Requests are atomic, so an order of them is all that a server ever sees of calls at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from dcp_objstore.transfer import workers
+
+Call = Callable[[], Any]
+Order = Callable[[Sequence[int]], Sequence[int]]
+
+
+def as_given(numbers: Sequence[int]) -> Sequence[int]:
+    return numbers
+
+
+def reverse(numbers: Sequence[int]) -> Sequence[int]:
+    return numbers[::-1]
+
+
+@contextmanager
+def one_after_the_other(order: Order) -> Iterator[None]:
+    """Calls made `at_once` run in this order, in the thread that makes them."""
+
+    def in_order(*calls: Call) -> list[Any]:
+        futures: list[Future[Any]] = [Future() for _ in calls]
+        for number in order(range(len(calls))):
+            workers.run_into(futures[number], calls[number])
+        return [future.result() for future in futures]
+
+    with mock.patch.object(workers, "at_once", in_order):
+        yield
