@@ -471,7 +471,12 @@ def test_a_save_that_ended_before_it_began_does_not_block_the_next(
     def save_badly() -> Any:
         with warnings.catch_warnings():
             if refused == "url":
-                return wait(save(Path("run/step-1")))
+                try:
+                    return wait(save(Path("run/step-1")))
+                except dos.InvalidUrlError as error:  # torch 2.9 looks at it in the foreground
+                    refusal: Any = concurrent.futures.Future()
+                    refusal.set_exception(error)
+                    return refusal
             warnings.simplefilter("error")  # DCP warns that it has no process group
             return wait(save(memory_url()))
 
