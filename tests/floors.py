@@ -4,7 +4,7 @@
     python -m tests.floors torch 2.9.1       another torch
     python -m tests.floors frameworks        what pip chooses next to frameworks; installs nothing
 
-Paths of tests after that, and options of pytest, replace the ones that would run.
+Options of pytest may follow, and paths of tests in place of those that would run.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +65,15 @@ def requirements(pinned: dict[str, str]) -> list[str]:
         *PROJECT["dependencies"],
         *(one for extra in (*OF_USERS, "test") for one in EXTRAS[extra]),
     ]
-    return [
-        *pinned.values(),
-        *(
-            one
-            for one in asked
-            if name_of(one) != PROJECT["name"] and (name_of(one) not in pinned or "[" in one)
-        ),
-    ]
+    rest = [one for one in asked if name_of(one) != PROJECT["name"]]
+    # One with extras stays, next to the version that it is pinned to.
+    return [*pinned.values(), *(one for one in rest if name_of(one) not in pinned or "[" in one)]
 
 
-def run_tests(pinned: dict[str, str], arguments: list[str]) -> int:
+def run_tests(pinned: dict[str, str], tests: Collection[str], arguments: list[str]) -> int:
     """Install and test; return pytest's exit status."""
+    if not any((ROOT / one.partition("::")[0]).exists() for one in arguments):
+        arguments = [*arguments, *tests]
     with tempfile.TemporaryDirectory() as folder:
         python = make_environment(Path(folder), pinned)
         return subprocess.call([python, "-m", "pytest", *arguments], cwd=ROOT)
@@ -87,10 +85,9 @@ def make_environment(folder: Path, pinned: dict[str, str]) -> str:
     python = str(folder / "bin" / "python")
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(one.partition(";")[0] for one in pinned.values()))
-    # A constraint of the machine's own might exclude the version that is to be tested.
-    environment = {**os.environ, "PIP_CONSTRAINT": str(constraints)}
-    environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
-    os.environ.update(environment)
+    # In place of a constraint of the machine's own, which might exclude what is to be tested.
+    os.environ["PIP_CONSTRAINT"] = str(constraints)
+    os.environ["PATH"] = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--upgrade", "pip"], check=True)
     subprocess.run([*pip, *requirements(pinned)], cwd=ROOT, check=True)
@@ -140,8 +137,8 @@ def main() -> int:
     if given.command == "frameworks":
         return check_frameworks()
     if given.command == "torch":
-        return run_tests({"torch": f"torch=={given.version}"}, arguments or [*TORCH_TESTS])
-    return run_tests(lowest(), arguments or [*LOWEST_TESTS])
+        return run_tests({"torch": f"torch=={given.version}"}, TORCH_TESTS, arguments)
+    return run_tests(lowest(), LOWEST_TESTS, arguments)
 
 
 if __name__ == "__main__":
