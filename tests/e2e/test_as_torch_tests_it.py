@@ -807,7 +807,9 @@ def failing(kind: Any, call: str, ranks: tuple[int, ...], *, late: bool) -> Any:
 
 
 def _failed_ranks(error: CheckpointException) -> set[int]:
-    assert all("fails" in str(one[0]) for one in error.failures.values()), error
+    # Of what `read_metadata` raises, torch 2.9 makes an AssertionError without text.
+    errors = [one[0] for one in error.failures.values()]
+    assert all("fails" in str(one) or type(one) is AssertionError for one in errors), error
     return set(error.failures)
 
 

@@ -169,7 +169,7 @@ class TestS3fs(BucketContract):
     @pytest.fixture(autouse=True)
     def _installed(self) -> None:
         # Beside a boto3 that is too new for it, pip takes s3fs 0.4.
-        pytest.importorskip("s3fs")
+        pytest.importorskip("s3fs", minversion="2025.5")
 
     def open(self, url: str, options: object, config: TransferConfig | None = None) -> ObjectStore:
         return open_store(url, options, config or FSSPEC)
