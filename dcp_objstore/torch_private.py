@@ -35,27 +35,27 @@ if TYPE_CHECKING:
 
 
 def default_store() -> dist.Store:  # type: ignore[name-defined]  # torch exports it
-    """Return the store of the default process group. torch 2.9 to 2.14."""
+    """Return the store of the default process group. torch 2.9 to 2.15."""
     return dist.distributed_c10d._get_default_store()
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Return whether the group still exists: it was made and not destroyed. torch 2.9 to 2.14."""
+    """Return whether the group still exists: it was made and not destroyed. torch 2.9 to 2.15."""
     return group in dist.distributed_c10d._world.pg_map
 
 
 def count_groups() -> int:
-    """Return the number of groups of this rank, part of the next one's name. torch 2.9 to 2.14."""
+    """Return the number of groups of this rank, part of the next one's name. torch 2.9 to 2.15."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
-    """Return whether the group's collectives take CPU tensors. torch 2.9 to 2.14."""
+    """Return whether the group's collectives take CPU tensors. torch 2.9 to 2.15."""
     return torch.device("cpu") in group._device_types
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
-    """Change how long collectives of an existing group wait. torch 2.9 to 2.14."""
+    """Change how long collectives of an existing group wait. torch 2.9 to 2.15."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
@@ -63,7 +63,7 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> 
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Return whether it is a `FakeTensor`, which has no memory. torch 2.9 to 2.14."""
+    """Return whether it is a `FakeTensor`, which has no memory. torch 2.9 to 2.15."""
     return isinstance(tensor, FakeTensor)
 
 
@@ -73,7 +73,7 @@ def untyped_storage(storage: torch.TypedStorage | torch.UntypedStorage) -> torch
 
 
 def local_tensor(value: DTensor) -> torch.Tensor:
-    """Return this rank's shard itself, without autograd or waiting. torch 2.9 to 2.14.
+    """Return this rank's shard itself, without autograd or waiting. torch 2.9 to 2.15.
 
     `DTensor.to_local` makes a new tensor, and waits for a collective that is under way.
     """
@@ -81,12 +81,12 @@ def local_tensor(value: DTensor) -> torch.Tensor:
 
 
 def spec_of(value: DTensor) -> Any:
-    """Return the mesh, placements, global shape and strides of a DTensor. torch 2.9 to 2.14."""
+    """Return the mesh, placements, global shape and strides of a DTensor. torch 2.9 to 2.15."""
     return value._spec
 
 
 def dtensor(local: torch.Tensor, spec: Any) -> DTensor:
-    """Make a `DTensor` of a shard and a spec. Not a collective. torch 2.9 to 2.14.
+    """Make a `DTensor` of a shard and a spec. Not a collective. torch 2.9 to 2.15.
 
     `DTensor.from_local` would need the strides, and cannot take uneven shards without them.
     """
@@ -94,18 +94,18 @@ def dtensor(local: torch.Tensor, spec: Any) -> DTensor:
 
 
 def wait_for_collective(tensor: torch.Tensor) -> None:
-    """Wait for the collective that makes this tensor, if there is one. torch 2.9 to 2.14."""
+    """Wait for the collective that makes this tensor, if there is one. torch 2.9 to 2.15."""
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor.wait()
 
 
 def non_persistent_buffers(module: torch.nn.Module) -> Collection[str]:
-    """Return the names of the module's own buffers that `state_dict` omits. torch 2.9 to 2.14."""
+    """Return the names of the module's own buffers that `state_dict` omits. torch 2.9 to 2.15."""
     return module._non_persistent_buffers_set
 
 
 class StagesAtOnce:
-    """Base of an `AsyncStager` whose `stage` copies everything. torch 2.9 to 2.14.
+    """Base of an `AsyncStager` whose `stage` copies everything. torch 2.9 to 2.15.
 
     `AsyncStager` is a protocol with a private member. Without that member, `dcp.async_save` does
     not accept a writer as a stager.
@@ -122,20 +122,20 @@ class StagesAtOnce:
 # Names in pickles.
 
 # Each `.metadata` contains `StorageInfo` (the place of an item) and `MemoryFormatEncoding`, under
-# their private names. torch 2.9 to 2.14.
+# their private names. torch 2.9 to 2.15.
 
-# The function by which a pickle refers to a layout, such as `torch.strided`. torch 2.9 to 2.14.
+# The function by which a pickle refers to a layout, such as `torch.strided`. torch 2.9 to 2.15.
 layout_by_name = torch.serialization._get_layout
 
 
 def storage_classes() -> dict[torch.dtype, str]:
-    """Return the name of the legacy storage class of each dtype. torch 2.9 to 2.14."""
+    """Return the name of the legacy storage class of each dtype. torch 2.9 to 2.15."""
     classes: dict[torch.dtype, str] = torch.storage._dtype_to_storage_type_map()
     return classes
 
 
 def legacy_classes() -> tuple[type, ...]:
-    """Return the typed tensor and storage classes, such as `FloatTensor`. torch 2.9 to 2.14."""
+    """Return the typed tensor and storage classes, such as `FloatTensor`. torch 2.9 to 2.15."""
     return (*torch._tensor_classes, *torch._storage_classes)
 
 

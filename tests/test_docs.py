@@ -198,6 +198,21 @@ def test_every_page_is_in_the_navigation_or_in_the_index_of_the_decisions() -> N
     assert named == {str(page.relative_to(DOCS)) for page in PAGES[1:]}
 
 
+def test_the_table_of_torchs_tests_names_each_of_ours_that_stands_for_one() -> None:
+    text = (DOCS / "torch-tests.md").read_text().partition("## Out of scope")[0]
+    shown = re.findall(r"^\| [^|]+ \| ([^|]*`[^|]*) \|$", text, re.M)
+    named = {name for cell in shown for name in re.findall(r"`([^`]+)`", cell)}
+    home = "tests/e2e/test_as_torch_tests_it.py"
+    found = {name if "::" in name else f"{home}::{name}" for name in named}
+    defined = {
+        f"{path}::{name}"
+        for path in {home, *(one.partition("::")[0] for one in found)}
+        for name in re.findall(r"^ *def (test_\w+)", (ROOT / path).read_text(), re.M)
+    }
+    assert found <= defined
+    assert {one for one in defined if one.startswith(home)} <= found
+
+
 def test_the_code_that_a_decision_names_exists() -> None:
     for page in sorted((DOCS / "design").glob("*.md")):
         for path in re.findall(r"`([a-z0-9_/]+\.py)`", page.read_text()):

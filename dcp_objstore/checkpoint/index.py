@@ -50,8 +50,9 @@ _MAX_DIMENSIONS = 64
 _WIDTHS = (1, 2, 4, 8)
 _HALF = np.uint64(32)
 _LOW_HALF = np.uint64(2**32 - 1)
-# msgspec does not wrap the decoder's error for a map key that is not UTF-8.
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+# msgspec does not wrap the decoder's error for a map key that is not UTF-8, nor, before 0.22, for
+# one that cannot be hashed.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError)
 
 Column: TypeAlias = np.ndarray[tuple[int], np.dtype[np.unsignedinteger[Any]]]
 Matrix: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.unsignedinteger[Any]]]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
@@ -111,7 +112,8 @@ def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, list[int]]:
 def _integer(part: Any) -> int:
     as_index: Callable[[], int] | None = getattr(part, "__index__", None)
     # torch treats a tensor with one truth value as a mask, although it converts to 0 or 1.
-    if isinstance(part, bool) or getattr(part, "dtype", None) is torch.bool or as_index is None:
+    is_bool = isinstance(part, bool | np.bool_) or getattr(part, "dtype", None) is torch.bool
+    if is_bool or as_index is None:
         raise IndexError(
             f"only integers, slices and Ellipsis select a part, got a {type(part).__name__}; read"
             " the tensor first for anything else"

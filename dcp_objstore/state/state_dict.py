@@ -93,7 +93,9 @@ class ConvertedState:
             if not isinstance(name, str):
                 raise StateMismatchError(f"the names in the state must be str, got {name!r}")
         self._state = state
-        leaves = list(_leaves(state))
+        # Sorted, because `state_dict` and `load_state_dict` may be collectives (FSDP1's are), and
+        # the dicts of two ranks may differ in their order.
+        leaves = sorted(_leaves(state), key=lambda leaf: _place(leaf[0]))
         modules = {path: value for path, value in leaves if isinstance(value, torch.nn.Module)}
         if loading:
             for path, module in modules.items():
@@ -212,10 +214,12 @@ class ConvertedState:
             assert leaf.module is not None
             for optimizer, parameter in without_state:
                 if optimizer == _place(leaf.path):
-                    del loaded["state"][parameter]
+                    loaded["state"][parameter] = {}  # torch 2.9 needs one for each parameter
             # Not strict: the planner has already checked the state of each parameter.
             options = StateDictOptions(strict=False)
             set_optimizer_state_dict(leaf.module, leaf.value, loaded, options=options)
+            for key in [key for key, found in leaf.value.state.items() if not found]:
+                del leaf.value.state[key]
         elif _is_stateful(leaf.value):
             leaf.value.load_state_dict(loaded)
         elif isinstance(leaf.value, list) and isinstance(loaded, list):

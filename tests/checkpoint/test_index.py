@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError, UnsupportedError
@@ -277,6 +277,7 @@ def test_a_payload_of_several_blocks_needs_a_digest_for_each():
 
 
 @given(st.binary(max_size=300))
+@example(b"\x81\xd4\x00\x00\x00")
 def test_arbitrary_bytes_are_no_index(body):
     with pytest.raises(DcpObjstoreError):
         ix.decode(body)

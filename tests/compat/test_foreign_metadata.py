@@ -33,8 +33,12 @@ def stock_body(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def unpickled(body: bytes) -> stock.Metadata:
-    """What stock torch makes of it, with the one difference that we promise."""
+    """What stock torch makes of it, with the two differences that we promise."""
     value = pickle.loads(body)
+    for entry in value.state_dict_metadata.values():
+        properties = getattr(entry, "properties", None)
+        if hasattr(properties, "strides"):  # torch 2.15 has them, and nothing uses them
+            properties.strides = None
     if value.storage_meta is not None and value.storage_meta.checkpoint_id is not None:
         value.storage_meta.checkpoint_id = str(value.storage_meta.checkpoint_id)
     return value

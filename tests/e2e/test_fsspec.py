@@ -55,7 +55,7 @@ def test_a_local_folder(tmp_path: Path) -> None:
 
 @pytest.mark.backends("seaweed")
 def test_s3fs(bucket: Bucket) -> None:
-    pytest.importorskip("s3fs", minversion="2025.9")
+    pytest.importorskip("s3fs", minversion="2025.5")
     saved_on_4_resumes_on_2(bucket.at("step-1"), bucket.storage_options)
     assert {"_COMMIT", ".metadata"} < set(bucket.keys("step-1"))
     assert bucket.uploads() == []

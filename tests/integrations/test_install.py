@@ -211,7 +211,8 @@ def test_a_save_that_runs_when_the_installation_ends_goes_where_it_was_sent(
     set_up = state_dict_saver._storage_setup
 
     def late(*args: Any, **kwargs: Any) -> Any:
-        assert ended.wait(60)
+        if threading.current_thread() is not threading.main_thread():  # torch 2.9 calls it twice
+            assert ended.wait(60)
         return set_up(*args, **kwargs)
 
     monkeypatch.setattr(state_dict_saver, "_storage_setup", late)

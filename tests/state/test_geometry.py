@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dcp_objstore.state.geometry import Box, Selection, collapse, plan_copies
 
@@ -34,6 +34,7 @@ def apply(source, shape, wanted, start, end, destination):
         target += block
 
 
+@settings(deadline=None)
 @given(chunk_and_box(), st.integers(1, 17), st.booleans())
 def test_stretches_of_any_size_deliver_every_wanted_element_exactly_once(case, step, collapsed):
     shape, wanted = case
@@ -64,6 +65,7 @@ def wanted_bytes(selection: Selection) -> set[int]:
     return set(numbers[tuple(slice(o, o + n) for o, n in box)].flatten().tolist())
 
 
+@settings(deadline=None)
 @given(chunk_and_box(), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 70))
 def test_runs_hold_every_wanted_byte_and_no_gap_that_is_longer_than_allowed(case, itemsize, gap):
     selection = Selection(*case, itemsize)
@@ -79,6 +81,7 @@ def test_runs_hold_every_wanted_byte_and_no_gap_that_is_longer_than_allowed(case
     assert all(b[0] - a[1] > gap for a, b in itertools.pairwise(runs))
 
 
+@settings(deadline=None)
 @given(chunk_and_box(), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 40))
 def test_packing_takes_the_wanted_bytes_of_a_block_in_their_order(case, itemsize, step):
     selection = Selection(*case, itemsize)

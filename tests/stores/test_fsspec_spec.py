@@ -246,7 +246,7 @@ sys.exit(status)
 
 @pytest.mark.backends("seaweed")
 def test_a_forked_child_opens_its_own_and_does_not_hang(bucket: Bucket) -> None:
-    pytest.importorskip("s3fs", minversion="2025.9")
+    pytest.importorskip("s3fs", minversion="2025.5")
     options = [str(bucket.storage_options[name]) for name in ("key", "secret", "endpoint_url")]
     command = [sys.executable, "-W", "ignore", "-c", _FORK, bucket.url, *options]
     subprocess.run(command, check=True, timeout=100, env=dict(os.environ))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import subprocess
 import sys
 import threading
@@ -305,6 +306,23 @@ def test_memory_that_somebody_holds_is_not_used_again_and_then_is(memory: Stagin
     assert len(set(addresses(fourth)) | set(addresses(fifth))) == 2 * len(state)
 
 
+def test_memory_that_only_a_reference_cycle_holds_is_used_again(
+    memory: StagingMemory,
+) -> None:
+    """As planners of torch 2.9 leave one."""
+    state = large_and_small()
+    staged = stage(state)
+    staged["itself"] = staged
+    made = memory.allocations
+    gc.disable()
+    try:
+        del staged
+        stage(state)
+    finally:
+        gc.enable()
+    assert memory.allocations == made
+
+
 def test_memory_does_not_grow_when_the_state_changes(memory: StagingMemory) -> None:
     for size in range(1, 40):
         stage({"t": torch.ones(5 * MIB + size * 10_000)})
@@ -471,7 +489,12 @@ def test_a_save_that_ended_before_it_began_does_not_block_the_next(
     def save_badly() -> Any:
         with warnings.catch_warnings():
             if refused == "url":
-                return wait(save(Path("run/step-1")))
+                try:
+                    return wait(save(Path("run/step-1")))
+                except dos.InvalidUrlError as error:  # torch 2.9 looks at it in the foreground
+                    refusal: Any = concurrent.futures.Future()
+                    refusal.set_exception(error)
+                    return refusal
             warnings.simplefilter("error")  # DCP warns that it has no process group
             return wait(save(memory_url()))
 

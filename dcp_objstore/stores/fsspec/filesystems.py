@@ -198,7 +198,11 @@ def _s3(cls: Any, url: StoreUrl, settings: S3Options, config: TransferConfig) ->
             profile=settings.profile,
             use_ssl=settings.use_ssl,
             requester_pays=settings.requester_pays,
-            s3_additional_kwargs=settings.encryption,
+            # By `requester_pays` alone, s3fs 2025.5 names the payer only in its own verbs.
+            s3_additional_kwargs={
+                **(settings.encryption or {}),
+                **({"RequestPayer": "requester"} if settings.requester_pays else {}),
+            },
             client_kwargs={
                 "verify": None if settings.verify is True else settings.verify,
                 "region_name": settings.region,

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import mmap
 import queue
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,6 +72,8 @@ class StagingMemory:
             pinned: use pinned memory, which a GPU copies to by itself; ordinary memory is used if
                 none can be pinned.
         """
+        if self._would_grow(sizes_bytes, pinned=pinned):
+            gc.collect()  # planners of torch 2.9 leave the state of a save in a reference cycle
         with self._lock:
             self._takes += 1
             self._collect()
@@ -84,6 +88,14 @@ class StagingMemory:
                 slab.used_at = self._takes
                 arrays.append(lend(slab.array, functools.partial(self._returned.put, slab)))
             return arrays
+
+    def _would_grow(self, sizes_bytes: Sequence[int], *, pinned: bool) -> bool:
+        """Return whether taking these would allocate memory while some is leased."""
+        with self._lock:
+            self._collect()
+            idle = Counter(slab.array.nbytes for slab in self._idle if slab.pinned == pinned)
+            is_leased = self.allocated_bytes > sum(slab.array.nbytes for slab in self._idle)
+            return is_leased and bool(Counter(sizes_bytes) - idle)
 
     def release(self) -> None:
         """Free all memory that is not leased."""
