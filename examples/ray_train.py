@@ -1,6 +1,6 @@
 """Train under Ray Train, which starts the workers again when one dies, with as many as there are.
 
-    python ray_train.py s3://bucket/run 1000 2 4  # steps, fewest and most workers
+python ray_train.py s3://bucket/run 1000 2 4  # steps, fewest and most workers
 """
 
 import sys
@@ -16,6 +16,7 @@ import dcp_objstore as dos
 
 
 def train(config: dict) -> None:
+    """Train on one worker."""
     device, workers = get_device(), ray.train.get_context().get_world_size()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).to(device)

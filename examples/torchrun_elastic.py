@@ -30,7 +30,6 @@ fully_shard(model, mesh=dist.init_device_mesh(device.type, (ranks,)))
 optimizer = torch.optim.AdamW(model.parameters())
 state = {"model": model, "optimizer": optimizer}
 
-# --8<-- [start:loop]
 with dos.CheckpointManager(url, keep=dos.KeepLatest(3), save_every=10) as run:
     start = run.load(state) or 0  # the newest committed step, with any number of ranks
     if rank == 0:
@@ -43,5 +42,4 @@ with dos.CheckpointManager(url, keep=dos.KeepLatest(3), save_every=10) as run:
         run.step(step, state, {"loss": loss.item()})
         if run.preempted():  # torchrun stops ranks with SIGTERM when machines come or go
             break
-# --8<-- [end:loop]
 dist.destroy_process_group()

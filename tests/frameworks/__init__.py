@@ -1,1 +1,1 @@
-"""Real frameworks, saving to a real server. Each file is skipped where its framework is not installed."""
+"""Real frameworks, saving to a real server. A file is skipped where its framework is missing."""

@@ -13,8 +13,9 @@ from tests.support.elastic import (
     EXAMPLES,
     Program,
     assert_only_whole_steps,
+    blocks_of,
     environment,
-    numbers_of,
+    newest_of,
 )
 from tests.support.servers import Bucket
 
@@ -28,6 +29,7 @@ def torchrun(*options: str, url: str, steps: int) -> list[str]:
 
 
 @pytest.mark.backends("seaweed")
+@pytest.mark.timeout(600)
 def test_each_restart_goes_on_after_the_newest_step_and_so_does_another_world_size(
     bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -47,6 +49,7 @@ def test_each_restart_goes_on_after_the_newest_step_and_so_does_another_world_si
 
 
 @pytest.mark.backends("seaweed")
+@pytest.mark.timeout(600)
 def test_a_machine_that_joins_costs_no_step_and_one_that_is_lost_those_since_the_last_save(
     bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -67,9 +70,8 @@ def test_a_machine_that_joins_costs_no_step_and_one_that_is_lost_those_since_the
         )
 
     def wait_for_a_step_after(step: int) -> int:
-        while max(found := numbers_of(bucket, url), default=0) <= step:
-            first.wait_for("ranks go on")  # fails if it has ended
-        return found[-1]
+        first.wait_until(lambda: newest_of(bucket, url) > step)
+        return newest_of(bucket, url)
 
     with Program(machine(1), tmp_path, env) as first:
         assert first.wait_for(r"1 ranks go on after step (\d+)") == "0"
@@ -86,3 +88,7 @@ def test_a_machine_that_joins_costs_no_step_and_one_that_is_lost_those_since_the
         go.touch()
         first.end()
     assert assert_only_whole_steps(bucket, url, tmp_path)[-1] > alone
+
+
+def test_the_page_quotes_the_example() -> None:
+    assert all(block in EXAMPLE.read_text() for block in blocks_of("torchrun.md"))

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +93,23 @@ class Program:
         timeout_seconds: float = 240,
     ) -> str:
         """Wait until it, or the other, has printed so many matches; the group of the last."""
-        deadline = time.monotonic() + timeout_seconds
-        while len(found := self.found(pattern) + (other.found(pattern) if other else [])) < count:
-            ended = self._process.poll() is not None
-            assert not ended and time.monotonic() < deadline, f"no {pattern!r}:\n{self.output}"
-            time.sleep(0.1)
+        found: list[str] = []
+
+        def printed() -> bool:
+            found[:] = self.found(pattern) + (other.found(pattern) if other else [])
+            return len(found) >= count
+
+        self.wait_until(printed, timeout_seconds)
         return found[count - 1]
+
+    def wait_until(self, holds: Callable[[], bool], timeout_seconds: float = 240) -> None:
+        """Wait until it has brought something about; fail if it ends before."""
+        deadline = time.monotonic() + timeout_seconds
+        while not holds():
+            ended = self._process.poll()
+            assert ended is None, f"ended with {ended}:\n{self.output}"
+            assert time.monotonic() < deadline, f"too late:\n{self.output}"
+            time.sleep(0.1)
 
     def end(self, timeout_seconds: float = 240) -> None:
         """Wait until it ends by itself, without an error."""
@@ -136,6 +147,11 @@ def numbers_of(bucket: Bucket, url: str) -> list[int]:
     return [int(step.name.removeprefix("step-")) for step in steps]
 
 
+def newest_of(bucket: Bucket, url: str) -> int:
+    """The number of the newest step of a run; 0 if there is none."""
+    return max(numbers_of(bucket, url), default=0)
+
+
 def assert_only_whole_steps(bucket: Bucket, url: str, cwd: Path) -> list[int]:
     """All that counts in the run is whole, and nothing else is left; the numbers of its steps."""
     steps = dos.steps(url, storage_options=bucket.storage_options)
@@ -150,14 +166,16 @@ def assert_only_whole_steps(bucket: Bucket, url: str, cwd: Path) -> list[int]:
 def blocks_of(page: str) -> list[str]:
     """The ```py blocks of a page of docs/frameworks, which quote its example."""
     text = (ROOT / "docs" / "frameworks" / page).read_text()
-    return re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert found
+    return found
 
 
 def die_in_saves() -> None:
     """Let this rank be killed in the middle of saves, if the environment says so.
 
-    `KILLS` has a folder and words "rank:step": that rank dies once when the data of its part of that
-    step is on the store, so before any commit.
+    `KILLS` has a folder and words "rank:step": that rank dies, once, when the data of its part of
+    that step is on the store, so before any commit.
     """
     folder, *words = os.environ.get(KILLS, os.devnull).split()
     kills = [tuple(word.split(":")) for word in words]
