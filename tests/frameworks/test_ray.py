@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.support import elastic
-from tests.support.elastic import EXAMPLES, Program, assert_only_whole_steps, blocks_of, environment
+from tests.support.elastic import (
+    EXAMPLES,
+    Program,
+    assert_only_whole_steps,
+    assert_quotes,
+    environment,
+)
 from tests.support.servers import Bucket
 
 pytest.importorskip("ray.train.torch")
@@ -62,5 +68,4 @@ def test_workers_go_on_after_the_newest_step_when_one_is_killed_and_when_there_a
 
 
 def test_the_page_quotes_the_example() -> None:
-    text = (EXAMPLES / "ray_train.py").read_text()
-    assert all(block in text for block in blocks_of("ray.md"))
+    assert_quotes("ray.md", "ray_train.py")

@@ -13,7 +13,7 @@ from tests.support.elastic import (
     EXAMPLES,
     Program,
     assert_only_whole_steps,
-    blocks_of,
+    assert_quotes,
     environment,
     newest_of,
 )
@@ -67,5 +67,4 @@ def test_a_killed_replica_group_is_healed_and_the_bucket_outlives_all_of_them(
 
 
 def test_the_page_quotes_the_example() -> None:
-    text = (EXAMPLES / "torchft_train.py").read_text()
-    assert all(block in text for block in blocks_of("torchft.md"))
+    assert_quotes("torchft.md", "torchft_train.py")

@@ -13,7 +13,7 @@ from tests.support.elastic import (
     EXAMPLES,
     Program,
     assert_only_whole_steps,
-    blocks_of,
+    assert_quotes,
     environment,
     newest_of,
 )
@@ -91,4 +91,4 @@ def test_a_machine_that_joins_costs_no_step_and_one_that_is_lost_those_since_the
 
 
 def test_the_page_quotes_the_example() -> None:
-    assert all(block in EXAMPLE.read_text() for block in blocks_of("torchrun.md"))
+    assert_quotes("torchrun.md", "torchrun_elastic.py")

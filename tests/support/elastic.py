@@ -163,12 +163,16 @@ def assert_only_whole_steps(bucket: Bucket, url: str, cwd: Path) -> list[int]:
     return numbers_of(bucket, url)
 
 
-def blocks_of(page: str) -> list[str]:
-    """The ```py blocks of a page of docs/frameworks, which quote its example."""
+def assert_quotes(page: str, example: str) -> None:
+    """The ```py blocks of a page of docs/frameworks are lines of an example, but for indentation."""
+
+    def lines(text: str) -> str:
+        return "\n".join(line.strip() for line in text.splitlines())
+
     text = (ROOT / "docs" / "frameworks" / page).read_text()
-    found = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert found
-    return found
+    blocks = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert blocks
+    assert all(lines(block) in lines((EXAMPLES / example).read_text()) for block in blocks)
 
 
 def die_in_saves() -> None:
