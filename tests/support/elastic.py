@@ -164,7 +164,7 @@ def assert_only_whole_steps(bucket: Bucket, url: str, cwd: Path) -> list[int]:
 
 
 def assert_quotes(page: str, example: str) -> None:
-    """The ```py blocks of a page of docs/frameworks are lines of an example, but for indentation."""
+    """The ```py blocks of a page of docs/frameworks are in an example, but for indentation."""
 
     def lines(text: str) -> str:
         return "\n".join(line.strip() for line in text.splitlines())
