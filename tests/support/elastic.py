@@ -11,6 +11,7 @@ As a program it runs a script whose ranks die in the middle of a save:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import runpy
@@ -119,16 +120,9 @@ class Program:
         """SIGKILL to all its processes at once; those of torchrun have sessions of their own."""
         children = [self._process.pid, *descendants(self._process.pid)]
         for pid in children:
-            with_no_error(os.kill, pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                os.kill(pid, signal.SIGKILL)
         self._process.wait()
-
-
-def with_no_error(call: Any, *args: Any) -> None:
-    """Call; the process may have ended already."""
-    try:
-        call(*args)
-    except ProcessLookupError:
-        return
 
 
 def descendants(pid: int) -> list[int]:
