@@ -7,6 +7,7 @@ releases that have it. The names of classes in pickles are data, not API; they a
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
 # Process groups.
 
@@ -47,6 +48,21 @@ def is_registered(group: dist.ProcessGroup) -> bool:
 def count_groups() -> int:
     """Return the number of groups of this rank, part of the next one's name. torch 2.9 to 2.15."""
     return len(dist.distributed_c10d._world.pg_names)
+
+
+@contextlib.contextmanager
+def groups_named_from(number: int) -> Iterator[None]:
+    """Name the groups that `new_group` makes in the block after `number`. torch 2.9 to 2.14.
+
+    Otherwise torch counts them from 0. (A group of some ranks only, made with
+    `use_local_synchronization=True`, has a name of another form.)
+    """
+    world = dist.distributed_c10d._world
+    counted, world.group_count = world.group_count, number
+    try:
+        yield
+    finally:
+        world.group_count = counted
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
@@ -148,6 +164,7 @@ __all__ = [
     "count_groups",
     "default_store",
     "dtensor",
+    "groups_named_from",
     "has_cpu_backend",
     "is_fake",
     "is_registered",

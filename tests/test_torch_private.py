@@ -59,6 +59,12 @@ def test_a_group_is_registered_until_it_is_destroyed(world: dist.ProcessGroup) -
     assert not torch_private.is_registered(world)
 
 
+def test_groups_are_named_from_a_number_and_then_counted_on(world: dist.ProcessGroup) -> None:
+    with torch_private.groups_named_from(2**61):
+        assert dist.new_group(backend="gloo").group_name == str(2**61)
+    assert dist.new_group(backend="gloo").group_name == "1"
+
+
 @pytest.mark.parametrize(("backend", "has_cpu"), [("gloo", True), ("cuda:gloo", False)])
 def test_whether_a_group_has_a_cpu_backend(
     world: dist.ProcessGroup, backend: str, has_cpu: bool

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import os
+import secrets
 from typing import Any
 
 import torch.distributed as dist
 
 from dcp_objstore import torch_private
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import ConfigError, InputError, UnsupportedError
+from dcp_objstore.errors import ConfigError, InputError, RankFailedError, UnsupportedError
+
+# Purposes of groups: the calls of the program's thread, and the saves in the background.
+CALLS = "calls"
+SAVES = "saves"
 
 # The gloo groups that this module has made, by purpose and by the group whose ranks they have. Each
 # is stored with the world (default group) that it was made in; the groups of a destroyed world are
@@ -88,7 +94,25 @@ def sync_group(
     assert world is not None
     if torch_private.has_cpu_backend(world):
         return world
-    return own_group("sync", None, config)
+    return own_group(CALLS, None, config)
+
+
+def exchange_group(
+    process_group: dist.ProcessGroup | None, config: TransferConfig
+) -> dist.ProcessGroup | None:
+    """Return the group in which the ranks of a load pass bytes: the given one, if it can.
+
+    It makes a separate gloo group, which is a collective of its ranks, if the given group has no
+    CPU backend, or if none is given: the load may then run in a thread, while training uses the
+    default group.
+
+    Raises:
+        UnsupportedError: torch cannot make a group of these ranks.
+    """
+    if process_group is not None and torch_private.has_cpu_backend(process_group):
+        return process_group
+    given = None if process_group is dist.group.WORLD else process_group
+    return own_group("read once", given, config)
 
 
 def own_group(
@@ -106,6 +130,7 @@ def own_group(
     Raises:
         ConfigError: this rank is not in the given group.
         UnsupportedError: torch cannot make a group of these ranks.
+        RankFailedError: a rank did not connect to the others.
     """
     _refuse_outsider(process_group)
     if current_rank() is None:
@@ -119,20 +144,59 @@ def own_group(
         del _own[key]
     key = (purpose, process_group or world)
     if key not in _own:
-        ranks = None
-        if process_group is not None:
-            _refuse_unlike_names(process_group)
-            ranks = dist.get_process_group_ranks(process_group)
-        made = dist.new_group(
-            ranks,
-            timeout=min(timeout, store.timeout),
-            backend="gloo",
-            use_local_synchronization=ranks is not None,
-        )
-        _own[key] = (made, world)
+        _own[key] = (_new_group(process_group, min(timeout, store.timeout)), world)
     group = _own[key][0]
     torch_private.set_group_timeout(group, timeout)
     return group
+
+
+def _new_group(
+    process_group: dist.ProcessGroup | None, timeout: datetime.timedelta
+) -> dist.ProcessGroup:
+    """Make a gloo group of the ranks of the given or the default group. A collective.
+
+    The ranks find each other's addresses in the job's store, below the name of the group. torch
+    counts groups to name them, so in a store that outlives a restart (torchrun's does) a rank would
+    find the address of a dead one. So if a group can carry it, the ranks agree on a new name.
+    """
+    if process_group is not None:
+        _refuse_unlike_names(process_group)
+        ranks = dist.get_process_group_ranks(process_group)
+        return _connect(timeout, ranks=ranks, use_local_synchronization=True)
+    world = dist.group.WORLD
+    assert world is not None
+    carriers = [group for (_, of), (group, _) in _own.items() if of is world]
+    if torch_private.has_cpu_backend(world):
+        carriers = [world]
+    if not carriers:
+        return _connect(timeout)
+    number = [secrets.randbits(62)]
+    dist.broadcast_object_list(number, group=carriers[0], group_src=0)
+    with torch_private.groups_named_from(number[0]):
+        return _connect(timeout)
+
+
+def _connect(timeout: datetime.timedelta, **options: Any) -> dist.ProcessGroup:
+    """Call `dist.new_group`.
+
+    This is not retried: the ranks that did connect wait for the others until the time-out, and
+    until then cannot take part in a second attempt.
+    """
+    try:
+        made: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo", **options)
+    except RuntimeError as error:
+        text = (
+            "the ranks could not connect to each other: one of them has died, or did not make the"
+            " same call within the time-out of the process group"
+        )
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+            text += (
+                "; or torchrun has restarted the job, and a rank found the address of a dead one in"
+                " the store that torchrun keeps: start torchrun with"
+                " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
+            )
+        raise RankFailedError(f"{text} ({error})", rank=current_rank()) from error
+    return made
 
 
 def _refuse_outsider(process_group: object) -> None:

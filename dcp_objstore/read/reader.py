@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_objstore.distributed.groups import current_rank, own_group, rank_and_world_size
+from dcp_objstore.distributed.groups import current_rank, exchange_group, rank_and_world_size
 from dcp_objstore.distributed.plugin import Target, plugin_errors
 from dcp_objstore.errors import (
     CheckpointGoneError,
@@ -100,9 +100,10 @@ class ObjectStoreReader(StorageReader):
             (`python -m benchmarks resume --layout replicated`), and a load that shares nothing
             pays nothing.
         process_group: the ranks that load together. All of them take part in every load, and one
-            opens the checkpoint for all. Default None: the ranks of the default group, if these
-            are the ones that load; each then opens the checkpoint itself. Bytes pass between ranks
-            in a separate gloo group with the same ranks.
+            opens the checkpoint for all; bytes pass between them in this group. Default None: the
+            ranks of the default group, if these are the ones that load; each then opens the
+            checkpoint itself. Bytes then pass in a separate gloo group, and also if the given group
+            has no CPU backend.
 
     Attributes:
         last_load: the `LoadReport` of this rank's last finished load, or None.
@@ -235,8 +236,7 @@ class ObjectStoreReader(StorageReader):
 
     def _group(self) -> dist.ProcessGroup:
         """Return the group for exchanging blocks; its first call is a collective of its ranks."""
-        given = None if self._process_group is dist.group.WORLD else self._process_group
-        group = own_group("read once", given, self._target.config)
+        group = exchange_group(self._process_group, self._target.config)
         assert group is not None
         return group
 

@@ -2,7 +2,7 @@
 
 It decides when to save, what to keep, where to resume and what to do when the machine is taken
 away. The saves and loads themselves are those of `dcp`. Rank 0 alone lists and deletes; it sends
-results and errors to all ranks in a process group of this package.
+results and errors to all ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.distributed.failures import on_first, typed_failures
-from dcp_objstore.distributed.groups import count_ranks, is_first, own_group
+from dcp_objstore.distributed.groups import count_ranks, is_first, sync_group
 from dcp_objstore.distributed.step_consensus import StepConsensus, shared_store
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import EventSettings
@@ -331,12 +331,12 @@ class CheckpointManager:
             self._end()  # last, so that a signal does not cut the save short
 
     def _begin(self) -> RunSaves:
-        """On the first call, make the group and the means to agree on a step. A collective."""
+        """On the first call, make the means to agree on a step. A collective."""
         if self._closed:
             raise ConfigError("this CheckpointManager was closed; make another one", url=self._url)
         if self._saves is None:
             with typed_failures(self._url, None):
-                self._group = own_group("run", self._group_given, self._config)
+                self._group = sync_group(self._group_given, self._config)
             # The thread of the consensus must not keep a manager alive that is never closed.
             ask = weakref.WeakMethod(self._ask)
             self._consensus = StepConsensus(

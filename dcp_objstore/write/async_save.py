@@ -24,7 +24,7 @@ from dcp_objstore.distributed.failures import (
     typed_failures,
     without_frames,
 )
-from dcp_objstore.distributed.groups import current_rank, own_group
+from dcp_objstore.distributed.groups import CALLS, SAVES, current_rank, own_group
 from dcp_objstore.distributed.plugin import reporting_failures, url_of
 from dcp_objstore.errors import (
     ConfigError,
@@ -300,8 +300,8 @@ def async_save(
     writer, refused = capture(make_writer)
     with typed_failures(url_of(writer), None, _EVERY_RANK):
         # Two groups: collectives of this thread and of the saving thread must not mix in one.
-        calls = own_group("async_save calls", process_group, config)
-        saves = own_group("async_save saves", process_group, config)
+        calls = own_group(CALLS, process_group, config)
+        saves = own_group(SAVES, process_group, config)
     raise_on_all(refused, url_of(writer), calls, _EVERY_RANK)
     assert writer is not None
     return _begin(

@@ -1,0 +1,1 @@
+"""Tests of `dcp_objstore.distributed`."""

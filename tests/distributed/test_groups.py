@@ -1,0 +1,96 @@
+"""Process groups: few, late, and never under a name that an earlier attempt of the job has used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dcp_objstore as dos
+from dcp_objstore import torch_private
+from dcp_objstore.distributed import groups
+from tests.support.ranks import run_ranks
+
+
+def again(backend: str, prefix: str) -> None:
+    """End the world and begin another one on the same ranks."""
+    rank, world, store = dist.get_rank(), dist.get_world_size(), torch_private.default_store()
+    dist.destroy_process_group()
+    prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=prefixed(prefix, store), rank=rank, world_size=world)
+
+
+def made_by_each_call(rank: int, world: int, url: str, backend: str) -> dict[str, int]:
+    if backend != "gloo":
+        again(backend, "without-cpu")
+    made = {}
+
+    def note(call: str) -> None:
+        made[call] = torch_private.count_groups() - before
+
+    before = torch_private.count_groups()
+    state = {"w": torch.ones(2), "mine": dos.PerRank(rank)}
+    dos.save(state, f"{url}/alone", progress=False)
+    note("save")
+    dos.load(state, f"{url}/alone", progress=False)
+    note("load")
+    with dos.CheckpointManager(f"{url}/run") as run:
+        run.load(state)
+        run.save(1, state)
+        note("manager")
+        for step in (2, 3):
+            run.async_save(step, state)
+        note("async_save")
+    return made
+
+
+@pytest.mark.parametrize(("backend", "for_calls"), [("gloo", 0), ("cuda:gloo", 1)])
+def test_only_saves_in_the_background_and_gpu_worlds_need_groups_of_their_own(
+    tmp_path: Path, backend: str, for_calls: int
+) -> None:
+    expected = dict.fromkeys(("save", "load", "manager"), for_calls) | {"async_save": 2}
+    assert run_ranks(2, made_by_each_call, tmp_path.as_uri(), backend) == [expected] * 2
+
+
+def names_of_groups(rank: int, world: int) -> list[str]:
+    names = []
+    for purpose in (groups.CALLS, groups.SAVES):
+        group = groups.own_group(purpose, None)
+        dist.barrier(group=group)
+        assert group is not None
+        names.append(group.group_name)
+    names.append(dist.new_group(backend="gloo").group_name)
+    return names
+
+
+def test_a_restarted_job_uses_no_name_again_below_which_its_store_has_addresses() -> None:
+    attempts = [run_ranks(2, names_of_groups) for _ in range(2)]
+    assert all(of_rank == attempt[0] for attempt in attempts for of_rank in attempt)
+    names = [name for attempt in attempts for name in attempt[0][:2]]
+    assert len(set(names)) == 4
+    assert {attempt[0][2] for attempt in attempts} == {"1"}  # the program's own, as torch counts
+
+
+def call_alone(rank: int, world: int) -> str:
+    again("cuda:gloo", "without-cpu")
+    store = torch_private.default_store()
+    if rank == 1:
+        store.wait(["failed"])
+        return ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        try:
+            with pytest.raises(dos.RankFailedError) as caught:
+                groups.own_group(groups.CALLS, None, dos.TransferConfig(peer_timeout_seconds=1))
+        finally:
+            store.set("failed", "")
+    return str(caught.value)
+
+
+def test_the_error_names_a_dead_rank_and_under_torchrun_the_store_that_outlives_it() -> None:
+    text, _ = run_ranks(2, call_alone)
+    assert "has died" in text
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
