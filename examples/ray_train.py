@@ -1,9 +1,10 @@
 """Train under Ray Train, which starts the workers again when one dies, with as many as there are.
 
-python ray_train.py s3://bucket/run 1000 2 4  # steps, fewest and most workers
+python examples/ray_train.py s3://bucket/run 1000 2 4  # steps, fewest and most workers
 """
 
 import sys
+from typing import Any
 
 import ray.train
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import dcp_objstore as dos
 
 
-def train(config: dict) -> None:
+def train(config: dict[str, Any]) -> None:
     """Train on one worker."""
     device, workers = get_device(), ray.train.get_context().get_world_size()
     torch.manual_seed(0)

@@ -2,12 +2,13 @@
 
 torchft_lighthouse --min_replicas 1 &  # on one machine, HOST
 export TORCHFT_LIGHTHOUSE=http://HOST:29510 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-torchrun --nproc-per-node 1 --max-restarts 100 torchft_train.py group-0 s3://bucket/run 1000
-torchrun --nproc-per-node 1 --max-restarts 100 torchft_train.py group-1 s3://bucket/run 1000
+torchrun --nproc-per-node 1 --max-restarts 9 examples/torchft_train.py group-0 s3://bucket/run 1000
+torchrun --nproc-per-node 1 --max-restarts 9 examples/torchft_train.py group-1 s3://bucket/run 1000
 """
 
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).to(
 optimizer = torch.optim.AdamW(model.parameters())
 
 
-def heal(received: dict) -> None:
+def heal(received: dict[str, Any]) -> None:
     """Take over the state of another replica group."""
     model.load_state_dict(received["model"])
     optimizer.load_state_dict(received["optimizer"])

@@ -1,9 +1,9 @@
 """Train under torchrun, which restarts the job when a rank dies or when machines come and go.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # each restart has a store without old addresses
-    torchrun --nproc-per-node 2 --max-restarts 3 torchrun_elastic.py s3://bucket/run 100
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/torchrun_elastic.py s3://bucket/run 100
     torchrun --nnodes 1:4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \
-        --rdzv-id run --max-restarts 100 torchrun_elastic.py s3://bucket/run 10000
+        --rdzv-id run --max-restarts 100 examples/torchrun_elastic.py s3://bucket/run 10000
 """
 
 import os

@@ -1,7 +1,7 @@
 """Train with torchtitan's own parts, and keep the run in a bucket. Stop it, go on with other ranks.
 
-torchrun --nproc-per-node 4 examples/torchtitan_train.py s3://bucket/run 30
-torchrun --nproc-per-node 2 examples/torchtitan_train.py s3://bucket/run 60
+    torchrun --nproc-per-node 4 examples/torchtitan_train.py s3://bucket/run 30
+    torchrun --nproc-per-node 2 examples/torchtitan_train.py s3://bucket/run 60
 
 torchtitan's Trainer needs GPUs; before its `torchtitan.train.main()`, the same call is enough.
 """
