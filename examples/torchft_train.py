@@ -1,9 +1,11 @@
 """Train under torchft: replica groups heal each other, and checkpoints outlive all of them.
 
-torchft_lighthouse --min_replicas 1 &  # on one machine, HOST
-export TORCHFT_LIGHTHOUSE=http://HOST:29510 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-torchrun --nproc-per-node 1 --max-restarts 9 examples/torchft_train.py group-0 s3://bucket/run 1000
-torchrun --nproc-per-node 1 --max-restarts 9 examples/torchft_train.py group-1 s3://bucket/run 1000
+    torchft_lighthouse --min_replicas 1 &  # on one machine, HOST
+    export TORCHFT_LIGHTHOUSE=http://HOST:29510 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    torchrun --max-restarts 9 examples/torchft_train.py group-0 s3://bucket/run 1000
+    torchrun --max-restarts 9 examples/torchft_train.py group-1 s3://bucket/run 1000
+
+Start one more group, or stop one, at any time. `file:///tmp/run` works as well.
 """
 
 import sys

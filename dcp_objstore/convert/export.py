@@ -188,7 +188,9 @@ def export_checkpoint(
 
 
 def _as_dtype(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
-    return info if dtype is None or not info.dtype.is_floating_point else info._replace(dtype=dtype)
+    if dtype is None or not info.dtype.is_floating_point:
+        return info
+    return TensorInfo(info.shape, dtype, info.starts)
 
 
 def _flat(names: Mapping[str, str], flat: Mapping[str, Any]) -> dict[str, Any]:
