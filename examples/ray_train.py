@@ -1,6 +1,8 @@
 """Train under Ray Train, which starts the workers again when one dies, with as many as there are.
 
-python examples/ray_train.py s3://bucket/run 1000 2 4  # steps, fewest and most workers
+    python examples/ray_train.py s3://bucket/run 1000 2 4  # steps, fewest and most workers
+
+`file:///tmp/run` works as well, on one machine.
 """
 
 import sys
