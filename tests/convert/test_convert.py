@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -139,6 +141,20 @@ def test_shards_of_safetensors_hold_the_model_under_its_own_names(url: str, tmp_
         },
     )
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+
+
+def test_shards_hold_what_dcps_own_consolidation_holds(tmp_path: Path) -> None:
+    # Floating-point numbers only: torch 2.13 fails for others.
+    state = {"a.weight": seeded("a", (30, 7)), "b": torch.ones(5).bfloat16(), "c": torch.ones(())}
+    place = (tmp_path / "step").as_uri()
+    dos.save(state, place, progress=False)
+    dos.export_checkpoint(place, tmp_path / "ours")
+    stock = HuggingFaceStorageWriter(
+        str(tmp_path / "stock"), save_distributed=True, enable_consolidation=True
+    )
+    dcp.save(dict(state), storage_writer=stock, no_dist=True)
+    (consolidated,) = (tmp_path / "stock").glob("*.safetensors")
+    assert_same(load_file(tmp_path / "ours" / "model.safetensors"), load_file(consolidated))
 
 
 def test_one_safetensors_file_leaves_values_out_and_names_them(url: str, tmp_path: Path) -> None:

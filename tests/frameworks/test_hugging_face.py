@@ -41,6 +41,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataPar
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, ProjectConfiguration
 from transformers import (
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,
@@ -560,6 +561,30 @@ def test_a_url_resumes_a_step_of_this_run_or_starts_from_one_of_another(
     assert not [key for key in opened if key.startswith("optimizer")]
     with pytest.raises(dos.StateMismatchError, match="save_only_model"):
         train("weights", 2, True)
+
+
+def test_from_pretrained_loads_an_exported_step(bucket: Bucket, tmp_path: Path) -> None:
+    options = bucket.storage_options
+    with a_machine(str(tmp_path / "machine")):
+        trainer = make_trainer(At(2, stop))
+        with_object_store(trainer, bucket.url, storage_options=options).train()
+        trained = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+    url, folder = bucket.at("step-2"), tmp_path / "hub"
+    files = dos.load_state_dict(url, "files.0", storage_options=options)["files"]["0"][0]
+    (tmp_path / "config.json").write_bytes(files["config.json"])
+    dos.export_checkpoint(
+        url,
+        folder,
+        "model.*",
+        rename=[(r"^model\.", "")],
+        max_shard_size_bytes=8000,
+        copied_files=[tmp_path / "config.json"],
+        storage_options=options,
+    )
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert isinstance(loaded, GPT2LMHeadModel)
+    assert_same(loaded.state_dict(), trained)
 
 
 class Plain(torch.nn.Module):
