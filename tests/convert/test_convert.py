@@ -144,8 +144,8 @@ def test_shards_of_safetensors_hold_the_model_under_its_own_names(url: str, tmp_
 
 
 def test_shards_hold_what_dcps_own_consolidation_holds(tmp_path: Path) -> None:
-    # Floating-point numbers only: torch 2.13 fails for others.
-    state = {"a.weight": seeded("a", (30, 7)), "b": torch.ones(5).bfloat16(), "c": torch.ones(())}
+    # torch 2.13 fails for integers, and writes 0 for a scalar.
+    state = {"a.weight": seeded("a", (30, 7)), "b": torch.ones(5).bfloat16()}
     place = (tmp_path / "step").as_uri()
     dos.save(state, place, progress=False)
     dos.export_checkpoint(place, tmp_path / "ours")
