@@ -148,13 +148,12 @@ def _parsed(text: bytes, size_bytes: int) -> FileHeader:
             raise ValueError(f"{name!r} has offsets {start} and {end} that do not fit its shape")
         if begin + end > size_bytes:
             raise ValueError(f"{name!r} would end at byte {begin + end} of {size_bytes}")
-        nonzero: list[int] = [size for size in shape if size]
-        if math.prod(nonzero) * dtype.itemsize >= 2**63:
+        if math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 2**63:
             raise ValueError(f"{name!r} has an impossible shape")
         tensors[name] = TensorPlace(dtype, shape, begin + start)
     at = begin
     for name, place in sorted(tensors.items(), key=lambda one: one[1].offset):
-        if place.offset != at and math.prod(place.shape):
+        if place.offset != at and 0 not in place.shape:
             raise ValueError(f"{name!r} begins at byte {place.offset}, and not at byte {at}")
         at += math.prod(place.shape) * place.dtype.itemsize
     if at != size_bytes:
