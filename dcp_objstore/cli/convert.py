@@ -55,7 +55,6 @@ def export(
         copied_files=copied,
         overwrite=overwrite,
         storage_options=chosen(),
-        out_storage_options=chosen(),
         trust_pickle=trust_pickle,
     )
     if as_json:
@@ -95,7 +94,6 @@ def import_(
         rename=rules,
         overwrite=overwrite,
         storage_options=chosen(),
-        source_storage_options=chosen(),
         trust_pickle=trust_pickle,
     )
     if as_json:

@@ -22,7 +22,7 @@ from dcp_objstore.convert.names import Rename, folder_and_name, renamed
 from dcp_objstore.convert.slabs import cut, read_ahead
 from dcp_objstore.convert.sources import CheckpointSource, TensorInfo
 from dcp_objstore.convert.torch_file import plan_file
-from dcp_objstore.errors import DcpObjstoreError, InputError, ObjectNotFoundError
+from dcp_objstore.errors import ConfigError, DcpObjstoreError, InputError, ObjectNotFoundError
 from dcp_objstore.inspect.checkpoint import open as open_checkpoint
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Planned
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 # Parts in flight; their memory is that of the slabs.
 _IN_FLIGHT_BYTES = 128 * MIB
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_OWN_PREFIX = ".dcp-objstore."  # of files and folders that do not stay
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
@@ -121,7 +122,8 @@ def export_checkpoint(
         rename: pairs of a regular expression and its replacement, applied to each key in turn, as
             `re.sub` does. `[(r"^model\\.", "")]` takes a prefix away. A `torch.save` file then
             holds a flat dict; otherwise it holds the nested dict that was saved.
-        dtype: convert tensors of floating-point numbers to this dtype. Default: as saved.
+        dtype: convert tensors of floating-point numbers to this floating-point dtype. Default: as
+            saved.
         max_shard_size_bytes: size at which another safetensors shard begins. Default 5 GB.
         copied_files: local files to copy into the folder, such as config.json.
         overwrite: replace files that exist. Default False: refuse.
@@ -162,7 +164,9 @@ def export_checkpoint(
     source = CheckpointSource(checkpoint, keys, values=is_torch)
     names = renamed(source.keys, rename)
     tensors = {key: _as_dtype(info, dtype) for key, info in source.tensors.items()}
-    small = [(Path(path).name, Path(path).read_bytes()) for path in copied_files]
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"dtype={dtype} would lose what is behind the point; give a float dtype")
+    small = _copied(copied_files)
     if name is None:
         files, index = _shards(tensors, names, max_shard_size_bytes)
         small += index
@@ -185,6 +189,13 @@ def export_checkpoint(
         total_bytes=sum(written.values()),
         seconds=time.monotonic() - began_at,
     )
+
+
+def _copied(paths: Iterable[str | os.PathLike[str]]) -> list[tuple[str, bytes]]:
+    try:
+        return [(Path(path).name, Path(path).read_bytes()) for path in paths]
+    except OSError as error:
+        raise InputError(f"{error.filename} cannot be copied: {error.strerror}") from error
 
 
 def _as_dtype(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
@@ -218,7 +229,7 @@ def _safetensors_file(
     # As the library orders them: the widest elements first, so that all are aligned.
     keys = sorted(keys, key=lambda key: (-tensors[key].dtype.itemsize, names[key]))
     for key in keys:
-        safetensors.check_dtype(key, tensors[key].dtype)
+        safetensors.check(key, names[key], tensors[key].dtype)
     header = safetensors.header_bytes(
         (names[key], tensors[key].dtype, tensors[key].shape) for key in keys
     )
@@ -271,10 +282,11 @@ def _staged(spec: StoreSpec) -> Iterator[StoreSpec]:
     folder = Path(spec.url.removeprefix("file://"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".dcp-objstore.", dir=folder) as temporary:
+        with tempfile.TemporaryDirectory(prefix=_OWN_PREFIX, dir=folder) as temporary:
             yield spec.at(f"file://{temporary}")
-            for path in Path(temporary).glob("[!.]*"):
-                path.replace(folder / path.name)
+            for path in Path(temporary).iterdir():
+                if not path.name.startswith(_OWN_PREFIX):  # the lock
+                    path.replace(folder / path.name)
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}", url=spec.url) from error
 
@@ -311,6 +323,9 @@ class _Export:
     ) -> dict[str, int]:
         """Write the files, the small ones last, and return their sizes by name."""
         names = [file.name for file in files] + [name for name, _ in small]
+        for name in names:
+            if names.count(name) > 1:
+                raise InputError(f"two files would be called {name}", url=self._folder.url)
         # A folder with both would be read by the one that this export does not write.
         others = [name for name in (_ONE_FILE, _INDEX) if {_ONE_FILE, _INDEX} & {*names} - {name}]
         present = wait_for(self._present, dict.fromkeys((*names, *others)))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
+from zipfile import is_zipfile
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -67,6 +68,9 @@ if TYPE_CHECKING:
 _INDEX_SUFFIX = ".safetensors.index.json"
 _MOST_INDEX_BYTES = 256 * MIB
 _DOWNLOADED_AT_ONCE_BYTES = 16 * MIB
+# What torch wrote before 1.6, or without its zip format, begins with this number, pickled. Such a
+# file cannot be mapped into memory.
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
 
 
 def import_checkpoint(
@@ -248,12 +252,13 @@ def _opened(
     spec = StoreSpec(folder, storage_options, config)
     if name is not None and name.endswith(TORCH_SUFFIXES):
         with _local_file(spec, name) as path:
-            yield TorchSource(_loaded(path, trust_pickle))
+            yield TorchSource(f"{spec.url}/{name}", _loaded(path, trust_pickle))
         return
-    files = wait_for(_safetensors_files, spec.open(), name)
+    store = spec.open()
+    files, weight_map = wait_for(_safetensors_files, store, name)
     if files:
-        store = spec.open()
-        yield SafetensorsSource(spec, {one: wait_for(read_header, store, one) for one in files})
+        headers = {one: wait_for(read_header, store, one) for one in files}
+        yield SafetensorsSource(spec, headers, weight_map)
         return
     try:
         checkpoint = open_checkpoint(
@@ -265,14 +270,17 @@ def _opened(
     yield CheckpointSource(checkpoint, keys)
 
 
-def _safetensors_files(store: ObjectStore, name: str | None) -> list[str]:
-    """Return the safetensors files of a folder; those that its index names, if it has one.
+def _safetensors_files(
+    store: ObjectStore, name: str | None
+) -> tuple[list[str], dict[str, str] | None]:
+    """Return the safetensors files of a folder, and the file of each tensor if it has an index.
 
     Raises:
         InputError: there are several files and no index, or several of them.
+        CheckpointCorruptError: the index is damaged, or names a file that is not there.
     """
     if name is not None:
-        return [name]
+        return [name], None
     inside = [meta.key for meta in store.list() if "/" not in meta.key]
     indices = [key for key in inside if key.endswith(_INDEX_SUFFIX)]
     files = [key for key in inside if key.endswith(".safetensors")]
@@ -282,13 +290,17 @@ def _safetensors_files(store: ObjectStore, name: str | None) -> list[str]:
             f"there is no single index, so name one of the files: {named}", url=store.url
         )
     if not indices:
-        return files
+        return files, None
     body, _ = store.get(indices[0], max_size_bytes=_MOST_INDEX_BYTES)
     try:
-        return sorted({str(one) for one in json.loads(body)["weight_map"].values()})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        text = f"{indices[0]} has no weight_map: {error}"
+        weight_map = {key: str(one) for key, one in json.loads(body)["weight_map"].items()}
+        absent = {*weight_map.values()} - {*inside}
+        if absent:
+            raise ValueError(f"{min(absent)} is not in the folder")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        text = f"{indices[0]} has no weight_map of this folder: {error}"
         raise CheckpointCorruptError(text, object_key=indices[0], url=store.url) from None
+    return sorted({*weight_map.values()}), weight_map
 
 
 @contextmanager
@@ -311,7 +323,12 @@ def _local_file(spec: StoreSpec, name: str) -> Iterator[Path]:
 def _loaded(path: Path, trust_pickle: bool) -> dict[str, Any]:
     """Map a `torch.save` file into memory."""
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickle)
+        is_zip = is_zipfile(path)
+        if not is_zip:
+            with path.open("rb") as file:
+                if _LEGACY_MAGIC not in file.read(32):
+                    raise ValueError("it is no zip file")
+        state = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=not trust_pickle)
     except FileNotFoundError:
         raise ObjectNotFoundError(f"there is no file {path}", object_key=path.name) from None
     except UnpicklingError as error:

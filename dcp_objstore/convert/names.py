@@ -23,8 +23,10 @@ def folder_and_name(
         path: a local path or a URL.
         suffixes: how the name of a file ends.
     """
-    text = os.fspath(path)
-    url = text if "://" in text else f"file://{Path(text).absolute()}"
+    url = os.fspath(path)
+    if "://" not in url:
+        local = Path(url).absolute()
+        url = f"file://{local.resolve() if '..' in local.parts else local}"
     if not url.endswith(suffixes):
         return url, None
     folder, _, name = url.rpartition("/")
@@ -46,7 +48,7 @@ def renamed(keys: Iterable[str], rename: Rename) -> dict[str, str]:
             name = key
             for pattern, replacement in rules:
                 name = pattern.sub(replacement, name)
-            if not name:
+            if key and not name:
                 raise StateMismatchError("the rules of rename= leave no name for this key", key=key)
             if (other := taken.setdefault(name, key)) != key:
                 raise StateMismatchError(f"{other!r} and {key!r} both become {name!r}")

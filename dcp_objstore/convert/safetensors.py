@@ -45,6 +45,7 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES_OF = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH_BYTES = 8
+_METADATA = "__metadata__"
 # The format's own limit.
 _MOST_HEADER_BYTES = 100_000_000
 _FIRST_READ_BYTES = MIB
@@ -64,12 +65,23 @@ class FileHeader(NamedTuple):
     tensors: Mapping[str, TensorPlace]
 
 
-def check_dtype(key: str, dtype: torch.dtype) -> None:
-    """Refuse a dtype that the format does not have.
+def check(key: str, name: str, dtype: torch.dtype) -> None:
+    """Refuse a tensor that the format cannot hold.
+
+    Args:
+        key: its key.
+        name: its name in the file.
+        dtype: its dtype.
 
     Raises:
-        UnsupportedError: it has no name for it.
+        UnsupportedError: the format has no such dtype, or uses the name itself.
     """
+    if name == _METADATA:
+        raise UnsupportedError(
+            f"in safetensors no tensor can be called {name}; rename it with rename=, leave it out"
+            " with keys=, or export to a torch.save file",
+            key=key,
+        )
     if dtype not in _NAMES_OF:
         raise UnsupportedError(
             f"safetensors has no dtype {str(dtype).removeprefix('torch.')}; convert it with dtype=,"
@@ -80,7 +92,7 @@ def check_dtype(key: str, dtype: torch.dtype) -> None:
 
 def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
     """Return the bytes before the memory of these tensors, which follow without gaps."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
     at = 0
     for name, dtype, shape in tensors:
         end = at + math.prod(shape) * dtype.itemsize
@@ -126,7 +138,7 @@ def _parsed(text: bytes, size_bytes: int) -> FileHeader:
     tensors: dict[str, TensorPlace] = {}
     begin = _LENGTH_BYTES + len(text)
     for name, entry in json.loads(text).items():
-        if name == "__metadata__":
+        if name == _METADATA:
             continue
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
@@ -136,7 +148,16 @@ def _parsed(text: bytes, size_bytes: int) -> FileHeader:
             raise ValueError(f"{name!r} has offsets {start} and {end} that do not fit its shape")
         if begin + end > size_bytes:
             raise ValueError(f"{name!r} would end at byte {begin + end} of {size_bytes}")
+        if math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 2**63:
+            raise ValueError(f"{name!r} has an impossible shape")
         tensors[name] = TensorPlace(dtype, shape, begin + start)
+    at = begin
+    for name, place in sorted(tensors.items(), key=lambda one: one[1].offset):
+        if place.offset != at and 0 not in place.shape:
+            raise ValueError(f"{name!r} begins at byte {place.offset}, and not at byte {at}")
+        at += math.prod(place.shape) * place.dtype.itemsize
+    if at != size_bytes:
+        raise ValueError(f"its tensors end at byte {at} of {size_bytes}")
     return FileHeader(tensors)
 
 

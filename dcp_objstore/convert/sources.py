@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_objstore.convert.safetensors import FileHeader
-from dcp_objstore.errors import UnsupportedError
+from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
 from dcp_objstore.inspect.checkpoint import Checkpoint, TensorEntry
-from dcp_objstore.inspect.fill import new_tensor
+from dcp_objstore.inspect.fill import new_tensor, new_tensors
 from dcp_objstore.state.memory import byte_memory, narrow
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
+from dcp_objstore.write.planner import AgreeingSavePlanner
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -105,11 +105,20 @@ class CheckpointSource(Source):
 
 
 class TorchSource(Source):
-    """A state dict in memory, or mapped from a `torch.save` file."""
+    """A state dict in memory, or mapped from a `torch.save` file.
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        planner = DefaultSavePlanner()
-        planner.set_up_planner(dict(state), StorageMeta(), is_coordinator=True)
+    Args:
+        url: where it comes from, for errors.
+        state: the state dict.
+
+    Raises:
+        StateMismatchError: two of its keys get the same name.
+        RankFailedError: it cannot be flattened: it contains itself, for example.
+    """
+
+    def __init__(self, url: str, state: dict[str, Any]) -> None:
+        planner = AgreeingSavePlanner(url, state, ranks=1)
+        planner.set_up_planner(state, StorageMeta(), is_coordinator=True)
         flat = planner.state_dict
         self.keys = list(flat)
         self._tensors = {k: v.detach() for k, v in flat.items() if isinstance(v, torch.Tensor)}
@@ -128,9 +137,18 @@ class SafetensorsSource(Source):
     Args:
         spec: the folder and how to read it.
         headers: the header of each file, by its name.
+        weight_map: the file of each tensor, from the index. Default: there is no index.
+
+    Raises:
+        CheckpointCorruptError: a tensor is not in its file.
     """
 
-    def __init__(self, spec: StoreSpec, headers: Mapping[str, FileHeader]) -> None:
+    def __init__(
+        self,
+        spec: StoreSpec,
+        headers: Mapping[str, FileHeader],
+        weight_map: Mapping[str, str] | None = None,
+    ) -> None:
         self._spec = spec
         self._store = spec.open()
         self._names = list(headers)
@@ -138,7 +156,16 @@ class SafetensorsSource(Source):
             key: (number, place)
             for number, header in enumerate(headers.values())
             for key, place in header.tensors.items()
+            if weight_map is None or weight_map.get(key, self._names[number]) == self._names[number]
         }
+        for key, name in (weight_map or {}).items():
+            if key not in self._at:
+                raise CheckpointCorruptError(
+                    f"the index says that {name} has this tensor, and it has not",
+                    key=key,
+                    object_key=name,
+                    url=spec.url,
+                )
         self.keys = list(self._at)
         self.tensors = {
             key: TensorInfo(place.shape, place.dtype) for key, (_, place) in self._at.items()
@@ -147,12 +174,11 @@ class SafetensorsSource(Source):
 
     def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
         """See `Source.read`."""
-        tensors = []
+        tensors = new_tensors((slab.box.sizes, self._at[slab.key][1].dtype) for slab in slabs)
         spans: list[Span[ByteArray]] = []
-        for slab in slabs:
+        for slab, tensor in zip(slabs, tensors, strict=True):
             number, place = self._at[slab.key]
-            tensors.append(new_tensor(slab.key, slab.box.sizes, place.dtype, "cpu"))
-            memory = byte_memory(tensors[-1])
+            memory = byte_memory(tensor)
             if memory is None:  # no elements
                 continue
             begin = place.offset + _offset(slab, place.shape) * place.dtype.itemsize

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import math
+import mmap
 import pickle
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from dcp_objstore.config import MIB
 from dcp_objstore.state.memory import byte_memory
 from dcp_objstore.state.tensor_frame import framing
 from dcp_objstore.torch_private import untyped_storage
@@ -17,6 +21,10 @@ from dcp_objstore.torch_private import untyped_storage
 if TYPE_CHECKING:
     from dcp_objstore.convert.sources import TensorInfo
     from dcp_objstore.transfer.upload import ByteArray
+
+
+# Below this size, tensors get memory of torch, of which the pages are never touched.
+_SMALL_BYTES = 64 * MIB
 
 
 class TorchFile(NamedTuple):
@@ -51,16 +59,29 @@ def plan_file(
     """Plan the file that `torch.save(nest(tensors))` would make.
 
     Args:
-        tensors: the tensors by key. Their memory is reserved for the moment, and never touched.
+        tensors: the tensors by key. Addresses are reserved for them for the moment, but no memory.
         nest: returns the object to save, with the tensors at their places and any other values.
     """
-    made = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in tensors.items()}
+    made = {key: _without_memory(info) for key, info in tensors.items()}
     keys = {tensor.data_ptr(): key for key, tensor in made.items() if tensor.numel()}
     value = nest(made)
     finder = _StorageFinder()
     finder.dump(value)
     storages = [keys.get(at) or _memory(storage) for at, storage in finder.found.items()]
     return TorchFile(framing(value), storages)
+
+
+def _without_memory(info: TensorInfo) -> torch.Tensor:
+    """Return a tensor that may be larger than the memory of the host. It cannot be written to."""
+    size_bytes = math.prod(info.shape) * info.dtype.itemsize
+    if size_bytes <= _SMALL_BYTES:  # a mapping each would soon reach the limit of a process
+        return torch.empty(info.shape, dtype=info.dtype)
+    # The kernel does not count what is private and read-only.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    reserved = mmap.mmap(-1, size_bytes, flags, mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(reserved, dtype=torch.uint8).view(info.dtype).view(info.shape)
 
 
 def _memory(storage: torch.UntypedStorage) -> ByteArray:

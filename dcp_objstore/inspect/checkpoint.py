@@ -24,7 +24,7 @@ from dcp_objstore.errors import (
     ConfigError,
     StateMismatchError,
 )
-from dcp_objstore.inspect.fill import fill, new_tensor, whole
+from dcp_objstore.inspect.fill import fill, new_tensor, new_tensors, whole
 from dcp_objstore.inspect.selection import Patterns, box_of, matching, nested
 from dcp_objstore.inspect.verify import VerifyReport, verify_checkpoint
 from dcp_objstore.observe.dispatch import EventSettings
@@ -297,12 +297,11 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
     def read_boxes(self, boxes: Mapping[str, Box]) -> list[torch.Tensor]:
         """Read one box of each of some tensors into new CPU memory, in one parallel read."""
         saved: Mapping[str, Any] = self._stored.metadata.state_dict_metadata
-        made = {
-            key: (box, new_tensor(key, box.sizes, saved[key].properties.dtype, "cpu"))
-            for key, box in boxes.items()
-        }
-        self._fill(made, (), progress=False)
-        return [tensor for _, tensor in made.values()]
+        wanted = [(box.sizes, saved[key].properties.dtype) for key, box in boxes.items()]
+        made = new_tensors(wanted)
+        tensors = dict(zip(boxes, zip(boxes.values(), made, strict=True), strict=True))
+        self._fill(tensors, (), progress=False)
+        return made
 
     def check_whole(self, keys: Iterable[str]) -> None:
         """Raise if elements of these tensors are missing. See `StoredCheckpoint.check_whole`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.report import LoadReport
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.stores import StoreSpec
+
+
+# Of what shares memory: a cache line, and more than the size of any element.
+_ALIGNMENT_BYTES = 64
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -77,6 +82,27 @@ def new_tensor(
             raise  # torch.OutOfMemoryError says what uses the memory of a GPU
         text = f"no memory for a tensor of shape {shape} and {dtype}, as the checkpoint has it"
         raise UnsupportedError(text, key=key) from error
+
+
+def new_tensors(
+    wanted: Iterable[tuple[Sequence[int], torch.dtype]],
+) -> list[torch.Tensor]:
+    """Allocate CPU tensors in one piece of memory.
+
+    It goes back to the system when the last of them dies. Of many pieces below 32 MiB, the C
+    library would keep some hundred MiB.
+
+    Args:
+        wanted: shape and dtype of each.
+    """
+    places: list[tuple[int, int, Sequence[int], torch.dtype]] = []
+    end = 0
+    for shape, dtype in wanted:
+        begin = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        end = begin + math.prod(shape) * dtype.itemsize
+        places.append((begin, end, shape, dtype))
+    memory = torch.empty(end, dtype=torch.uint8)
+    return [memory[begin:end].view(dtype).view(shape) for begin, end, shape, dtype in places]
 
 
 def fill(

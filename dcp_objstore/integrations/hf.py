@@ -62,10 +62,19 @@ def _write_files(folder: Path, of_ranks: Sequence[Mapping[str, bytes]]) -> None:
     """Write the files of all ranks. Of two with one name, this rank's own counts, then rank 0's.
 
     Raises:
+        StateMismatchError: the values are no files.
         CheckpointCorruptError: a name leads out of the folder.
     """
     rank, _ = rank_and_world_size()
     for files in (*reversed(of_ranks), *of_ranks[rank : rank + 1]):
+        if not (
+            isinstance(files, Mapping) and all(isinstance(one, bytes) for one in files.values())
+        ):
+            raise StateMismatchError(
+                "the checkpoint has no files of accelerate or a Trainer here; dcp_objstore.load"
+                ' takes its tensors alone, as {"model": model}',
+                key="files",
+            )
         for name, body in files.items():
             path = folder / name
             if ".." in path.parts or not path.is_relative_to(folder):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.tools import filesystem
@@ -48,8 +48,8 @@ class _Installed:
     """
 
     has_hooks = False
-    delete_now: bool
-    retainers: dict[str, Retainer]
+    delete_now: bool = False
+    retainers: ClassVar[dict[str, Retainer]] = {}
     agreed: tuple[str, tuple[int, ...]] | None = None
 
 

@@ -19,6 +19,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
 from dcp_objstore.convert import slabs
+from dcp_objstore.convert.sources import TensorInfo
+from dcp_objstore.convert.torch_file import plan_file
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -30,6 +32,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
     UntrustedPickleError,
 )
+from dcp_objstore.inspect.fill import new_tensors
 from tests.support.command_line import run
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
@@ -229,6 +232,83 @@ def test_a_model_of_the_hub_loads_into_a_state_under_a_prefix(tmp_path: Path) ->
     assert_same(state["model"], {**first, **second})
 
 
+def test_an_index_decides_where_a_tensor_is_and_must_be_right(tmp_path: Path) -> None:
+    hub, place = tmp_path / "hub", (tmp_path / "step-0").as_uri()
+    hub.mkdir()
+    save_file({"w": torch.ones(2)}, hub / "1.safetensors")
+    save_file({"w": torch.zeros(2), "v": torch.arange(3)}, hub / "2.safetensors")
+    index = hub / "model.safetensors.index.json"
+    for wrong in ({"gone": "1.safetensors"}, {"w": "../1.safetensors"}, {"w": "3.safetensors"}):
+        index.write_text(json.dumps({"weight_map": {"v": "2.safetensors", **wrong}}))
+        with pytest.raises(CheckpointCorruptError, match="index"):
+            dos.import_checkpoint(hub, place)
+    index.write_text(json.dumps({"weight_map": {"v": "2.safetensors", "w": "1.safetensors"}}))
+    dos.import_checkpoint(hub, place, progress=False)
+    assert_same(dos.load_state_dict(place), {"w": torch.ones(2), "v": torch.arange(3)})
+
+
+def test_a_torch_file_that_is_no_zip_is_imported(tmp_path: Path) -> None:
+    source, place = tmp_path / "old.pt", (tmp_path / "step-0").as_uri()
+    torch.save(training_state(), source, _use_new_zipfile_serialization=False)
+    dos.import_checkpoint(source, place, progress=False)
+    assert_same(dos.load_state_dict(place), training_state())
+    source.write_bytes(b"<html>" * 100)
+    with pytest.raises(CheckpointCorruptError, match="zip"):
+        dos.import_checkpoint(source, place, overwrite=True)
+
+
+def test_a_torch_file_is_planned_for_a_tensor_larger_than_the_memory() -> None:
+    info = TensorInfo((2**38,), torch.float32)  # 1 TiB
+    planned = plan_file({"w": info, "b": TensorInfo((3,), torch.float32)}, dict)
+    assert planned.keys == ["w", "b"]
+
+
+def test_two_keys_of_a_torch_file_with_one_name_are_refused(tmp_path: Path) -> None:
+    torch.save({1: torch.ones(1), "1": torch.ones(2)}, tmp_path / "clash.pt")
+    with pytest.raises(StateMismatchError, match="same name"):
+        dos.import_checkpoint(tmp_path / "clash.pt", (tmp_path / "new").as_uri())
+
+
+def test_an_empty_key_is_kept(tmp_path: Path) -> None:
+    save_file({"": torch.ones(2)}, tmp_path / "m.safetensors")
+    place = (tmp_path / "new").as_uri()
+    dos.import_checkpoint(tmp_path / "m.safetensors", place, progress=False)
+    dos.export_checkpoint(place, tmp_path / "out.safetensors")
+    assert_same(load_file(tmp_path / "out.safetensors"), {"": torch.ones(2)})
+
+
+def test_small_tensors_of_a_window_share_memory_that_is_freed_whole() -> None:
+    wanted = [((3,), torch.int8), ((), torch.float64), ((0, 2), torch.bool), ((2, 2), torch.half)]
+    made = new_tensors(wanted)
+    assert [(tuple(one.shape), one.dtype) for one in made] == wanted
+    assert len({one.untyped_storage().data_ptr() for one in made}) == 1
+    for number, one in enumerate(made):
+        one.fill_(number)
+    assert [one.double().sum().item() for one in made] == [0, 1, 0, 12]
+
+
+def test_copied_files_come_along_and_never_replace_the_weights(url: str, tmp_path: Path) -> None:
+    out, hidden = tmp_path / "hf", tmp_path / ".gitattributes"
+    hidden.write_text("x")
+    dos.export_checkpoint(url, out, copied_files=[hidden])
+    assert sorted(path.name for path in out.iterdir()) == [".gitattributes", "model.safetensors"]
+    (tmp_path / "model.safetensors").write_text("x")
+    with pytest.raises(InputError, match=r"model\.safetensors"):
+        dos.export_checkpoint(url, f"{out}2", copied_files=[tmp_path / "model.safetensors"])
+    with pytest.raises(InputError, match="copied"):
+        dos.export_checkpoint(url, f"{out}2", copied_files=[tmp_path / "none.json"])
+
+
+def test_relative_paths_may_lead_up(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    report = dos.export_checkpoint(url, "../out/model.pt")
+    assert report.files == (str(tmp_path / "out" / "model.pt"),)
+    dos.import_checkpoint("../out/model.pt", (tmp_path / "new").as_uri(), progress=False)
+
+
 def test_keys_and_rules_that_do_not_fit_are_refused_before_anything_is_written(
     url: str, tmp_path: Path
 ) -> None:
@@ -242,6 +322,10 @@ def test_keys_and_rules_that_do_not_fit_are_refused_before_anything_is_written(
     with pytest.raises(UnsupportedError, match="complex128"):
         dos.save({"z": torch.zeros(2, dtype=torch.complex128)}, f"{url}-z", progress=False)
         dos.export_checkpoint(f"{url}-z", out)
+    with pytest.raises(UnsupportedError, match="__metadata__"):
+        dos.export_checkpoint(url, out, "model.half", rename=[(".*half", "__metadata__")])
+    with pytest.raises(ConfigError, match="float"):
+        dos.export_checkpoint(url, out, "model.*", dtype=torch.int8)
     with pytest.raises(CheckpointNotFoundError, match="safetensors"):
         dos.import_checkpoint(tmp_path, f"{url}-new")
     with pytest.raises(ObjectNotFoundError):
@@ -348,6 +432,12 @@ def test_a_hostile_pickle_is_refused_and_a_failed_import_leaves_nothing(
         b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}',
         b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}',
         b'{"a": {"dtype": "F32", "shape": [true], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},'
+        b' "b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},'
+        b' "b": {"dtype": "F32", "shape": [0, 4611686018427387904, 9], "data_offsets": [8, 8]}}',
         b"[" * 100_000,
     ],
 )
@@ -369,6 +459,9 @@ def test_the_commands_convert_there_and_back(url: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "exported 4 tensors" in done.stdout
     assert f"{out}/model.safetensors.index.json" in done.stdout
+    # A file on disk has no transport.
+    carried = run("--transport", "boto3", "import", f"{out}.pt", "s3://none/none")
+    assert "ObjectNotFoundError" in carried.stderr
     done = run("import", out, new, "--rename", "^=model.", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["url"] == new

@@ -312,6 +312,19 @@ def test_a_hostile_name_of_a_file_is_refused(bucket: Bucket, tmp_path: Path, nam
         assert not Path("/tmp/dcp-objstore-harm").exists()
 
 
+@pytest.mark.parametrize("values", [{"a": 1}, [1], 1])
+def test_values_that_are_no_files_are_named_as_such(tmp_path: Path, values: Any) -> None:
+    with (
+        a_machine(str(tmp_path)),
+        pytest.raises(dos.StateMismatchError, match="no files of accelerate"),
+    ):
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(torch.nn.Linear(2, 2))
+        url = (tmp_path / "step-1").as_uri()
+        dos.save({"model": model, "files": dos.PerRank(values)}, url, progress=False)
+        dos.load(accelerator_state(accelerator), url, progress=False)
+
+
 def test_of_files_with_one_name_a_rank_reads_its_own_or_that_of_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

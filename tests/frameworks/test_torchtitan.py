@@ -320,6 +320,25 @@ def test_a_torchtitan_without_these_functions_is_refused(monkeypatch: pytest.Mon
     assert type(FileSystemWriter("s3://bucket/key")) is FileSystemWriter
 
 
+def test_an_install_that_is_refused_leaves_that_of_the_library_in_order(tmp_path: Path) -> None:
+    run = (tmp_path / "run").as_uri()
+    for step in (1, 2):
+        dos.save({"step": step}, f"{run}/step-{step}", progress=False)
+    program = """
+import contextlib, sys
+import dcp_objstore as dos
+from dcp_objstore.integrations import torchtitan
+from torchtitan.tools import filesystem
+
+with contextlib.suppress(dos.ConfigError):
+    torchtitan.install(schemes="file")
+dos.install(schemes=["file"])
+filesystem.rmtree(f"{sys.argv[1]}/step-1")
+assert filesystem.listdir(sys.argv[1]) == ["step-2"]
+"""
+    subprocess.run([sys.executable, "-c", program, run], check=True)
+
+
 def test_the_example_goes_on_with_another_number_of_ranks(bucket: Bucket) -> None:
     options = bucket.storage_options
     env = {
