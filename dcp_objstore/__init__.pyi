@@ -47,6 +47,7 @@ from .inspect.checkpoint import (
     open as open,  # noqa: A004 - `dos.open`, as gzip.open
 )
 from .inspect.verify import Damage as Damage, VerifyReport as VerifyReport
+from .inspect.verify_run import verify_run as verify_run
 from .integrations.install import (
     Installation as Installation,
     install as install,

@@ -212,6 +212,47 @@ def diagnose_store(
         diagnose(url, as_json=as_json)
 
 
+@app.command(
+    "verify",
+    epilog="Example: dcp-objstore verify --quick file:///tmp/run/step-40",
+)
+def verify_checkpoint(
+    url: Annotated[str, typer.Argument(help="URL of a checkpoint; with --run, of a run.")],
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Read no tensors: only marker, index, objects and sizes."),
+    ] = False,
+    deep: Annotated[
+        bool,
+        typer.Option("--deep", help="Compare also what lies around the tensors, and the counts."),
+    ] = False,
+    run: Annotated[
+        bool,
+        typer.Option("--run", help="Verify all steps of a run, the newest first."),
+    ] = False,
+    before: Annotated[
+        str | None,
+        typer.Option(
+            help="With --run: only steps older than this one, to go on after Ctrl-C.",
+            metavar="STEP",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per checkpoint, one per line.")
+    ] = False,
+) -> None:
+    """Read a checkpoint, compare every block with its digest.
+
+    Names what is damaged, down to the elements of tensors. The bytes are not kept, so it takes
+    little memory. With --run it prints each step as it is done, and at the end the newest whole
+    one. Exits with status 4 if something is damaged.
+    """
+    with exits():
+        from dcp_objstore.cli.verify import verify
+
+        verify(url, quick=quick, deep=deep, run=run, before=before, as_json=as_json)
+
+
 _Keys = Annotated[
     list[str] | None,
     typer.Option("--keys", help="Only these keys; shell patterns. Repeatable.", metavar="PATTERN"),

@@ -26,7 +26,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.inspect.fill import fill, new_tensor, whole
 from dcp_objstore.inspect.selection import Patterns, box_of, matching, nested
-from dcp_objstore.inspect.verify import VerifyReport, verify_checkpoint
+from dcp_objstore.inspect.verify import VerifyReport, verify_checkpoint, without_digests
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.report import size_text
@@ -308,7 +308,9 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         """Raise if elements of these tensors are missing. See `StoredCheckpoint.check_whole`."""
         self._stored.check_whole(keys)
 
-    def verify(self, *, deep: bool = False, progress: bool = True) -> VerifyReport:
+    def verify(
+        self, *, quick: bool = False, deep: bool = False, progress: bool = True
+    ) -> VerifyReport:
         """Read everything, compare it with its digests, and report all damage.
 
         Damage is reported and never raised, and the report lists all of it, not only the first. The
@@ -316,24 +318,31 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         compared: they change when a checkpoint is copied, and the digests cover every byte.
 
         Args:
+            quick: read nothing; only check that all objects exist, with their sizes. Default False.
             deep: also compare the bytes around the payloads (framing and padding), which only stock
                 torch's readers use, and the marker's counts with those of the index. Default False.
             progress: show a progress bar if standard error is a terminal. Default True.
 
         Raises:
+            ConfigError: `quick` and `deep` contradict each other.
             UnsupportedError: another library wrote the checkpoint, without digests.
             CheckpointGoneError: the checkpoint was replaced or deleted since it was opened.
             StoreUnavailableError: the store did not answer, after all retries.
             PermissionDeniedError: the credentials do not allow the request.
         """
+        marker, index = self._stored.marker, self._stored.index
+        if marker is None or index is None:
+            raise without_digests(self.url)
         channel = self._event_settings.channel("verify", self.url, *rank_and_world_size())
         channel.show(bar=progress, summary=False)
         with channel.watching():
             return verify_checkpoint(
                 self._spec.open(),
-                self._stored,
+                marker,
+                index,
                 self._spec.config,
                 channel,
+                quick=quick,
                 deep=deep,
             )
 
