@@ -46,6 +46,12 @@ from .inspect.checkpoint import (
     load_state_dict as load_state_dict,
     open as open,  # noqa: A004 - `dos.open`, as gzip.open
 )
+from .inspect.diff import (
+    DiffReport as DiffReport,
+    TensorDifference as TensorDifference,
+    ValueDifference as ValueDifference,
+    diff as diff,
+)
 from .inspect.verify import Damage as Damage, VerifyReport as VerifyReport
 from .inspect.verify_run import verify_run as verify_run
 from .integrations.install import (

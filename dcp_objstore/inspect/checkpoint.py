@@ -10,7 +10,7 @@ Opening reads only the marker and the index. Later reads fetch and verify only t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from dcp_objstore.config import TransferConfig
+    from dcp_objstore.inspect.slabs import Slab
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
@@ -294,12 +295,12 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         found = self._fill(tensors, values, progress=progress)
         return {key: tensors[key][1] if key in tensors else found[key] for key in keys}
 
-    def read_boxes(self, boxes: Mapping[str, Box]) -> list[torch.Tensor]:
-        """Read one box of each of some tensors into new CPU memory, in one parallel read."""
+    def read_slabs(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
+        """Read slabs of different tensors into new CPU memory, in one parallel read."""
         saved: Mapping[str, Any] = self._stored.metadata.state_dict_metadata
         made = {
             key: (box, new_tensor(key, box.sizes, saved[key].properties.dtype, "cpu"))
-            for key, box in boxes.items()
+            for key, box, _ in slabs
         }
         self._fill(made, (), progress=False)
         return [tensor for _, tensor in made.values()]
