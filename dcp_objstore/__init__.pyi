@@ -52,6 +52,9 @@ from .inspect.diff import (
     ValueDifference as ValueDifference,
     diff as diff,
 )
+from .inspect.modules import Module as Module
+from .inspect.rank_plan import RankPlan as RankPlan
+from .inspect.stats import TensorStats as TensorStats
 from .inspect.verify import Damage as Damage, VerifyReport as VerifyReport
 from .inspect.verify_run import verify_run as verify_run
 from .integrations.install import (

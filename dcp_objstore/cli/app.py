@@ -399,3 +399,44 @@ def diff_checkpoints(
             trust_pickle=trust_pickle,
             as_json=as_json,
         )
+
+
+@app.command(
+    "inspect",
+    epilog="Example: dcp-objstore inspect file:///tmp/run/step-40 'model.*'",
+)
+def inspect_checkpoint(
+    url: _Checkpoint,
+    patterns: Annotated[
+        list[str] | None,
+        typer.Argument(help="Only these keys; shell patterns.", metavar="PATTERN"),
+    ] = None,
+    tensor: Annotated[
+        str | None,
+        typer.Option(
+            "--tensor",
+            help="Read this tensor: extremes, mean, standard deviation, NaN, Inf, histogram.",
+            metavar="NAME",
+        ),
+    ] = None,
+    plan: Annotated[
+        int | None,
+        typer.Option(
+            "--plan",
+            min=1,
+            max=65536,
+            help="Show what each of N ranks of an FSDP2 job would read. Reads nothing.",
+            metavar="N",
+        ),
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Show what is in a checkpoint: modules, tensors, shapes, sizes.
+
+    Reads only the index, also of checkpoints by other libraries. Numbered modules that are alike
+    are shown once.
+    """
+    with exits():
+        from dcp_objstore.cli.inspect import inspect
+
+        inspect(url, patterns or [], tensor=tensor, plan=plan, as_json=as_json)

@@ -25,7 +25,11 @@ from dcp_objstore.errors import (
     StateMismatchError,
 )
 from dcp_objstore.inspect.fill import fill, new_tensor, whole
+from dcp_objstore.inspect.modules import Module, module_tree
+from dcp_objstore.inspect.rank_plan import RankPlan, plan_ranks
 from dcp_objstore.inspect.selection import Patterns, box_of, matching, nested
+from dcp_objstore.inspect.slabs import Slab, cut
+from dcp_objstore.inspect.stats import TensorStats, tensor_stats
 from dcp_objstore.inspect.verify import VerifyReport, verify_checkpoint, without_digests
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
@@ -41,7 +45,6 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.inspect.slabs import Slab
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
@@ -107,6 +110,34 @@ class TensorEntry:
         """
         box, sizes = box_of(index, self.shape)
         return self._read(box, "cpu").reshape(sizes)
+
+    def stats(self, *, progress: bool = True) -> TensorStats:
+        """Describe its numbers: extremes, mean, standard deviation, NaN and Inf, a histogram.
+
+        Reads the tensor once, in slabs, through some 200 MiB of memory.
+
+        Args:
+            progress: show a progress bar if standard error is a terminal. Default True.
+
+        Raises:
+            UnsupportedError: its elements are no numbers, or this version cannot read them.
+            DcpObjstoreError: any other error that `Checkpoint.read` raises.
+        """
+        self.checkpoint.check_whole([self.key])
+        return tensor_stats(self.key, self.slabs(), self.checkpoint.read_slabs, progress=progress)
+
+    def slabs(self) -> list[Slab]:
+        """Cut the tensor into parts of at most 64 MiB, to read them with `read_slabs`.
+
+        Raises:
+            UnsupportedError: the dtype is unknown or quantized.
+        """
+        if self.dtype is None:
+            self.read()  # raises the error that names the dtype
+            raise AssertionError
+        new_tensor(self.key, (), self.dtype, "meta")  # refuses what no new tensor can hold
+        starts = sorted({offsets[0] for offsets, _ in self.chunks if offsets})
+        return list(cut(self.key, self.shape, self.dtype, starts))
 
     def _read(self, box: Box, device: torch.device | str) -> torch.Tensor:
         tensor = new_tensor(self.key, box.sizes, self.dtype, device)
@@ -255,6 +286,50 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             return matching(self, patterns)
         except (ConfigError, StateMismatchError) as error:
             raise error.at(url=self.url) from None
+
+    def modules(self, patterns: Patterns = None) -> Module:
+        """Arrange the tensors and values in a tree, by the dots in their keys. Reads nothing.
+
+        Args:
+            patterns: one or several shell patterns such as `"model.*"`, or exact keys. Default: all
+                keys.
+
+        Returns:
+            The root of the tree.
+
+        Raises:
+            StateMismatchError: a pattern matches nothing.
+        """
+        return module_tree({key: self[key] for key in self.matching(patterns)})
+
+    def plan(self, ranks: int, patterns: Patterns = None) -> tuple[RankPlan, ...]:
+        """Plan a load by a job, as `load` plans it, and return what each rank would read.
+
+        The job has FSDP2's layout: each tensor is cut over its first dimension as `torch.chunk`
+        does, tensors without dimensions and values are on every rank. What several ranks need is
+        fetched by one of them (`read_once`). Tensors on the CPU may be read with fewer, larger
+        requests than this. Nothing is read.
+
+        Args:
+            ranks: number of ranks of the job.
+            patterns: one or several shell patterns such as `"model.*"`, or exact keys. Default: all
+                keys.
+
+        Returns:
+            What each rank would read, by rank.
+
+        Raises:
+            ConfigError: `ranks` is not a number of ranks.
+            StateMismatchError: a pattern matches nothing.
+            CheckpointCorruptError: the checkpoint lacks elements of a tensor.
+            UnsupportedError: the dtype of a tensor is unknown.
+        """
+        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+            raise ConfigError(f"ranks must be a number of ranks, at least 1, got {ranks!r}")
+        keys = self.matching(patterns)
+        self.check_whole(keys)
+        config = self._spec.config
+        return plan_ranks(self.url, self._stored, keys, ranks, config, verify=self._verify)
 
     def read(
         self,

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from dcp_objstore.errors import UntrustedPickleError
 from dcp_objstore.inspect.checkpoint import Checkpoint, TensorEntry, open as open_checkpoint
 from dcp_objstore.inspect.selection import matching
-from dcp_objstore.inspect.slabs import Slab, cut, read_ahead
+from dcp_objstore.inspect.slabs import Slab, read_ahead
 from dcp_objstore.observe.report import Bar
 from dcp_objstore.state.dcp_metadata import constant_name
 
@@ -261,11 +261,7 @@ class _Comparison:
         for key in self._tensors_to_read:
             entry = self._pair[0][key]
             assert isinstance(entry, TensorEntry)
-            if entry.dtype is None:
-                entry.read()  # raises the error that names the dtype
-                continue
-            starts = sorted({offsets[0] for offsets, _ in entry.chunks if offsets})
-            slabs += cut(key, entry.shape, entry.dtype, starts)
+            slabs += entry.slabs()
         self.read_bytes = sum(slab.size_bytes for slab in slabs)
         sums = {key: _Sum(stats=self._stats) for key in self._tensors_to_read}
         bar = Bar("diff")
