@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import TypeAlias
 
 from dcp_objstore.cli.access import chosen
 from dcp_objstore.errors import ConfigError
@@ -17,9 +18,11 @@ from dcp_objstore.inspect.checkpoint import (
     ValueEntry,
     open as open_checkpoint,
 )
-from dcp_objstore.inspect.modules import Module, dtype_name
+from dcp_objstore.inspect.modules import Module as GenericModule, dtype_name
 from dcp_objstore.inspect.stats import TensorStats
 from dcp_objstore.observe.report import counted, size_text
+
+Module: TypeAlias = GenericModule[TensorEntry | ValueEntry]
 
 _SIZE_WIDTH = len("1023.99 MiB")
 

@@ -287,7 +287,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         except (ConfigError, StateMismatchError) as error:
             raise error.at(url=self.url) from None
 
-    def modules(self, patterns: Patterns = None) -> Module:
+    def modules(self, patterns: Patterns = None) -> Module[TensorEntry | ValueEntry]:
         """Arrange the tensors and values in a tree, by the dots in their keys. Reads nothing.
 
         Args:

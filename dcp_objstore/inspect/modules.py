@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from dcp_objstore.inspect.checkpoint import TensorEntry, ValueEntry
+
+class Entry(Protocol):
+    """A tensor or value of a checkpoint."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        ...
+
+
+E = TypeVar("E", bound=Entry)
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
+class Module(Generic[E]):
     """A module of a checkpoint: everything whose keys begin with its name and a dot.
 
     Attributes:
@@ -21,10 +30,10 @@ class Module:
     """
 
     name: str
-    entries: dict[str, TensorEntry | ValueEntry] = field(default_factory=dict)
-    modules: dict[str, Module] = field(default_factory=dict)
+    entries: dict[str, E] = field(default_factory=dict)
+    modules: dict[str, Module[E]] = field(default_factory=dict)
 
-    def walk(self) -> Iterator[TensorEntry | ValueEntry]:
+    def walk(self) -> Iterator[E]:
         """Iterate over all tensors and values in it, at any depth."""
         yield from self.entries.values()
         for module in self.modules.values():
@@ -47,15 +56,15 @@ class Module:
         return dict(sorted(sums.items(), key=lambda one: -one[1]))
 
 
-def dtype_name(entry: TensorEntry | ValueEntry) -> str:
+def dtype_name(entry: Entry) -> str:
     """Return torch's name of a tensor's dtype; "unknown", or "value" if it is none."""
     dtype = getattr(entry, "dtype", "value")
     return "unknown" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def module_tree(entries: Mapping[str, TensorEntry | ValueEntry]) -> Module:
+def module_tree(entries: Mapping[str, E]) -> Module[E]:
     """Arrange entries in a tree by the dots in their keys."""
-    root = Module("")
+    root: Module[E] = Module("")
     for key, entry in entries.items():
         *parts, last = key.split(".")
         module = root

@@ -12,9 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
+from dcp_objstore.cli.app import app
 from dcp_objstore.cli.verify import verify
 from dcp_objstore.errors import CheckpointNotFoundError, ConfigError, UnsupportedError
 from tests.support.command_line import run
+from tests.support.servers import Bucket
 
 WITHOUT_TORCH = """
 import sys
@@ -126,3 +128,31 @@ def test_what_cannot_be_verified_is_no_damage(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--run"):
         verify(url, **{**ALL, "before": "step-2"})
     assert run("verify", "s4://bucket/x").returncode == 2
+
+
+@pytest.mark.backends("seaweed")
+def test_the_commands_look_into_a_bucket(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = bucket.storage_options
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(options["key"]))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(options["secret"]))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", str(options["endpoint_url"]))
+    for step in (1, 2):
+        state = {"w": torch.full((3000, 500), 1.0 * step)}
+        dos.save(state, bucket.at(f"step-{step}"), progress=False)
+    verify(bucket.url, **{**ALL, "run": True, "deep": True})
+    last = f"the newest whole step: {bucket.at('step-2')}"
+    assert capsys.readouterr().out.splitlines()[-1] == last
+    with pytest.raises(SystemExit) as caught:
+        app(["diff", bucket.at("step-1"), bucket.at("step-2"), "--stats"], standalone_mode=False)
+    assert caught.value.code == 1
+    assert "max 1, mean 1, 1500000 elements" in capsys.readouterr().out
+    app(["inspect", bucket.at("step-1"), "--tensor", "w"], standalone_mode=False)
+    assert "mean     1\n" in capsys.readouterr().out
+    (name,) = (key for key in bucket.keys("step-2") if key.endswith(".distcp"))
+    bucket.flip_byte(f"step-2/{name}", 5 * 1024**2)
+    with pytest.raises(SystemExit) as caught:
+        app(["verify", bucket.at("step-2")], standalone_mode=False)
+    assert caught.value.code == 4
+    assert "w[2097:3000, 0:500]" in capsys.readouterr().out
