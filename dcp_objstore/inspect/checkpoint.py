@@ -114,7 +114,8 @@ class TensorEntry:
     def stats(self, *, progress: bool = True) -> TensorStats:
         """Describe its numbers: extremes, mean, standard deviation, NaN and Inf, a histogram.
 
-        Reads the tensor once, in slabs, through some 200 MiB of memory.
+        Reads the tensor once, in slabs, through some 200 MiB of memory; if another library wrote
+        the checkpoint, through that of a few chunks.
 
         Args:
             progress: show a progress bar if standard error is a terminal. Default True.
@@ -129,6 +130,9 @@ class TensorEntry:
     def slabs(self) -> list[Slab]:
         """Cut the tensor into parts of at most 64 MiB, to read them with `read_slabs`.
 
+        If another library wrote the checkpoint, the parts are its chunks, because torch has to
+        decode these as a whole.
+
         Raises:
             UnsupportedError: the dtype is unknown or quantized.
         """
@@ -136,6 +140,10 @@ class TensorEntry:
             self.read()  # raises the error that names the dtype
             raise AssertionError
         new_tensor(self.key, (), self.dtype, "meta")  # refuses what no new tensor can hold
+        sizes_bytes = [math.prod(sizes) * self.dtype.itemsize for _, sizes in self.chunks]
+        if self.checkpoint.commit_id is None and sum(sizes_bytes) == self.nbytes:  # no overlaps
+            chunks = zip(self.chunks, sizes_bytes, strict=True)
+            return [Slab(self.key, Box(*chunk), size) for chunk, size in chunks if size]
         starts = sorted({offsets[0] for offsets, _ in self.chunks if offsets})
         return list(cut(self.key, self.shape, self.dtype, starts))
 

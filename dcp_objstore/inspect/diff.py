@@ -124,7 +124,8 @@ def diff(
 
     A tensor that both have with digests, cut into the same chunks, is compared by its digests: only
     markers and indices are read. Others are read, and so are values whose digests differ. That
-    takes some 400 MiB of memory, however large the tensors are. Where tensors lie in the nested
+    takes some 400 MiB of memory, however large the tensors are (if another library wrote one of
+    the checkpoints, that of a few of its chunks). Where tensors lie in the nested
     dict, and properties such as `requires_grad`, are not compared.
 
     Args:
@@ -259,7 +260,9 @@ class _Comparison:
         for checkpoint in self._pair:
             checkpoint.check_whole(self._tensors_to_read)
         for key in self._tensors_to_read:
-            entry = self._pair[0][key]
+            # The chunks of a checkpoint by another library are read as a whole.
+            first = min(self._pair, key=lambda checkpoint: checkpoint.commit_id is not None)
+            entry = first[key]
             assert isinstance(entry, TensorEntry)
             slabs += entry.slabs()
         self.read_bytes = sum(slab.size_bytes for slab in slabs)

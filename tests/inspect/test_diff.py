@@ -163,12 +163,32 @@ def test_equal_nans_are_no_difference_and_a_new_nan_is_seen(saved: Callable[...,
     assert tensor.max_difference != tensor.max_difference
 
 
-def test_a_checkpoint_of_stock_torch_is_read_and_compared(
-    tmp_path: Path, saved: Callable[..., str]
+def test_a_checkpoint_of_stock_torch_is_read_once_and_compared(
+    tmp_path: Path,
+    saved: Callable[..., str],
+    through: Callable[[Callable[[ObjectStore], ObjectStore]], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(slabs, "WINDOW_BYTES", 4096)
     dcp.save(state(), checkpoint_id=tmp_path / "stock")
     ours, stock = saved("ours", state()), (tmp_path / "stock").as_uri()
+    requests: list[Request] = []
+
+    def recording(store: ObjectStore) -> RecordingStore:
+        recorder = RecordingStore(store)
+        recorder.requests = requests
+        return recorder
+
+    through(recording)
     assert dos.diff(ours, stock).same
+    fetched = sum(r.end - r.start for r in requests if r.verb == "open_range")  # type: ignore[operator, misc]
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*.distcp")]
+    assert fetched <= sum(sizes)
+    requests.clear()
+    entry = dos.open(stock)["model.w"]
+    assert isinstance(entry, dos.TensorEntry)
+    assert entry.stats().elements == 30_000
+    assert len([r for r in requests if r.verb == "open_range"]) == 1
     other = state()
     other["model"]["w"][0, 0], other["step"] = 0, 9
     report = dos.diff(stock, saved("other", other))
