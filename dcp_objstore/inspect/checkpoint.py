@@ -114,7 +114,7 @@ class TensorEntry:
     def stats(self, *, progress: bool = True) -> TensorStats:
         """Describe its numbers: extremes, mean, standard deviation, NaN and Inf, a histogram.
 
-        Reads the tensor once, in slabs, through some 200 MiB of memory; if another library wrote
+        Reads the tensor once, in slabs, through some 350 MiB of memory; if another library wrote
         the checkpoint, through that of a few chunks.
 
         Args:

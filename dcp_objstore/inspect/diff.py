@@ -124,9 +124,9 @@ def diff(
 
     A tensor that both have with digests, cut into the same chunks, is compared by its digests: only
     markers and indices are read. Others are read, and so are values whose digests differ. That
-    takes some 400 MiB of memory, however large the tensors are (if another library wrote one of
-    the checkpoints, that of a few of its chunks). Where tensors lie in the nested
-    dict, and properties such as `requires_grad`, are not compared.
+    takes some 600 MiB of memory, however large the tensors are (if another library wrote one of
+    the checkpoints, that of a few of its chunks). Where tensors lie in the nested dict, and
+    properties such as `requires_grad`, are not compared.
 
     Args:
         url: URL of a checkpoint, which this or another library wrote.

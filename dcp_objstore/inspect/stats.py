@@ -140,9 +140,11 @@ class _Sums:
         farthest = max(abs(self.minimum), abs(self.maximum)) * 2.0**-40
         wanted = math.frexp(max(spread, farthest))[1] if spread or farthest else self._exponent
         self._merge(wanted - self._exponent)
-        numbers = (piece * 2.0**-self._exponent).floor().to(torch.int64)
-        found, counts = np.unique(numbers.numpy(), return_counts=True)
-        self._add(zip(found.tolist(), counts.tolist(), strict=True))
+        per_bin = 2.0**-self._exponent
+        first = math.floor(self.minimum * per_bin)
+        numbers = (piece * per_bin).floor().to(torch.int64) - first
+        counts = np.bincount(numbers.numpy())
+        self._add((first + int(at), int(counts[at])) for at in counts.nonzero()[0])
 
     def _merge(self, doublings: int) -> None:
         if doublings > 0:
