@@ -10,7 +10,7 @@ import torch
 
 import dcp_objstore as dos
 from dcp_objstore.cli.diff import print_diff
-from tests.support.command_line import run
+from dcp_objstore.errors import CheckpointNotFoundError
 
 ALL = {"keys": [], "stats": False, "trust_pickle": False, "as_json": False}
 
@@ -49,14 +49,15 @@ def test_differences_are_printed_on_80_columns(
     assert capsys.readouterr().out.splitlines()[2:] == ["0 differences, 1 equal (no tensor read)"]
 
 
-def test_json_and_statuses(urls: tuple[str, str], tmp_path: Path) -> None:
-    done = run("diff", *urls, "--json")
-    assert (done.returncode, done.stderr) == (1, "")
-    report = json.loads(done.stdout)
+def test_json_and_statuses(
+    urls: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        print_diff(*urls, **{**ALL, "as_json": True})
+    assert caught.value.code == 1
+    report = json.loads(capsys.readouterr().out)
     assert (report["same"], report["added"], report["equal"]) == (False, ["new"], 1)
     assert report["values"][0]["other_value"] == 2
-    done = run("diff", urls[0], urls[0])
-    assert (done.returncode, done.stderr) == (0, "")
-    done = run("diff", urls[0], (tmp_path / "nothing").as_uri())
-    assert done.returncode == 2
-    assert "CheckpointNotFoundError" in done.stderr
+    print_diff(urls[0], urls[0], **ALL)
+    with pytest.raises(CheckpointNotFoundError):
+        print_diff(urls[0], (tmp_path / "nothing").as_uri(), **ALL)
