@@ -46,7 +46,17 @@ from .inspect.checkpoint import (
     load_state_dict as load_state_dict,
     open as open,  # noqa: A004 - `dos.open`, as gzip.open
 )
+from .inspect.diff import (
+    DiffReport as DiffReport,
+    TensorDifference as TensorDifference,
+    ValueDifference as ValueDifference,
+    diff as diff,
+)
+from .inspect.modules import Module as Module
+from .inspect.rank_plan import RankPlan as RankPlan
+from .inspect.stats import TensorStats as TensorStats
 from .inspect.verify import Damage as Damage, VerifyReport as VerifyReport
+from .inspect.verify_run import verify_run as verify_run
 from .integrations.install import (
     Installation as Installation,
     install as install,

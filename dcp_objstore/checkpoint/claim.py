@@ -75,6 +75,7 @@ _WHAT = "the run's _CLAIM"
 _log = logging.getLogger(__name__)
 
 OpenStep: TypeAlias = Callable[[str], ObjectStore]
+OnDamaged: TypeAlias = Callable[[str, CheckpointCorruptError], object]
 
 
 @dataclass(frozen=True)
@@ -388,6 +389,7 @@ def list_steps(
     open_step: OpenStep,
     *,
     newest: int | None = None,
+    on_damaged: OnDamaged | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> list[Step]:
@@ -402,20 +404,22 @@ def list_steps(
         run: rooted at the run.
         open_step: returns the store of a step by its name; called from several threads.
         newest: the number of steps to return, the newest ones. Default: all.
+        on_damaged: called, from several threads, with the name of each step whose marker is
+            damaged, and the error. Default: log a warning.
         deadline_seconds: the steps are not listed again later than this.
         clock: for tests.
 
     Raises:
         RetryableError: other jobs kept claiming the run until the deadline.
         CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read, or a step is in a newer
-            format. (A step whose marker is damaged is left out, with a warning.)
+            format. (A step whose marker is damaged is left out.)
     """
     tries = tries_until(deadline_seconds, clock)
     while True:
         before = read_claim(run)
         base = before[0].base if before else 0
         found: list[Step] = []
-        for step in _steps_backwards(run, open_step, newest, but_bare=True):
+        for step in _steps_backwards(run, open_step, newest, but_bare=True, on_damaged=on_damaged):
             if counts(step.marker, base):
                 found.append(step)
             if len(found) == newest:
@@ -430,7 +434,12 @@ def list_steps(
 
 
 def _steps_backwards(
-    run: ObjectStore, open_step: OpenStep, newest: int | None = None, *, but_bare: bool = False
+    run: ObjectStore,
+    open_step: OpenStep,
+    newest: int | None = None,
+    *,
+    but_bare: bool = False,
+    on_damaged: OnDamaged | None = None,
 ) -> Iterator[Step]:
     """Yield the steps that have a marker, the last name first.
 
@@ -439,6 +448,7 @@ def _steps_backwards(
         open_step: returns the store of a step by its name; called from several threads.
         newest: read markers in batches of at most this size.
         but_bare: leave out steps that have nothing but a marker.
+        on_damaged: as for `list_steps`.
     """
 
     def read(name: str) -> Step | None:
@@ -446,7 +456,7 @@ def _steps_backwards(
         try:
             found = read_marker(store)
         except CheckpointCorruptError as error:
-            _log.warning("a step is left out because its marker cannot be read: %s", error)
+            (on_damaged or _warn)(name, error)
             return None
         return None if found is None else Step(name, store, found)
 
@@ -463,6 +473,10 @@ def _steps_backwards(
     ordered = sorted((name for name in names if name), key=natural_order, reverse=True)
     wave = WAVE if newest is None else max(1, min(newest, WAVE))
     return (step for step in in_waves(read, ordered, wave) if step is not None)
+
+
+def _warn(_name: str, error: CheckpointCorruptError) -> None:
+    _log.warning("a step is left out because its marker cannot be read: %s", error)
 
 
 def _read_steps(run: ObjectStore, open_step: OpenStep) -> list[Step]:

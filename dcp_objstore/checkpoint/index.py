@@ -251,6 +251,15 @@ class Index:
         first, tensor = self._first_row[key], self.tensors.get(key)
         return range(first, first + (1 if tensor is None else tensor.chunk_count))
 
+    def digests(self, key: str) -> bytes:
+        """Return the digests of all blocks of a tensor or value, item after item."""
+        rows, c = self.rows(key), self.columns
+        if not rows:
+            return b""
+        first = int(self._first_digest[rows.start])
+        count = int(digest_counts(c.payload_length[rows.start : rows.stop]).sum())
+        return c.digests[first * DIGEST_SIZE_BYTES : (first + count) * DIGEST_SIZE_BYTES].tobytes()
+
     def boxes(self, key: str) -> tuple[Matrix, Matrix]:
         """Return the offsets and the sizes of a tensor's chunks: a row each, as in `rows`."""
         tensor = self.tensors[key]

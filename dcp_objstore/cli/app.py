@@ -212,6 +212,47 @@ def diagnose_store(
         diagnose(url, as_json=as_json)
 
 
+@app.command(
+    "verify",
+    epilog="Example: dcp-objstore verify --quick file:///tmp/run/step-40",
+)
+def verify_checkpoint(
+    url: Annotated[str, typer.Argument(help="URL of a checkpoint; with --run, of a run.")],
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Read no tensors: only marker, index, objects and sizes."),
+    ] = False,
+    deep: Annotated[
+        bool,
+        typer.Option("--deep", help="Compare also what lies around the tensors, and the counts."),
+    ] = False,
+    run: Annotated[
+        bool,
+        typer.Option("--run", help="Verify all steps of a run, the newest first."),
+    ] = False,
+    before: Annotated[
+        str | None,
+        typer.Option(
+            help="With --run: only steps older than this one, to go on after Ctrl-C.",
+            metavar="STEP",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per checkpoint, one per line.")
+    ] = False,
+) -> None:
+    """Read a checkpoint, compare every block with its digest.
+
+    Names what is damaged, down to the elements of tensors. The bytes are not kept, so it takes
+    little memory. With --run it prints each step as it is done, and at the end the newest whole
+    one. Exits with status 4 if something is damaged.
+    """
+    with exits():
+        from dcp_objstore.cli.verify import verify
+
+        verify(url, quick=quick, deep=deep, run=run, before=before, as_json=as_json)
+
+
 _Keys = Annotated[
     list[str] | None,
     typer.Option("--keys", help="Only these keys; shell patterns. Repeatable.", metavar="PATTERN"),
@@ -323,3 +364,79 @@ def import_checkpoint(
             trust_pickle=trust_pickle,
             as_json=as_json,
         )
+
+
+@app.command(
+    "diff",
+    epilog="Example: dcp-objstore diff file:///tmp/run/step-20 file:///tmp/run/step-40 --stats",
+)
+def diff_checkpoints(
+    url: _Checkpoint,
+    other_url: Annotated[
+        str, typer.Argument(help="URL of the checkpoint to compare it with.", metavar="URL2")
+    ],
+    keys: _Keys = None,
+    stats: Annotated[
+        bool,
+        typer.Option("--stats", help="Read the tensors that changed, and say by how much."),
+    ] = False,
+    trust_pickle: _TrustPickle = False,
+    as_json: _Json = False,
+) -> None:
+    """Compare two checkpoints: keys, shapes, dtypes, contents.
+
+    Compares digests, and reads tensors only where these cannot tell: in checkpoints by other
+    libraries, or if the two are cut into different chunks. Exits with status 1 if they differ.
+    """
+    with exits():
+        from dcp_objstore.cli.diff import print_diff
+
+        print_diff(
+            url,
+            other_url,
+            keys=keys or [],
+            stats=stats,
+            trust_pickle=trust_pickle,
+            as_json=as_json,
+        )
+
+
+@app.command(
+    "inspect",
+    epilog="Example: dcp-objstore inspect file:///tmp/run/step-40 'model.*'",
+)
+def inspect_checkpoint(
+    url: _Checkpoint,
+    patterns: Annotated[
+        list[str] | None,
+        typer.Argument(help="Only these keys; shell patterns.", metavar="PATTERN"),
+    ] = None,
+    tensor: Annotated[
+        str | None,
+        typer.Option(
+            "--tensor",
+            help="Read this tensor: extremes, mean, standard deviation, NaN, Inf, histogram.",
+            metavar="NAME",
+        ),
+    ] = None,
+    plan: Annotated[
+        int | None,
+        typer.Option(
+            "--plan",
+            min=1,
+            max=65536,
+            help="Show what each of N ranks of an FSDP2 job would read. Reads nothing.",
+            metavar="N",
+        ),
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Show what is in a checkpoint: modules, tensors, shapes, sizes.
+
+    Reads only the index, also of checkpoints by other libraries. Numbered modules that are alike
+    are shown once.
+    """
+    with exits():
+        from dcp_objstore.cli.inspect import inspect
+
+        inspect(url, patterns or [], tensor=tensor, plan=plan, as_json=as_json)

@@ -20,7 +20,7 @@ from dcp_objstore.errors import (
 EXPLAINED = """\b
 Exit status:
   0    success
-  1    an unexpected failure; doctor: a check failed
+  1    an unexpected failure; doctor: a check failed; diff: they differ
   2    the command, URL, settings or credentials need a change, or there is
        no such checkpoint
   3    try again: the store did not answer

@@ -19,11 +19,11 @@ import torch
 from dcp_objstore.config import MIB
 from dcp_objstore.convert import safetensors
 from dcp_objstore.convert.names import Rename, folder_and_name, renamed
-from dcp_objstore.convert.slabs import cut, read_ahead
 from dcp_objstore.convert.sources import CheckpointSource, TensorInfo
 from dcp_objstore.convert.torch_file import plan_file
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, InputError, ObjectNotFoundError
 from dcp_objstore.inspect.checkpoint import open as open_checkpoint
+from dcp_objstore.inspect.slabs import cut, read_ahead
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Planned
 from dcp_objstore.state.memory import byte_memory

@@ -31,7 +31,6 @@ from dcp_objstore.config import MIB
 from dcp_objstore.convert.export import TORCH_SUFFIXES
 from dcp_objstore.convert.names import Rename, folder_and_name, renamed
 from dcp_objstore.convert.safetensors import read_header
-from dcp_objstore.convert.slabs import Slab, cut, read_ahead
 from dcp_objstore.convert.sources import (
     CheckpointSource,
     SafetensorsSource,
@@ -48,6 +47,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.inspect.checkpoint import open as open_checkpoint
 from dcp_objstore.inspect.selection import matching
+from dcp_objstore.inspect.slabs import Slab, cut, read_ahead
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.ranges import read_range

@@ -22,8 +22,8 @@ from dcp_objstore.write.planner import AgreeingSavePlanner
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from dcp_objstore.convert.slabs import Slab
     from dcp_objstore.inspect.selection import Patterns
+    from dcp_objstore.inspect.slabs import Slab
     from dcp_objstore.stores import StoreSpec
     from dcp_objstore.transfer.upload import ByteArray
 
@@ -101,7 +101,7 @@ class CheckpointSource(Source):
 
     def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
         """See `Source.read`."""
-        return self._checkpoint.read_boxes({slab.key: slab.box for slab in slabs})
+        return self._checkpoint.read_slabs(slabs)
 
 
 class TorchSource(Source):

@@ -10,7 +10,7 @@ Opening reads only the marker and the index. Later reads fetch and verify only t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
@@ -25,8 +25,12 @@ from dcp_objstore.errors import (
     StateMismatchError,
 )
 from dcp_objstore.inspect.fill import fill, new_tensor, new_tensors, whole
+from dcp_objstore.inspect.modules import Module, module_tree
+from dcp_objstore.inspect.rank_plan import RankPlan, plan_ranks
 from dcp_objstore.inspect.selection import Patterns, box_of, matching, nested
-from dcp_objstore.inspect.verify import VerifyReport, verify_checkpoint
+from dcp_objstore.inspect.slabs import Slab, cut
+from dcp_objstore.inspect.stats import TensorStats, tensor_stats
+from dcp_objstore.inspect.verify import VerifyReport, verify_checkpoint, without_digests
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.report import size_text
@@ -106,6 +110,42 @@ class TensorEntry:
         """
         box, sizes = box_of(index, self.shape)
         return self._read(box, "cpu").reshape(sizes)
+
+    def stats(self, *, progress: bool = True) -> TensorStats:
+        """Describe its numbers: extremes, mean, standard deviation, NaN and Inf, a histogram.
+
+        Reads the tensor once, in slabs, through some 350 MiB of memory; if another library wrote
+        the checkpoint, through that of a few chunks.
+
+        Args:
+            progress: show a progress bar if standard error is a terminal. Default True.
+
+        Raises:
+            UnsupportedError: its elements are no numbers, or this version cannot read them.
+            DcpObjstoreError: any other error that `Checkpoint.read` raises.
+        """
+        self.checkpoint.check_whole([self.key])
+        return tensor_stats(self.key, self.slabs(), self.checkpoint.read_slabs, progress=progress)
+
+    def slabs(self) -> list[Slab]:
+        """Cut the tensor into parts of at most 64 MiB, to read them with `read_slabs`.
+
+        If another library wrote the checkpoint, the parts are its chunks, because torch has to
+        decode these as a whole.
+
+        Raises:
+            UnsupportedError: the dtype is unknown or quantized.
+        """
+        if self.dtype is None:
+            self.read()  # raises the error that names the dtype
+            raise AssertionError
+        new_tensor(self.key, (), self.dtype, "meta")  # refuses what no new tensor can hold
+        sizes_bytes = [math.prod(sizes) * self.dtype.itemsize for _, sizes in self.chunks]
+        if self.checkpoint.commit_id is None and sum(sizes_bytes) == self.nbytes:  # no overlaps
+            chunks = zip(self.chunks, sizes_bytes, strict=True)
+            return [Slab(self.key, Box(*chunk), size) for chunk, size in chunks if size]
+        starts = sorted({offsets[0] for offsets, _ in self.chunks if offsets})
+        return list(cut(self.key, self.shape, self.dtype, starts))
 
     def _read(self, box: Box, device: torch.device | str) -> torch.Tensor:
         tensor = new_tensor(self.key, box.sizes, self.dtype, device)
@@ -255,6 +295,50 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         except (ConfigError, StateMismatchError) as error:
             raise error.at(url=self.url) from None
 
+    def modules(self, patterns: Patterns = None) -> Module[TensorEntry | ValueEntry]:
+        """Arrange the tensors and values in a tree, by the dots in their keys. Reads nothing.
+
+        Args:
+            patterns: one or several shell patterns such as `"model.*"`, or exact keys. Default: all
+                keys.
+
+        Returns:
+            The root of the tree.
+
+        Raises:
+            StateMismatchError: a pattern matches nothing.
+        """
+        return module_tree({key: self[key] for key in self.matching(patterns)})
+
+    def plan(self, ranks: int, patterns: Patterns = None) -> tuple[RankPlan, ...]:
+        """Plan a load by a job, as `load` plans it, and return what each rank would read.
+
+        The job has FSDP2's layout: each tensor is cut over its first dimension as `torch.chunk`
+        does, tensors without dimensions and values are on every rank. What several ranks need is
+        fetched by one of them (`read_once`). Tensors on the CPU may be read with fewer, larger
+        requests than this. Nothing is read.
+
+        Args:
+            ranks: number of ranks of the job.
+            patterns: one or several shell patterns such as `"model.*"`, or exact keys. Default: all
+                keys.
+
+        Returns:
+            What each rank would read, by rank.
+
+        Raises:
+            ConfigError: `ranks` is not a number of ranks.
+            StateMismatchError: a pattern matches nothing.
+            CheckpointCorruptError: the checkpoint lacks elements of a tensor.
+            UnsupportedError: the dtype of a tensor is unknown.
+        """
+        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+            raise ConfigError(f"ranks must be a number of ranks, at least 1, got {ranks!r}")
+        keys = self.matching(patterns)
+        self.check_whole(keys)
+        config = self._spec.config
+        return plan_ranks(self.url, self._stored, keys, ranks, config, verify=self._verify)
+
     def read(
         self,
         patterns: Patterns = None,
@@ -294,20 +378,25 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         found = self._fill(tensors, values, progress=progress)
         return {key: tensors[key][1] if key in tensors else found[key] for key in keys}
 
-    def read_boxes(self, boxes: Mapping[str, Box]) -> list[torch.Tensor]:
-        """Read one box of each of some tensors into new CPU memory, in one parallel read."""
+    def read_slabs(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
+        """Read slabs of different tensors into new CPU memory, in one parallel read."""
         saved: Mapping[str, Any] = self._stored.metadata.state_dict_metadata
-        wanted = [(box.sizes, saved[key].properties.dtype) for key, box in boxes.items()]
-        made = new_tensors(wanted)
-        tensors = dict(zip(boxes, zip(boxes.values(), made, strict=True), strict=True))
-        self._fill(tensors, (), progress=False)
+        boxes = {key: box for key, box, _ in slabs}
+        made = new_tensors([(box.sizes, saved[key].properties.dtype) for key, box in boxes.items()])
+        self._fill(
+            dict(zip(boxes, zip(boxes.values(), made, strict=True), strict=True)),
+            (),
+            progress=False,
+        )
         return made
 
     def check_whole(self, keys: Iterable[str]) -> None:
         """Raise if elements of these tensors are missing. See `StoredCheckpoint.check_whole`."""
         self._stored.check_whole(keys)
 
-    def verify(self, *, deep: bool = False, progress: bool = True) -> VerifyReport:
+    def verify(
+        self, *, quick: bool = False, deep: bool = False, progress: bool = True
+    ) -> VerifyReport:
         """Read everything, compare it with its digests, and report all damage.
 
         Damage is reported and never raised, and the report lists all of it, not only the first. The
@@ -315,24 +404,31 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         compared: they change when a checkpoint is copied, and the digests cover every byte.
 
         Args:
+            quick: read nothing; only check that all objects exist, with their sizes. Default False.
             deep: also compare the bytes around the payloads (framing and padding), which only stock
                 torch's readers use, and the marker's counts with those of the index. Default False.
             progress: show a progress bar if standard error is a terminal. Default True.
 
         Raises:
+            ConfigError: `quick` and `deep` contradict each other.
             UnsupportedError: another library wrote the checkpoint, without digests.
             CheckpointGoneError: the checkpoint was replaced or deleted since it was opened.
             StoreUnavailableError: the store did not answer, after all retries.
             PermissionDeniedError: the credentials do not allow the request.
         """
+        marker, index = self._stored.marker, self._stored.index
+        if marker is None or index is None:
+            raise without_digests(self.url)
         channel = self._event_settings.channel("verify", self.url, *rank_and_world_size())
         channel.show(bar=progress, summary=False)
         with channel.watching():
             return verify_checkpoint(
                 self._spec.open(),
-                self._stored,
+                marker,
+                index,
                 self._spec.config,
                 channel,
+                quick=quick,
                 deep=deep,
             )
 

@@ -134,18 +134,7 @@ def fill(
             a tensor do not cover its box.
         DcpObjstoreError: any other error of `run_load`.
     """
-    items: list[ReadItem] = []
-    for key, (box, _) in tensors.items():
-        saved = stored.metadata.state_dict_metadata[key]
-        assert isinstance(saved, TensorStorageMetadata)
-        chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-        found = create_read_items_for_chunk_list(key, saved, [chunk])
-        check_covered(key, box, found)
-        items += found
-    for key in values:
-        place = MetadataIndex(key)
-        nothing = torch.Size([0])
-        items.append(ReadItem(LoadItemType.BYTE_IO, place, nothing, place, nothing, nothing))
+    items = read_items(stored, {key: box for key, (box, _) in tensors.items()}, values)
     planner = _Filling({key: tensor for key, (_, tensor) in tensors.items()})
     planned = plan_load(stored, items, verify=verify)
     report = run_load(
@@ -157,6 +146,29 @@ def fill(
         channel=channel,
     )
     return report, planner.values
+
+
+def read_items(
+    stored: StoredCheckpoint, boxes: Mapping[str, Box], values: Iterable[str]
+) -> list[ReadItem]:
+    """Return the items of DCP's plan that read boxes of tensors, and values.
+
+    Raises:
+        CheckpointCorruptError: the chunks of a tensor do not cover its box.
+    """
+    items: list[ReadItem] = []
+    for key, box in boxes.items():
+        saved = stored.metadata.state_dict_metadata[key]
+        assert isinstance(saved, TensorStorageMetadata)
+        chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+        found = create_read_items_for_chunk_list(key, saved, [chunk])
+        check_covered(key, box, found)
+        items += found
+    for key in values:
+        place = MetadataIndex(key)
+        nothing = torch.Size([0])
+        items.append(ReadItem(LoadItemType.BYTE_IO, place, nothing, place, nothing, nothing))
+    return items
 
 
 class _Filling(LoadPlanner):

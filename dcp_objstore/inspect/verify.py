@@ -1,21 +1,25 @@
-"""Verify a whole checkpoint: find and name all damage, and keep nothing in memory."""
+"""Verify a whole checkpoint: find and name all damage, and keep nothing in memory. No torch."""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import xxhash
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.marker import Counts
-from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
+from dcp_objstore.checkpoint.read import explain_missing, explain_object, open_found, read_marker
 from dcp_objstore.config import at_most
 from dcp_objstore.errors import (
     CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigError,
     CorruptDataError,
     ObjectNotFoundError,
     UnsupportedError,
@@ -26,16 +30,15 @@ from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, b
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
-from dcp_objstore.transfer.workers import AT_ONCE, DaemonPool
+from dcp_objstore.transfer.workers import AT_ONCE, DaemonPool, wait_for
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from dcp_objstore.checkpoint.index import ObjectEntry
+    from dcp_objstore.checkpoint.marker import Marker
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.observe.dispatch import Channel
-    from dcp_objstore.read.stored_checkpoint import ItemLocation, StoredCheckpoint
-    from dcp_objstore.stores import ObjectStore
+    from dcp_objstore.observe.dispatch import Channel, EventSettings
+    from dcp_objstore.stores import ObjectStore, StoreSpec
 
 _SHOWN = 3  # number of keys to name for a missing object
 
@@ -45,19 +48,24 @@ class Damage:
     """A single difference between a checkpoint and what was saved.
 
     Attributes:
-        object_key: key of the data object, or of the marker.
+        object_key: key of the data object, the index or the marker.
         what: kind of damage. `missing`: the object does not exist; `size`: it has another size, or
             ends too early; `block`: a block of payload differs; `framing`: bytes around the
-            payloads differ; `counts`: the marker's counts are not those of the index.
+            payloads differ; `counts`: the marker's counts are not those of the index; `unreadable`:
+            the marker or the index is damaged, so nothing else can be looked at.
         key: key of the tensor or value with the damaged block; otherwise empty.
         block: number of the damaged 4 MiB block in its item; otherwise -1.
+        elements: what cannot be read any more: parts of tensors in the notation of slices, such as
+            `model.embed.weight[0:2097, 0:500]`, and keys of values. A part of a block is the
+            smallest box that holds all its elements.
         text: description for people.
     """
 
     object_key: str
-    what: Literal["missing", "size", "block", "framing", "counts"]
+    what: Literal["missing", "size", "block", "framing", "counts", "unreadable"]
     key: str = ""
     block: int = -1
+    elements: tuple[str, ...] = ()
     text: str = ""
 
 
@@ -71,6 +79,7 @@ class VerifyReport:
         objects: number of data objects that were checked.
         blocks: number of blocks of payload that were read and compared.
         total_bytes: number of bytes read.
+        quick: whether only the existence and the sizes of the objects were checked.
         deep: whether framing, padding and counts were compared as well.
         damaged: all damage that was found, ordered by object.
     """
@@ -80,6 +89,7 @@ class VerifyReport:
     objects: int
     blocks: int
     total_bytes: int
+    quick: bool
     deep: bool
     damaged: tuple[Damage, ...]
 
@@ -91,12 +101,13 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A block of payload and its number in its item.
+    """A block of payload: its item's key and row in the index, and its number in the item.
 
     Without a digest, it is a piece between payloads and its number in its object.
     """
 
     key: str
+    row: int
     number: int
     digest: bytes | None
 
@@ -132,11 +143,11 @@ class _Framing:
 class _Comparison:
     """Compare arriving bodies with their digests, and collect the damage."""
 
-    def __init__(self, stored: StoredCheckpoint) -> None:
+    def __init__(self, index: ix.Index) -> None:
         self.damaged: set[Damage] = set()
         self.blocks = 0
         self.total_bytes = 0
-        self._stored = stored
+        self._index = index
         self._lock = threading.Lock()
         # By place, not by identity: a request may arrive in pieces, which are temporary objects.
         self._tried: set[_Place] = set()
@@ -173,21 +184,26 @@ class _Comparison:
 
     def differs(self, span: Span[_Piece]) -> None:
         """Note a damaged block of payload."""
-        object_key = self._stored.object_keys[span.object_number]
+        object_key = self._index.objects[span.object_number].key
+        key, number = span.tag.key, span.tag.number
+        part = _elements(self._index, key, span.tag.row, number)
         text = (
-            f"{span.tag.key}: block {span.tag.number}, bytes [{span.start}, {span.end}) of"
-            f" {object_key}, differs from what was saved"
+            f"{part}: block {number}, bytes [{span.start}, {span.end}) of {object_key}, differs"
+            " from what was saved"
         )
-        self.damaged.add(Damage(object_key, "block", span.tag.key, span.tag.number, text))
+        self.damaged.add(Damage(object_key, "block", key, number, (part,), text))
 
-    def missing(self, object_key: str) -> None:
+    def missing(self, object_number: int) -> None:
         """Note a missing object and the items whose bytes it held."""
-        number = self._stored.object_keys.index(object_key)
-        items = self._stored.items
-        keys = list(dict.fromkeys(key for key, place in items if place.object_number == number))
-        held = f"; it held {first_few(keys, _SHOWN)}" if keys else ""
-        text = f"{object_key}: the object is missing{held}"
-        self.damaged.add(Damage(object_key, "missing", text=text))
+        object_key = self._index.objects[object_number].key
+        held = tuple(
+            _elements(self._index, key, row)
+            for key, row, item in _items(self._index)
+            if item.object_number == object_number
+        )
+        text = f"{object_key}: the object is missing"
+        text += f"; it held {first_few(held, _SHOWN)}" if held else ""
+        self.damaged.add(Damage(object_key, "missing", elements=held, text=text))
 
     def begin(self, object_numbers: Iterable[int]) -> None:
         """Begin a round of requests that fetch all framing of these objects."""
@@ -195,10 +211,9 @@ class _Comparison:
         self._done.clear()
         self._framing = {number: _Framing() for number in object_numbers}
 
-    def differing_framing(self) -> dict[int, ObjectEntry]:
+    def differing_framing(self) -> dict[int, ix.ObjectEntry]:
         """Return the objects whose framing differs from what was saved."""
-        objects = self._stored.objects
-        assert objects is not None
+        objects = self._index.objects
         return {
             number: objects[number]
             for number, framing in self._framing.items()
@@ -206,66 +221,108 @@ class _Comparison:
         }
 
 
+def verify_at(
+    spec: StoreSpec, event_settings: EventSettings, *, quick: bool, deep: bool, progress: bool
+) -> VerifyReport:
+    """Do what `Checkpoint.verify` does, for a URL. Damage to the marker or index is reported, too.
+
+    Raises:
+        CheckpointNotFoundError: nothing is committed at this URL.
+        DcpObjstoreError: any other error that `Checkpoint.verify` raises.
+    """
+    store = spec.open()
+    channel = event_settings.channel("verify", spec.url)
+    channel.show(bar=progress, summary=False)
+    with channel.watching():
+        try:
+            marker, index = wait_for(_open, store)
+        except CheckpointNotFoundError as error:
+            reason = explain_object(spec)
+            raise (CheckpointNotFoundError(reason, url=spec.url) if reason else error) from None
+        except CheckpointCorruptError as error:
+            object_key = error.object_key or MARKER_KEY
+            text = f"{object_key}: {error.message}"
+            return VerifyReport(
+                url=spec.url,
+                commit_id=None,
+                objects=0,
+                blocks=0,
+                total_bytes=0,
+                quick=quick,
+                deep=deep,
+                damaged=(Damage(object_key, "unreadable", text=text),),
+            )
+        return verify_checkpoint(store, marker, index, spec.config, channel, quick=quick, deep=deep)
+
+
+def _open(store: ObjectStore) -> tuple[Marker, ix.Index]:
+    """Read marker and index, twice if need be: the answer may be damaged, not the object."""
+    for last in (False, True):
+        try:
+            found = read_marker(store)
+            if found is None:
+                _refuse_foreign(store)
+            marker, body = open_found(store, found)
+            return marker, ix.decode(body)
+        except CheckpointCorruptError:
+            if last:
+                raise
+    raise AssertionError
+
+
+def _refuse_foreign(store: ObjectStore) -> None:
+    with suppress(ObjectNotFoundError):
+        store.head(DOT_METADATA_KEY)
+        raise without_digests(store.url)
+
+
+def without_digests(url: str) -> UnsupportedError:
+    """Return the error for a checkpoint that cannot be verified."""
+    text = "another library wrote this checkpoint, without digests to verify it with"
+    return UnsupportedError(text, url=url)
+
+
 def verify_checkpoint(
     store: ObjectStore,
-    stored: StoredCheckpoint,
+    marker: Marker,
+    index: ix.Index,
     config: TransferConfig,
     channel: Channel,
     *,
+    quick: bool,
     deep: bool,
 ) -> VerifyReport:
     """Read a checkpoint, compare it with its digests, and report all damage.
 
     Args:
         store: the store, rooted at the checkpoint.
-        stored: the opened checkpoint.
+        marker: its marker.
+        index: its index.
         config: sizes, concurrency, time-outs and the memory budget.
         channel: channel for the events of the verification.
+        quick: only check the existence and the sizes of the objects.
         deep: also compare framing, padding and the marker's counts.
 
     Raises:
-        UnsupportedError: another library wrote the checkpoint, without digests.
+        ConfigError: `quick` and `deep` contradict each other.
         CheckpointGoneError: the checkpoint was replaced or deleted since it was opened.
     """
-    if stored.objects is None:
-        raise UnsupportedError(
-            "another library wrote this checkpoint, without digests to verify it with",
-            url=store.url,
-        )
-    comparison = _Comparison(stored)
-    sizes = _sizes(store, stored, comparison, config)
-    whole = {n for n, size in sizes.items() if size == stored.objects[n].size_bytes}
+    if quick and deep:
+        raise ConfigError("a verification is either quick or deep")
+    comparison = _Comparison(index)
+    check_gone = _GoneCheck(store, marker)
+    sizes = _sizes(store, index, comparison, config, check_gone)
+    whole = {n for n, size in sizes.items() if size == index.objects[n].size_bytes}
     spans = []
-    for span in _payload(stored):
+    for span in _payload(index):
         if span.end <= sizes.get(span.object_number, 0):
             spans.append(span)
         elif span.object_number in sizes:  # the object ends before the block
             comparison.differs(span)
-    framing = _between(stored, spans, whole) if deep else []
-    comparison.begin(whole if deep else ())
-    requests = plan_requests([*spans, *framing], request_size_bytes=config.request_size_bytes)
-    channel.emit(
-        Planned,
-        channel.began_at,
-        operation="verify",
-        items=len(stored.items),
-        size_bytes=_size(spans) + _size(framing),
-        objects=len({request.object_number for request in requests}),
-        requests=len(requests),
-    )
-    broken = _compare(store, stored, requests, comparison, config, channel)
-    again = comparison.differing_framing()
-    if again:  # read again, as for blocks: the transfer may be damaged, not the checkpoint
-        comparison.begin(again)
-        framing = [span for span in framing if span.object_number in again]
-        requests = plan_requests(framing, request_size_bytes=config.request_size_bytes)
-        broken |= _compare(store, stored, requests, comparison, config, channel)
-    for entry in comparison.differing_framing().values():
-        if entry.key not in broken:
-            text = f"{entry.key}: framing or padding differs from what was saved"
-            comparison.damaged.add(Damage(entry.key, "framing", text=text))
+    if not quick:
+        _read(store, index, spans, whole, comparison, config, channel, check_gone, deep=deep)
     if deep:
-        comparison.damaged.update(_miscounted(stored))
+        comparison.damaged.update(_miscounted(marker, index))
     channel.emit(
         Verified,
         channel.began_at,
@@ -274,31 +331,72 @@ def verify_checkpoint(
     )
     return VerifyReport(
         url=store.url,
-        commit_id=stored.commit_id,
-        objects=len(stored.objects),
+        commit_id=marker.commit_id,
+        objects=len(index.objects),
         blocks=comparison.blocks,
         total_bytes=comparison.total_bytes,
+        quick=quick,
         deep=deep,
         damaged=tuple(sorted(comparison.damaged)),
     )
 
 
+def _read(
+    store: ObjectStore,
+    index: ix.Index,
+    spans: Sequence[Span[_Piece]],
+    whole: Collection[int],
+    comparison: _Comparison,
+    config: TransferConfig,
+    channel: Channel,
+    check_gone: _GoneCheck,
+    *,
+    deep: bool,
+) -> None:
+    """Read and compare blocks of payload; with `deep`, also the framing of the whole objects."""
+    framing = _between(index, spans, whole) if deep else []
+    comparison.begin(whole if deep else ())
+    requests = plan_requests([*spans, *framing], request_size_bytes=config.request_size_bytes)
+    channel.emit(
+        Planned,
+        channel.began_at,
+        operation="verify",
+        items=len(index.columns.offset),
+        size_bytes=_size(spans) + _size(framing),
+        objects=len({request.object_number for request in requests}),
+        requests=len(requests),
+    )
+    broken = _compare(store, index, requests, comparison, config, channel, check_gone)
+    again = comparison.differing_framing()
+    if again:  # read again, as for blocks: the transfer may be damaged, not the checkpoint
+        comparison.begin(again)
+        framing = [span for span in framing if span.object_number in again]
+        requests = plan_requests(framing, request_size_bytes=config.request_size_bytes)
+        broken |= _compare(store, index, requests, comparison, config, channel, check_gone)
+    for entry in comparison.differing_framing().values():
+        if entry.key not in broken:
+            text = f"{entry.key}: framing or padding differs from what was saved"
+            comparison.damaged.add(Damage(entry.key, "framing", text=text))
+
+
 def _sizes(
-    store: ObjectStore, stored: StoredCheckpoint, comparison: _Comparison, config: TransferConfig
+    store: ObjectStore,
+    index: ix.Index,
+    comparison: _Comparison,
+    config: TransferConfig,
+    check_gone: _GoneCheck,
 ) -> dict[int, int]:
     """Return the sizes of existing objects by number; note missing ones and wrong sizes."""
-    assert stored.objects is not None
     sizes = {}
-    check_gone = _GoneCheck(store, stored)
-    threads = min(at_most(config.download_concurrency, AT_ONCE), len(stored.objects))
+    threads = min(at_most(config.download_concurrency, AT_ONCE), len(index.objects))
     with DaemonPool(threads, "head") as pool:
-        answers = [pool.submit(store.head, entry.key) for entry in stored.objects]
-        for number, (entry, answer) in enumerate(zip(stored.objects, answers, strict=True)):
+        answers = [pool.submit(store.head, entry.key) for entry in index.objects]
+        for number, (entry, answer) in enumerate(zip(index.objects, answers, strict=True)):
             try:
                 sizes[number] = answer.result().size_bytes
             except ObjectNotFoundError as error:
                 check_gone(error)
-                comparison.missing(entry.key)
+                comparison.missing(number)
                 continue
             if sizes[number] != entry.size_bytes:
                 text = f"{entry.key}: has {sizes[number]} bytes, {entry.size_bytes} were saved"
@@ -308,20 +406,20 @@ def _sizes(
 
 def _compare(
     store: ObjectStore,
-    stored: StoredCheckpoint,
+    index: ix.Index,
     requests: Sequence[RangeRequest[_Piece]],
     comparison: _Comparison,
     config: TransferConfig,
     channel: Channel,
+    check_gone: _GoneCheck,
 ) -> set[str]:
     """Fetch and compare; return the keys of objects that are missing or too short after all.
 
     These are left out and the rest goes on, so each of them takes one more round. They existed with
     the right size a moment ago, so there are few of them, or the checkpoint is gone.
     """
-    keys = stored.object_keys
+    keys = [entry.key for entry in index.objects]
     broken: set[str] = set()
-    check_gone = _GoneCheck(store, stored)
     while True:
         left = [
             r for r in requests if keys[r.object_number] not in broken and not comparison.is_done(r)
@@ -338,7 +436,7 @@ def _compare(
             object_key = error.object_key
             if object_key is None or object_key in broken:
                 raise
-            comparison.missing(object_key)
+            comparison.missing(keys.index(object_key))
         except CorruptDataError as error:
             object_key = error.object_key
             if object_key is None or object_key in broken:
@@ -354,28 +452,25 @@ def _size(spans: Iterable[Span[_Piece]]) -> int:
     return sum(span.end - span.start for span in spans)
 
 
-def _miscounted(stored: StoredCheckpoint) -> Iterator[Damage]:
+def _miscounted(marker: Marker, index: ix.Index) -> Iterator[Damage]:
     """Yield the damage if the marker's counts are not those of the index."""
-    assert stored.marker is not None and stored.objects is not None
-    described = stored.metadata.state_dict_metadata.values()
-    values = sum(isinstance(item, BytesStorageMetadata) for item in described)
     named = Counts(
-        tensors=len(described) - values,
-        blobs=values,
-        objects=len(stored.objects),
-        total_bytes=sum(entry.size_bytes for entry in stored.objects),
+        tensors=len(index.tensors),
+        blobs=len(index.blobs),
+        objects=len(index.objects),
+        total_bytes=sum(entry.size_bytes for entry in index.objects),
     )
-    if stored.marker.counts != named:
-        text = f"{MARKER_KEY}: counts {stored.marker.counts}, the index has {named}"
+    if marker.counts != named:
+        text = f"{MARKER_KEY}: counts {marker.counts}, the index has {named}"
         yield Damage(MARKER_KEY, "counts", text=text)
 
 
 class _GoneCheck:
     """A check for whether the checkpoint or only an object is gone, which asks the store once."""
 
-    def __init__(self, store: ObjectStore, stored: StoredCheckpoint) -> None:
-        self._ask: Callable[[ObjectNotFoundError], Exception] | None = lambda error: stored.explain(
-            store, error
+    def __init__(self, store: ObjectStore, marker: Marker) -> None:
+        self._ask: Callable[[ObjectNotFoundError], Exception] | None = lambda error: (
+            explain_missing(store, marker.commit_id, error.object_key or "?")
         )
 
     def __call__(self, error: ObjectNotFoundError) -> None:
@@ -387,31 +482,53 @@ class _GoneCheck:
             self._ask = None
 
 
-def _payload(stored: StoredCheckpoint) -> Iterator[Span[_Piece]]:
+def _items(index: ix.Index) -> Iterator[tuple[str, int, ix.Item]]:
+    for key in (*index.tensors, *index.blobs):
+        for row in index.rows(key):
+            yield key, row, index.item(row)
+
+
+def _payload(index: ix.Index) -> Iterator[Span[_Piece]]:
     """Yield every block of every item."""
-    for key, location in stored.items:
-        yield from _blocks(key, location)
+    for key, row, item in _items(index):
+        for number, start in enumerate(range(0, item.payload_length, BLOCK_SIZE_BYTES)):
+            digest = item.digests[number * DIGEST_SIZE_BYTES : (number + 1) * DIGEST_SIZE_BYTES]
+            yield Span(
+                item.object_number,
+                item.payload_offset + start,
+                item.payload_offset + min(start + BLOCK_SIZE_BYTES, item.payload_length),
+                _Piece(key, row, number, digest),
+            )
 
 
-def _blocks(key: str, location: ItemLocation) -> Iterator[Span[_Piece]]:
-    assert location.digests is not None
-    for number in range(-(-location.payload_length // BLOCK_SIZE_BYTES)):
-        start = number * BLOCK_SIZE_BYTES
-        end = min(start + BLOCK_SIZE_BYTES, location.payload_length)
-        digest = location.digests[number * DIGEST_SIZE_BYTES : (number + 1) * DIGEST_SIZE_BYTES]
-        yield Span(
-            location.object_number,
-            location.payload_offset + start,
-            location.payload_offset + end,
-            _Piece(key, number, digest),
-        )
+def _elements(index: ix.Index, key: str, row: int, block: int | None = None) -> str:
+    """Return the elements that an item or one of its blocks holds, such as `w[0:20, 5:7]`."""
+    tensor, item = index.tensors.get(key), index.item(row)
+    itemsize = 0 if tensor is None else ix.ITEM_SIZE_BYTES.get(tensor.dtype, 0)
+    if item.pickled or not itemsize:
+        return key
+    offsets, sizes = index.box(key, row - index.rows(key).start)
+    if not sizes:
+        return key
+    starts, ends = [0] * len(sizes), list(sizes)
+    if block is not None:  # up to the first dimension in which the block has several rows
+        first = block * BLOCK_SIZE_BYTES // itemsize
+        after = min((block + 1) * BLOCK_SIZE_BYTES, item.payload_length)
+        last = after // itemsize - 1
+        for dim in range(len(sizes)):
+            row_elements = math.prod(sizes[dim + 1 :])
+            starts[dim], ends[dim] = first // row_elements, last // row_elements + 1
+            if ends[dim] - starts[dim] > 1:
+                break
+            first, last = first % row_elements, last % row_elements
+    parts = (f"{at + a}:{at + b}" for at, a, b in zip(offsets, starts, ends, strict=True))
+    return f"{key}[{', '.join(parts)}]"
 
 
 def _between(
-    stored: StoredCheckpoint, payload: Sequence[Span[_Piece]], object_numbers: Iterable[int]
+    index: ix.Index, payload: Sequence[Span[_Piece]], object_numbers: Iterable[int]
 ) -> list[Span[_Piece]]:
     """Return the bytes between the payloads of these objects, in pieces of at most a block."""
-    assert stored.objects is not None
     taken: dict[int, list[tuple[int, int]]] = {number: [] for number in object_numbers}
     for span in payload:
         if span.object_number in taken:
@@ -419,11 +536,11 @@ def _between(
     spans: list[Span[_Piece]] = []
     for object_number, stretches in taken.items():
         position = number = 0
-        ends = (stored.objects[object_number].size_bytes,) * 2
+        ends = (index.objects[object_number].size_bytes,) * 2
         for start, end in [*sorted(stretches), ends]:
             while position < start:
                 stop = min(start, position + BLOCK_SIZE_BYTES)
-                spans.append(Span(object_number, position, stop, _Piece("", number, None)))
+                spans.append(Span(object_number, position, stop, _Piece("", -1, number, None)))
                 position, number = stop, number + 1
             position = max(position, end)
     return spans

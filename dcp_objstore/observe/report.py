@@ -190,16 +190,25 @@ class Bar:
         """Start the bar when the size is known, then advance it."""
         match event:
             case Planned():
-                self._bar = _Tqdm(
-                    desc=self._label,
-                    total=event.size_bytes,
-                    unit="B",
-                    unit_scale=True,
-                    unit_divisor=1024,
-                    leave=False,
-                )
-            case PartUploaded() | RangeRead() if self._bar is not None:
-                self._bar.update(event.size_bytes)
+                self.begin(event.size_bytes)
+            case PartUploaded() | RangeRead():
+                self.advance(event.size_bytes)
+
+    def begin(self, total_bytes: int) -> None:
+        """Draw the bar."""
+        self._bar = _Tqdm(
+            desc=self._label,
+            total=total_bytes,
+            unit="B",
+            unit_scale=True,
+            unit_divisor=1024,
+            leave=False,
+        )
+
+    def advance(self, size_bytes: int) -> None:
+        """Advance the bar, if it was begun."""
+        if self._bar is not None:
+            self._bar.update(size_bytes)
 
     def settle(self) -> None:
         """Remove the bar."""

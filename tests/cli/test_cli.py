@@ -56,7 +56,9 @@ def save_step(url: str, **user_metadata: object) -> None:
     )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "-h"], ["--version"], ["ls", "-h"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["demo", "-h"], ["--version"], ["ls", "-h"], ["inspect", "-h"]]
+)
 def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", TYPER_AND_TORCH_FREE, *arguments],

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
-from dcp_objstore.convert import slabs
 from dcp_objstore.convert.sources import TensorInfo
 from dcp_objstore.convert.torch_file import plan_file
 from dcp_objstore.errors import (
@@ -32,6 +31,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
     UntrustedPickleError,
 )
+from dcp_objstore.inspect import slabs
 from dcp_objstore.inspect.fill import new_tensors
 from tests.support.command_line import run
 from tests.support.ranks import run_ranks
@@ -382,15 +382,15 @@ def test_ctrl_c_ends_an_export_and_leaves_no_file(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = []
-    read_boxes = dos.Checkpoint.read_boxes
+    read_slabs = dos.Checkpoint.read_slabs
 
     def interrupted(self: dos.Checkpoint, boxes: Any) -> Any:
         reads.append(boxes)
         if len(reads) > 5:
             raise KeyboardInterrupt
-        return read_boxes(self, boxes)
+        return read_slabs(self, boxes)
 
-    monkeypatch.setattr(dos.Checkpoint, "read_boxes", interrupted)
+    monkeypatch.setattr(dos.Checkpoint, "read_slabs", interrupted)
     with pytest.raises(KeyboardInterrupt):
         dos.export_checkpoint(url, tmp_path / "hf", max_shard_size_bytes=20)
     assert len(reads) > 5

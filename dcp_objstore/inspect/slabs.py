@@ -1,7 +1,8 @@
 """Slabs: parts of tensors that are contiguous in the whole tensor, read in order and ahead.
 
 A file holds each tensor front to back, and a checkpoint holds it in the boxes that its ranks had.
-So a conversion goes through all tensors in slabs, a few at a time, whatever their size is.
+So conversions and comparisons go through all tensors in slabs, a few at a time, whatever their
+size is.
 """
 
 from __future__ import annotations

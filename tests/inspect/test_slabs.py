@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from dcp_objstore.convert import slabs
-from dcp_objstore.convert.slabs import Slab, cut, read_ahead
+from dcp_objstore.inspect import slabs
+from dcp_objstore.inspect.slabs import Slab, cut, read_ahead
 from dcp_objstore.state.memory import narrow
 
 WINDOW = 64

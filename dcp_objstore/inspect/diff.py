@@ -1,0 +1,388 @@
+"""`diff`: what differs between two checkpoints, by their digests where these can tell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dcp_objstore.errors import UntrustedPickleError
+from dcp_objstore.inspect.checkpoint import Checkpoint, TensorEntry, open as open_checkpoint
+from dcp_objstore.inspect.selection import matching
+from dcp_objstore.inspect.slabs import Slab, read_ahead
+from dcp_objstore.observe.report import Bar
+from dcp_objstore.state.dcp_metadata import constant_name
+
+if TYPE_CHECKING:
+    from dcp_objstore.checkpoint.index import Index
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.inspect.selection import Patterns
+
+# Elements that are compared at a time, so that the copies in float64 stay small.
+_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """A tensor that is in both checkpoints and not the same.
+
+    Attributes:
+        key: name of the tensor.
+        what: "reshaped": it has another shape (and maybe another dtype); "retyped": another dtype;
+            "changed": other elements.
+        shape: its shape in the first checkpoint.
+        other_shape: its shape in the second.
+        dtype: torch's name of its dtype in the first checkpoint, such as "bfloat16".
+        other_dtype: name of its dtype in the second.
+        changed_elements: with `stats=True`, number of elements whose bits differ; None if the
+            elements were not read or are of a type without numbers.
+        max_difference: likewise, largest absolute difference of two elements; NaN if one of them
+            is NaN and the other is not.
+        mean_difference: likewise, mean absolute difference over all elements.
+    """
+
+    key: str
+    what: Literal["reshaped", "retyped", "changed"]
+    shape: tuple[int, ...]
+    other_shape: tuple[int, ...]
+    dtype: str
+    other_dtype: str
+    changed_elements: int | None = None
+    max_difference: float | None = None
+    mean_difference: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDifference:
+    """A pickled value that is in both checkpoints and not the same.
+
+    Attributes:
+        key: name of the value.
+        is_known: whether both values were read. False if one needs `trust_pickle=True`; then their
+            digests differ.
+        value: the value in the first checkpoint.
+        other_value: the value in the second.
+    """
+
+    key: str
+    is_known: bool
+    value: Any = None
+    other_value: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffReport:
+    """The differences of two checkpoints, in the order of their keys.
+
+    Attributes:
+        url: URL of the first checkpoint.
+        other_url: URL of the second.
+        added: keys that only the second has. A tensor that became a value, or the reverse, is
+            removed and added.
+        removed: keys that only the first has.
+        tensors: the tensors that differ.
+        values: the values that differ.
+        equal: number of tensors and values that are the same in both.
+        read_bytes: bytes of tensors that were read from both to find out; 0 if digests were enough.
+    """
+
+    url: str
+    other_url: str
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    tensors: tuple[TensorDifference, ...]
+    values: tuple[ValueDifference, ...]
+    equal: int
+    read_bytes: int
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.added or self.removed or self.tensors or self.values)
+
+
+def diff(
+    url: str,
+    other_url: str,
+    keys: Patterns = None,
+    *,
+    stats: bool = False,
+    storage_options: Mapping[str, object] | None = None,
+    other_storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+    verify: Literal["strict", "off"] = "strict",
+    trust_pickle: bool = False,
+    progress: bool = True,
+) -> DiffReport:
+    """Compare two checkpoints: keys, shapes, dtypes, and contents bit for bit.
+
+    A tensor that both have with digests, cut into the same chunks, is compared by its digests: only
+    markers and indices are read. Others are read, and so are values whose digests differ. That
+    takes some 600 MiB of memory, however large the tensors are (if another library wrote one of
+    the checkpoints, that of a few of its chunks). Where tensors lie in the nested dict, and
+    properties such as `requires_grad`, are not compared.
+
+    Args:
+        url: URL of a checkpoint, which this or another library wrote.
+        other_url: URL of the checkpoint to compare it with.
+        keys: one or several shell patterns such as `"model.*"`, or exact keys, of either of them.
+            Default: all keys.
+        stats: also read the tensors that changed, and say by how much. Default False.
+        storage_options: credentials and endpoint of the first, in fsspec's spelling. Default: taken
+            from the environment.
+        other_storage_options: the same for the second. Default: `storage_options` if both URLs have
+            the same scheme.
+        config: sizes, concurrency, time-outs and the memory budget.
+        verify: "strict" (default): compare no unverified byte. "off": do not check.
+        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
+            code that a checkpoint's author chose. Default False.
+        progress: show a progress bar if standard error is a terminal. Default True.
+
+    Raises:
+        StateMismatchError: a pattern matches nothing.
+        UntrustedPickleError: a value without digests needs `trust_pickle=True`.
+        UnsupportedError: a tensor has to be read, but cannot be read into a new one.
+        DcpObjstoreError: any other error of `dcp_objstore.open` or `Checkpoint.read`.
+    """
+    if other_storage_options is None:
+        same_scheme = str(url).partition("://")[0] == str(other_url).partition("://")[0]
+        other_storage_options = storage_options if same_scheme else None
+    one, other = (
+        open_checkpoint(
+            where,
+            storage_options=options,
+            config=config,
+            verify=verify,
+            trust_pickle=trust_pickle,
+        )
+        for where, options in ((url, storage_options), (other_url, other_storage_options))
+    )
+    found = _Comparison(one, other, stats=stats)
+    added, removed = [], []
+    for key in matching(dict.fromkeys([*one, *other]), keys):
+        if key in one and key in other and _is_tensor(one, key) == _is_tensor(other, key):
+            found.look_at(key)
+            continue
+        if key in one:
+            removed.append(key)
+        if key in other:
+            added.append(key)
+    found.read_tensors(progress=progress)
+    found.read_values()
+    return DiffReport(
+        url=one.url,
+        other_url=other.url,
+        added=tuple(added),
+        removed=tuple(removed),
+        tensors=tuple(found.tensors[key] for key in found.keys if key in found.tensors),
+        values=tuple(found.values),
+        equal=len(found.keys) - len(found.tensors) - len(found.values),
+        read_bytes=2 * found.read_bytes,
+    )
+
+
+def _is_tensor(checkpoint: Checkpoint, key: str) -> bool:
+    return isinstance(checkpoint._stored.metadata.state_dict_metadata[key], TensorStorageMetadata)
+
+
+def _shape_and_dtype(checkpoint: Checkpoint, key: str) -> tuple[tuple[int, ...], str]:
+    saved: Any = checkpoint._stored.metadata.state_dict_metadata[key]
+    index = checkpoint._stored.index  # also names dtypes that this torch does not know
+    dtype = saved.properties.dtype if index is None else index.tensors[key].dtype
+    return tuple(saved.size), constant_name(dtype)
+
+
+class _Comparison:
+    """Compares keys that both checkpoints have, with the same kind of entry.
+
+    Attributes:
+        keys: the keys that were looked at.
+        tensors: the tensors that differ.
+        values: the values that differ.
+        read_bytes: bytes of tensors that were read from each of the checkpoints.
+    """
+
+    def __init__(self, one: Checkpoint, other: Checkpoint, *, stats: bool) -> None:
+        self.keys: list[str] = []
+        self.tensors: dict[str, TensorDifference] = {}
+        self.values: list[ValueDifference] = []
+        self.read_bytes = 0
+        self._pair = one, other
+        self._stats = stats
+        self._tensors_to_read: list[str] = []
+        # And whether their digests differ; None if they cannot tell.
+        self._values_to_read: dict[str, bool | None] = {}
+
+    def look_at(self, key: str) -> None:
+        """Compare what the indices have of a key; note whether it has to be read."""
+        self.keys.append(key)
+        one, other = self._pair
+        differs = _differs(one._stored.index, other._stored.index, key)
+        if not _is_tensor(one, key):
+            if differs is not False:
+                self._values_to_read[key] = differs
+            return
+        (shape, dtype), (other_shape, other_dtype) = (_shape_and_dtype(c, key) for c in self._pair)
+        if shape != other_shape:
+            self._note(key, "reshaped")
+        elif dtype != other_dtype:
+            self._note(key, "retyped")
+        elif differs is None:
+            self._tensors_to_read.append(key)
+        elif differs:
+            self._note(key, "changed")
+            if self._stats and not _is_pickled(one._stored.index, key):
+                self._tensors_to_read.append(key)
+
+    def _note(
+        self, key: str, what: Literal["reshaped", "retyped", "changed"], **stats: Any
+    ) -> None:
+        (shape, dtype), (other_shape, other_dtype) = (_shape_and_dtype(c, key) for c in self._pair)
+        self.tensors[key] = TensorDifference(
+            key=key,
+            what=what,
+            shape=shape,
+            other_shape=other_shape,
+            dtype=dtype,
+            other_dtype=other_dtype,
+            **stats,
+        )
+
+    def read_tensors(self, *, progress: bool) -> None:
+        """Read the tensors that have to be read, and compare them, in slabs."""
+        slabs: list[Slab] = []
+        for checkpoint in self._pair:
+            checkpoint.check_whole(self._tensors_to_read)
+        for key in self._tensors_to_read:
+            # The chunks of a checkpoint by another library are read as a whole.
+            first = min(self._pair, key=lambda checkpoint: checkpoint.commit_id is not None)
+            entry = first[key]
+            assert isinstance(entry, TensorEntry)
+            slabs += entry.slabs()
+        self.read_bytes = sum(slab.size_bytes for slab in slabs)
+        sums = {key: _Sum(stats=self._stats) for key in self._tensors_to_read}
+        bar = Bar("diff")
+        if progress and slabs and bar.is_seen():
+            bar.begin(2 * self.read_bytes)
+        one, other = (read_ahead(slabs, checkpoint.read_slabs) for checkpoint in self._pair)
+        try:
+            with closing(one), closing(other):
+                for slab, a, b in zip(slabs, one, other, strict=True):
+                    sums[slab.key].add(a, b)
+                    bar.advance(2 * slab.size_bytes)
+        finally:
+            bar.settle()
+        for key, found in sums.items():
+            if found.changed:
+                self._note(key, "changed", **found.stats())
+
+    def read_values(self) -> None:
+        """Read the values that have to be read, and compare them."""
+        one, other = (_trusted(checkpoint, list(self._values_to_read)) for checkpoint in self._pair)
+        for key, differs in self._values_to_read.items():
+            if key in one and key in other:
+                if not _same(one[key], other[key]):
+                    difference = ValueDifference(
+                        key=key, is_known=True, value=one[key], other_value=other[key]
+                    )
+                    self.values.append(difference)
+            elif differs:
+                self.values.append(ValueDifference(key=key, is_known=False))
+            else:
+                self._pair[key in one].read(key, progress=False)  # raises why it was not read
+
+
+def _differs(one: Index | None, other: Index | None, key: str) -> bool | None:
+    """Whether the digests of a key differ; None if they cannot tell."""
+    if one is None or other is None:
+        return None
+    if key in one.tensors:
+        cuts = zip(one.boxes(key), other.boxes(key), strict=True)
+        if not all(np.array_equal(a, b) for a, b in cuts):
+            return None
+        if _is_pickled(one, key) != _is_pickled(other, key):
+            return None
+    return one.digests(key) != other.digests(key)
+
+
+def _is_pickled(index: Index | None, key: str) -> bool:
+    assert index is not None
+    return any(index.item(row).pickled for row in index.rows(key)[:1])
+
+
+def _trusted(checkpoint: Checkpoint, keys: Sequence[str]) -> dict[str, Any]:
+    """Read values, but not those that `weights_only=True` refuses."""
+    if not keys:
+        return {}
+    try:
+        return checkpoint.read(keys, progress=False)
+    except UntrustedPickleError:
+        half = len(keys) // 2
+        if not half:
+            return {}
+        return {**_trusted(checkpoint, keys[:half]), **_trusted(checkpoint, keys[half:])}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal; NaN equals NaN."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    try:
+        return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124
+    except (TypeError, ValueError):  # an array
+        return bool(np.array_equal(one, other))
+
+
+class _Sum:
+    """How much the elements of a tensor differ, added up over its slabs."""
+
+    def __init__(self, *, stats: bool) -> None:
+        self.changed = 0
+        self._elements = 0
+        self._with_stats = stats
+        self._largest = self._total = 0.0
+
+    def add(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        """Compare a slab."""
+        self._elements += one.numel()
+        pieces = (torch.split(tensor.reshape(-1), _AT_ONCE) for tensor in (one, other))
+        for a, b in zip(*pieces, strict=True):
+            bits = (piece.view(torch.uint8).reshape(len(piece), -1) for piece in (a, b))
+            differs = torch.ne(*bits).any(1)
+            changed = int(differs.sum())
+            self.changed += changed
+            if changed and self._with_stats:
+                self._measure(a, b, differs)
+
+    def _measure(self, a: torch.Tensor, b: torch.Tensor, differs: torch.Tensor) -> None:
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        try:
+            distance = (b.to(wide)[differs] - a.to(wide)[differs]).abs()
+        except (RuntimeError, TypeError):  # two numbers in one element, such as float4_e2m1fn_x2
+            self._with_stats = False
+            return
+        largest = float(distance.max())
+        self._largest = largest if math.isnan(largest) else max(self._largest, largest)
+        self._total += float(distance.sum())
+
+    def stats(self) -> dict[str, float]:
+        """Return the fields of `TensorDifference` with `stats=True`."""
+        if not self._with_stats:
+            return {}
+        return {
+            "changed_elements": self.changed,
+            "max_difference": self._largest,
+            "mean_difference": self._total / self._elements,
+        }

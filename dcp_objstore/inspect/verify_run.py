@@ -1,0 +1,101 @@
+"""`verify_run`: verify the steps of a run, the newest first. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from dcp_objstore.checkpoint.claim import list_steps
+from dcp_objstore.checkpoint.names import natural_order
+from dcp_objstore.errors import CheckpointGoneError, CheckpointNotFoundError, ConfigError
+from dcp_objstore.inspect.verify import VerifyReport, verify_at
+from dcp_objstore.observe.dispatch import EventSettings
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.transfer.workers import wait_for
+
+if TYPE_CHECKING:
+    import os
+
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.observe.events import OnEvent
+
+
+def verify_run(
+    run_url: str,
+    *,
+    quick: bool = False,
+    deep: bool = False,
+    before: str | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+    progress: bool = True,
+    on_event: OnEvent | None = None,
+    trace: str | os.PathLike[str] | None = None,
+) -> Iterator[VerifyReport]:
+    """Verify the committed steps of a run that count, one after the other, the newest first.
+
+    The steps are listed at once, and each is read when its report is asked for. So this reads no
+    more than is needed to find the newest whole step:
+
+        next((report.url for report in dos.verify_run(url, deep=True) if report.ok), None)
+
+    A step that is deleted meanwhile is left out. One process calls it.
+
+    Args:
+        run_url: URL of the run; its steps are the checkpoints directly below.
+        quick: read no tensors; only check that all objects exist, with their sizes. Default False.
+        deep: also compare what `Checkpoint.verify(deep=True)` compares. Default False.
+        before: only steps that are older than the one of this name, such as "step-3000": to go on
+            where an earlier verification ended. Default: all.
+        storage_options: credentials and endpoint in fsspec's spelling. Default: taken from the
+            environment.
+        config: sizes, concurrency, time-outs and the memory budget.
+        progress: show a progress bar for each step if standard error is a terminal. Default True.
+        on_event: callable that receives each event, in a thread of its own. `ObjectStoreWriter`
+            describes how it is called.
+        trace: name of a local file to write a trace of each verification to. `ObjectStoreWriter`
+            describes how the file is named.
+
+    Returns:
+        An iterator of the reports. Damage of every kind is reported, also a marker that cannot be
+        read.
+
+    Raises:
+        CheckpointNotFoundError: the run has no such step.
+        ConfigError: `quick` and `deep` contradict each other, or another argument is wrong.
+        CheckpointCorruptError: the run's `_CLAIM` is damaged.
+        UnsupportedError: a newer version wrote the run.
+        StoreUnavailableError: the store did not answer, after all retries.
+        PermissionDeniedError: the credentials do not allow the request.
+    """
+    if quick and deep:
+        raise ConfigError("a verification is either quick or deep")
+    spec = StoreSpec(run_url, storage_options, config)
+    event_settings = EventSettings(on_event, trace)
+    damaged: set[str] = set()
+
+    def step(name: str) -> StoreSpec:
+        return spec.at(f"{spec.url}/{name}")
+
+    found = wait_for(
+        list_steps,
+        spec.open(),
+        lambda name: step(name).open(),
+        on_damaged=lambda name, _: damaged.add(name),
+    )
+    names = sorted({*damaged, *(one.name for one in found)}, key=natural_order, reverse=True)
+    if before is not None:
+        names = [name for name in names if natural_order(name) < natural_order(before)]
+    if not names:
+        older = "" if before is None else f" older than {before}"
+        raise CheckpointNotFoundError(f"no committed step{older} lies below", url=spec.url)
+
+    def reports() -> Iterator[VerifyReport]:
+        for name in names:
+            with suppress(CheckpointGoneError, CheckpointNotFoundError):
+                yield verify_at(
+                    step(name), event_settings, quick=quick, deep=deep, progress=progress
+                )
+
+    return reports()

@@ -1,0 +1,63 @@
+"""`diff`: what it prints, and status 1 if checkpoints differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.cli.diff import print_diff
+from dcp_objstore.errors import CheckpointNotFoundError
+
+ALL = {"keys": [], "stats": False, "trust_pickle": False, "as_json": False}
+
+
+@pytest.fixture
+def urls(tmp_path: Path) -> tuple[str, str]:
+    one, other = (tmp_path / "step-1").as_uri(), (tmp_path / "step-2").as_uri()
+    long = "model.layers.17.self_attention.query_projection.weight"
+    alike = {"model.b": torch.ones(4), long: torch.zeros(20, 3), "step": 1, "text": "a"}
+    dos.save({**alike, "old": 1, "model.half": torch.ones(2)}, one, progress=False)
+    other_state = {**alike, long: torch.full((20, 3), 0.5), "step": 2, "text": "b" * 70}
+    dos.save({**other_state, "new": 1, "model.half": torch.ones(2).half()}, other, progress=False)
+    return one, other
+
+
+def test_differences_are_printed_on_80_columns(
+    urls: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        print_diff(*urls, **{**ALL, "stats": True})
+    assert caught.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:] == [
+        "removed   old",
+        "added     new",
+        "changed   model.layers.17.self_attention.query_projection.weight",
+        "            max 0.5, mean 0.5, 60 elements",
+        "retyped   model.half  float32 -> float16",
+        "changed   step  1 -> 2",
+        "changed   text",
+        "6 differences, 1 equal (480 B read)",
+    ]
+    assert all(len(line) <= 80 for line in lines[2:])
+    print_diff(*urls, **{**ALL, "keys": ["model.b"]})
+    assert capsys.readouterr().out.splitlines()[2:] == ["0 differences, 1 equal (no tensor read)"]
+
+
+def test_json_and_statuses(
+    urls: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        print_diff(*urls, **{**ALL, "as_json": True})
+    assert caught.value.code == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["same"], report["added"], report["equal"]) == (False, ["new"], 1)
+    assert report["values"][0]["other_value"] == 2
+    print_diff(urls[0], urls[0], **ALL)
+    with pytest.raises(CheckpointNotFoundError):
+        print_diff(urls[0], (tmp_path / "nothing").as_uri(), **ALL)

@@ -1,0 +1,117 @@
+"""`inspect`: the tree of a checkpoint, a tensor's figures and a load's plan, on 80 columns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.cli.inspect import inspect
+from dcp_objstore.errors import AbsentKeyError, ConfigError, StateMismatchError
+from tests.support.command_line import run
+
+HOW = {"tensor": None, "plan": None, "as_json": False}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    url = (tmp_path / "step-1").as_uri()
+    layers = {
+        f"model.layers.{n}.{name}": torch.ones(shape)
+        for n in range(12)
+        for name, shape in (("mlp.0.weight", (16, 16)), ("norm.weight", (16 if n else 8,)))
+    }
+    state = {**layers, "model.head": torch.zeros(512, dtype=torch.bfloat16), "step": 3}
+    dos.save(state, url, progress=False)
+    return url
+
+
+def test_alike_layers_are_shown_once_with_their_sum(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inspect(url, [], **HOW)
+    where, saved, commit, head, *lines = capsys.readouterr().out.splitlines()
+    assert where == url
+    assert saved.endswith("1 rank, 1 object")
+    assert commit == f"commit {dos.open(url).commit_id}"
+    assert head.split() == ["size", "dtype", "shards", "name"]
+    shown = [" ".join(line.split()) for line in lines]
+    assert shown[1:-3] == [
+        "13.72 KiB model",
+        "1.00 KiB bfloat16 1 head [512]",
+        "12.72 KiB layers",
+        "1.03 KiB 0",
+        "1.00 KiB mlp",
+        "1.00 KiB 0",
+        "1.00 KiB float32 1 weight [16, 16]",
+        "32 B norm",
+        "32 B float32 1 weight [8]",
+        "11.69 KiB 1 ... 11 (11 alike)",
+        "1.00 KiB mlp",
+        "1.00 KiB 0",
+        "1.00 KiB float32 1 weight [16, 16]",
+        "64 B norm",
+        "64 B float32 1 weight [16]",
+    ]
+    assert shown[-3] == "12.72 KiB float32 24 tensors in all"
+    assert all(len(line) <= 80 for line in lines)
+    inspect(url, ["model.head"], **HOW)
+    assert capsys.readouterr().out.splitlines()[-1].split()[2:] == [
+        "bfloat16",
+        "1",
+        "tensor",
+        "in",
+        "all",
+    ]
+
+
+def test_json_names_every_tensor(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    inspect(url, [], **{**HOW, "as_json": True})
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["tensors"]) == 25
+    assert {
+        "key": "model.head",
+        "bytes": 1024,
+        "dtype": "bfloat16",
+        "shape": [512],
+        "shards": 1,
+    } in (report["tensors"])
+    assert [one["key"] for one in report["values"]] == ["step"]
+    assert report["bytes_by_dtype"]["bfloat16"] == 1024
+    inspect(url, [], **{**HOW, "plan": 3, "as_json": True})
+    assert [one["rank"] for one in json.loads(capsys.readouterr().out)["ranks"]] == [0, 1, 2]
+
+
+def test_a_tensor_and_a_plan(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    inspect(url, [], **{**HOW, "tensor": "model.layers.1.mlp.0.weight"})
+    shown = capsys.readouterr().out
+    assert "256 elements, 0 NaN, 0 Inf" in shown
+    assert "# 256" in shown
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    inspect(url, [], **{**HOW, "tensor": "model.head", "as_json": True})
+    assert json.loads(capsys.readouterr().out)["maximum"] == 0
+    inspect(url, [], **{**HOW, "plan": 8})
+    _, head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["rank", "fetches", "requests", "objects"]
+    assert lines[-1].split()[0] == "all"
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_wrong_names_say_what_is_there(url: str) -> None:
+    with pytest.raises(AbsentKeyError, match="nearest"):
+        inspect(url, [], **{**HOW, "tensor": "model.heat"})
+    with pytest.raises(ConfigError, match="not a tensor"):
+        inspect(url, [], **{**HOW, "tensor": "step"})
+    with pytest.raises(ConfigError, match="stands alone"):
+        inspect(url, ["model.*"], **{**HOW, "tensor": "model.head"})
+    with pytest.raises(StateMismatchError):
+        inspect(url, ["modle.*"], **HOW)
+    done = run("inspect", url, "--plan", "0")
+    assert done.returncode == 2
+    assert "Usage: " in done.stderr

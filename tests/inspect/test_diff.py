@@ -1,0 +1,212 @@
+"""`diff`: every difference is found, and nothing is read that digests can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dcp_objstore as dos
+from dcp_objstore.errors import StateMismatchError, UntrustedPickleError
+from dcp_objstore.inspect import diff as diff_module, slabs
+from dcp_objstore.stores import ObjectStore
+from tests.support.ranks import run_ranks
+from tests.support.servers import Bucket
+from tests.support.states import seeded
+from tests.support.wrapped_stores import RecordingStore, Request
+
+
+class Opaque:
+    """A value that only trusted pickles hold."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def state() -> dict[str, Any]:
+    return {
+        "model": {"w": seeded("w", (600, 50)), "b": seeded("b", (50,)), "none": torch.zeros(0, 3)},
+        "optim": {"lr": 0.25, "betas": [0.9, float("nan")], "steps": {"a": 1, "b": 2}},
+        "step": 7,
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[[str, dict[str, Any]], str]:
+    def save(name: str, what: dict[str, Any]) -> str:
+        url = (tmp_path / name).as_uri()
+        dos.save(what, url, progress=False)
+        return url
+
+    return save
+
+
+@pytest.mark.backends("seaweed")
+def test_by_digests_only_markers_and_indices_are_fetched(
+    bucket: Bucket, through: Callable[[Callable[[ObjectStore], ObjectStore]], None]
+) -> None:
+    one, other, options = bucket.at("step-1"), bucket.at("step-2"), bucket.storage_options
+    dos.save(state(), one, storage_options=options, progress=False)
+    changed = state()
+    changed["model"]["w"][599, 49] += 1
+    dos.save(changed, other, storage_options=options, progress=False)
+    requests: list[Request] = []
+
+    def recording(store: ObjectStore) -> RecordingStore:
+        recorder = RecordingStore(store)
+        recorder.requests = requests
+        return recorder
+
+    through(recording)
+    report = dos.diff(one, other, storage_options=options)
+    fetched = sorted((request.verb, request.key.partition(".")[0]) for request in requests)
+    assert fetched == [("get", "_COMMIT"), ("get", "_COMMIT"), ("get", "index"), ("get", "index")]
+    (tensor,) = report.tensors
+    assert (tensor.key, tensor.what, tensor.changed_elements) == ("model.w", "changed", None)
+    assert (report.equal, report.read_bytes, report.same) == (7, 0, False)
+    assert not (report.added or report.removed or report.values)
+    assert dos.diff(one, one, storage_options=options).same
+    measured = dos.diff(one, other, stats=True, storage_options=options)
+    (tensor,) = measured.tensors
+    assert (tensor.changed_elements, measured.read_bytes) == (1, 2 * 600 * 50 * 4)
+    assert tensor.max_difference == pytest.approx(1)
+    assert tensor.mean_difference == pytest.approx(1 / 30_000)
+
+
+def save_rows(rank: int, world: int, url: str, options: Mapping[str, object]) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    model = {"w": distribute_tensor(seeded("w", (600, 50)), mesh, [Shard(1)])}
+    dos.save({**state(), "model": {**state()["model"], **model}}, url, storage_options=options)
+
+
+def test_what_is_cut_otherwise_is_read(
+    tmp_path: Path, saved: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slabs, "WINDOW_BYTES", 4096)
+    sharded = (tmp_path / "sharded").as_uri()
+    run_ranks(2, save_rows, sharded, {})
+    report = dos.diff(saved("whole", state()), sharded)
+    assert report.same
+    assert report.read_bytes == 2 * 600 * 50 * 4  # the bias has the same cut, and is not read
+    changed = state()
+    changed["model"]["w"][3, 4] = float("nan")
+    (tensor,) = dos.diff(sharded, saved("changed", changed)).tensors
+    assert (tensor.key, tensor.what, tensor.changed_elements) == ("model.w", "changed", None)
+
+
+def test_keys_shapes_and_dtypes(saved: Callable[..., str]) -> None:
+    other = state()
+    other["model"]["w"] = other["model"]["w"].reshape(300, 100).bfloat16()
+    other["model"]["b"] = other["model"]["b"].half()
+    other["model"]["none"] = 3  # was a tensor
+    other["optim"]["new"] = other["optim"].pop("lr")
+    other["step"] = 8
+    other["optim"]["steps"] = {"a": 1, "b": 3}
+    one, two = saved("one", state()), saved("two", other)
+    report = dos.diff(one, two)
+    assert report.added == ("model.none", "optim.new")
+    assert report.removed == ("model.none", "optim.lr")
+    assert [(t.key, t.what, t.other_shape, t.dtype, t.other_dtype) for t in report.tensors] == [
+        ("model.w", "reshaped", (300, 100), "float32", "bfloat16"),
+        ("model.b", "retyped", (50,), "float32", "float16"),
+    ]
+    assert {v.key: (v.is_known, v.value, v.other_value) for v in report.values} == {
+        "step": (True, 7, 8),
+        "optim.steps.b": (True, 2, 3),
+    }
+    only = dos.diff(one, two, "optim.*")
+    assert (only.added, only.removed, only.tensors) == (("optim.new",), ("optim.lr",), ())
+    with pytest.raises(StateMismatchError, match="nothing"):
+        dos.diff(one, two, "nothing.*")
+
+
+NUMBERS: dict[torch.dtype, list[list[complex]]] = {
+    torch.float32: [[1, 2, float("inf"), -0.0], [1, 2.5, float("-inf"), 0.0]],
+    torch.bfloat16: [[1, 2, 3], [1, 2, 300]],
+    torch.float8_e4m3fn: [[1, 2, 3], [1, 2.5, 4]],
+    torch.int64: [[1, -5, 7], [2, -5, 7]],
+    torch.uint32: [[1, 5, 7], [2, 4, 7]],
+    torch.bool: [[0, 1, 1], [1, 1, 0]],
+    torch.complex64: [[1 + 1j, 2], [1 - 1j, 2]],
+}
+
+
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+def test_stats_are_those_of_the_numbers(
+    dtype: torch.dtype, saved: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diff_module, "_AT_ONCE", 2)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    a, b = (torch.tensor(row, dtype=wide).to(dtype) for row in NUMBERS[dtype])
+    (tensor,) = dos.diff(saved("a", {"w": a}), saved("b", {"w": b}), stats=True).tensors
+    distance = (a.to(wide) - b.to(wide)).abs()
+    bits = (one.view(torch.uint8).reshape(len(a), -1) for one in (a, b))
+    assert tensor.changed_elements == int(torch.ne(*bits).any(1).sum())
+    assert tensor.max_difference == float(distance.max())
+    assert tensor.mean_difference == float(distance.mean())
+
+
+def test_equal_nans_are_no_difference_and_a_new_nan_is_seen(saved: Callable[..., str]) -> None:
+    nan = float("nan")
+    rows = [[nan, 1.0, 2.0], [nan, nan, 5.0]]
+    a, b = (saved(str(at), {"w": torch.tensor(row)}) for at, row in enumerate(rows))
+    assert dos.diff(a, a, stats=True).same
+    (tensor,) = dos.diff(a, b, stats=True).tensors
+    assert tensor.changed_elements == 2
+    assert tensor.max_difference is not None
+    assert tensor.max_difference != tensor.max_difference
+
+
+def test_a_checkpoint_of_stock_torch_is_read_once_and_compared(
+    tmp_path: Path,
+    saved: Callable[..., str],
+    through: Callable[[Callable[[ObjectStore], ObjectStore]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slabs, "WINDOW_BYTES", 4096)
+    dcp.save(state(), checkpoint_id=tmp_path / "stock")
+    ours, stock = saved("ours", state()), (tmp_path / "stock").as_uri()
+    requests: list[Request] = []
+
+    def recording(store: ObjectStore) -> RecordingStore:
+        recorder = RecordingStore(store)
+        recorder.requests = requests
+        return recorder
+
+    through(recording)
+    assert dos.diff(ours, stock).same
+    fetched = sum(r.end - r.start for r in requests if r.verb == "open_range")  # type: ignore[operator, misc]
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*.distcp")]
+    assert fetched <= sum(sizes)
+    requests.clear()
+    entry = dos.open(stock)["model.w"]
+    assert isinstance(entry, dos.TensorEntry)
+    assert entry.stats().elements == 30_000
+    assert len([r for r in requests if r.verb == "open_range"]) == 1
+    other = state()
+    other["model"]["w"][0, 0], other["step"] = 0, 9
+    report = dos.diff(stock, saved("other", other))
+    assert [tensor.key for tensor in report.tensors] == ["model.w"]
+    assert [(value.value, value.other_value) for value in report.values] == [(7, 9)]
+
+
+@pytest.mark.filterwarnings("ignore:.*trust_pickle")
+def test_a_value_that_is_not_trusted_differs_by_its_digest_alone(
+    tmp_path: Path, saved: Callable[..., str]
+) -> None:
+    one, two = (saved(str(n), {"a": n, "opaque": Opaque(n)}) for n in (1, 2))
+    known, unknown = dos.diff(one, two).values
+    assert (known.key, known.value, known.other_value) == ("a", 1, 2)
+    assert (unknown.key, unknown.is_known) == ("opaque", False)
+    assert dos.diff(one, one).same
+    dcp.save({"a": 1, "opaque": Opaque(1)}, checkpoint_id=tmp_path / "stock")
+    with pytest.raises(UntrustedPickleError):
+        dos.diff(one, (tmp_path / "stock").as_uri())
+    (value,) = dos.diff(one, (tmp_path / "stock").as_uri(), trust_pickle=True).values
+    assert value.is_known  # equal numbers, but objects without ==

@@ -1,0 +1,158 @@
+"""`verify_run` and quick verification: all steps, the newest whole one, which elements are lost."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import dcp_objstore as dos
+from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.checkpoint.read import open_committed
+from dcp_objstore.config import MIB
+from dcp_objstore.errors import CheckpointNotFoundError, ConfigError, UnsupportedError
+from dcp_objstore.inspect.verify import _elements
+from dcp_objstore.stores import ObjectStore, open_store
+from tests.support.servers import Bucket
+from tests.support.states import seeded
+from tests.support.wrapped_stores import RecordingStore, Request
+
+
+def save_steps(bucket: Bucket, *steps: int) -> None:
+    for step in steps:
+        state = {"w": seeded("w", (3000, 700)), "step": step}
+        url = bucket.at(f"run/step-{step}")
+        dos.save(state, url, storage_options=bucket.storage_options, progress=False)
+
+
+def object_of(bucket: Bucket, step: int) -> str:
+    (name,) = (key for key in bucket.keys(f"run/step-{step}") if key.endswith(".distcp"))
+    return f"run/step-{step}/{name}"
+
+
+@pytest.mark.backends("seaweed", "file")
+def test_every_damaged_step_is_reported_and_the_first_whole_one_is_the_newest(
+    bucket: Bucket, through: Callable[[Callable[[ObjectStore], ObjectStore]], None]
+) -> None:
+    save_steps(bucket, 8, 9, 10, 11, 12, 13)
+    url, options = bucket.at("run"), bucket.storage_options
+    bucket.put("run/step-13/_COMMIT", b"{}")
+    (index,) = (key for key in bucket.keys("run/step-12") if key.startswith("index."))
+    bucket.flip_byte(f"run/step-12/{index}", 30)
+    body = bucket.get(object_of(bucket, 11))
+    row = seeded("w", (3000, 700)).numpy()[2000].tobytes()
+    bucket.flip_byte(object_of(bucket, 11), body.index(row))
+    bucket.delete(object_of(bucket, 9))
+
+    reports = {
+        one.url.rpartition("/")[2]: one
+        for one in dos.verify_run(url, storage_options=options, progress=False)
+    }
+    assert list(reports) == [f"step-{n}" for n in (13, 12, 11, 10, 9, 8)]
+    damaged = {
+        name: [(one.what, one.key, one.block, one.elements) for one in report.damaged]
+        for name, report in reports.items()
+        if not report.ok
+    }
+    assert damaged == {
+        "step-13": [("unreadable", "", -1, ())],
+        "step-12": [("unreadable", "", -1, ())],
+        "step-11": [("block", "w", 1, ("w[1497:2996, 0:700]",))],
+        "step-9": [("missing", "", -1, ("w[0:3000, 0:700]", "step"))],
+    }
+    assert reports["step-13"].damaged[0].object_key == MARKER_KEY
+    assert reports["step-12"].damaged[0].object_key == index
+    assert all(reports[name].blocks == 4 for name in ("step-11", "step-10", "step-8"))
+
+    older = dos.verify_run(url, before="step-11", storage_options=options, progress=False)
+    requests: list[Request] = []
+
+    def recording(store: ObjectStore) -> RecordingStore:
+        recorder = RecordingStore(store)
+        recorder.requests = requests
+        return recorder
+
+    through(recording)
+    (newest,) = islice((one for one in older if one.ok), 1)
+    assert newest.url == bucket.at("run/step-10")
+    names = {request.key.rpartition("/")[2] for request in requests if request.verb == "open_range"}
+    assert names == {object_of(bucket, 10).rpartition("/")[2]}  # older steps were not read
+
+
+@pytest.mark.backends("seaweed")
+def test_a_quick_verification_reads_no_tensor_and_finds_what_is_missing_or_cut(
+    bucket: Bucket, through: Callable[[Callable[[ObjectStore], ObjectStore]], None]
+) -> None:
+    save_steps(bucket, 1, 2, 3, 4)
+    bucket.delete(object_of(bucket, 2))
+    whole = bucket.get(object_of(bucket, 3))
+    bucket.put(object_of(bucket, 3), whole[: 5 * MIB])
+    bucket.flip_byte(object_of(bucket, 4), 2 * MIB)  # a size does not show that
+    requests: list[Request] = []
+
+    def recording(store: ObjectStore) -> RecordingStore:
+        recorder = RecordingStore(store)
+        recorder.requests = requests
+        return recorder
+
+    through(recording)
+    url, options = bucket.at("run"), bucket.storage_options
+    reports = list(dos.verify_run(url, quick=True, storage_options=options))
+    assert "open_range" not in {request.verb for request in requests}
+    found = [[(one.what, one.elements) for one in report.damaged] for report in reports]
+    assert found == [
+        [],
+        [("block", ("w[1497:2996, 0:700]",)), ("block", ("w[2995:3000, 0:700]",)), ("size", ())],
+        [("missing", ("w[0:3000, 0:700]", "step"))],
+        [],
+    ]
+    ckpt = dos.open(bucket.at("run/step-1"), storage_options=options)
+    report = ckpt.verify(quick=True)
+    assert (report.ok, report.quick, report.blocks, report.total_bytes) == (True, True, 0, 0)
+
+
+def test_wrong_calls_say_what_is_wrong(tmp_path) -> None:
+    url = (tmp_path / "run").as_uri()
+    dos.save({"w": torch.ones(3)}, f"{url}/step-1", progress=False)
+    for verify in (dos.open(f"{url}/step-1").verify, lambda **how: dos.verify_run(url, **how)):
+        with pytest.raises(ConfigError, match="either quick or deep"):
+            verify(quick=True, deep=True)
+    with pytest.raises(CheckpointNotFoundError, match="older than step-1"):
+        dos.verify_run(url, before="step-1")
+    with pytest.raises(CheckpointNotFoundError, match="no committed step"):
+        dos.verify_run(f"{url}/step-1")
+
+
+def test_a_step_that_another_library_wrote_has_no_digests(tmp_path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "run" / "step-1")
+    with pytest.raises(UnsupportedError, match="without digests"):
+        dos.open((tmp_path / "run" / "step-1").as_uri()).verify(quick=True)
+
+
+def test_a_step_that_is_deleted_meanwhile_is_left_out(tmp_path) -> None:
+    url = (tmp_path / "run").as_uri()
+    for step in (1, 2, 3):
+        dos.save({"w": torch.ones(3)}, f"{url}/step-{step}", progress=False)
+    reports = dos.verify_run(url)
+    assert next(reports).url == f"{url}/step-3"
+    dos.delete(f"{url}/step-2", now=True)
+    assert [one.url for one in reports] == [f"{url}/step-1"]
+
+
+@pytest.mark.parametrize("shape", [(3_000_001,), (3000, 1001), (3, 700, 1500), (2, 1, 3, 500_001)])
+def test_the_named_elements_are_the_smallest_box_around_a_block(shape: tuple[int, ...]) -> None:
+    url = f"memory://verify/{secrets.token_hex(4)}"
+    dos.save({"w": torch.zeros(shape, dtype=torch.int16)}, url, progress=False)
+    index = ix.decode(open_committed(open_store(url))[1])
+    places = np.arange(math.prod(shape))
+    for block in range(-(-2 * len(places) // (4 * MIB))):
+        held = np.unravel_index(places[block * 2 * MIB : (block + 1) * 2 * MIB], shape)
+        box = ", ".join(f"{at.min()}:{at.max() + 1}" for at in held)
+        assert _elements(index, "w", 0, block) == f"w[{box}]"
