@@ -127,12 +127,16 @@ class CommitResult:
         superseded: another job replaced or deleted it before this save knew its outcome.
         marker: the marker as this commit wrote it.
         attempts: the number of PUTs of the marker that were sent.
+        dot_metadata: the condition that `.metadata` is still what it was when the save began; None
+            if the commit was superseded, because then it is no proof that `.metadata` is to be
+            written (rule 6 in `publish`).
     """
 
     commit_id: str
     superseded: bool
     marker: Marker
     attempts: int = 1
+    dot_metadata: Precondition | None = field(default=None, compare=False)
 
 
 def begin(
@@ -169,9 +173,9 @@ def begin(
         UnsupportedError: a newer version wrote the marker.
     """
     beacon = beacon_key(nonce or new_nonce())
-    tries = tries_until(deadline_seconds, clock)
     try:
         *_, seen = workers.at_once(check, partial(_light, store, beacon), partial(look, store))
+        tries = tries_until(deadline_seconds, clock)
         token = _take_token(store, seen, tries, overwrite=overwrite, claim=claim)
     except (InputError, LostRaceError, CorruptDataError):
         # Not if the store does not answer: then the save would only fail later.
@@ -363,7 +367,8 @@ def commit(
         seen = outcome.seen
         if outcome.landed:
             superseded = seen is not None and (seen.commit_id != ours or not seen.is_committed)
-            return CommitResult(ours, superseded, marker, tries.retries + 1 + beaten)
+            was = None if superseded else begin.dot_metadata
+            return CommitResult(ours, superseded, marker, tries.retries + 1 + beaten, was)
         if outcome.found is None or not _yields(outcome.found[0], token[0], begin.claim):
             raise _lost(store, seen, begin.claim)
         token, beaten = outcome.found, beaten + 1

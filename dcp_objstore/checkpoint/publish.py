@@ -6,11 +6,12 @@ put or removed. The rule of `commit` that this module implements:
  6. `.metadata` follows the marker: read its version, check that the marker is still ours, put
     `.metadata` against that version, and start again if that failed. So the writer that commits
     last also writes `.metadata` last. A save reads the version as it begins, and its commit is the
-    check. After the PUT the marker is read: if a deletion came in between, `.metadata` is removed.
-    Any job may repair what a crash in between left (`align_dot_metadata`): `.metadata` is written
-    where a commit stands, and removed where a tombstone stands, unless it belongs to another
-    library, which has saved here since. The marker is read again after that, because stores delete
-    without conditions and a new commit may have come in between.
+    check, unless it has read then that it was superseded. After the PUT the marker is read: if a
+    deletion came in between, `.metadata` is removed. Any job may repair what a crash in between
+    left (`align_dot_metadata`): `.metadata` is written where a commit stands, and removed where a
+    tombstone stands, unless it belongs to another library, which has saved here since. The marker
+    is read again after that, because stores delete without conditions and a new commit may have
+    come in between.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def publish_dot_metadata(
         store: rooted at the checkpoint.
         commit_id: the commit that `body` describes.
         body: the pickled `Metadata`.
-        seen: what `look` returned before this commit. Default: not known.
+        seen: the `dot_metadata` of the commit's result. Default: not known.
         deadline_seconds: no PUT starts later than this after the first.
         fenced: False on a store without conditional writes (rule 11 of `commit`).
         clock: for tests.

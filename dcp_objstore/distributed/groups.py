@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import secrets
+import uuid
 from typing import Any
 
 import torch.distributed as dist
@@ -98,13 +99,14 @@ def sync_group(
 
 
 def exchange_group(
-    process_group: dist.ProcessGroup | None, config: TransferConfig
+    process_group: dist.ProcessGroup | None, config: TransferConfig, meeting: str | None
 ) -> dist.ProcessGroup | None:
     """Return the group in which the ranks of a load pass bytes: the given one, if it can.
 
     It makes a separate gloo group, which is a collective of its ranks, if the given group has no
     CPU backend, or if none is given: the load may then run in a thread, while training uses the
-    default group.
+    default group. So the default group is not used to agree on a name: that comes from `meeting`,
+    the UUID of the load, if there is one.
 
     Raises:
         UnsupportedError: torch cannot make a group of these ranks.
@@ -112,11 +114,16 @@ def exchange_group(
     if process_group is not None and torch_private.has_cpu_backend(process_group):
         return process_group
     given = None if process_group is dist.group.WORLD else process_group
-    return own_group("read once", given, config)
+    number = None if meeting is None else uuid.UUID(meeting).int >> 66
+    return own_group("read once", given, config, number=number)
 
 
 def own_group(
-    purpose: str, process_group: dist.ProcessGroup | None, config: TransferConfig | None = None
+    purpose: str,
+    process_group: dist.ProcessGroup | None,
+    config: TransferConfig | None = None,
+    *,
+    number: int | None = None,
 ) -> dist.ProcessGroup | None:
     """Return a separate gloo group of the same ranks, apart from the training's collectives.
 
@@ -126,6 +133,13 @@ def own_group(
     time-out of the group is `config.peer_timeout_seconds` of the latest call. If `config` is not a
     TransferConfig, which other code refuses, the default time-out is used, because this rank must
     take part in the collective.
+
+    Args:
+        purpose: which thread uses it.
+        process_group: its ranks; None: all.
+        config: has the time-out.
+        number: for its name: one below 2**62 that all ranks know and that no attempt of the job has
+            used. Default: rank 0 draws one and sends it to the others.
 
     Raises:
         ConfigError: this rank is not in the given group.
@@ -144,14 +158,14 @@ def own_group(
         del _own[key]
     key = (purpose, process_group or world)
     if key not in _own:
-        _own[key] = (_new_group(process_group, min(timeout, store.timeout)), world)
+        _own[key] = (_new_group(process_group, min(timeout, store.timeout), number), world)
     group = _own[key][0]
     torch_private.set_group_timeout(group, timeout)
     return group
 
 
 def _new_group(
-    process_group: dist.ProcessGroup | None, timeout: datetime.timedelta
+    process_group: dist.ProcessGroup | None, timeout: datetime.timedelta, number: int | None
 ) -> dist.ProcessGroup:
     """Make a gloo group of the ranks of the given or the default group. A collective.
 
@@ -163,16 +177,19 @@ def _new_group(
         _refuse_unlike_names(process_group)
         ranks = dist.get_process_group_ranks(process_group)
         return _connect(timeout, ranks=ranks, use_local_synchronization=True)
-    world = dist.group.WORLD
-    assert world is not None
-    carriers = [group for (_, of), (group, _) in _own.items() if of is world]
-    if torch_private.has_cpu_backend(world):
-        carriers = [world]
-    if not carriers:
-        return _connect(timeout)
-    number = [secrets.randbits(62)]
-    dist.broadcast_object_list(number, group=carriers[0], group_src=0)
-    with torch_private.groups_named_from(number[0]):
+    if number is None:
+        world = dist.group.WORLD
+        assert world is not None
+        # No other group: its thread may be using it.
+        carrier, _ = _own.get((CALLS, world), (None, None))
+        if torch_private.has_cpu_backend(world):
+            carrier = world
+        if carrier is None:
+            return _connect(timeout)
+        drawn = [secrets.randbits(62)]
+        dist.broadcast_object_list(drawn, group=carrier, group_src=0)
+        number = drawn[0]
+    with torch_private.groups_named_from(number):
         return _connect(timeout)
 
 

@@ -234,9 +234,9 @@ class ObjectStoreReader(StorageReader):
             return open_here()
         return open_once(open_here, group, load.spec.url)
 
-    def _group(self) -> dist.ProcessGroup:
+    def _group(self, meeting: str | None = None) -> dist.ProcessGroup:
         """Return the group for exchanging blocks; its first call is a collective of its ranks."""
-        group = exchange_group(self._process_group, self._target.config)
+        group = exchange_group(self._process_group, self._target.config, meeting)
         assert group is not None
         return group
 
@@ -348,7 +348,7 @@ class ObjectStoreReader(StorageReader):
         plan_changed = planned is None or planned.items != plan.items
         share = plan.storage_data
         if isinstance(share, Share) and self._all_arrived(load, share):
-            with Exchange(share, self._group(), load.spec.url) as exchange:
+            with Exchange(share, self._group(share.meeting), load.spec.url) as exchange:
                 if planned is None or plan_changed:
                     raise UnsupportedError(
                         "the planner's finish_plan has changed the items to read after the ranks"

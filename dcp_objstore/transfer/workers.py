@@ -11,12 +11,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
+from dcp_objstore.errors import StoreUnavailableError
 from dcp_objstore.waiting import in_main_thread, result_of
 
 T = TypeVar("T")
@@ -85,13 +86,17 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
     """Make calls at the same time; return their results, in order, once all have ended.
 
     The first of them runs in this thread. If some fail, the error of the first of these is raised.
+    If that is that the store does not answer, the calls after it are not waited for: they go on,
+    and what comes of them is not known.
     """
     futures: list[Future[Any]] = [Future() for _ in calls]
     tasks = [partial(run_into, future, call) for future, call in zip(futures, calls, strict=True)]
     for task in tasks[1:]:
         spawn(task, "request")
     tasks[0]()
-    wait(futures)
+    for future in futures:
+        if isinstance(future.exception(), StoreUnavailableError):
+            break
     return [future.result() for future in futures]
 
 

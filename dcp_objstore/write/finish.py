@@ -31,7 +31,7 @@ def commit_save(
     *,
     user_metadata: Mapping[str, object] | None,
     deadline_seconds: float,
-) -> str:
+) -> commit.CommitResult:
     """Make the checkpoint exist. Called once in a save, after all ranks have reported.
 
     Args:
@@ -43,7 +43,7 @@ def commit_save(
         deadline_seconds: time after which no further attempt begins.
 
     Returns:
-        The id of the commit.
+        The commit that took effect.
 
     Raises:
         CheckpointCorruptError: an object is missing or has the wrong size; nothing was committed.
@@ -83,20 +83,24 @@ def commit_save(
     save.channel.emit(
         Committed, began_at, commit_id=committed.commit_id, attempts=committed.attempts
     )
-    return committed.commit_id
+    return committed
 
 
 def publish_for_stock_readers(
-    save: Save, store: ObjectStore, commit_id: str, index: ix.Index, *, deadline_seconds: float
+    save: Save,
+    store: ObjectStore,
+    committed: commit.CommitResult,
+    index: ix.Index,
+    *,
+    deadline_seconds: float,
 ) -> None:
     """Write `.metadata`. The checkpoint is committed already, so a failure only warns."""
-    assert save.begin is not None
     try:
         publish_dot_metadata(
             store,
-            commit_id,
+            committed.commit_id,
             encode_metadata(index),
-            seen=save.begin.dot_metadata,
+            seen=committed.dot_metadata,
             deadline_seconds=deadline_seconds,
             fenced=save.fenced,
         )

@@ -353,7 +353,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         built, objects = build_index(metadata, results)
         index, index_body = _read_back(built)
         assert save.begin is not None
-        commit_id = commit_save(
+        committed = commit_save(
             save,
             store,
             index,
@@ -361,7 +361,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             user_metadata=self._user_metadata,
             deadline_seconds=self._deadline_seconds,
         )
-        report = save.report(objects, commit_id)
+        report = save.report(objects, committed.commit_id)
         if self._claim is None:
             # Set now: the checkpoint is committed, and what follows may be interrupted.
             self.last_save = report
@@ -371,7 +371,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         metadata.version = described.version
         last: list[Callable[..., object]] = []
         if self._stock_metadata:
-            last.append(partial(publish_for_stock_readers, save, store, commit_id, index))
+            last.append(partial(publish_for_stock_readers, save, store, committed, index))
         if self._claim is not None:
             run = save.spec.at(self._claim.run_url).open()
             last.append(partial(confirm, run, self._claim.number))
@@ -388,7 +388,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             size_bytes=report.total_bytes,
             objects=report.objects,
             parts=report.parts,
-            commit_id=commit_id,
+            commit_id=committed.commit_id,
         )
 
 

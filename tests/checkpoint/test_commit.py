@@ -369,6 +369,7 @@ def test_what_lost_its_answer_is_a_success_whatever_came_then(
     store.on_put = in_turn(MARKER_KEY, land_and_be_followed)
     done = save(store)
     assert done.superseded is superseded
+    assert done.dot_metadata == (None if superseded else IfAbsent())
     assert store.body(MARKER_KEY) == after[-1]
     marker = decode_marker(after[-1])
     assert done.commit_id in (marker.commit_id, *marker.log)
@@ -759,6 +760,23 @@ def test_marker_that_is_repaired_while_it_is_looked_at_is_not_replaced(store: Me
     with pytest.raises(RetryableError, match="another writer"):
         commits.begin(store, overwrite=True)
     assert store.body(MARKER_KEY) == body
+
+
+def test_a_beacon_that_takes_long_leaves_the_time_to_finish_a_deletion(store: MemoryStore) -> None:
+    save(store)
+    rewrite(store, state="deleting")
+    clock, fates = TickingClock(), [LOST]
+
+    def slow(put: Put) -> Fate | None:
+        if put.key == MARKER_KEY:
+            return fates.pop() if fates else None
+        clock.now += 100
+        return None
+
+    store.on_put = slow
+    token = commits.begin(store, overwrite=False, clock=clock)
+    assert token.marker is not None
+    assert token.marker.state == "deleted"
 
 
 def test_a_checkpoint_of_another_library_is_not_replaced_unasked(store: MemoryStore) -> None:

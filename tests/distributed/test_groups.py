@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +96,26 @@ def test_the_error_names_a_dead_rank_and_under_torchrun_the_store_that_outlives_
     text, _ = run_ranks(2, call_alone)
     assert "has died" in text
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
+
+
+def trained_while_a_thread_loads(rank: int, world: int, meeting: str) -> bool:
+    made = threading.Event()
+
+    def load() -> None:
+        group = groups.exchange_group(None, dos.TransferConfig(), meeting)
+        dist.barrier(group=group)
+        made.set()
+
+    sums = []
+    for step in range(20):
+        value = torch.tensor([rank + step])
+        dist.all_reduce(value)
+        sums.append(int(value))
+        if step == 10 * rank:  # the ranks make the group between different steps
+            threading.Thread(target=load, daemon=True).start()
+    return made.wait(60) and sums == [1 + 2 * step for step in range(20)]
+
+
+def test_a_load_in_a_thread_makes_its_group_without_a_collective_of_the_default_group() -> None:
+    meeting = str(uuid.uuid4())
+    assert run_ranks(2, trained_while_a_thread_loads, meeting) == [True, True]

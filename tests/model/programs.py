@@ -106,7 +106,7 @@ def saver(*, overwrite: bool, deadline_seconds: float = 60.0, ranks: int = 2) ->
 
         def publish() -> None:
             with suppress(DcpObjstoreError):  # it is committed all the same
-                seen = token.dot_metadata
+                seen = done.dot_metadata
                 publish_dot_metadata(store, done.commit_id, body, seen=seen, **settings)
 
         workers.at_once(partial(commits.remove_beacon, store, token.beacon), publish)
@@ -194,11 +194,13 @@ def untrue(stage: Stage, answer: Answer) -> str | None:
     # Only where the answer to a PUT of the marker was lost, or the look at it afterwards.
     puts = any(verb == "put" and key == ROOT + MARKER for verb, key in actor.requests)
     unknowable = puts and any(key == MARKER for _, key, _ in actor.faults)
-    # Who is shown a damaged marker, twice, replaces it, and cannot know its log.
-    readers = [player.actor for player in stage.players.values()]
-    shown = [(key, fault.kind) for each in readers for _, key, fault in each.faults]
     known = marker is not None and marker.knows(answer.commit_id or "")
-    known = known or shown.count((MARKER, DAMAGED)) > 1
+    # Who is shown a damaged marker, twice, replaces it, and cannot know its log.
+    forgetful = stage.bucket.forgotten.get(answer.commit_id or "")
+    for player in stage.players.values():
+        if player.name == forgetful:
+            shown = [(key, fault.kind) for _, key, fault in player.actor.faults]
+            known = known or shown.count((MARKER, DAMAGED)) > 1
     promises = {
         SUCCESS: own == {answer.commit_id} and known,
         LOST: not own,

@@ -71,6 +71,7 @@ class WatchedBucket(Bucket):
     Attributes:
         written: the first body of each data object and index; they never change.
         landed: who put the commits that took effect, by commit_id.
+        forgotten: who replaced a marker that knew a commit by one that does not, by commit_id.
         before: the last metadata but one of each key, for stale answers.
         actor: on whose behalf the next change is.
         seconds: the time.
@@ -82,6 +83,7 @@ class WatchedBucket(Bucket):
         self.now = self._time  # type: ignore[method-assign]
         self.written: dict[str, bytes] = {}
         self.landed: dict[str, str] = {}
+        self.forgotten: dict[str, str] = {}
         self.before: dict[str, ObjectMeta] = {}
         self.actor = ""
         self.seconds = self.slowness = 0.0
@@ -98,8 +100,14 @@ class WatchedBucket(Bucket):
         name = key.removeprefix(ROOT)
         if is_ours(name) and self.written.setdefault(name, body) != body:
             raise BrokenPromiseError(f"{name} was written twice, differently")
-        if name == MARKER and _marker(body).is_committed:
-            self.landed.setdefault(_marker(body).commit_id, self.actor)
+        if name == MARKER:
+            marker = _marker(body)
+            was = _marker(old[0]) if old is not None else marker
+            for commit_id in (was.commit_id, *was.log):
+                if not marker.knows(commit_id):
+                    self.forgotten[commit_id] = self.actor
+            if marker.is_committed:
+                self.landed.setdefault(marker.commit_id, self.actor)
         self.check()
         return version
 

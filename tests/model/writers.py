@@ -170,6 +170,14 @@ class Writer(Remover):
     def landed(self, me: Me, found: Marker) -> bool:
         return super().landed(me, found) if me.then else found.knows(self.save)
 
+    def ask(self, was: Me, store: Store) -> Iterator[Move]:
+        """Who reads that it was superseded looks at `.metadata` again."""
+        marker = store.marker
+        is_ours = marker and marker.is_committed and marker.commit == self.save
+        for event, me, then in super().ask(was, store):
+            late = me.at == "publish_put" and not is_ours
+            yield event, me._replace(at="publish", dot_token=None) if late else me, then
+
     def decided(self, me: Me, landed: Answer) -> Me:
         if me.then:
             return super().decided(me, landed)

@@ -809,6 +809,26 @@ def test_calls_at_once_overlap_and_all_have_ended_before_the_first_error_is_rais
     assert ended == ["late"]
 
 
+def test_a_store_that_does_not_answer_is_not_waited_for_twice() -> None:
+    left, ended = threading.Event(), []
+
+    def silent() -> None:
+        raise StoreUnavailableError("no answer in time")
+
+    def hanging() -> None:
+        left.wait(60)
+        ended.append("hanging")
+
+    try:
+        with pytest.raises(StoreUnavailableError):
+            at_once(silent, hanging)
+        with pytest.raises(CorruptDataError):
+            at_once(broken, silent, hanging)
+        assert not ended
+    finally:
+        left.set()
+
+
 def broken():
     raise CorruptDataError("planned")
 
