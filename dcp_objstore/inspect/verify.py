@@ -90,7 +90,7 @@ class VerifyReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """A block of payload and its number in its item.
 
     Without a digest, it is a piece between payloads and its number in its object.
@@ -104,7 +104,7 @@ class _Piece:
 _Place: TypeAlias = tuple[int, int]
 
 
-def _place(span: Span[_Piece]) -> _Place:
+def _place(span: Span[Piece]) -> _Place:
     """Return the place of a piece: its object and its first byte there."""
     return span.object_number, span.start
 
@@ -143,11 +143,11 @@ class _Comparison:
         self._done: set[_Place] = set()
         self._framing: dict[int, _Framing] = {}
 
-    def is_done(self, request: RangeRequest[_Piece]) -> bool:
+    def is_done(self, request: RangeRequest[Piece]) -> bool:
         """Whether the request was compared."""
         return all(_place(span) in self._done for span in request.spans)
 
-    def consume(self, request: RangeRequest[_Piece], body: Buffer) -> None:
+    def consume(self, request: RangeRequest[Piece], body: Buffer) -> None:
         """Compare the pieces of a body; a piece that differs is read again before it counts."""
         view = memoryview(body)
         different, framing = [], []
@@ -171,7 +171,7 @@ class _Comparison:
             for number, piece in framing:
                 self._framing[request.object_number].add(number, piece)
 
-    def differs(self, span: Span[_Piece]) -> None:
+    def differs(self, span: Span[Piece]) -> None:
         """Note a damaged block of payload."""
         object_key = self._stored.object_keys[span.object_number]
         text = (
@@ -236,12 +236,12 @@ def verify_checkpoint(
     sizes = _sizes(store, stored, comparison, config)
     whole = {n for n, size in sizes.items() if size == stored.objects[n].size_bytes}
     spans = []
-    for span in _payload(stored):
+    for span in payload_blocks(stored):
         if span.end <= sizes.get(span.object_number, 0):
             spans.append(span)
         elif span.object_number in sizes:  # the object ends before the block
             comparison.differs(span)
-    framing = _between(stored, spans, whole) if deep else []
+    framing = framing_pieces(stored, spans, whole) if deep else []
     comparison.begin(whole if deep else ())
     requests = plan_requests([*spans, *framing], request_size_bytes=config.request_size_bytes)
     channel.emit(
@@ -309,7 +309,7 @@ def _sizes(
 def _compare(
     store: ObjectStore,
     stored: StoredCheckpoint,
-    requests: Sequence[RangeRequest[_Piece]],
+    requests: Sequence[RangeRequest[Piece]],
     comparison: _Comparison,
     config: TransferConfig,
     channel: Channel,
@@ -350,7 +350,7 @@ def _compare(
         broken.add(object_key)
 
 
-def _size(spans: Iterable[Span[_Piece]]) -> int:
+def _size(spans: Iterable[Span[Piece]]) -> int:
     return sum(span.end - span.start for span in spans)
 
 
@@ -387,13 +387,13 @@ class _GoneCheck:
             self._ask = None
 
 
-def _payload(stored: StoredCheckpoint) -> Iterator[Span[_Piece]]:
+def payload_blocks(stored: StoredCheckpoint) -> Iterator[Span[Piece]]:
     """Yield every block of every item."""
     for key, location in stored.items:
         yield from _blocks(key, location)
 
 
-def _blocks(key: str, location: ItemLocation) -> Iterator[Span[_Piece]]:
+def _blocks(key: str, location: ItemLocation) -> Iterator[Span[Piece]]:
     assert location.digests is not None
     for number in range(-(-location.payload_length // BLOCK_SIZE_BYTES)):
         start = number * BLOCK_SIZE_BYTES
@@ -403,27 +403,27 @@ def _blocks(key: str, location: ItemLocation) -> Iterator[Span[_Piece]]:
             location.object_number,
             location.payload_offset + start,
             location.payload_offset + end,
-            _Piece(key, number, digest),
+            Piece(key, number, digest),
         )
 
 
-def _between(
-    stored: StoredCheckpoint, payload: Sequence[Span[_Piece]], object_numbers: Iterable[int]
-) -> list[Span[_Piece]]:
+def framing_pieces(
+    stored: StoredCheckpoint, payload: Sequence[Span[Piece]], object_numbers: Iterable[int]
+) -> list[Span[Piece]]:
     """Return the bytes between the payloads of these objects, in pieces of at most a block."""
     assert stored.objects is not None
     taken: dict[int, list[tuple[int, int]]] = {number: [] for number in object_numbers}
     for span in payload:
         if span.object_number in taken:
             taken[span.object_number].append((span.start, span.end))
-    spans: list[Span[_Piece]] = []
+    spans: list[Span[Piece]] = []
     for object_number, stretches in taken.items():
         position = number = 0
         ends = (stored.objects[object_number].size_bytes,) * 2
         for start, end in [*sorted(stretches), ends]:
             while position < start:
                 stop = min(start, position + BLOCK_SIZE_BYTES)
-                spans.append(Span(object_number, position, stop, _Piece("", number, None)))
+                spans.append(Span(object_number, position, stop, Piece("", number, None)))
                 position, number = stop, number + 1
             position = max(position, end)
     return spans

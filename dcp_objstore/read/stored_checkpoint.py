@@ -193,8 +193,7 @@ class StoredCheckpoint:
         items: where its items lie.
         commit_id: identifier of the commit; None for a checkpoint that another library wrote.
         marker: commit marker; None for a checkpoint that another library wrote.
-        objects: the index's entry for each data object; None for a checkpoint that another library
-            wrote.
+        index: the index; None for a checkpoint that another library wrote.
     """
 
     metadata: Metadata
@@ -202,7 +201,12 @@ class StoredCheckpoint:
     items: Items
     commit_id: str | None
     marker: Marker | None = None
-    objects: tuple[ix.ObjectEntry, ...] | None = None
+    index: ix.Index | None = None
+
+    @property
+    def objects(self) -> tuple[ix.ObjectEntry, ...] | None:
+        """The index's entry for each data object; None if another library wrote it."""
+        return None if self.index is None else self.index.objects
 
     def item(self, place: MetadataIndex) -> ItemLocation:
         """Return the location of the item that a read plan asks for.
@@ -306,7 +310,7 @@ def _open(store: ObjectStore, load_id: str | None) -> StoredCheckpoint:
         items=IndexItems(index),
         commit_id=marker.commit_id,
         marker=marker,
-        objects=index.objects,
+        index=index,
     )
 
 
