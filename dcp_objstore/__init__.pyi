@@ -6,6 +6,7 @@ from .checkpoint.delete import DeleteReport as DeleteReport
 from .checkpoint.repair import RepairReport as RepairReport
 from .checkpoint.sweep import CheckpointSweep as CheckpointSweep
 from .config import TransferConfig as TransferConfig
+from .convert.copy import CopyReport as CopyReport, copy_checkpoint as copy_checkpoint
 from .convert.export import ExportReport as ExportReport, export_checkpoint as export_checkpoint
 from .convert.import_checkpoint import import_checkpoint as import_checkpoint
 from .errors import (

@@ -8,7 +8,8 @@
     <checkpoint>/.probe-{nonce}[-race]         only while `probe` tests the store
     <run>/_CLAIM                               the claim of the job that owns the run (`claim`)
 
-A nonce is random and new for every rank and save, so no two writers ever share a key.
+A nonce is random and new for every rank and save, so no two writers ever share a key. In the names
+of a copy's data, digits that identify the source follow it (`convert.copy`).
 """
 
 from __future__ import annotations

@@ -440,3 +440,25 @@ def inspect_checkpoint(
         from dcp_objstore.cli.inspect import inspect
 
         inspect(url, patterns or [], tensor=tensor, plan=plan, as_json=as_json)
+
+
+@app.command(
+    "cp",
+    epilog="Example: dcp-objstore cp file:///tmp/run/step-40 file:///tmp/kept/step-40",
+)
+def copy_checkpoint(
+    source: Annotated[str, typer.Argument(help="URL of the checkpoint to copy.", metavar="SRC")],
+    url: Annotated[str, typer.Argument(help="URL of the checkpoint to write.", metavar="DST")],
+    overwrite: _Overwrite = False,
+    as_json: _Json = False,
+) -> None:
+    """Copy a checkpoint to another run, bucket or provider.
+
+    Streams through a few hundred MiB of memory, checks every byte on the way and commits the copy
+    as a save does. After a crash or Ctrl-C, run the same command again: objects that have arrived
+    are not sent again. Pins are not copied.
+    """
+    with exits():
+        from dcp_objstore.cli.convert import copy
+
+        copy(source, url, overwrite=overwrite, as_json=as_json)

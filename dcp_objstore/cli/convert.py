@@ -1,4 +1,4 @@
-"""`dcp-objstore export` and `import`: call them and print what was written."""
+"""`dcp-objstore export`, `import` and `cp`: call them and print what was written."""
 
 from __future__ import annotations
 
@@ -101,6 +101,31 @@ def import_(
         return
     size = size_text(report.total_bytes)
     print(f"imported {size} in {report.seconds:.1f} s to {report.url} (commit {report.commit_id})")
+
+
+def copy(source: str, url: str, *, overwrite: bool, as_json: bool) -> None:
+    """Copy a checkpoint and print the report.
+
+    Raises:
+        DcpObjstoreError: `dcp_objstore.copy_checkpoint` refused or failed.
+    """
+    from dcp_objstore.convert.copy import copy_checkpoint
+
+    report = copy_checkpoint(
+        source,
+        url,
+        overwrite=overwrite,
+        storage_options=chosen(),
+        source_storage_options=chosen(),
+    )
+    if as_json:
+        print(json.dumps(dataclasses.asdict(report)))
+        return
+    size = size_text(report.total_bytes)
+    print(f"copied {size} in {report.seconds:.1f} s to {report.url} (commit {report.commit_id})")
+    if report.sent_bytes < report.total_bytes:
+        sent = size_text(report.sent_bytes)
+        print(f"sent {sent}; an interrupted copy had sent the rest")
 
 
 def _rules(rename: Sequence[str]) -> list[tuple[str, str]]:

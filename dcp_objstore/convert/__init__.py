@@ -1,1 +1,1 @@
-"""Checkpoints to and from files of torch.save and safetensors, in bounded memory."""
+"""Checkpoints to and from files of torch.save and safetensors, and copies, in bounded memory."""

@@ -11,17 +11,21 @@ import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dcp_objstore.config import MIB
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.workers import DaemonPool
-from dcp_objstore.waiting import result_of
+from dcp_objstore.waiting import WATCH_SECONDS, result_of
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 # Bytes that are read at once. Two windows are read and a third one is written at the same time.
 WINDOW_BYTES = 64 * MIB
@@ -84,15 +88,35 @@ def read_ahead(
         read: called in a thread with the slabs of a window, each of another tensor; returns new
             memory for each.
     """
-    windows = _windows(slabs)
-    with DaemonPool(_READ_AT_ONCE, "slabs") as pool:
-        under_way = deque(pool.submit(read, window) for window in islice(windows, _READ_AT_ONCE))
-        while under_way:
-            tensors = result_of(under_way.popleft())
+    with closing(ahead(_windows(slabs), read, _READ_AT_ONCE)) as windows:
+        for tensors in windows:
             tensors.reverse()
-            under_way.extend(pool.submit(read, window) for window in islice(windows, 1))
             while tensors:
                 yield tensors.pop()
+
+
+def ahead(
+    tasks: Iterable[T],
+    do: Callable[[T], R],
+    at_once: int,
+    look: Callable[[], object] | None = None,
+) -> Generator[R, None, None]:
+    """Yield `do(task)` of each task, in their order, while the next ones are done in threads.
+
+    Args:
+        tasks: what to do.
+        do: called in a thread.
+        at_once: number of tasks that are under way or done and not yielded.
+        look: called from time to time while this waits; what it raises ends the wait.
+    """
+    tasks = iter(tasks)
+    with DaemonPool(at_once, "ahead") as pool:
+        under_way = deque(pool.submit(do, task) for task in islice(tasks, at_once))
+        while under_way:
+            done = result_of(under_way.popleft(), look=look, step_seconds=look and WATCH_SECONDS)
+            under_way.extend(pool.submit(do, task) for task in islice(tasks, 1))
+            yield done
+            del done  # its memory must not outlive its use while this waits for the next
 
 
 def _windows(slabs: Iterable[Slab]) -> Iterator[list[Slab]]:

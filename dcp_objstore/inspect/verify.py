@@ -100,7 +100,7 @@ class VerifyReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """A block of payload: its item's key and row in the index, and its number in the item.
 
     Without a digest, it is a piece between payloads and its number in its object.
@@ -115,7 +115,7 @@ class _Piece:
 _Place: TypeAlias = tuple[int, int]
 
 
-def _place(span: Span[_Piece]) -> _Place:
+def _place(span: Span[Piece]) -> _Place:
     """Return the place of a piece: its object and its first byte there."""
     return span.object_number, span.start
 
@@ -154,11 +154,11 @@ class _Comparison:
         self._done: set[_Place] = set()
         self._framing: dict[int, _Framing] = {}
 
-    def is_done(self, request: RangeRequest[_Piece]) -> bool:
+    def is_done(self, request: RangeRequest[Piece]) -> bool:
         """Whether the request was compared."""
         return all(_place(span) in self._done for span in request.spans)
 
-    def consume(self, request: RangeRequest[_Piece], body: Buffer) -> None:
+    def consume(self, request: RangeRequest[Piece], body: Buffer) -> None:
         """Compare the pieces of a body; a piece that differs is read again before it counts."""
         view = memoryview(body)
         different, framing = [], []
@@ -182,7 +182,7 @@ class _Comparison:
             for number, piece in framing:
                 self._framing[request.object_number].add(number, piece)
 
-    def differs(self, span: Span[_Piece]) -> None:
+    def differs(self, span: Span[Piece]) -> None:
         """Note a damaged block of payload."""
         object_key = self._index.objects[span.object_number].key
         key, number = span.tag.key, span.tag.number
@@ -314,7 +314,7 @@ def verify_checkpoint(
     sizes = _sizes(store, index, comparison, config, check_gone)
     whole = {n for n, size in sizes.items() if size == index.objects[n].size_bytes}
     spans = []
-    for span in _payload(index):
+    for span in payload_blocks(index):
         if span.end <= sizes.get(span.object_number, 0):
             spans.append(span)
         elif span.object_number in sizes:  # the object ends before the block
@@ -344,7 +344,7 @@ def verify_checkpoint(
 def _read(
     store: ObjectStore,
     index: ix.Index,
-    spans: Sequence[Span[_Piece]],
+    spans: Sequence[Span[Piece]],
     whole: Collection[int],
     comparison: _Comparison,
     config: TransferConfig,
@@ -354,7 +354,7 @@ def _read(
     deep: bool,
 ) -> None:
     """Read and compare blocks of payload; with `deep`, also the framing of the whole objects."""
-    framing = _between(index, spans, whole) if deep else []
+    framing = framing_pieces(index, spans, whole) if deep else []
     comparison.begin(whole if deep else ())
     requests = plan_requests([*spans, *framing], request_size_bytes=config.request_size_bytes)
     channel.emit(
@@ -407,7 +407,7 @@ def _sizes(
 def _compare(
     store: ObjectStore,
     index: ix.Index,
-    requests: Sequence[RangeRequest[_Piece]],
+    requests: Sequence[RangeRequest[Piece]],
     comparison: _Comparison,
     config: TransferConfig,
     channel: Channel,
@@ -448,7 +448,7 @@ def _compare(
         broken.add(object_key)
 
 
-def _size(spans: Iterable[Span[_Piece]]) -> int:
+def _size(spans: Iterable[Span[Piece]]) -> int:
     return sum(span.end - span.start for span in spans)
 
 
@@ -488,7 +488,7 @@ def _items(index: ix.Index) -> Iterator[tuple[str, int, ix.Item]]:
             yield key, row, index.item(row)
 
 
-def _payload(index: ix.Index) -> Iterator[Span[_Piece]]:
+def payload_blocks(index: ix.Index) -> Iterator[Span[Piece]]:
     """Yield every block of every item."""
     for key, row, item in _items(index):
         for number, start in enumerate(range(0, item.payload_length, BLOCK_SIZE_BYTES)):
@@ -497,7 +497,7 @@ def _payload(index: ix.Index) -> Iterator[Span[_Piece]]:
                 item.object_number,
                 item.payload_offset + start,
                 item.payload_offset + min(start + BLOCK_SIZE_BYTES, item.payload_length),
-                _Piece(key, row, number, digest),
+                Piece(key, row, number, digest),
             )
 
 
@@ -525,22 +525,22 @@ def _elements(index: ix.Index, key: str, row: int, block: int | None = None) -> 
     return f"{key}[{', '.join(parts)}]"
 
 
-def _between(
-    index: ix.Index, payload: Sequence[Span[_Piece]], object_numbers: Iterable[int]
-) -> list[Span[_Piece]]:
+def framing_pieces(
+    index: ix.Index, payload: Sequence[Span[Piece]], object_numbers: Iterable[int]
+) -> list[Span[Piece]]:
     """Return the bytes between the payloads of these objects, in pieces of at most a block."""
     taken: dict[int, list[tuple[int, int]]] = {number: [] for number in object_numbers}
     for span in payload:
         if span.object_number in taken:
             taken[span.object_number].append((span.start, span.end))
-    spans: list[Span[_Piece]] = []
+    spans: list[Span[Piece]] = []
     for object_number, stretches in taken.items():
         position = number = 0
         ends = (index.objects[object_number].size_bytes,) * 2
         for start, end in [*sorted(stretches), ends]:
             while position < start:
                 stop = min(start, position + BLOCK_SIZE_BYTES)
-                spans.append(Span(object_number, position, stop, _Piece("", -1, number, None)))
+                spans.append(Span(object_number, position, stop, Piece("", -1, number, None)))
                 position, number = stop, number + 1
             position = max(position, end)
     return spans

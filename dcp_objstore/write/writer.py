@@ -22,7 +22,12 @@ from dcp_objstore.checkpoint.claim import check_claim, confirm, refuse_uncounted
 from dcp_objstore.checkpoint.clock import deadline_seconds_for
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.distributed.groups import rank_and_world_size
-from dcp_objstore.distributed.plugin import Target, plugin_errors, same_url
+from dcp_objstore.distributed.plugin import (
+    Target,
+    plugin_errors,
+    reporting_failures,
+    same_url,
+)
 from dcp_objstore.errors import (
     CorruptDataError,
     InputError,
@@ -52,6 +57,7 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.events import OnEvent
+    from dcp_objstore.state.dcp_metadata import StoredObject
     from dcp_objstore.stores import StoreSpec
 
 
@@ -341,16 +347,37 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the save. DCP calls it on the coordinator after all ranks have reported."""
         with self._logged(), self._watched() as save:
-            self._commit(save, metadata, results)
+            own = save.spec.url
+            same_url([found[0].storage_data.object.url if found else own for found in results])
+            metadata.storage_meta = StorageMeta(checkpoint_id=own, save_id=save.nonce)
+            index = self._commit(save, *build_index(metadata, results))
+            # DCP pickles it for all ranks, which takes seconds where there are many chunks as
+            # objects.
+            described = describe(index)
+            metadata.state_dict_metadata = described.state_dict_metadata
+            metadata.version = described.version
 
-    def _commit(
-        self, save: Save, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
-    ) -> None:
-        own = save.spec.url
-        same_url([found[0].storage_data.object.url if found else own for found in results])
+    def save_objects(
+        self, upload: Callable[[Save], tuple[ix.Index, Sequence[StoredObject]]]
+    ) -> SaveReport:
+        """Run a whole save in this process, of objects that need no plan.
+
+        Args:
+            upload: uploads the objects of the save; returns their index, and them.
+
+        Raises:
+            DcpObjstoreError: any error of a save, or of `upload`.
+        """
+        with reporting_failures(self):
+            self.set_up_storage_writer(is_coordinator=True)
+            with self._logged(), self._watched() as save:
+                self._commit(save, *upload(save))
+        assert self.last_save is not None
+        return self.last_save
+
+    def _commit(self, save: Save, built: ix.Index, objects: Sequence[StoredObject]) -> ix.Index:
+        """Commit an index; return it as a reader decodes it."""
         store, channel = save.open(), save.channel
-        metadata.storage_meta = StorageMeta(checkpoint_id=save.spec.url, save_id=save.nonce)
-        built, objects = build_index(metadata, results)
         index, index_body = _read_back(built)
         assert save.begin is not None
         committed = commit_save(
@@ -365,10 +392,6 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         if self._claim is None:
             # Set now: the checkpoint is committed, and what follows may be interrupted.
             self.last_save = report
-        # DCP pickles it for all ranks, which takes seconds where there are many chunks as objects.
-        described = describe(index)
-        metadata.state_dict_metadata = described.state_dict_metadata
-        metadata.version = described.version
         last: list[Callable[..., object]] = []
         if self._stock_metadata:
             last.append(partial(publish_for_stock_readers, save, store, committed, index))
@@ -390,6 +413,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             parts=report.parts,
             commit_id=committed.commit_id,
         )
+        return index
 
 
 def _refuse_uncounted(claim: RunClaim | None, step: StoreSpec) -> None:

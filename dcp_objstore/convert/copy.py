@@ -1,0 +1,369 @@
+"""`copy_checkpoint`: a checkpoint in another run, bucket or provider, byte for byte.
+
+A copy is a save whose objects come from another checkpoint, so the rules of `checkpoint.commit`
+hold for it. Its objects have new names, because the names of two writers must never be equal
+(rule 3).
+
+**What an interrupted copy has sent is not sent again.** The nonce in the names of a copy's objects
+is the save's own, followed by the first digits of the SHA-256 of the source's index. That index has
+the digests of every byte, and an object appears only after all its bytes were compared with them.
+So an object with these digits, its number and its size is the one that is to be copied, and the new
+copy names it in its index instead of sending it. This is done only if there is no marker at the
+destination when the copy begins. Then no sweep has put its fence since the object was written, and
+one that puts it later defeats this commit; so none removes an object that this commit names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.names import data_key, parse_data_key
+from dcp_objstore.config import at_most
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CorruptDataError,
+    DcpObjstoreError,
+    ObjectNotFoundError,
+    UnsupportedError,
+)
+from dcp_objstore.inspect.slabs import ahead
+from dcp_objstore.inspect.verify import Piece, framing_pieces, payload_blocks
+from dcp_objstore.observe.events import Planned
+from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
+from dcp_objstore.state.dcp_metadata import StoredObject
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.transfer.digests import BlockDigest, block_digest
+from dcp_objstore.transfer.download import fetch_ranges
+from dcp_objstore.transfer.parts import part_count, plan_parts
+from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
+from dcp_objstore.transfer.upload import run_watched, upload_object
+from dcp_objstore.transfer.workers import DaemonPool, wait_for
+from dcp_objstore.write.writer import ObjectStoreWriter
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from dcp_objstore.checkpoint.claim import RunClaim
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.observe.events import OnEvent
+    from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
+    from dcp_objstore.transfer.upload import ByteArray
+    from dcp_objstore.write.session import Save
+
+_OBJECTS_AT_ONCE = 4
+_FINGERPRINT_DIGITS = 40  # with the 24 of a nonce, the 64 that a name has room for
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyReport:
+    """A finished copy.
+
+    Attributes:
+        source: URL of the checkpoint that was copied.
+        url: URL of the copy.
+        commit_id: id of the copy's commit.
+        objects: number of data objects.
+        total_bytes: their size.
+        sent_bytes: bytes of data objects that this copy sent. The others were there, from an
+            earlier copy that was interrupted.
+        seconds: how long it took.
+    """
+
+    source: str
+    url: str
+    commit_id: str
+    objects: int
+    total_bytes: int
+    sent_bytes: int
+    seconds: float
+
+
+def copy_checkpoint(
+    source: str,
+    url: str,
+    *,
+    overwrite: bool = False,
+    claim: RunClaim | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    source_storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+    progress: bool = True,
+    on_event: OnEvent | None = None,
+    trace: str | os.PathLike[str] | None = None,
+    allow_unfenced: bool = False,
+) -> CopyReport:
+    """Copy a checkpoint between runs, buckets and providers, byte for byte.
+
+    The data streams through some 300 MiB of this process's memory, however large it is, and each
+    byte is compared with the source's digests on the way. The copy is committed as `save` does it:
+    when this returns, the whole checkpoint exists. It has a commit of its own; the source's
+    `user_metadata` and `world_size` are kept, its pins are not.
+
+    If a copy is interrupted, call it again: objects that have arrived are not sent again, unless a
+    sweep has removed them, or something is or was committed at `url`.
+
+    Args:
+        source: URL of the checkpoint to copy, which this library wrote.
+        url: URL of the checkpoint to write.
+        overwrite: replace a committed checkpoint at this URL. Default False: refuse.
+        claim: the claim that `claim_run` returned for the run that `url` lies in. Default: none.
+        storage_options: credentials and endpoint of `url`, in fsspec's spelling. Default: taken
+            from the environment.
+        source_storage_options: the same for the source. Default: `storage_options` if the source is
+            of the same scheme.
+        config: sizes, concurrency, time-outs and the memory budget, for both sides.
+        progress: show a progress bar if standard error is a terminal. Default True.
+        on_event: callable that receives each event of the save, in a thread of its own.
+        trace: name of a local file to write a trace of the save to.
+        allow_unfenced: save even to a store without conditional writes. Default False: refuse.
+
+    Returns:
+        What was copied.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint at the source.
+        UnsupportedError: another library wrote the source; `import_checkpoint` takes it.
+        CheckpointCorruptError: the source is damaged; the error names the tensor. Nothing was
+            committed.
+        CheckpointGoneError: the source was deleted or replaced meanwhile, and its objects removed.
+        CheckpointExistsError: a checkpoint is committed at `url` and `overwrite` is False, or it is
+            pinned.
+        DcpObjstoreError: any other error of `save`, or of reading the source.
+    """
+    same_scheme = source.partition("://")[0] == url.partition("://")[0]
+    if source_storage_options is None and same_scheme:
+        source_storage_options = storage_options
+    spec = StoreSpec(source, source_storage_options, config)
+    stored = open_stored_checkpoint(spec)
+    if stored.marker is None:
+        raise UnsupportedError(
+            "another library wrote this checkpoint, without digests to compare a copy with;"
+            " dcp_objstore.import_checkpoint (dcp-objstore import) saves it as one that has them",
+            url=spec.url,
+        )
+    writer = ObjectStoreWriter(
+        url,
+        overwrite=overwrite,
+        claim=claim,
+        storage_options=storage_options,
+        config=config,
+        progress=progress,
+        on_event=on_event,
+        trace=trace,
+        allow_unfenced=allow_unfenced,
+        user_metadata=stored.marker.user_metadata,
+    )
+    copy = _Copy(spec, stored)
+    report = writer.save_objects(copy.upload)
+    assert report.commit_id is not None
+    return CopyReport(
+        source=spec.url,
+        url=report.url,
+        commit_id=report.commit_id,
+        objects=report.objects,
+        total_bytes=report.total_bytes,
+        sent_bytes=copy.sent_bytes,
+        seconds=report.seconds,
+    )
+
+
+class _Copy:
+    """Copies the data objects of a checkpoint into a save, several at a time.
+
+    Args:
+        spec: the store of the source.
+        stored: the opened source.
+
+    Attributes:
+        sent_bytes: bytes to send, without what was there already.
+    """
+
+    def __init__(self, spec: StoreSpec, stored: StoredCheckpoint) -> None:
+        assert stored.index is not None
+        assert stored.marker is not None
+        assert stored.marker.index is not None
+        self._source = spec.open()
+        self._config = spec.config
+        self._stored = stored
+        self._index = stored.index
+        self._world_size = stored.marker.world_size
+        self._fingerprint = stored.marker.index.sha256[:_FINGERPRINT_DIGITS]
+        self.sent_bytes = 0
+
+    def upload(self, save: Save) -> tuple[ix.Index, list[StoredObject]]:
+        """Upload what is not there yet; return the index of the copy, and its objects."""
+        save.world_size = self._world_size
+        channel, objects, config = save.channel, self._index.objects, self._config
+        copied = wait_for(self._arrived, save)
+        left = [number for number in range(len(objects)) if number not in copied]
+        self.sent_bytes = sum(objects[number].size_bytes for number in left)
+        channel.emit(
+            Planned,
+            channel.began_at,
+            operation="save",
+            items=len(self._stored.items),
+            size_bytes=self.sent_bytes,
+            objects=len(left),
+            requests=sum(part_count(objects[n].size_bytes, config.part_size_bytes) for n in left),
+        )
+        progress = Progress(config.stall_timeout_seconds, channel)
+        if left:
+            copied |= run_watched(
+                lambda: self._send_all(save, left, progress),
+                f"copy of {self._source.url}",
+                progress,
+            )
+        sent = [copied[number] for number in range(len(objects))]
+        storage = ix.StorageInfo(save.spec.url, save.nonce, self._index.storage.modules)
+        entries = tuple(one.entry for one in sent)
+        return replace(self._index, objects=entries, storage=storage), sent
+
+    def _arrived(self, save: Save) -> dict[int, StoredObject]:
+        """Return the objects that earlier copies have sent, by number. At most one listing."""
+        assert save.begin is not None
+        store = save.open()
+        arrived: dict[int, StoredObject] = {}
+        if save.begin.version is not None or not save.fenced or not store.capabilities.atomic_put:
+            return arrived
+        for meta in store.list():
+            name = parse_data_key(meta.key)
+            if name is None or name.nonce[len(save.nonce) :] != self._fingerprint:
+                continue
+            for entry in self._index.objects[name.n : name.n + 1]:
+                if meta.size_bytes == entry.size_bytes:
+                    there = msgspec.structs.replace(entry, key=meta.key, e_tag=None)
+                    arrived[name.n] = StoredObject(there, 0, save.spec.url)
+        return arrived
+
+    def _send_all(
+        self, save: Save, numbers: Sequence[int], progress: Progress
+    ) -> dict[int, StoredObject]:
+        spans: dict[int, list[Span[Piece]]] = {number: [] for number in numbers}
+        blocks = list(payload_blocks(self._index))
+        for span in (*blocks, *framing_pieces(self._index, blocks, numbers)):
+            if span.object_number in spans:
+                spans[span.object_number].append(span)
+        config = self._config
+        limits = at_most(config.upload_concurrency), at_most(config.download_concurrency)
+        lanes = min(_OBJECTS_AT_ONCE, len(numbers), *limits)
+        if config.upload_concurrency != "auto":
+            config = replace(config, upload_concurrency=config.upload_concurrency // lanes)
+
+        def send(number: int) -> StoredObject:
+            try:
+                return self._send(save, number, spans.pop(number), config, lanes, progress)
+            except BaseException as error:
+                progress.stop(error)  # the others, too
+                raise
+
+        with DaemonPool(lanes, "copy") as pool:
+            sent = {number: pool.submit(send, number) for number in numbers}
+            wait(sent.values())
+        return {number: future.result() for number, future in sent.items()}
+
+    def _send(
+        self,
+        save: Save,
+        number: int,
+        spans: list[Span[Piece]],
+        config: TransferConfig,
+        lanes: int,
+        progress: Progress,
+    ) -> StoredObject:
+        """Copy one object, within its share of the limits: half of the memory for each side."""
+        entry = self._index.objects[number]
+        half_bytes = config.memory_budget_bytes // (2 * lanes)
+        windows = plan_requests(spans, request_size_bytes=config.request_size_bytes, gap_bytes=0)
+        most_reads = at_most(config.download_concurrency) // lanes
+        reads = max(1, min(half_bytes // config.request_size_bytes, most_reads))
+        plan = plan_parts(entry.size_bytes, config.part_size_bytes, is_near=False)
+        key = data_key(0, number, save.nonce + self._fingerprint)
+        uploaded = upload_object(
+            save.open(),
+            key,
+            self._buffers(entry, windows, reads, progress),
+            plan,
+            config,
+            progress,
+            most=max(1, half_bytes // plan.part_size_bytes),
+        )
+        there = msgspec.structs.replace(entry, key=key, e_tag=uploaded.version.e_tag)
+        return StoredObject(there, uploaded.parts, save.spec.url)
+
+    def _buffers(
+        self,
+        entry: ix.ObjectEntry,
+        windows: Sequence[RangeRequest[Piece]],
+        reads: int,
+        progress: Progress,
+    ) -> Iterator[ByteArray]:
+        """Yield an object front to back; raise before its end if its framing is damaged."""
+        framing = BlockDigest()
+        read = partial(self._read, progress)
+        with closing(ahead(windows, read, reads, progress.check_stopped)) as arriving:
+            for window in windows:
+                memory = next(arriving)
+                for span in window.spans:
+                    if span.tag.digest is None:
+                        framing.update(memory[span.start - window.start : span.end - window.start])
+                yield memory
+                del memory  # while the next one is awaited
+        if framing.digest() != entry.framing_digest:
+            raise CheckpointCorruptError(
+                "the bytes around its tensors differ from what was saved; nothing was committed",
+                object_key=entry.key,
+                url=self._source.url,
+            )
+
+    def _read(self, progress: Progress, window: RangeRequest[Piece]) -> ByteArray:
+        """Read a stretch of an object into new memory, and compare its blocks."""
+        memory = np.empty(window.end - window.start, dtype=np.uint8)
+
+        def compare(request: RangeRequest[Piece], body: Buffer) -> None:
+            view = memoryview(body)
+            for span in request.spans:
+                block = view[span.start - request.start : span.end - request.start]
+                if span.tag.digest is not None and block_digest(block) != span.tag.digest:
+                    raise CheckpointCorruptError(
+                        f"block {span.tag.number} differs from what was saved; nothing was"
+                        " committed",
+                        key=span.tag.key,
+                        url=self._source.url,
+                    )
+            progress.alive()
+
+        with closing(
+            fetch_ranges(
+                self._source,
+                self._stored.object_keys,
+                [window],
+                compare,
+                self._config,
+                Progress(self._config.stall_timeout_seconds),
+                admit=lambda *_: memoryview(memory),
+                explain=self._explain,
+            )
+        ) as arriving:
+            for _ in arriving:
+                pass
+        return memory
+
+    def _explain(self, window: RangeRequest[Piece], error: DcpObjstoreError) -> DcpObjstoreError:
+        """Say what the error of a GET means for the checkpoint."""
+        if isinstance(error, ObjectNotFoundError):
+            return self._stored.explain(self._source, error)
+        if isinstance(error, CorruptDataError):  # the object is too short, or the answer was wrong
+            key = next((span.tag.key for span in window.spans if span.tag.key), None)
+            return CheckpointCorruptError(error.message, key=key, url=self._source.url)
+        return error

@@ -1,0 +1,458 @@
+"""Copies of checkpoints: the same bytes under a commit of their own, or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dcp_objstore as dos
+from dcp_objstore.checkpoint.clock import tries_until
+from dcp_objstore.checkpoint.commit import put_tombstone
+from dcp_objstore.cli import convert
+from dcp_objstore.cli.seaweedfs import SeaweedServer
+from dcp_objstore.config import MIB
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    CommitLostError,
+    StoreUnavailableError,
+    SupersededError,
+    UnsupportedError,
+)
+from dcp_objstore.stores import ObjectStore, StoreSpec
+from tests.support.checkpoints import assert_nothing_visible
+from tests.support.command_line import run
+from tests.support.proxy import Asked, NetworkProxy
+from tests.support.ranks import run_ranks
+from tests.support.servers import BUCKET, Bucket, Folder, MotoServer
+from tests.support.states import same_bits, seeded
+from tests.support.wrapped_stores import Fault, FaultStore, Plan, RecordingStore
+
+# Several objects, and one of several parts.
+CONFIG = dos.TransferConfig(part_size_bytes=5 * MIB, max_object_size_bytes=5 * MIB)
+
+
+def state() -> dict[str, Any]:
+    parts = {str(number): seeded(f"part{number}", (3 * MIB // 4,)) for number in range(4)}
+    return {"wide": seeded("wide", (1000, 2900)), "parts": parts, "half": torch.ones(3), "step": 7}
+
+
+def save(url: str, options: Mapping[str, object] | None = None) -> None:
+    dos.save(
+        state(),
+        url,
+        storage_options=options,
+        config=CONFIG,
+        user_metadata={"loss": 0.5},
+        progress=False,
+    )
+
+
+def assert_same(ckpt: dos.Checkpoint) -> None:
+    want = {"wide": state()["wide"], "half": torch.ones(3)}
+    want |= {f"parts.{number}": tensor for number, tensor in state()["parts"].items()}
+    found = ckpt.read(progress=False)
+    assert found.pop("step") == 7
+    assert found.keys() == want.keys()
+    assert all(same_bits(found[key], want[key]) for key in want)
+
+
+def below(options: Mapping[str, object], scheme: str, **more: Any) -> Bucket:
+    place = f"{scheme}://{BUCKET}/copy-{secrets.token_hex(4)}"
+    return Bucket("copy", place, options, more.get("s3", options))
+
+
+@pytest.fixture
+def remote(seaweed: SeaweedServer) -> Bucket:
+    return below(seaweed.storage_options, "s3")
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Folder:
+    (tmp_path / "here").mkdir()
+    return Folder("file", (tmp_path / "here").as_uri(), {})
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordingStore]:
+    """The stores that are opened from now on, each of which records its requests."""
+    opened: list[RecordingStore] = []
+    really_open = StoreSpec.open
+
+    def recording(spec: StoreSpec) -> RecordingStore:
+        opened.append(RecordingStore(really_open(spec)))
+        return opened[-1]
+
+    monkeypatch.setattr(StoreSpec, "open", recording)
+    return opened
+
+
+def copy(source: Bucket, target: Bucket, **settings: Any) -> dos.CopyReport:
+    options: dict[str, Any] = {
+        "storage_options": target.storage_options,
+        "source_storage_options": source.storage_options,
+        "config": CONFIG,
+        "progress": False,
+    }
+    return dos.copy_checkpoint(source.at("step-7"), target.at("step-7"), **{**options, **settings})
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["s3 to file", "file to s3", pytest.param("s3 to gs", marks=pytest.mark.campaign)],
+)
+def test_a_copy_has_the_same_bytes_and_each_is_fetched_once(
+    way: str,
+    remote: Bucket,
+    local: Folder,
+    request: pytest.FixtureRequest,
+    recorded: list[RecordingStore],
+) -> None:
+    source, target = {
+        "s3 to file": lambda: (remote, local),
+        "file to s3": lambda: (local, remote),
+        "s3 to gs": lambda: (remote, _google(request.getfixturevalue("gcs_server"))),
+    }[way]()
+    save(source.at("step-7"), source.storage_options)
+    dos.pin(source.at("step-7"), "paper", storage_options=source.storage_options)
+    before = dos.open(source.at("step-7"), storage_options=source.storage_options)
+    recorded.clear()
+    report = copy(source, target)
+    ranges = [
+        (one.key, one.start, one.end)
+        for store in recorded
+        for one in store.requests
+        if one.verb == "open_range"
+    ]
+    ckpt = dos.open(target.at("step-7"), storage_options=target.storage_options)
+    assert_same(ckpt)
+    assert ckpt.verify(deep=True, progress=False).ok
+    bytes_of = [
+        [one.get(f"step-7/{key}") for key in keys]
+        for one, keys in ((source, before.objects), (target, ckpt.objects))
+    ]
+    assert bytes_of[0] == bytes_of[1]
+    assert not {*before.objects} & {*ckpt.objects}
+    assert len(ckpt.objects) == report.objects > 4
+    total_bytes = sum(map(len, bytes_of[0]))
+    assert report.total_bytes == report.sent_bytes == total_bytes
+    assert sum((end or 0) - (start or 0) for _, start, end in ranges) == total_bytes
+    assert len(set(ranges)) == len(ranges)
+    assert ckpt.user_metadata == {"loss": 0.5}
+    assert (ckpt.commit_id, report.url) == (report.commit_id, target.at("step-7"))
+    assert ckpt.commit_id != before.commit_id
+    assert len(target.keys("step-7")) == len(ckpt.objects) + 3, "no beacon"
+    assert target.uploads() == []
+    dos.delete(
+        target.at("step-7"), even_newest=True, storage_options=target.storage_options
+    )  # the pin was not copied
+
+
+def _google(server: MotoServer) -> Bucket:
+    return below(server.gcs_storage_options, "gs", s3=server.storage_options)
+
+
+def save_sharded(_rank: int, world: int, url: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    rows = distribute_tensor(seeded("rows", (301, 20)), mesh, [Shard(0)])
+    dos.save({"rows": rows, "step": 3}, url, progress=False)
+
+
+@pytest.mark.campaign
+def test_stock_torch_loads_a_copy_of_what_several_ranks_have_saved(local: Folder) -> None:
+    run_ranks(2, save_sharded, local.at("step-7"))
+    target = Folder("file", local.at("kept"), {})
+    copy(local, target)
+    assert dos.open(target.at("step-7")).world_size == 2
+    found = {"rows": torch.zeros(301, 20), "step": 0}
+    reader = dcp.FileSystemReader(target.at("step-7").removeprefix("file://"))
+    dcp.load(found, storage_reader=reader)
+    assert same_bits(found["rows"], seeded("rows", (301, 20)))
+    assert found["step"] == 3
+    dos.load(found, target.at("step-7"), progress=False)
+    assert same_bits(found["rows"], seeded("rows", (301, 20)))
+
+
+def test_damage_is_named_and_nothing_is_committed(remote: Bucket, local: Folder) -> None:
+    save(remote.at("step-7"), remote.storage_options)
+    ckpt = dos.open(remote.at("step-7"), storage_options=remote.storage_options)
+    key = next(key for key in ckpt.objects if len(remote.get(f"step-7/{key}")) > 8 * MIB)
+    whole = remote.get(f"step-7/{key}")
+    target = Bucket("seaweed", remote.at("kept"), remote.storage_options, remote.s3_options)
+    for damaged, said in (
+        (whole[: 9 * MIB] + bytes(8) + whole[9 * MIB + 8 :], "wide.*block 2"),
+        (whole[:-1] + b"!", "around"),
+        (whole[: 9 * MIB], "wide"),
+    ):
+        remote.put(f"step-7/{key}", damaged)
+        with pytest.raises(CheckpointCorruptError, match=key) as caught:
+            copy(remote, target)
+        assert_nothing_visible(target, "step-7")
+        assert said.partition(".*")[0] in str(caught.value)
+        assert said.rpartition(".*")[2] in str(caught.value)
+        assert not any(f"_{ckpt.objects.index(key)}." in one for one in target.keys("step-7"))
+    remote.delete(f"step-7/{key}")
+    with pytest.raises(CheckpointCorruptError, match="missing"):
+        copy(remote, target)
+    assert_nothing_visible(target, "step-7")
+    remote.put(f"step-7/{key}", whole)
+    assert copy(remote, target).sent_bytes < copy(remote, local).sent_bytes
+
+
+def test_what_stands_in_the_way_is_refused(local: Folder, tmp_path: Path) -> None:
+    target = Folder("file", local.at("kept"), {})
+    with pytest.raises(CheckpointNotFoundError):
+        copy(local, target)
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=local.at("step-7").removeprefix("file://"))
+    with pytest.raises(UnsupportedError, match="import"):
+        copy(local, target)
+    assert target.keys() == []
+    shutil.rmtree(local.at("step-7").removeprefix("file://"))
+    save(local.at("step-7"))
+    first = copy(local, target)
+    with pytest.raises(CheckpointExistsError, match="overwrite"):
+        copy(local, target)
+    assert dos.open(first.url).commit_id == first.commit_id
+    again = copy(local, target, overwrite=True)
+    assert again.sent_bytes == again.total_bytes, "nothing that a sweep may remove is used"
+    assert_same(dos.open(again.url))
+    dos.pin(again.url, "paper")
+    with pytest.raises(CheckpointExistsError, match="paper"):
+        copy(local, target, overwrite=True)
+    claim = dos.claim_run(target.url)
+    with pytest.raises(SupersededError):
+        copy(local, target, overwrite=True)
+    url = target.at("step-8")
+    dos.copy_checkpoint(again.url, url, claim=claim, progress=False)
+    assert_same(dos.open(url))
+
+
+def test_a_source_that_is_deleted_meanwhile_is_gone(
+    local: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(local.at("step-7"))
+    target = Folder("file", local.at("kept"), {})
+    lock, deleted = threading.Lock(), []
+
+    def delete_first(verb: str, key: str, nth: int) -> Fault | None:
+        if verb == "open_range":
+            with lock:
+                if not deleted:
+                    dos.delete(local.at("step-7"), now=True, even_newest=True)
+                    deleted.append(key)
+        return None
+
+    faulty(monkeypatch, local, delete_first)
+    with pytest.raises(CheckpointGoneError, match="deleted"):
+        copy(local, target)
+    assert_nothing_visible(target, "step-7")
+
+
+@pytest.fixture
+def proxy(seaweed: SeaweedServer) -> Iterator[NetworkProxy]:
+    with NetworkProxy(seaweed.storage_options) as proxy:
+        yield proxy
+
+
+def largest(bucket: Bucket) -> str:
+    """The key of the object with several parts."""
+    return max(
+        dos.open(bucket.at("step-7"), storage_options=bucket.storage_options).objects,
+        key=lambda key: len(bucket.get(f"step-7/{key}")),
+    )
+
+
+def data(bucket: Bucket) -> int:
+    """Number of data objects."""
+    return sum(key.endswith(".distcp") for key in bucket.keys("step-7"))
+
+
+def until(holds: Callable[[], bool]) -> None:
+    ends_at = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < ends_at
+        time.sleep(0.05)
+
+
+def test_ctrl_c_leaves_no_upload_and_the_next_copy_sends_the_rest(
+    remote: Bucket, proxy: NetworkProxy
+) -> None:
+    save(remote.at("step-7"), remote.storage_options)
+    key = largest(remote)
+    target = Bucket("seaweed", remote.at("kept"), remote.storage_options, remote.s3_options)
+    ranges: list[Asked] = []
+
+    def second_range(asked: Asked) -> bool:
+        if asked.name == key and asked.method == "GET":
+            ranges.append(asked)
+        return asked.name == key and len(ranges) > 1
+
+    held = proxy.hold(second_range)
+
+    def interrupt() -> None:
+        held.wait()
+        until(lambda: data(target) >= 4)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        copy(remote, target, source_storage_options=proxy.storage_options)
+    thread.join()
+    assert_nothing_visible(target, "step-7")  # while the source still does not answer
+    proxy.hang_up()
+    report = copy(remote, target)
+    assert report.sent_bytes == len(remote.get(f"step-7/{key}"))
+    ckpt = dos.open(report.url, storage_options=target.storage_options)
+    assert ckpt.verify(deep=True, progress=False).ok
+    assert_same(ckpt)
+
+
+def test_after_sigkill_the_next_copy_sends_the_rest_and_gc_removes_what_it_left(
+    remote: Bucket, proxy: NetworkProxy, local: Folder, tmp_path: Path
+) -> None:
+    save(remote.at("step-7"), remote.storage_options)
+    key, objects = largest(remote), len(remote.keys("step-7")) - 3
+    proxy.hold(lambda asked: asked.name == key and asked.method == "GET")
+    options = proxy.storage_options
+    environment = {
+        "AWS_ACCESS_KEY_ID": str(options["key"]),
+        "AWS_SECRET_ACCESS_KEY": str(options["secret"]),
+        "AWS_ENDPOINT_URL": str(options["endpoint_url"]),
+        "AWS_REGION": "us-east-1",
+    }
+    job = subprocess.Popen(
+        [sys.executable, "-m", "dcp_objstore", "cp", remote.at("step-7"), local.at("step-7")],
+        env={**os.environ, **environment},
+    )
+    try:
+        until(lambda: data(local) == objects - 1)
+    finally:
+        job.kill()
+        job.wait()
+    proxy.hang_up()
+    assert_nothing_visible(local, "step-7", uploads=True)
+    other = Folder("file", (tmp_path / "other").as_uri(), {})
+    shutil.copytree(local.url.removeprefix("file://"), tmp_path / "other")
+
+    report = copy(remote, local)
+    assert report.sent_bytes == len(remote.get(f"step-7/{key}"))
+    assert dos.open(report.url).verify(deep=True, progress=False).ok
+    assert_same(dos.open(report.url))
+    age(local)
+    dos.sweep(local.url)
+    assert len(local.keys("step-7")) == objects + 3
+    assert_same(dos.open(report.url))
+
+    age(other)
+    dos.sweep(other.url)
+    assert other.keys() == ["step-7/_COMMIT"]  # the fence
+    assert other.uploads() == []
+    assert copy(remote, other).sent_bytes == report.total_bytes
+
+
+def age(bucket: Folder) -> None:
+    long_ago = time.time() - 2 * 24 * 3600
+    for path in Path(bucket.url.removeprefix("file://")).rglob("*"):
+        os.utime(path, (long_ago, long_ago))
+
+
+def faulty(patched: pytest.MonkeyPatch, target: Bucket, plan: Plan) -> None:
+    """Have the plan followed by stores that are opened at the target from now on."""
+    really_open = StoreSpec.open
+
+    def opened(spec: StoreSpec) -> ObjectStore:
+        store = really_open(spec)
+        return FaultStore(store, plan) if spec.url.startswith(target.url) else store
+
+    patched.setattr(StoreSpec, "open", opened)
+
+
+def test_a_sweep_defeats_a_copy_that_names_what_the_sweep_may_remove(
+    local: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(local.at("step-7"))
+    target = Folder("file", local.at("kept"), {})
+    store, fences = StoreSpec(target.at("step-7"), None, None).open(), []
+
+    def interrupt(verb: str, key: str, nth: int) -> Fault | None:
+        return Fault("before", KeyboardInterrupt()) if key.startswith("index") else None
+
+    def fence(verb: str, key: str, nth: int) -> Fault | None:
+        if verb == "list" and not fences:
+            fences.append(put_tombstone(store, tries_until(10)))
+        return None
+
+    for plan, error in ((interrupt, KeyboardInterrupt), (fence, CommitLostError)):
+        with monkeypatch.context() as patched:
+            faulty(patched, target, plan)
+            with pytest.raises(error):
+                copy(local, target)
+    assert fences != [None]
+    sent = data(target)
+    report = copy(local, target)
+    assert report.sent_bytes == report.total_bytes
+    assert data(target) == sent + report.objects
+    assert_same(dos.open(report.url))
+
+
+@pytest.mark.campaign
+def test_a_server_that_dies_ends_a_copy_and_after_it_the_next_one_works(local: Folder) -> None:
+    save(local.at("step-7"))
+    with SeaweedServer() as server, NetworkProxy(server.storage_options) as proxy:
+        server.create_bucket(BUCKET)
+        target = below(server.storage_options, "s3")
+        held = proxy.hold(lambda asked: asked.method == "PUT" and "_4." in asked.name)
+
+        def kill() -> None:
+            held.wait()
+            server.kill()
+            proxy.hang_up()
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        hasty = dos.TransferConfig(part_size_bytes=5 * MIB, max_retries=1, retry_timeout_seconds=1)
+        with pytest.raises(StoreUnavailableError):
+            copy(local, target, storage_options=proxy.storage_options, config=hasty)
+        thread.join()
+        server.restart()
+        assert_nothing_visible(target, "step-7", uploads=True)
+        report = copy(local, target)
+        assert 0 < report.sent_bytes < report.total_bytes
+        assert_same(dos.open(report.url, storage_options=server.storage_options))
+
+
+def test_the_command_does_what_its_example_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run("cp", "--help")
+    example = " ".join(done.stdout.partition("Example:")[2].split())
+    words = example.replace("/tmp", str(tmp_path)).split()
+    assert words[:2] == ["dcp-objstore", "cp"]
+    save(words[2])
+    done = run(*words[1:])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "copied" in done.stdout
+    assert_same(dos.open(words[3]))
+    with pytest.raises(CheckpointExistsError, match="overwrite"):
+        convert.copy(*words[2:], overwrite=False, as_json=False)
+    convert.copy(*words[2:], overwrite=True, as_json=True)
+    assert json.loads(capsys.readouterr().out)["url"] == words[3]
