@@ -427,7 +427,8 @@ def test_the_smallest_memory_budget_and_request_size_of_the_ranks_hold_for_all()
         rounds = [[r.end - r.start for r in requests] for requests in share.plan.rounds]
         return max(map(max, rounds)), max(map(sum, rounds))
 
-    assert largest(TransferConfig(), TransferConfig()) == (8 * MIB, 32 * MIB)
+    usual = TransferConfig(memory_budget_bytes=128 * MIB)
+    assert largest(usual, usual) == (8 * MIB, 32 * MIB)
     assert largest(TransferConfig(), SMALL) == largest(SMALL, TransferConfig()) == (size, size)
 
 
