@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC
@@ -245,11 +246,13 @@ class _Provider:
         self.credentials = credentials
         self._source = source
         self._renew = GoogleCredentialProvider(credentials)
+        self._lock = threading.Lock()
 
     def __call__(self) -> Any:
         found = self.credentials
-        if not getattr(found, "valid", False):
-            return self._renew()
+        with self._lock:  # the first requests of a save come at the same time
+            if not getattr(found, "valid", False):
+                return self._renew()
         # google-auth's times are UTC and do not say so.
         expires_at = found.expiry and found.expiry.replace(tzinfo=UTC)
         return {"token": found.token, "expires_at": expires_at}
