@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
 from collections.abc import Sequence
 
 from dcp_objstore.cli.access import chosen
+from dcp_objstore.cli.upkeep import print_json
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.report import counted, size_text
 
@@ -58,7 +57,7 @@ def export(
         trust_pickle=trust_pickle,
     )
     if as_json:
-        print(json.dumps(dataclasses.asdict(report)))
+        print_json(report)
         return
     tensors = counted(report.tensors, "tensor")
     print(f"exported {tensors}, {size_text(report.total_bytes)}, in {report.seconds:.1f} s to")
@@ -97,7 +96,7 @@ def import_(
         trust_pickle=trust_pickle,
     )
     if as_json:
-        print(json.dumps(dataclasses.asdict(report)))
+        print_json(report)
         return
     size = size_text(report.total_bytes)
     print(f"imported {size} in {report.seconds:.1f} s to {report.url} (commit {report.commit_id})")
@@ -111,15 +110,9 @@ def copy(source: str, url: str, *, overwrite: bool, as_json: bool) -> None:
     """
     from dcp_objstore.convert.copy import copy_checkpoint
 
-    report = copy_checkpoint(
-        source,
-        url,
-        overwrite=overwrite,
-        storage_options=chosen(),
-        source_storage_options=chosen(),
-    )
+    report = copy_checkpoint(source, url, overwrite=overwrite, storage_options=chosen())
     if as_json:
-        print(json.dumps(dataclasses.asdict(report)))
+        print_json(report)
         return
     size = size_text(report.total_bytes)
     print(f"copied {size} in {report.seconds:.1f} s to {report.url} (commit {report.commit_id})")

@@ -34,7 +34,7 @@ def remove(url: str, *, now: bool, yes: bool, even_newest: bool, as_json: bool) 
         url, now=now, even_newest=even_newest, dry_run=not yes, storage_options=chosen()
     )
     if as_json:
-        _print_json(report)
+        print_json(report)
         return
     size = f"{counted(report.objects, 'data object')}, {size_text(report.total_bytes)}"
     print(f"{'deleted' if yes else 'would delete'} {report.url} ({size})")
@@ -66,7 +66,7 @@ def collect(url: str, *, grace: str, yes: bool, as_json: bool) -> None:
     report = sweep(url, grace_seconds=_seconds(grace), dry_run=not yes, storage_options=chosen())
     if as_json:
         totals = ("deleted", "deleted_bytes", "uploads_aborted", "uploads_bytes")
-        _print_json(report, **{name: getattr(report, name) for name in totals})
+        print_json(report, **{name: getattr(report, name) for name in totals})
     else:
         _print_sweep(report, grace)
     if report.damaged:
@@ -85,7 +85,7 @@ def mend(url: str, *, dry_run: bool, as_json: bool) -> None:
 
     report = repair(url, dry_run=dry_run, storage_options=chosen())
     if as_json:
-        _print_json(report)
+        print_json(report)
         return
     would = "would be " if dry_run else ""
     done = []
@@ -213,7 +213,8 @@ def _print_how(command: list[str]) -> None:
     print(f"  dcp-objstore {shlex.join([*chosen_arguments(), *command])} --yes")
 
 
-def _print_json(report: Any, **more: object) -> None:
+def print_json(report: Any, **more: object) -> None:
+    """Print a report, a dataclass, as one JSON object, and more fields after its own."""
     print(json.dumps({**dataclasses.asdict(report), **more}))
 
 

@@ -29,6 +29,7 @@ import numpy as np
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import data_key, parse_data_key
 from dcp_objstore.config import at_most
+from dcp_objstore.convert.names import options_of_other
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CorruptDataError,
@@ -141,10 +142,8 @@ def copy_checkpoint(
             pinned.
         DcpObjstoreError: any other error of `save`, or of reading the source.
     """
-    same_scheme = source.partition("://")[0] == url.partition("://")[0]
-    if source_storage_options is None and same_scheme:
-        source_storage_options = storage_options
-    spec = StoreSpec(source, source_storage_options, config)
+    source_options = options_of_other(source_storage_options, url, storage_options, source)
+    spec = StoreSpec(source, source_options, config)
     stored = open_stored_checkpoint(spec)
     if stored.marker is None:
         raise UnsupportedError(

@@ -18,7 +18,13 @@ import torch
 
 from dcp_objstore.config import MIB
 from dcp_objstore.convert import safetensors
-from dcp_objstore.convert.names import Rename, folder_and_name, renamed
+from dcp_objstore.convert.names import (
+    TORCH_SUFFIXES,
+    Rename,
+    folder_and_name,
+    options_of_other,
+    renamed,
+)
 from dcp_objstore.convert.sources import CheckpointSource, TensorInfo
 from dcp_objstore.convert.torch_file import plan_file
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, InputError, ObjectNotFoundError
@@ -44,7 +50,6 @@ if TYPE_CHECKING:
 
 # Parts in flight; their memory is that of the slabs.
 _IN_FLIGHT_BYTES = 128 * MIB
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _OWN_PREFIX = ".dcp-objstore."  # of files and folders that do not stay
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -149,10 +154,8 @@ def export_checkpoint(
     """
     began_at = time.monotonic()
     folder, name = folder_and_name(out, (*TORCH_SUFFIXES, ".safetensors"))
-    same_scheme = folder.partition("://")[0] == str(url).partition("://")[0]
-    if out_storage_options is None and same_scheme:
-        out_storage_options = storage_options
-    spec = StoreSpec(folder, out_storage_options, config)
+    out_options = options_of_other(out_storage_options, url, storage_options, folder)
+    spec = StoreSpec(folder, out_options, config)
     checkpoint = open_checkpoint(
         url,
         storage_options=storage_options,

@@ -28,8 +28,13 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from dcp_objstore.config import MIB
-from dcp_objstore.convert.export import TORCH_SUFFIXES
-from dcp_objstore.convert.names import Rename, folder_and_name, renamed
+from dcp_objstore.convert.names import (
+    TORCH_SUFFIXES,
+    Rename,
+    folder_and_name,
+    options_of_other,
+    renamed,
+)
 from dcp_objstore.convert.safetensors import read_header
 from dcp_objstore.convert.sources import (
     CheckpointSource,
@@ -137,10 +142,8 @@ def import_checkpoint(
         user_metadata=user_metadata,
         allow_unfenced=allow_unfenced,
     )
-    same_scheme = os.fspath(source).partition("://")[0] == str(url).partition("://")[0]
-    if source_storage_options is None and same_scheme:
-        source_storage_options = storage_options
-    with _opened(source, keys, source_storage_options, config, trust_pickle) as found:
+    source_options = options_of_other(source_storage_options, url, storage_options, source)
+    with _opened(source, keys, source_options, config, trust_pickle) as found:
         names = renamed(matching(dict.fromkeys(found.keys), keys), rename)
         planner = _ImportPlanner(str(writer.checkpoint_id), found, names)
         with closing(planner):
@@ -163,11 +166,7 @@ class _ImportPlanner(AgreeingSavePlanner):
 
     def __init__(self, url: str, source: Source, names: Mapping[str, str]) -> None:
         self.flat: dict[str, Any] = {
-            name: source.values[key]
-            if key in source.values
-            else torch.empty(
-                source.tensors[key].shape, dtype=source.tensors[key].dtype, device="meta"
-            )
+            name: source.values[key] if key in source.values else _meta(source.tensors[key])
             for key, name in names.items()
         }
         super().__init__(url, self.flat, ranks=1)
@@ -177,7 +176,7 @@ class _ImportPlanner(AgreeingSavePlanner):
             name: source.paths.get(key, (name,)) if name == key else (name,)
             for key, name in names.items()
         }
-        self._tensors: Iterator[torch.Tensor] = iter(())
+        self._tensors = read_ahead((), source.read)
 
     def create_local_plan(self) -> SavePlan:
         """Override `DefaultSavePlanner.create_local_plan`."""
@@ -216,9 +215,7 @@ class _ImportPlanner(AgreeingSavePlanner):
 
     def close(self) -> None:
         """Stop reading."""
-        close = getattr(self._tensors, "close", None)
-        if close is not None:
-            close()
+        self._tensors.close()
 
 
 def _meta(info: TensorInfo) -> torch.Tensor:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from dcp_objstore.errors import ConfigError, StateMismatchError
+
+# Names of `torch.save` files end so.
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 # Pairs of a regular expression and its replacement.
 Rename: TypeAlias = Sequence[tuple[str, str]]
@@ -31,6 +34,24 @@ def folder_and_name(
         return url, None
     folder, _, name = url.rpartition("/")
     return folder, name
+
+
+def options_of_other(
+    given: Mapping[str, object] | None,
+    url: str | os.PathLike[str],
+    options: Mapping[str, object] | None,
+    other: str | os.PathLike[str],
+) -> Mapping[str, object] | None:
+    """Return the options of the other side: those given, or `options` if its scheme is the same.
+
+    Args:
+        given: what the caller gave for the other side.
+        url: what `options` are for.
+        options: credentials and endpoint of `url`.
+        other: path or URL of the other side.
+    """
+    schemes = {os.fspath(one).partition("://")[0] for one in (url, other)}
+    return options if given is None and len(schemes) == 1 else given
 
 
 def renamed(keys: Iterable[str], rename: Rename) -> dict[str, str]:
