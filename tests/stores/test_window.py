@@ -6,6 +6,7 @@ import dataclasses
 import math
 import statistics
 
+import msgspec
 import pytest
 from hypothesis import given, strategies as st
 
@@ -164,8 +165,8 @@ def test_a_slow_request_that_ends_after_all_others_says_little_of_the_line() -> 
 
 def _earlier(window: Window) -> Window:
     """As if the clock of a new simulation went on: its times lie before 0."""
-    moved = dataclasses.replace(window.round, began_at=-600.0, last_at=-600.0)
-    return dataclasses.replace(window, round=moved, cut_at=-600.0)
+    moved = msgspec.structs.replace(window.round, began_at=-600.0, last_at=-600.0)
+    return msgspec.structs.replace(window, round=moved, cut_at=-600.0)
 
 
 def _shares(ranks: list[Rank]) -> list[float]:

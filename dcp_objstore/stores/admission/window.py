@@ -29,8 +29,9 @@ were answered for the same shortage, so they cut nothing more. `Limiter` adds lo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from dcp_objstore.config import AUTO_MOST, MIB
 
@@ -60,8 +61,7 @@ _THROTTLED_WINDOW, _THROTTLED_RATE = 0.5, 0.7
 _RECOVERY_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Round:
+class _Round(msgspec.Struct, frozen=True, gc=False):
     """Answers since `began_at`: how many, their bytes, and the most that were in flight."""
 
     began_at: float = -math.inf
@@ -71,8 +71,7 @@ class _Round:
     in_flight: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Try:
+class _Try(msgspec.Struct, frozen=True, gc=False):
     """A larger window is tried.
 
     Attributes:
@@ -86,8 +85,7 @@ class _Try:
     settled: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(msgspec.Struct, frozen=True):
     """The bounds on a bucket's requests. Times are monotonic seconds.
 
     Attributes:
@@ -102,7 +100,7 @@ class Window:
 
     size: float = AUTO_MOST
     latency_seconds: float = math.inf
-    bytes_per_second: Mapping[str, float] = field(default_factory=dict)
+    bytes_per_second: dict[str, float] = {}
     round: _Round = _Round()
     trying: _Try | None = None
     cut_rate: float = math.inf
