@@ -91,11 +91,10 @@ class TransferConfig:
         retry_timeout_seconds: no retry starts later than this after the first try, or after a body
             broke off of which some had come. A server that this process has never reached is given
             up after 5 to 10 s. Default 180.
-        peer_timeout_seconds: how long a rank waits for the others in a process group that this
-            package makes (for `async_save`, and for `save` and `load` if the default group is NCCL
-            alone). It bounds the wait for a rank that hangs. It must allow the slowest rank to
-            finish its upload after the fastest one has. Other groups keep their own time-out.
-            Default 1800.
+        peer_timeout_seconds: how long a rank waits for the others in the process groups that this
+            package makes. It bounds the wait for a rank that hangs. It must allow the slowest rank
+            to finish its upload after the fastest one has. Groups that are passed as
+            `process_group=` keep their own time-out. Default 1800.
         transport: the library that sends the requests: `native` (obstore; for file:// this
             package's own adapter), `boto3` (s3:// only) or `fsspec` (any scheme).
             `storage_options={"transport": ...}` sets the same. Default `native`.

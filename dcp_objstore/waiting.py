@@ -68,8 +68,11 @@ def result_of(
 ) -> T:
     """Return `future.result(timeout_seconds)`; the arguments are those of `wait_in_steps`."""
     ended = partial(_has_ended, future)
-    if wait_in_steps(ended, timeout_seconds, look=look, step_seconds=step_seconds):
-        return future.result(0)
+    try:
+        if wait_in_steps(ended, timeout_seconds, look=look, step_seconds=step_seconds):
+            return future.result(0)
+    finally:
+        del future, ended  # its error has this frame, and would wait for the garbage collector
     raise FutureTimeoutError
 
 

@@ -63,7 +63,6 @@ def main(url: str) -> None:
 
     if dist.get_rank() == 0:
         print(f"resumed after step {start}, saved step {step}, loss {loss:.3f}")
-    dist.barrier()  # else gloo's threads may still hold tensors when Python ends, and abort
     dist.destroy_process_group()
 
 

@@ -69,6 +69,7 @@ def typed_failures(
     except CheckpointException as error:
         # DCP numbers the ranks within the group.
         failures = {_global(n, group): pair[0] for n, pair in sorted(error.failures.items())}
+        _free_locals(error)
         _raise_lowest(failures, url)
     except DcpObjstoreError:
         raise
@@ -126,6 +127,8 @@ def raise_on_all(
             if error is not None
         }
         if failures:
+            for failure in failures.values():
+                _free_locals(failure)
             _raise_lowest(failures, url)
         first = found[0][1]
         for number, (_, theirs) in enumerate(found):
@@ -224,6 +227,21 @@ def without_frames(error: BaseException) -> None:
     if not isinstance(error, DcpObjstoreError) or isinstance(error, RankFailedError):
         with contextlib.suppress(Exception):  # a frozen dataclass refuses notes
             error.add_note("".join(traceback.format_exception(error)))
+    for found in _with_causes(error):
+        BaseException.with_traceback(found, None)  # not an assignment, which the error may refuse
+
+
+def _free_locals(error: BaseException) -> None:
+    """Clear the local variables of the frames that an error and its causes have left.
+
+    Some of them hold the error, so all of them, and with them the state and its process group,
+    would stay in memory until the cyclic garbage collector runs.
+    """
+    for found in _with_causes(error):
+        traceback.clear_frames(found.__traceback__)
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
@@ -231,7 +249,7 @@ def without_frames(error: BaseException) -> None:
         if found is None or id(found) in seen:
             continue
         seen.add(id(found))
-        BaseException.with_traceback(found, None)  # not an assignment, which the error may refuse
+        yield found
         waiting += [found.__cause__, found.__context__]
         if isinstance(found, CheckpointException):
             waiting += [pair[0] for pair in found.failures.values()]

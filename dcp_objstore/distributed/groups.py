@@ -7,6 +7,7 @@ import os
 import secrets
 import uuid
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
@@ -18,11 +19,11 @@ from dcp_objstore.errors import ConfigError, InputError, RankFailedError, Unsupp
 CALLS = "calls"
 SAVES = "saves"
 
-# The gloo groups that this module has made, by purpose and by the group whose ranks they have. Each
-# is stored with the world (default group) that it was made in; the groups of a destroyed world are
-# dropped. No other code may drop one, because all its ranks would have to make it again together.
-# The key must not contain anything that may differ between ranks, such as a setting.
-_own: dict[tuple[str, dist.ProcessGroup], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+# The gloo groups that this module has made, by the group whose ranks they have and by purpose.
+# torch keeps them until they are destroyed; if this did too, their threads would go on. No code may
+# drop one, because all its ranks would have to make it again together. The key must not contain
+# anything that may differ between ranks, such as a setting.
+_own: WeakKeyDictionary[dist.ProcessGroup, dict[str, ref[dist.ProcessGroup]]] = WeakKeyDictionary()
 
 
 def current_rank() -> int | None:
@@ -74,11 +75,12 @@ def gone_error(url: str | None) -> InputError:
 def sync_group(
     process_group: dist.ProcessGroup | None, config: TransferConfig | None = None
 ) -> dist.ProcessGroup | None:
-    """Return the group for the collectives of a blocking call: the given or the default group.
+    """Return the group for the collectives of a blocking call: the given one, or a gloo group.
 
-    If the default group has no CPU backend (NCCL alone), this returns a separate gloo group of the
-    same ranks, because pickled plans do not belong on a GPU. The first such call makes the group,
-    which is a collective of all ranks.
+    The gloo group has all ranks, and is made by the first such call, which is a collective. The
+    default group may be NCCL's alone, and pickled plans do not belong on a GPU. If it is gloo's,
+    the last tensor of a collective is freed by one of its threads, which needs the GIL. DDP frees
+    that group while it holds the GIL, so a job that ends right after a save would hang or abort.
 
     Returns:
         The group; None without a process group, because then this process is alone.
@@ -87,15 +89,7 @@ def sync_group(
         ConfigError: this rank is not in the given group.
     """
     _refuse_outsider(process_group)
-    if current_rank() is None:
-        return None
-    if process_group is not None:
-        return process_group
-    world = dist.group.WORLD
-    assert world is not None
-    if torch_private.has_cpu_backend(world):
-        return world
-    return own_group(CALLS, None, config)
+    return process_group or own_group(CALLS, None, config)
 
 
 def exchange_group(
@@ -152,16 +146,25 @@ def own_group(
     usable = config if isinstance(config, TransferConfig) else TransferConfig()
     timeout = datetime.timedelta(seconds=usable.peer_timeout_seconds)
     store: Any = torch_private.default_store()  # torch's stubs lack `timeout`
-    world = dist.group.WORLD
-    assert world is not None
-    for key in [key for key, (_, home) in _own.items() if home is not world]:
-        del _own[key]
-    key = (purpose, process_group or world)
-    if key not in _own:
-        _own[key] = (_new_group(process_group, min(timeout, store.timeout), number), world)
-    group = _own[key][0]
+    group = _made(purpose, process_group)
+    if group is None:
+        group = _new_group(process_group, min(timeout, store.timeout), number)
+        _own.setdefault(process_group or _world(), {})[purpose] = ref(group)
     torch_private.set_group_timeout(group, timeout)
     return group
+
+
+def _made(purpose: str, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group that was made for this purpose, if it was not destroyed."""
+    made = _own.get(process_group or _world(), {}).get(purpose)
+    group = None if made is None else made()
+    return None if has_gone(group) else group
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
 
 
 def _new_group(
@@ -178,12 +181,8 @@ def _new_group(
         ranks = dist.get_process_group_ranks(process_group)
         return _connect(timeout, ranks=ranks, use_local_synchronization=True)
     if number is None:
-        world = dist.group.WORLD
-        assert world is not None
         # No other group: its thread may be using it.
-        carrier, _ = _own.get((CALLS, world), (None, None))
-        if torch_private.has_cpu_backend(world):
-            carrier = world
+        carrier = _world() if torch_private.has_cpu_backend(_world()) else _made(CALLS, None)
         if carrier is None:
             return _connect(timeout)
         drawn = [secrets.randbits(62)]

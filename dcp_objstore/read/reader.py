@@ -62,6 +62,15 @@ class _Load:
     is_coordinator: bool = False
     met: bool = False  # whether the ranks have already met to read
 
+    def raise_error(self) -> None:
+        """Raise the error that was kept, if any, and keep it no longer: it has the whole state."""
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error.at(rank=self.rank)
+        finally:
+            del error  # which has this frame
+
 
 class ObjectStoreReader(StorageReader):
     """A reader for `dcp.load` from an object store, with any number of ranks or in one process.
@@ -254,8 +263,7 @@ class ObjectStoreReader(StorageReader):
         load.is_coordinator = is_coordinator
         with load.channel.watching():
             load.channel.show(bar=self._progress and is_coordinator, summary=is_coordinator)
-            if load.error is not None:
-                raise load.error.at(rank=load.rank)
+            load.raise_error()
 
     def _report_failure(self, error: BaseException) -> None:
         """Report that this thread's load has failed outside of the methods of this class."""
@@ -332,8 +340,7 @@ class ObjectStoreReader(StorageReader):
         """
         load = self._opened()
         with load.channel.watching(), plugin_errors(load.rank, load.spec.url):
-            if load.error is not None:
-                raise load.error
+            load.raise_error()
             try:
                 self.last_load = self._read(load, plan, planner)
             except PeerFailedError as error:

@@ -106,6 +106,7 @@ def run_into(future: Future[Any], function: Callable[[], Any]) -> None:
         future.set_result(function())
     except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for the future
         future.set_exception(error)
+        del future  # its error has this frame; together they would wait for the garbage collector
 
 
 def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
@@ -117,8 +118,11 @@ def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
     if not in_main_thread():
         return function(*args, **settings)
     future: Future[T] = Future()
-    spawn(lambda: run_into(future, lambda: function(*args, **settings)), "request")
-    return result_of(future)
+    spawn(partial(run_into, future, partial(function, *args, **settings)), "request")
+    try:
+        return result_of(future)
+    finally:
+        del future  # as in `run_into`
 
 
 def worker_number() -> int:

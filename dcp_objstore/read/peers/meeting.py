@@ -185,10 +185,13 @@ def open_once(
                 wait_for(from_first, found, url, group)
                 raise
     found = wait_for(from_first, found, url, group)
-    if isinstance(found, DcpObjstoreError):
-        raise found
-    assert found is not None
-    return found
+    try:
+        if isinstance(found, DcpObjstoreError):
+            raise found
+        assert found is not None
+        return found
+    finally:
+        del found  # an error has this frame, and would wait for the garbage collector
 
 
 def all_arrived(meeting: str, count: int, config: TransferConfig, url: str) -> bool:

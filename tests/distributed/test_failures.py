@@ -1,0 +1,45 @@
+"""Failures of ranks: what they leave in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from pathlib import Path
+
+import torch
+
+import dcp_objstore as dos
+from tests.support.ranks import run_ranks
+
+
+def kept_by_failed_calls(rank: int, world: int, folder: str) -> list[str]:
+    """The calls that failed and after which a tensor is still in memory."""
+    dos.save({"w": torch.ones(2)}, f"file://{folder}/whole", progress=False)
+    calls = {
+        "load of nothing": lambda state: dos.load(state, f"file://{folder}/none", progress=False),
+        "load of others": lambda state: dos.load(state, f"file://{folder}/whole", progress=False),
+        "save": lambda state: dos.save(state, f"file://{folder}/whole", progress=False),
+    }
+    kept = []
+    for name, call in calls.items():
+        for _ in range(2):  # the first one may import modules, which leave garbage
+            state = {"w": torch.ones(3, 3)}
+            tensor = weakref.ref(state["w"])
+            gc.collect()
+            gc.disable()
+            try:
+                with contextlib.suppress(dos.DcpObjstoreError):  # pytest.raises keeps the error
+                    call(state)
+                    kept.append(f"{name} did not fail")
+                del state
+            finally:
+                gc.enable()
+        if tensor() is not None:
+            kept.append(name)
+    return kept
+
+
+def test_a_failed_call_keeps_no_tensor_in_memory(tmp_path: Path) -> None:
+    """On a GPU a state that waits for the cyclic garbage collector may not fit in twice."""
+    assert run_ranks(2, kept_by_failed_calls, str(tmp_path / "ranks")) == [[], []]
