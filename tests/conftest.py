@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import logging
 import os
 import re
@@ -50,6 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # As torchrun does. Teams of threads only wait for each other where processes share two cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Set in many containers. Each of the processes would compile all tests and all of the package.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # torch logs every call of a collective and of the planner: pages of it for a failed test.
     for name in ("c10d-NullHandler-default", "c10d-NullHandler-dcp_logger"):
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
@@ -77,6 +80,15 @@ LONGEST = (
     "tests/test_benchmarks.py",
     "tests/test_docs.py",
 )
+
+
+def pytest_collection_finish() -> None:
+    """Millions of objects, of torch and of what was collected, live to the end.
+
+    The collector need not visit them each time, nor a forked child copy their pages.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
