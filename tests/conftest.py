@@ -62,13 +62,15 @@ def pytest_configure(config: pytest.Config) -> None:
 # The files that take longest (80 to 15 s): begun first, so that no process is left alone with one
 # of them at the end.
 LONGEST = (
-    "tests/cli/test_demo.py",
-    "tests/examples/test_examples.py",
+    "tests/frameworks/test_torchrun.py",
     "tests/faults/test_network_faults.py",
-    "tests/doctor/test_doctor.py",
+    "tests/cli/test_demo.py",
     "tests/stores/test_contract.py",
-    "tests/faults/test_crash_every_request.py",
     "tests/stores/test_fsspec.py",
+    "tests/examples/test_examples.py",
+    "tests/doctor/test_doctor.py",
+    "tests/doctor/test_permissions.py",
+    "tests/faults/test_crash_every_request.py",
     "tests/e2e/test_throttling.py",
     "tests/read/test_read_once.py",
     "tests/stores/test_boto3.py",
@@ -82,13 +84,16 @@ LONGEST = (
 )
 
 
-def pytest_collection_finish() -> None:
-    """Millions of objects, of torch and of what was collected, live to the end.
+def pytest_collectstart() -> None:
+    """Millions of objects, of torch and of what is collected, live to the end."""
+    gc.disable()
 
-    The collector need not visit them each time, nor a forked child copy their pages.
-    """
+
+def pytest_collection_finish() -> None:
+    """The garbage collector need not visit them each time, nor a forked child copy them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
