@@ -1,7 +1,7 @@
 """Hostile checkpoints through the public doors: nothing runs or changes, memory stays bounded,
 and the error is typed. The inputs are in `support/hostile_cases.py`, by name.
 
-    pytest tests/compat/test_hostile_inputs.py -m 'campaign or not campaign'     # all of them, 1 min
+    pytest tests/compat/test_hostile_inputs.py -m 'campaign or not campaign'     # all, 1 min
 """
 
 from __future__ import annotations
