@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.support import elastic
-from tests.support.campaign import cases
 from tests.support.elastic import (
     EXAMPLES,
     Program,
@@ -29,22 +28,25 @@ def torchrun(*options: str, url: str, steps: int) -> list[str]:
     return [*command, "-m", "tests.support.elastic", str(EXAMPLE), url, str(steps)]
 
 
+@pytest.mark.campaign
 @pytest.mark.backends("seaweed")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kills", cases(["0:20", "1:20 0:30 1:50"], default=["0:20"]))
-def test_each_restart_goes_on_after_the_newest_step(
-    bucket: Bucket, tmp_path: Path, kills: str
+def test_each_restart_goes_on_after_the_newest_step_and_so_does_another_world_size(
+    bucket: Bucket, tmp_path: Path
 ) -> None:
-    """Each dies when its data of that step is on the store: rank 0 would commit it, rank 1 not."""
     url, env = bucket.at("run"), environment(bucket)
-    torn = [int(word.partition(":")[2]) for word in kills.split()]
-    last = torn[-1] + 10
-    command = torchrun("--nproc-per-node", "2", "--max-restarts", "3", url=url, steps=last)
-    with Program(command, tmp_path, env | {elastic.KILLS: f"{tmp_path} {kills}"}) as job:
+    # Each dies when its data of that step is on the store: rank 0 would commit it, rank 1 not.
+    kills = {elastic.KILLS: f"{tmp_path} 1:20 0:30 1:50"}
+    command = torchrun("--nproc-per-node", "2", "--max-restarts", "3", url=url, steps=60)
+    with Program(command, tmp_path, env | kills) as job:
         job.end()
-        starts = [f"2 ranks go on after step {step - 10}" for step in [10, *torn]]
+        starts = [f"2 ranks go on after step {step}" for step in (0, 10, 20, 40)]
         assert job.found(GO_ON) == starts
-    assert assert_only_whole_steps(bucket, url, tmp_path) == [last - 20, last - 10, last]
+    assert assert_only_whole_steps(bucket, url, tmp_path) == [40, 50, 60]
+    with Program(torchrun("--nproc-per-node", "1", url=url, steps=70), tmp_path, env) as job:
+        job.end()
+        assert job.found(GO_ON) == ["1 ranks go on after step 60"]
+    assert assert_only_whole_steps(bucket, url, tmp_path)[-1] == 70
 
 
 @pytest.mark.backends("seaweed")
