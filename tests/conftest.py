@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import logging
 import os
 import re
@@ -50,6 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # As torchrun does. Teams of threads only wait for each other where processes share two cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Set in many containers. Each of the processes would compile all tests and all of the package.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # torch logs every call of a collective and of the planner: pages of it for a failed test.
     for name in ("c10d-NullHandler-default", "c10d-NullHandler-dcp_logger"):
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
@@ -59,13 +62,15 @@ def pytest_configure(config: pytest.Config) -> None:
 # The files that take longest (80 to 15 s): begun first, so that no process is left alone with one
 # of them at the end.
 LONGEST = (
-    "tests/cli/test_demo.py",
-    "tests/examples/test_examples.py",
+    "tests/frameworks/test_torchrun.py",
     "tests/faults/test_network_faults.py",
-    "tests/doctor/test_doctor.py",
+    "tests/cli/test_demo.py",
     "tests/stores/test_contract.py",
-    "tests/faults/test_crash_every_request.py",
     "tests/stores/test_fsspec.py",
+    "tests/examples/test_examples.py",
+    "tests/doctor/test_doctor.py",
+    "tests/doctor/test_permissions.py",
+    "tests/faults/test_crash_every_request.py",
     "tests/e2e/test_throttling.py",
     "tests/read/test_read_once.py",
     "tests/stores/test_boto3.py",
@@ -77,6 +82,18 @@ LONGEST = (
     "tests/test_benchmarks.py",
     "tests/test_docs.py",
 )
+
+
+def pytest_collectstart() -> None:
+    """Millions of objects, of torch and of what is collected, live to the end."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector need not visit them each time, nor a forked child copy them."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

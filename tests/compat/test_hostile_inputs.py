@@ -1,7 +1,7 @@
 """Hostile checkpoints through the public doors: nothing runs or changes, memory stays bounded,
 and the error is typed. The inputs are in `support/hostile_cases.py`, by name.
 
-    pytest tests/compat/test_hostile_inputs.py -m 'campaign or not campaign'     # all of them, 40 s
+    pytest tests/compat/test_hostile_inputs.py -m 'campaign or not campaign'     # all, 1 min
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import json
 import select
 import subprocess
 import sys
-import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,30 @@ from tests.support import hostile, hostile_cases  # noqa: F401 - registers the c
 # What reading any of these may take beyond twice the input: parsing takes up to 100 times a hostile
 # `.metadata` (some 20 times a real one), of which the largest here has 200 KB; the rest is small.
 CONSTANT_BYTES = 48 * 1024**2
-WORKERS = 2
 TIMEOUT_SECONDS = 60  # of a case, on a busy machine; most take a twentieth of a second
 
 
 class Worker:
-    """A process that loads cases; replaced when one of them ends it."""
+    """A process that loads cases; another takes its place when a case has ended it."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
+        self.process: subprocess.Popen[str] | None = None
+
+    def run(self, case_id: str) -> dict[str, Any]:
+        process = self.process = self.process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(case_id) + "\n")
+        process.stdin.flush()
+        answered = select.select([process.stdout], [], [], TIMEOUT_SECONDS)[0]
+        line = process.stdout.readline() if answered else ""
+        if not line:
+            self.stop()
+            pytest.fail(f"{process.returncode=}" if answered else "no answer in time")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.hostile_worker"],
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
@@ -38,67 +53,22 @@ class Worker:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-
-    def is_ready(self) -> bool:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline() == "ready\n"
-
-    def run(self, case_id: str) -> dict[str, Any]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(case_id) + "\n")
-        self.process.stdin.flush()
-        if not select.select([self.process.stdout], [], [], TIMEOUT_SECONDS)[0]:
-            self.stop()
-            return {"ended": f"no answer within {TIMEOUT_SECONDS} s"}
-        line = self.process.stdout.readline()
-        if not line:
-            return {"ended": f"it ended the process: exit status {self.process.wait()}"}
-        found: dict[str, Any] = json.loads(line)
-        return found
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
 
     def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    """What became of every case that was selected; each ran once, in one of the workers."""
-    selected = [
-        item.callspec.params["case_id"]
-        for item in request.session.items
-        if getattr(item, "originalname", "") == test_it_is_refused_and_nothing_else_happens.__name__
-    ]
-    waiting = list(reversed(selected))
-    done: dict[str, dict[str, Any]] = {}
-
-    def work() -> None:
-        worker = Worker()
-        if not worker.is_ready():
-            worker.stop()
-            return
-        while waiting:
-            case_id = waiting.pop()
-            done[case_id] = worker.run(case_id)
-            if "ended" in done[case_id]:
-                worker = Worker()
-                if not worker.is_ready():
-                    break
-        worker.stop()
-
-    threads = [threading.Thread(target=work) for _ in range(min(WORKERS, len(selected)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if request.config.option.verbose > 0 and done:
-        beyond = {
-            found["resident_bytes"] - 2 * found["input_bytes"]: case_id
-            for case_id, found in done.items()
-            if "ended" not in found
-        }
-        print(f"\nmost memory beyond twice the input: {max(beyond)} bytes, {beyond[max(beyond)]}")
-    return done
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    yield worker
+    worker.stop()
 
 
 def by_turns(every: int) -> list[Any]:
@@ -113,11 +83,8 @@ def by_turns(every: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("case_id", by_turns(6))
-def test_it_is_refused_and_nothing_else_happens(
-    case_id: str, results: dict[str, dict[str, Any]]
-) -> None:
-    case, result = hostile.CASES[case_id], results[case_id]
-    assert "ended" not in result, result["ended"]
+def test_it_is_refused_and_nothing_else_happens(case_id: str, worker: Worker) -> None:
+    case, result = hostile.CASES[case_id], worker.run(case_id)
     assert (result["fired"], result["events"]) == (0, [])
     assert result["changed"] == []
     outcomes = result["outcomes"]

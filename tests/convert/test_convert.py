@@ -33,7 +33,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.inspect import slabs
 from dcp_objstore.inspect.fill import new_tensors
-from tests.support.command_line import run
+from tests.support.command_line import run, run_here
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 from tests.support.states import same_bits, seeded
@@ -460,7 +460,7 @@ def test_the_commands_convert_there_and_back(url: str, tmp_path: Path) -> None:
     assert "exported 4 tensors" in done.stdout
     assert f"{out}/model.safetensors.index.json" in done.stdout
     # A file on disk has no transport.
-    carried = run("--transport", "boto3", "import", f"{out}.pt", "s3://none/none")
+    carried = run_here("--transport", "boto3", "import", f"{out}.pt", "s3://none/none")
     assert "ObjectNotFoundError" in carried.stderr
     done = run("import", out, new, "--rename", "^=model.", "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -473,6 +473,6 @@ def test_the_commands_convert_there_and_back(url: str, tmp_path: Path) -> None:
         (("export", url, f"{out}2", "--max-shard-size", "big"), "5GB"),
         (("import", f"{out}3", new), "safetensors"),
     ):
-        done = run(*wrong)
+        done = run_here(*wrong)
         assert done.returncode == 2
         assert said in done.stderr

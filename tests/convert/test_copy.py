@@ -39,7 +39,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from tests.support.checkpoints import assert_nothing_visible
-from tests.support.command_line import run
+from tests.support.command_line import run, run_here
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.ranks import run_ranks
 from tests.support.servers import BUCKET, Bucket, Folder, MotoServer
@@ -443,7 +443,7 @@ def test_a_server_that_dies_ends_a_copy_and_after_it_the_next_one_works(local: F
 def test_the_command_does_what_its_example_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = run("cp", "--help")
+    done = run_here("cp", "--help")
     example = " ".join(done.stdout.partition("Example:")[2].split())
     words = example.replace("/tmp", str(tmp_path)).split()
     assert words[:2] == ["dcp-objstore", "cp"]

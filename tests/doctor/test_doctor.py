@@ -27,7 +27,7 @@ from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.diagnosis.identity import shortened
 from dcp_objstore.stores.uploads.lifecycle import lifecycle_configuration
-from tests.support.command_line import run
+from tests.support.command_line import run, run_here
 from tests.support.proxy import NetworkProxy
 from tests.support.scripted import Answer, ScriptedServer
 from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket, MotoServer, RcloneServer
@@ -544,13 +544,13 @@ def test_the_table_fits_80_columns_without_colours_and_the_status_tells(bucket: 
     bad = run("doctor", url, **reader)
     assert bad.returncode == 1
     assert "FAILED: put, multipart" in bad.stdout
-    told = run("doctor", url, "--json", **reader)
+    told = run_here("doctor", url, "--json", **reader)
     assert told.returncode == 1
     answer = json.loads(told.stdout)
     assert (answer["url"], answer["ok"]) == (url, False)
     assert sorted(one["check"] for one in answer["checks"]) == sorted(CHECKS)
-    assert run("doctor", "s3:/bucket").returncode == 2
-    other = run("--transport", "boto3", "doctor", url, **environment(options))
+    assert run_here("doctor", "s3:/bucket").returncode == 2
+    other = run_here("--transport", "boto3", "doctor", url, **environment(options))
     assert other.returncode == 0, other.stdout
     assert "fit to hold checkpoints" in other.stdout
     assert Bucket("seaweed", url, options, options).keys() == []

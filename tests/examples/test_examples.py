@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -13,9 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY
+from tests.support.ranks import start_workers
 from tests.support.servers import Bucket
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -34,33 +39,64 @@ def run(bucket: Bucket, tmp_path: Path) -> Run:
     (tmp_path / "examples").symlink_to(EXAMPLES)
     options = bucket.storage_options
 
-    def call(command: str, *, succeeds: bool = True) -> str:
+    def call(command: str, *, succeeds: bool = True, warm: bool = False) -> str:
         assert "s3://bucket/" in command
-        done = subprocess.run(
-            shlex.split(command.replace("s3://bucket", bucket.url)),
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-                "PYTHONPATH": f"{EXAMPLES.parent}:{os.environ.get('PYTHONPATH', '')}",
-                "AWS_ENDPOINT_URL": str(options["endpoint_url"]),
-                "AWS_ACCESS_KEY_ID": str(options["key"]),
-                "AWS_SECRET_ACCESS_KEY": str(options["secret"]),
-                # Without it each torchrun wants port 29500, and tests run at the same time.
-                "PET_STANDALONE": "1",
-                "OMP_NUM_THREADS": "1",
-            },
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert (done.returncode == 0) == succeeds, done.stderr
+        words = shlex.split(command.replace("s3://bucket", bucket.url))
+        env = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{EXAMPLES.parent}:{os.environ.get('PYTHONPATH', '')}",
+            "AWS_ENDPOINT_URL": str(options["endpoint_url"]),
+            "AWS_ACCESS_KEY_ID": str(options["key"]),
+            "AWS_SECRET_ACCESS_KEY": str(options["secret"]),
+            # Without it each torchrun wants port 29500, and tests run at the same time.
+            "PET_STANDALONE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        run_words = run_in_forks if warm else run_in_processes
+        printed = run_words(words, tmp_path, env, succeeds)
         # A library that takes the URL for a path makes a folder `s3:`.
         assert {path.name for path in tmp_path.iterdir()} <= {"examples", "model.pt"}
-        return done.stdout
+        return printed
 
     return call
+
+
+def run_in_processes(words: list[str], cwd: Path, env: dict[str, str], succeeds: bool) -> str:
+    done = subprocess.run(
+        words,
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode == 0) == succeeds, done.stderr
+    return done.stdout
+
+
+def run_in_forks(words: list[str], cwd: Path, env: dict[str, str], succeeds: bool) -> str:
+    """What `torchrun` does, but the processes have imported torch already, which takes longest."""
+    program, option, ranks, *script = words
+    assert (program, option) == ("torchrun", "--nproc-per-node")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    with start_workers() as crew:
+        ended = crew.start(int(ranks), run_script, script, cwd, env, grouped=False).end()
+    assert any(one.failed for one in ended) != succeeds, ended
+    return "".join(one.value for one in ended if not one.failed)
+
+
+def run_script(rank: int, world_size: int, words: list[str], cwd: Path, env: dict[str, str]) -> str:
+    """In a process of its own: run it as its main program; what it printed."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+    os.environ |= env | {name: str(value) for name, value in ranks.items()}
+    os.chdir(cwd)
+    sys.argv = words
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(words[0], run_name="__main__")
+    return printed.getvalue()
 
 
 def assert_whole(bucket: Bucket, *names: str) -> None:
@@ -76,7 +112,7 @@ def assert_whole(bucket: Bucket, *names: str) -> None:
 @pytest.mark.backends("seaweed")
 def test_what_ddp_saved_is_whole_and_a_plain_model_takes_it(run: Run, bucket: Bucket) -> None:
     two, _ = commands("ddp.py")
-    assert "resumed after step 0, saved step 10" in run(two)
+    assert "resumed after step 0, saved step 10" in run(two, warm=True)
     assert_whole(bucket, "run")
     saved = dos.load_state_dict(bucket.at("run"), storage_options=bucket.storage_options)
     assert saved["step"] == 10
@@ -96,7 +132,7 @@ def test_ddp_resumes_on_one_rank(run: Run, bucket: Bucket) -> None:
 @pytest.mark.backends("seaweed")
 def test_what_fsdp_saved_on_two_ranks_loads_alone(run: Run, bucket: Bucket, tmp_path: Path) -> None:
     save, _, export = commands("fsdp_save_load_reshard.py")
-    total = re.findall(r"sum up to (\S+?)[,\n]", run(save) + run(export))
+    total = re.findall(r"sum up to (\S+?)[,\n]", run(save, warm=True) + run(export))
     assert len(total) == 2
     assert total[0] == total[1]
     assert_whole(bucket, "step-1")
@@ -116,9 +152,9 @@ def test_what_fsdp_saved_on_two_ranks_loads_on_three(run: Run) -> None:
 @pytest.mark.backends("seaweed")
 def test_the_manager_loses_no_last_checkpoint(run: Run, bucket: Bucket) -> None:
     _, killed, resumed = commands("last_checkpoint.py")
-    run(killed, succeeds=False)
+    run(killed, succeeds=False, warm=True)
     assert_whole(bucket, "run/step-10")
-    assert "went on after step 10, saved: step-10 step-20 step-25" in run(resumed)
+    assert "went on after step 10, saved: step-10 step-20 step-25" in run(resumed, warm=True)
     assert_whole(bucket, "run/step-10", "run/step-20", "run/step-25")
 
 
@@ -133,7 +169,7 @@ def test_the_naive_loop_loses_its_last_checkpoint_and_succeeds(run: Run, bucket:
 @pytest.mark.backends("seaweed")
 def test_each_stage_of_async_save_tells_how_long_it_held_the_loop(run: Run, bucket: Bucket) -> None:
     (command,) = commands("async_save.py")
-    held = re.findall(r"stage (\d) held the loop for \d+\.\d+ s", run(command))
+    held = re.findall(r"stage (\d) held the loop for \d+\.\d+ s", run(command, warm=True))
     assert held == ["0", "1", "2", "3"]
     assert_whole(bucket, *(f"run/step-{stage}" for stage in held))
 

@@ -28,6 +28,7 @@ def torchrun(*options: str, url: str, steps: int) -> list[str]:
     return [*command, "-m", "tests.support.elastic", str(EXAMPLE), url, str(steps)]
 
 
+@pytest.mark.campaign
 @pytest.mark.backends("seaweed")
 @pytest.mark.timeout(600)
 def test_each_restart_goes_on_after_the_newest_step_and_so_does_another_world_size(

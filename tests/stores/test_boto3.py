@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import os
 import secrets
-import subprocess
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import boto3
 import numpy as np
 import pytest
+import torch
 from moto import mock_aws
 
 import dcp_objstore as dos
@@ -30,7 +33,7 @@ from dcp_objstore.stores.boto3.bodies import JoinedBuffers
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, IfAbsent
 from tests.contract import PART, BucketContract, StoreContract
 from tests.support.proxy import Asked, Cut, NetworkProxy
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, start_workers
 from tests.support.servers import Bucket
 from tests.support.side_doors import BucketDoor, SideDoor
 from tests.support.states import fill, tensor_state, wrong_keys
@@ -303,53 +306,61 @@ def test_a_range_is_put_where_it_is_wanted(mocked: str) -> None:
 
 # --- forked children
 
-_FORK = """
-import faulthandler, os, sys
-import boto3, torch
-from moto import mock_aws
-import dcp_objstore as dos
-from dcp_objstore.stores import open_store
 
-def check(url, options, step, last):
+def save_and_load_in_a_child(
+    url: str, options: Mapping[str, object], step: str, last: bytes
+) -> None:
     store = open_store(url, options)
     store.put("k", b"parent")
     state = {"w": torch.arange(1000.0), "n": 7}
-    dos.save(state, url + "/step-1", storage_options=options, progress=False)
+    dos.save(state, f"{url}/step-1", storage_options=options, progress=False)
     client = store._clients.get("read")
     if os.fork() == 0:
-        faulthandler.dump_traceback_later(40, exit=True)  # a hang ends as a failure
-        assert store._clients.get("read") is not client
-        assert store.get("k", max_size_bytes=9)[0] == b"parent"
-        back = {"w": torch.zeros(1000), "n": 0}
-        dos.load(back, url + "/step-1", storage_options=options, progress=False)
-        assert torch.equal(back["w"], state["w"]) and back["n"] == 7
-        dos.save(state, url + "/step-2", storage_options=options, progress=False)
-        dos.load(back, url + "/step-2", storage_options=options, progress=False)
-        store.put("k", b"child")
-        os._exit(0)
+        with exits_by_itself():
+            assert store._clients.get("read") is not client
+            assert store.get("k", max_size_bytes=9)[0] == b"parent"
+            back = {"w": torch.zeros(1000), "n": 0}
+            dos.load(back, f"{url}/step-1", storage_options=options, progress=False)
+            assert torch.equal(back["w"], state["w"]) and back["n"] == 7
+            dos.save(state, f"{url}/step-2", storage_options=options, progress=False)
+            dos.load(back, f"{url}/step-2", storage_options=options, progress=False)
+            store.put("k", b"child")
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
     assert store._clients.get("read") is client
     assert store.get("k", max_size_bytes=9)[0] == last
     back = {"w": torch.zeros(1000), "n": 0}
-    dos.load(back, url + step, storage_options=options, progress=False)
+    dos.load(back, f"{url}{step}", storage_options=options, progress=False)
     assert torch.equal(back["w"], state["w"])
 
-url, key, secret, endpoint = sys.argv[1:]
-given = {"key": key, "secret": secret, "endpoint_url": endpoint}
-check(url, {**given, "transport": "boto3"}, "/step-2", b"child")
-# The child has a copy of a bucket that is mocked, which the parent does not see.
-with mock_aws():
-    boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="forked")
-    check("s3://forked/run", {"transport": "boto3"}, "/step-1", b"parent")
-"""
+
+@contextlib.contextmanager
+def exits_by_itself() -> Iterator[None]:
+    """A hang ends as a failure, too."""
+    faulthandler.dump_traceback_later(40, exit=True)
+    try:
+        yield
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - nothing of the parent is to run in the child
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def fork_and_check(rank: int, world_size: int, url: str, options: Mapping[str, object]) -> None:
+    save_and_load_in_a_child(url, {**options, **BOTO3}, "/step-2", b"child")
+    # The child has a copy of a bucket that is mocked, which the parent does not see.
+    with mock_aws():
+        boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="forked")
+        save_and_load_in_a_child("s3://forked/run", BOTO3, "/step-1", b"parent")
 
 
 @pytest.mark.backends("seaweed")
 def test_a_forked_child_saves_and_loads(bucket: Bucket) -> None:
     """From a server, and under `mock_aws`; in a process of its own, as `test_spec` forks."""
-    options = [str(bucket.storage_options[name]) for name in ("key", "secret", "endpoint_url")]
-    command = [sys.executable, "-W", "ignore", "-c", _FORK, bucket.url, *options]
-    subprocess.run(command, check=True, timeout=120)
+    with start_workers() as crew:
+        job = crew.start(1, fork_and_check, bucket.url, bucket.storage_options, grouped=False)
+        (ended,) = job.end()
+    assert not ended.failed, str(ended)
 
 
 # --- which transport

@@ -17,6 +17,7 @@ from dcp_objstore.stores.admission.window import (
     OPEN_AFTER_SECONDS,
     Window,
 )
+from tests.support.campaign import cases
 from tests.support.simulated_store import Fixed, Rank, SimulatedStore, simulate
 
 S3 = SimulatedStore(noise=0.2)  # 30 ms, 60 MiB/s per connection, 1.2 GiB/s in all
@@ -64,7 +65,7 @@ def to_best(
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
-@pytest.mark.parametrize("gib", [1, 4])
+@pytest.mark.parametrize("gib", cases([1, 4], default=[1]))
 @pytest.mark.parametrize("piece_mib", [4.0, None])
 def test_the_first_transfer_has_085_of_the_best_fixed_numbers_throughput(
     gib: float, piece_mib: float | None, noise: float
@@ -177,7 +178,7 @@ def _shares(ranks: list[Rank]) -> list[float]:
     return [one / statistics.mean(moved) for one in moved]
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.4])
+@pytest.mark.parametrize("noise", cases([0.0, 0.4], default=[0.4]))
 @pytest.mark.parametrize("starts", [[0.0] * 8, [0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1]])
 def test_of_eight_ranks_on_one_link_none_has_less_than_half_of_its_fair_share(
     starts: list[float], noise: float

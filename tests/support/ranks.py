@@ -27,6 +27,7 @@ from dcp_objstore.cli.demo.ranks import Job, Outcome, Ranks, Said
 MAX_WORKERS = 8
 PRELOAD = [
     "torch",
+    "torch._dynamo",  # an optimizer's first step imports it
     "torch.distributed",
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",

@@ -56,8 +56,9 @@ def seeded(key: str, shape: Iterable[int], dtype: torch.dtype = torch.float32) -
     """The global tensor of this key: random bytes (NaNs too), the same in every process."""
     shape = tuple(shape)
     count = int(np.prod(shape, dtype=np.int64))
-    random = np.random.default_rng(zlib.crc32(f"{key}{shape}{dtype}".encode()))
-    raw = random.integers(0, 256, size=count * dtype.itemsize, dtype=np.uint8)
+    size_bytes = count * dtype.itemsize
+    random = np.random.PCG64(zlib.crc32(f"{key}{shape}{dtype}".encode()))
+    raw = random.random_raw(-(-size_bytes // 8)).view(np.uint8)[:size_bytes]
     if dtype is torch.bool:
         raw &= 1
     if count == 0:
