@@ -63,6 +63,13 @@ from .integrations.install import (
     install as install,
     uninstall as uninstall,
 )
+from .measure.bench import bench as bench
+from .measure.report import (
+    BenchReport as BenchReport,
+    SettingsGain as SettingsGain,
+    Spread as Spread,
+    Throughput as Throughput,
+)
 from .observe import events as events
 from .observe.report import LoadReport as LoadReport, SaveReport as SaveReport
 from .observe.trace import merge_traces as merge_traces

@@ -213,6 +213,34 @@ def diagnose_store(
 
 
 @app.command(
+    "bench",
+    epilog="Example: dcp-objstore bench file:///tmp/run --size 64MiB --seconds 5",
+)
+def measure_store(
+    url: Annotated[str, typer.Argument(help="The URL below which you save checkpoints.")],
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help="Size of the tensors of one save, such as 4GiB. Default: what moves in a second"
+            " or two, 16MiB to 1GiB."
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="About how long to measure.", min=0.1)] = 45,
+    as_json: _Json = False,
+) -> None:
+    """Measure saves and loads, and what other settings would gain.
+
+    Saves and loads tensors from one process, sends plain requests for comparison, and tries other
+    settings of TransferConfig. Writes under a random name below the URL and removes it again, even
+    after Ctrl-C; it touches nothing else. A bucket may bill the requests and the bytes.
+    """
+    with exits():
+        from dcp_objstore.cli.bench import measure
+
+        measure(url, size=size, seconds=seconds, as_json=as_json)
+
+
+@app.command(
     "verify",
     epilog="Example: dcp-objstore verify --quick file:///tmp/run/step-40",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -32,3 +33,12 @@ def printed_by_benchmark(*arguments: str, status: int = 0) -> str:
     )
     assert done.returncode == status, done.stderr
     return done.stdout
+
+
+def environment(options: Mapping[str, object]) -> dict[str, str]:
+    """Return the variables that name a server and its credentials."""
+    return {
+        "AWS_ACCESS_KEY_ID": str(options["key"]),
+        "AWS_SECRET_ACCESS_KEY": str(options["secret"]),
+        "AWS_ENDPOINT_URL": str(options["endpoint_url"]),
+    }
