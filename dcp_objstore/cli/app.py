@@ -80,19 +80,28 @@ def demo(
         run_demo(ranks=ranks, resume_ranks=resume_ranks, url=url, keep=keep)
 
 
-@app.command("ls")
+@app.command("ls", epilog="Example: dcp-objstore ls --all file:///tmp/run")
 def list_checkpoints(
     url: Annotated[str, typer.Argument(help="URL of a checkpoint or a run.")],
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Also list what no commit names: objects and unfinished uploads of dead saves, of"
+            " deleted and of overwritten checkpoints.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
     """List the checkpoint at a URL, and those below it.
 
-    A save that was never committed is listed, too, with the state "not committed".
+    A save that was never committed is listed, too, with the state "not committed". Nothing is ever
+    changed.
     """
     with exits():
         from dcp_objstore.cli.ls import print_checkpoints
 
-        print_checkpoints(url, as_json=as_json)
+        print_checkpoints(url, as_json=as_json, everything=everything)
 
 
 _Checkpoint = Annotated[str, typer.Argument(help="URL of a checkpoint.")]
