@@ -99,7 +99,8 @@ def import_(
         print_json(report)
         return
     size = size_text(report.total_bytes)
-    print(f"imported {size} in {report.seconds:.1f} s to {report.url} (commit {report.commit_id})")
+    print(f"imported {size} in {report.seconds:.1f} s to {report.url}")
+    print(f"commit {report.commit_id}")
 
 
 def copy(source: str, url: str, *, overwrite: bool, as_json: bool) -> None:
@@ -115,7 +116,8 @@ def copy(source: str, url: str, *, overwrite: bool, as_json: bool) -> None:
         print_json(report)
         return
     size = size_text(report.total_bytes)
-    print(f"copied {size} in {report.seconds:.1f} s to {report.url} (commit {report.commit_id})")
+    print(f"copied {size} in {report.seconds:.1f} s to {report.url}")
+    print(f"commit {report.commit_id}")
     if report.sent_bytes < report.total_bytes:
         sent = size_text(report.sent_bytes)
         print(f"sent {sent}; an interrupted copy had sent the rest")

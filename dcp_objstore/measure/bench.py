@@ -235,6 +235,7 @@ class _Bench:
         self._fill(min(size_bytes or _LEAST_AUTO_BYTES, _LEAST_AUTO_BYTES))
         copied, hashed = self._machine()
         put_alone, get_alone = self._alone()
+        self._remove(self._first()[0])  # which imports, connects and so on
         kept, saved, loaded = self._first()
         while next_bytes := self._next_size_bytes(size_bytes, saved, loaded):
             self._remove(kept)
