@@ -107,21 +107,21 @@ def _all_lines(listing: Listing) -> Iterator[_Line]:
     for entry in listing.checkpoints:
         left = entry.leftovers or Leftovers()
         name = _name(listing, entry)
-        if entry.created_at is None:
-            at = left.written_at or left.began_at
-            objects: int | None = left.objects
-        else:
-            at, objects = entry.created_at, entry.objects
+        has_marker = entry.created_at is not None
+        # Of a deleted checkpoint, what is still there is left over.
+        is_gone = entry.state == "deleted"
+        at = entry.created_at or left.written_at or left.began_at
+        objects = None if is_gone else entry.objects if has_marker else left.objects
         yield (
             entry.state,
-            size_text(entry.total_bytes),
+            "-" if is_gone else size_text(entry.total_bytes),
             _number(objects),
             _number(entry.world_size),
             _age(at),
             name,
             _notes(entry),
         )
-        if left.objects and entry.created_at is not None:
+        if left.objects and has_marker:
             size, number = size_text(left.objects_bytes), str(left.objects)
             yield "  left over", size, number, "", _age(left.written_at), name, "gc removes it"
         if left.saves:

@@ -208,7 +208,7 @@ def test_a_full_disk_ends_every_command_that_writes_there(place: Place) -> None:
 def test_a_full_bucket_ends_every_command_that_writes_there(place: Place) -> None:
     with NetworkProxy(place.bucket.storage_options) as proxy:
         proxy.plan = lambda asked: (
-            Refuse(507, "XMinioStorageFull") if "partNumber=2" in asked.query else None
+            Refuse(403, "QuotaExceeded") if "partNumber=2" in asked.query else None
         )
         for name in WRITTEN:
             assert_failed(start(place.commands[name], proxy.storage_options), 3, "full")

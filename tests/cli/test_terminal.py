@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.support import captures
+from tests.support.campaign import cases
 from tests.support.command_line import on_terminal, run
 
 
+@pytest.mark.campaign
 def test_the_pictures_of_the_documentation_are_what_the_commands_show(tmp_path: Path) -> None:
     captures.make(tmp_path)
     for name in captures.COMMANDS:
@@ -20,7 +22,7 @@ def test_the_pictures_of_the_documentation_are_what_the_commands_show(tmp_path: 
         assert "@font-face" not in made.read_text()  # a page makes no requests to other servers
 
 
-@pytest.mark.parametrize("columns", [80, 160])
+@pytest.mark.parametrize("columns", cases([80, 160], default=[80]))
 def test_colours_are_for_terminals_and_errors_are_wrapped_there(
     columns: int, tmp_path: Path
 ) -> None:

@@ -39,6 +39,11 @@ SIZE = 6 * MIB
 IMPATIENT = replace(PARTS, max_retries=0, retry_timeout_seconds=0.1)
 
 
+@pytest.fixture(autouse=True)
+def little_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcp_objstore.measure.bench._MACHINE_BYTES", 16 * MIB)
+
+
 def is_scratch(asked: Asked) -> bool:
     return "/.bench-" in asked.key
 
@@ -171,6 +176,7 @@ def test_wrong_urls_settings_and_credentials_are_told(bucket: Bucket) -> None:
     assert bucket.keys() == []
 
 
+@pytest.mark.campaign
 @pytest.mark.backends("seaweed")
 def test_a_full_bucket_is_told_and_nothing_stays(bucket: Bucket) -> None:
     before = Before(bucket)
