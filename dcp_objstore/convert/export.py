@@ -345,8 +345,11 @@ class _Export:
             requests=len(names),
         )
         written: dict[str, int] = {}
+        new = {*names} - {*present}
+        begun: set[str] = set()  # one that Ctrl-C has not stopped in time arrives yet
         try:
             for file in files:
+                begun.add(file.name)
                 written[file.name] = self._write(file)
             for name, body in small:
                 wait_for(self._store.put, name, body)
@@ -354,7 +357,7 @@ class _Export:
             for name in {*present} - {*names}:
                 wait_for(self._folder.delete, name)
         except BaseException as error:
-            self._remove(written, error)
+            self._remove({*written, *(begun & new)}, error)
             raise
         return written
 
