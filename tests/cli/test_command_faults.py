@@ -211,7 +211,7 @@ def test_a_full_bucket_ends_every_command_that_writes_there(place: Place) -> Non
             Refuse(403, "QuotaExceeded") if "partNumber=2" in asked.query else None
         )
         for name in WRITTEN:
-            assert_failed(start(place.commands[name], proxy.storage_options), 3, "full")
+            assert_failed(start(place.commands[name], proxy.storage_options), 2, "full")
             assert place.results() == [], name
 
 
