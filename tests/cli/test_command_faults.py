@@ -253,6 +253,7 @@ def doomed(tmp_path: Path) -> Iterator[tuple[SeaweedServer, Place, NetworkProxy]
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(900)  # each command retries for about a minute
 def test_a_server_that_dies_ends_every_command_and_no_result_is_half_written(
     doomed: tuple[SeaweedServer, Place, NetworkProxy],
 ) -> None:
