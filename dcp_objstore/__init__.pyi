@@ -63,6 +63,13 @@ from .integrations.install import (
     install as install,
     uninstall as uninstall,
 )
+from .measure.bench import bench as bench
+from .measure.report import (
+    BenchReport as BenchReport,
+    SettingsGain as SettingsGain,
+    Spread as Spread,
+    Throughput as Throughput,
+)
 from .observe import events as events
 from .observe.report import LoadReport as LoadReport, SaveReport as SaveReport
 from .observe.trace import merge_traces as merge_traces
@@ -70,6 +77,12 @@ from .read.api import load as load
 from .read.reader import ObjectStoreReader as ObjectStoreReader
 from .run.claim_run import claim_run as claim_run
 from .run.gc import SweepReport as SweepReport, sweep as sweep
+from .run.listing import (
+    Leftovers as Leftovers,
+    ListedCheckpoint as ListedCheckpoint,
+    Listing as Listing,
+    list_checkpoints as list_checkpoints,
+)
 from .run.manager import CheckpointManager as CheckpointManager
 from .run.resume import ResumeReport as ResumeReport, SkippedStep as SkippedStep
 from .run.retention import (

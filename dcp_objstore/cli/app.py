@@ -47,7 +47,7 @@ def _options(
     choose({} if transport is None else {"transport": transport})
 
 
-@app.command()
+@app.command("demo", epilog="Example: dcp-objstore demo --ranks 4 --resume-ranks 2")
 def demo(
     ranks: Annotated[int, typer.Option(min=2, max=16, help="Ranks that train first.")] = 8,
     resume_ranks: Annotated[int, typer.Option(min=1, max=16, help="Ranks that resume.")] = 4,
@@ -67,7 +67,7 @@ def demo(
         ),
     ] = False,
 ) -> None:
-    """Train, kill a rank in mid-save, resume: proves that nothing is lost.
+    """Train, kill a rank in mid-save, resume; prove that nothing is lost.
 
     A language model is trained with FSDP2 on 8 ranks and saved on the way. One rank is killed in
     the middle of a save. The torn checkpoint is invisible, training resumes on 4 ranks from the
@@ -80,26 +80,35 @@ def demo(
         run_demo(ranks=ranks, resume_ranks=resume_ranks, url=url, keep=keep)
 
 
-@app.command("ls")
+@app.command("ls", epilog="Example: dcp-objstore ls --all file:///tmp/run")
 def list_checkpoints(
-    url: Annotated[str, typer.Argument(help="URL of a checkpoint or a run.")],
+    url: Annotated[str, typer.Argument(help="URL of a checkpoint or a run.", metavar="URL")],
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Also list what no commit names: objects and unfinished uploads of dead saves, of"
+            " deleted and of overwritten checkpoints.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
     """List the checkpoint at a URL, and those below it.
 
-    A save that was never committed is listed, too, with the state "not committed".
+    A save that was never committed is listed, too, with the state "not committed". Nothing is ever
+    changed.
     """
     with exits():
         from dcp_objstore.cli.ls import print_checkpoints
 
-        print_checkpoints(url, as_json=as_json)
+        print_checkpoints(url, as_json=as_json, everything=everything)
 
 
-_Checkpoint = Annotated[str, typer.Argument(help="URL of a checkpoint.")]
+_Checkpoint = Annotated[str, typer.Argument(help="URL of a checkpoint.", metavar="URL")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-@app.command("rm")
+@app.command("rm", epilog="Example: dcp-objstore rm --now file:///tmp/run/step-20")
 def remove_checkpoint(
     url: _Checkpoint,
     now: Annotated[
@@ -126,9 +135,9 @@ def remove_checkpoint(
         remove(url, now=now, yes=yes, even_newest=even_newest, as_json=as_json)
 
 
-@app.command("gc")
+@app.command("gc", epilog="Example: dcp-objstore gc --grace 7d file:///tmp/run")
 def collect_garbage(
-    url: Annotated[str, typer.Argument(help="URL of a checkpoint or a run.")],
+    url: Annotated[str, typer.Argument(help="URL of a checkpoint or a run.", metavar="URL")],
     grace: Annotated[
         str,
         typer.Option(
@@ -153,7 +162,7 @@ def collect_garbage(
         collect(url, grace=grace, yes=yes, as_json=as_json)
 
 
-@app.command("repair")
+@app.command("repair", epilog="Example: dcp-objstore repair --dry-run file:///tmp/run/step-40")
 def repair_checkpoint(
     url: _Checkpoint,
     dry_run: Annotated[
@@ -177,7 +186,7 @@ _PinName = Annotated[
 ]
 
 
-@app.command("pin")
+@app.command("pin", epilog="Example: dcp-objstore pin file:///tmp/run/step-40 paper")
 def pin_checkpoint(url: _Checkpoint, name: _PinName, as_json: _Json = False) -> None:
     """Protect a checkpoint from deletion and from being overwritten."""
     with exits():
@@ -186,7 +195,7 @@ def pin_checkpoint(url: _Checkpoint, name: _PinName, as_json: _Json = False) -> 
         protect(url, name, wanted=True, as_json=as_json)
 
 
-@app.command("unpin")
+@app.command("unpin", epilog="Example: dcp-objstore unpin file:///tmp/run/step-40 paper")
 def unpin_checkpoint(url: _Checkpoint, name: _PinName, as_json: _Json = False) -> None:
     """Remove a pin of a checkpoint."""
     with exits():
@@ -195,9 +204,11 @@ def unpin_checkpoint(url: _Checkpoint, name: _PinName, as_json: _Json = False) -
         protect(url, name, wanted=False, as_json=as_json)
 
 
-@app.command("doctor")
+@app.command("doctor", epilog="Example: dcp-objstore doctor file:///tmp/run")
 def diagnose_store(
-    url: Annotated[str, typer.Argument(help="The URL below which you want to save checkpoints.")],
+    url: Annotated[
+        str, typer.Argument(help="The URL below which you want to save checkpoints.", metavar="URL")
+    ],
     as_json: _Json = False,
 ) -> None:
     """Check a store: credentials, rights, conditional writes.
@@ -213,11 +224,43 @@ def diagnose_store(
 
 
 @app.command(
+    "bench",
+    epilog="Example: dcp-objstore bench file:///tmp/run --size 64MiB --seconds 2",
+)
+def measure_store(
+    url: Annotated[
+        str, typer.Argument(help="The URL below which you save checkpoints.", metavar="URL")
+    ],
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help="Size of the tensors of one save, such as 4GiB. Default: what moves in a second"
+            " or two, 16MiB to 1GiB."
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="About how long to measure.", min=0.1)] = 45,
+    as_json: _Json = False,
+) -> None:
+    """Measure saves and loads, and what other settings would gain.
+
+    Saves and loads tensors from one process, sends plain requests for comparison, and tries other
+    settings of TransferConfig. Writes under a random name below the URL and removes it again, even
+    after Ctrl-C; it touches nothing else. A bucket may bill the requests and the bytes.
+    """
+    with exits():
+        from dcp_objstore.cli.bench import measure
+
+        measure(url, size=size, seconds=seconds, as_json=as_json)
+
+
+@app.command(
     "verify",
     epilog="Example: dcp-objstore verify --quick file:///tmp/run/step-40",
 )
 def verify_checkpoint(
-    url: Annotated[str, typer.Argument(help="URL of a checkpoint; with --run, of a run.")],
+    url: Annotated[
+        str, typer.Argument(help="URL of a checkpoint; with --run, of a run.", metavar="URL")
+    ],
     quick: Annotated[
         bool,
         typer.Option("--quick", help="Read no tensors: only marker, index, objects and sizes."),
@@ -341,14 +384,14 @@ def import_checkpoint(
             metavar="IN",
         ),
     ],
-    url: Annotated[str, typer.Argument(help="URL of the checkpoint to write.")],
+    url: Annotated[str, typer.Argument(help="URL of the checkpoint to write.", metavar="URL")],
     keys: _Keys = None,
     rename: _Rename = None,
     overwrite: _Overwrite = False,
     trust_pickle: _TrustPickle = False,
     as_json: _Json = False,
 ) -> None:
-    """Save what others have written as a checkpoint, committed as a save is.
+    """Save what other libraries wrote as a committed checkpoint.
 
     Streams through a few hundred MiB of memory, in one process.
     """

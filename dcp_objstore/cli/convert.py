@@ -36,7 +36,7 @@ def export(
     Raises:
         DcpObjstoreError: `dcp_objstore.export_checkpoint` refused or failed.
     """
-    most_bytes, rules = _bytes(max_shard_size), _rules(rename)
+    most_bytes, rules = size_bytes("--max-shard-size", max_shard_size), _rules(rename)
     import torch
 
     from dcp_objstore.convert.export import export_checkpoint
@@ -99,7 +99,8 @@ def import_(
         print_json(report)
         return
     size = size_text(report.total_bytes)
-    print(f"imported {size} in {report.seconds:.1f} s to {report.url} (commit {report.commit_id})")
+    print(f"imported {size} in {report.seconds:.1f} s to {report.url}")
+    print(f"commit {report.commit_id}")
 
 
 def copy(source: str, url: str, *, overwrite: bool, as_json: bool) -> None:
@@ -115,7 +116,8 @@ def copy(source: str, url: str, *, overwrite: bool, as_json: bool) -> None:
         print_json(report)
         return
     size = size_text(report.total_bytes)
-    print(f"copied {size} in {report.seconds:.1f} s to {report.url} (commit {report.commit_id})")
+    print(f"copied {size} in {report.seconds:.1f} s to {report.url}")
+    print(f"commit {report.commit_id}")
     if report.sent_bytes < report.total_bytes:
         sent = size_text(report.sent_bytes)
         print(f"sent {sent}; an interrupted copy had sent the rest")
@@ -131,9 +133,14 @@ def _rules(rename: Sequence[str]) -> list[tuple[str, str]]:
     return rules
 
 
-def _bytes(text: str) -> int:
+def size_bytes(option: str, text: str) -> int:
+    """Return the number of bytes that a size such as 500MB or 2GiB means.
+
+    Raises:
+        ConfigError: it is no size; names the option.
+    """
     found = _SIZE.fullmatch(text)
     unit = None if found is None else _UNITS_BYTES.get(found[2].upper())
     if found is None or unit is None or not float(found[1]):
-        raise ConfigError(f"--max-shard-size {text}: write a size such as 500MB, 5GB or 2GiB")
+        raise ConfigError(f"{option} {text}: write a size such as 500MB, 5GB or 2GiB")
     return int(float(found[1]) * unit)

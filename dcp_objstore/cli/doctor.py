@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -13,9 +12,8 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import typer
-
 from dcp_objstore.cli.access import chosen
+from dcp_objstore.cli.colour import coloured
 from dcp_objstore.doctor import Finding, check_up
 from dcp_objstore.stores import StoreSpec
 
@@ -72,15 +70,14 @@ def _print(finding: Finding, so_far: list[Finding]) -> None:
     columns = shutil.get_terminal_size().columns
     width = max(columns, len(indent) + _LEAST_TEXT_WIDTH)
     lines = textwrap.wrap(finding.text, width - len(indent), break_on_hyphens=False) or [""]
-    coloured = typer.style(word, fg=colour) if colour and "NO_COLOR" not in os.environ else word
     padding = " " * (_STATUS_WIDTH - len(word))
-    typer.echo(f"{finding.check.ljust(_NAME_WIDTH)}{coloured}{padding}{lines[0]}")
+    print(f"{finding.check.ljust(_NAME_WIDTH)}{coloured(word, colour)}{padding}{lines[0]}")
     for line in lines[1:]:
-        typer.echo(f"{indent}{line}")
+        print(f"{indent}{line}")
     if finding.advice:
         advice = _wrapped(finding.advice, width - len(indent) - 3)
         for number, line in enumerate(advice):
-            typer.echo(f"{indent}{'-> ' if number == 0 else '   '}{line}")
+            print(f"{indent}{'-> ' if number == 0 else '   '}{line}")
     sys.stdout.flush()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
@@ -27,6 +29,8 @@ Exit status:
   4    damaged data
   5    another writer was first
   130  ended by Ctrl-C
+
+Example: dcp-objstore ls file:///tmp/run
 """
 
 _UNEXPECTED = 1
@@ -44,8 +48,23 @@ def status_of(error: DcpObjstoreError) -> int:
 
 
 def fail(text: str, status: int = _UNEXPECTED, notes: Sequence[str] = ()) -> NoReturn:
-    """Print one line on standard error, and notes (such as a server's log) as they are; exit."""
-    print(f"dcp-objstore: {' '.join(text.split())}", *notes, sep="\n", file=sys.stderr)
+    """Print one line on standard error, and notes (such as a server's log) as they are; exit.
+
+    On a terminal the line is wrapped between words.
+    """
+    line = f"dcp-objstore: {' '.join(text.split())}"
+    if sys.stderr.isatty():
+        columns = shutil.get_terminal_size().columns
+        line = "\n".join(
+            textwrap.wrap(
+                line,
+                columns,
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    print(line, *notes, sep="\n", file=sys.stderr)
     sys.exit(status)
 
 

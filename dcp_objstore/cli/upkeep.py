@@ -6,6 +6,8 @@ import dataclasses
 import json
 import re
 import shlex
+import shutil
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.cli.access import chosen, chosen_arguments
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from dcp_objstore.run.gc import SweepReport
 
 _UNITS_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_LEAST_TEXT_WIDTH = 40
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])\Z")
 
 
@@ -117,8 +120,12 @@ def _print_sweep(report: SweepReport, grace: str) -> None:
     busy = [one for one in report.checkpoints if one.outcome != "clean" or one.uploads_aborted]
     lines = [(_name(report, one), _summary(one)) for one in busy]
     width = max((len(name) for name, _ in lines), default=0)
+    columns = max(shutil.get_terminal_size().columns, width + _LEAST_TEXT_WIDTH)
     for name, summary in lines:
-        print(f"  {name.ljust(width)}  {summary}")
+        first, *rest = textwrap.wrap(summary, columns - width - 4, break_on_hyphens=False)
+        print(f"  {name.ljust(width)}  {first}")
+        for line in rest:
+            print(f"{' ' * (width + 4)}{line}")
     removed = "would be removed" if report.dry_run else "were removed"
     clean = len(report.checkpoints) - len(busy)
     if not report.checkpoints:

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator
 
 from dcp_objstore.cli.access import chosen
+from dcp_objstore.cli.colour import coloured
 from dcp_objstore.cli.exits import fail, status_of
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError
 from dcp_objstore.inspect.verify import VerifyReport, verify_at
@@ -68,7 +69,8 @@ def _whole(quick: bool) -> str:
 
 def _print(report: VerifyReport) -> None:
     objects, blocks = counted(report.objects, "object"), counted(report.blocks, "block")
-    print(f"{_whole(report.quick) if report.ok else 'DAMAGED'}: {report.url}")
+    word, colour = (_whole(report.quick), "green") if report.ok else ("DAMAGED", "red")
+    print(f"{coloured(word, colour)}: {report.url}")
     if report.quick:
         print(f"  {objects} looked at, nothing read")
     else:

@@ -7,7 +7,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from dcp_objstore.convert.sources import CheckpointSource, TensorInfo
 from dcp_objstore.convert.torch_file import plan_file
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, InputError, ObjectNotFoundError
 from dcp_objstore.inspect.checkpoint import open as open_checkpoint
-from dcp_objstore.inspect.slabs import cut, read_ahead
+from dcp_objstore.inspect.slabs import cut, read_ahead, stop
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Planned
 from dcp_objstore.state.memory import byte_memory
@@ -345,8 +345,11 @@ class _Export:
             requests=len(names),
         )
         written: dict[str, int] = {}
+        new = {*names} - {*present}
+        begun: set[str] = set()  # one that Ctrl-C has not stopped in time arrives yet
         try:
             for file in files:
+                begun.add(file.name)
                 written[file.name] = self._write(file)
             for name, body in small:
                 wait_for(self._store.put, name, body)
@@ -354,7 +357,7 @@ class _Export:
             for name in {*present} - {*names}:
                 wait_for(self._folder.delete, name)
         except BaseException as error:
-            self._remove(written, error)
+            self._remove({*written, *(begun & new)}, error)
             raise
         return written
 
@@ -375,18 +378,19 @@ class _Export:
             for slab in cut(key, *self._source.tensors[key][:2], self._source.tensors[key].starts)
         ]
         plan = plan_parts(file.size_bytes, self._config.part_size_bytes)
-        with closing(read_ahead(slabs, self._source.read)) as tensors:
+        tensors = read_ahead(slabs, self._source.read)
 
-            def tensor(key: str) -> Iterator[ByteArray]:
-                left_bytes = _size(self._tensors[key])
-                while left_bytes:
-                    memory = byte_memory(next(tensors).to(self._tensors[key].dtype))
-                    assert memory is not None
-                    left_bytes -= memory.nbytes
-                    for at in range(0, memory.nbytes, plan.slice_size_bytes):
-                        yield memory[at : at + plan.slice_size_bytes]
+        def tensor(key: str) -> Iterator[ByteArray]:
+            left_bytes = _size(self._tensors[key])
+            while left_bytes:
+                memory = byte_memory(next(tensors).to(self._tensors[key].dtype))
+                assert memory is not None
+                left_bytes -= memory.nbytes
+                for at in range(0, memory.nbytes, plan.slice_size_bytes):
+                    yield memory[at : at + plan.slice_size_bytes]
 
-            most = max(1, _IN_FLIGHT_BYTES // plan.part_size_bytes)
+        most = max(1, _IN_FLIGHT_BYTES // plan.part_size_bytes)
+        try:
             uploaded = upload_object(
                 self._store,
                 file.name,
@@ -396,6 +400,8 @@ class _Export:
                 self._progress,
                 most=most,
             )
+        finally:
+            stop(tensors)
         return uploaded.size_bytes
 
     def _remove(self, names: Iterable[str], error: BaseException) -> None:

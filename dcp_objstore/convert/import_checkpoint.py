@@ -52,7 +52,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.inspect.checkpoint import open as open_checkpoint
 from dcp_objstore.inspect.selection import matching
-from dcp_objstore.inspect.slabs import Slab, cut, read_ahead
+from dcp_objstore.inspect.slabs import Slab, cut, read_ahead, stop
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.ranges import read_range
@@ -215,7 +215,7 @@ class _ImportPlanner(AgreeingSavePlanner):
 
     def close(self) -> None:
         """Stop reading."""
-        self._tensors.close()
+        stop(self._tensors)
 
 
 def _meta(info: TensorInfo) -> torch.Tensor:

@@ -65,14 +65,18 @@ class Left:
 class Scratch:
     """A prefix below a URL where checks may write.
 
+    Args:
+        spec: the URL, with its options and settings.
+        name: the name of the prefix without its random part.
+
     Attributes:
         spec: store and prefix of the scratch objects.
         store: the store, rooted at the prefix.
         keys: keys that may have been written, relative to the prefix.
     """
 
-    def __init__(self, spec: StoreSpec) -> None:
-        self.spec = spec.at(f"{spec.url}/.doctor-{new_nonce()}")
+    def __init__(self, spec: StoreSpec, name: str = ".doctor") -> None:
+        self.spec = spec.at(f"{spec.url}/{name}-{new_nonce()}")
         self._folder = Path(self.spec.parsed.prefix) if spec.parsed.scheme == "file" else None
         self._made = _absent_folders(self._folder) if self._folder is not None else ()
         self.store: ObjectStore = self.spec.open()

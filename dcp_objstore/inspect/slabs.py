@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from inspect import GEN_RUNNING, getgeneratorstate
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -93,6 +94,12 @@ def read_ahead(
             tensors.reverse()
             while tensors:
                 yield tensors.pop()
+
+
+def stop(reading: Generator[object, None, None]) -> None:
+    """Close a generator of `read_ahead`, unless a thread is in it that Ctrl-C has left behind."""
+    if getgeneratorstate(reading) != GEN_RUNNING:
+        reading.close()
 
 
 def ahead(

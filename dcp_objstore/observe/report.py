@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import sys
 import threading
 from collections.abc import Sequence
@@ -215,3 +216,24 @@ class Bar:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+class StatusLine:
+    """A line on standard error that says what is being done, if that is a terminal.
+
+    Args:
+        shown: whether to show it there.
+    """
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown and Bar.is_seen()
+
+    def show(self, text: str) -> None:
+        """Replace the line."""
+        if self._shown:
+            columns = shutil.get_terminal_size().columns
+            print(f"\r\033[K{text[: columns - 1]}", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Remove the line."""
+        self.show("")

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
-import pty
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
@@ -24,19 +18,7 @@ from dcp_objstore.checkpoint.pins import pin
 from dcp_objstore.cli.exits import exits, status_of
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.stores import open_store
-from tests.support.command_line import run
-
-TYPER_AND_TORCH_FREE = """
-import sys
-from dcp_objstore.cli import main
-assert "typer" not in sys.modules
-sys.argv = ["dcp-objstore", *sys.argv[1:]]
-try:
-    main()
-finally:
-    heavy = {"torch", "numpy", "obstore", "msgspec", "rich", "tqdm", "boto3"} & sys.modules.keys()
-    assert not heavy, heavy
-"""
+from tests.support.command_line import on_terminal, run
 
 
 def save_step(url: str, **user_metadata: object) -> None:
@@ -54,20 +36,6 @@ def save_step(url: str, **user_metadata: object) -> None:
         user_metadata=user_metadata,
         nonce=nonce,
     )
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["demo", "-h"], ["--version"], ["ls", "-h"], ["inspect", "-h"]]
-)
-def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TYPER_AND_TORCH_FREE, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(("Usage: ", "dcp-objstore "))
 
 
 def test_help_tells_the_exit_statuses_one_a_line() -> None:
@@ -164,34 +132,16 @@ def test_ls_shows_committed_steps_in_order_and_torn_saves_as_not_committed(
     assert lines[2].startswith("not committed")
 
 
-def on_terminal(columns: int, *arguments: str) -> list[str]:
-    """What a command shows on a terminal of that width."""
-    controller, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    plain = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    shown = b""
-    with subprocess.Popen(
-        [sys.executable, "-m", "dcp_objstore", *arguments], stdout=terminal, env=plain
-    ) as process:
-        os.close(terminal)
-        with contextlib.suppress(OSError):  # what Linux says when the other end is closed
-            while piece := os.read(controller, 4096):
-                shown += piece
-    os.close(controller)
-    assert process.returncode == 0
-    return shown.decode().replace("\r", "").splitlines()
-
-
 def test_ls_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/a-bucket/a-model/a-run"
     for step in (1000, 2000):
         save_step(f"{url}/step-{step}", step=step, note="words " * 20)
-    where, *lines = on_terminal(80, "ls", url)
+    where, *lines = on_terminal(80, "ls", url).splitlines()
     assert where == url
     assert all(len(line) <= 80 for line in lines)
     assert [line.split()[6] for line in lines[1:]] == ["step-1000", "step-2000"]
     assert all(line.endswith("...") and '{"note": "words' in line for line in lines[1:])
-    narrow = on_terminal(60, "ls", url)
+    narrow = on_terminal(60, "ls", url).splitlines()
     assert "metadata" not in narrow[1]
     assert narrow[2].endswith("step-1000")
 

@@ -35,6 +35,7 @@ from dcp_objstore.cli.demo.training import (
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import CheckpointNotFoundError, RankFailedError
 from dcp_objstore.stores import open_store
+from tests.support.command_line import examples
 from tests.support.servers import BUCKET
 
 COMMAND = [sys.executable, "-m", "dcp_objstore", "demo"]
@@ -90,7 +91,7 @@ def left_in(scratch: Path) -> list[str]:
 
 def test_the_demo_keeps_its_promises_and_leaves_nothing(scratch: Path) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "--ranks", "4", "--resume-ranks", "2"],
+        [*COMMAND, *examples()["demo"][2:]],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

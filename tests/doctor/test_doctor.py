@@ -27,12 +27,12 @@ from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.diagnosis.identity import shortened
 from dcp_objstore.stores.uploads.lifecycle import lifecycle_configuration
-from tests.support.command_line import run, run_here
+from tests.support.command_line import environment, run, run_here
 from tests.support.proxy import NetworkProxy
 from tests.support.scripted import Answer, ScriptedServer
 from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket, MotoServer, RcloneServer
 from tests.support.tampering import Asked, TamperingProxy, flipped
-from tests.support.unfinished_uploads import PART, begin_upload, patch_bucket
+from tests.support.unfinished_uploads import PART, Before, begin_upload, patch_bucket
 
 CHECKS = [
     "versions",
@@ -74,28 +74,6 @@ def examine(
 
 def names(found: Mapping[str, Finding], status: str) -> set[str]:
     return {name for name, one in found.items() if one.status == status}
-
-
-def environment(options: Mapping[str, object]) -> dict[str, str]:
-    return {
-        "AWS_ACCESS_KEY_ID": str(options["key"]),
-        "AWS_SECRET_ACCESS_KEY": str(options["secret"]),
-        "AWS_ENDPOINT_URL": str(options["endpoint_url"]),
-    }
-
-
-class Before:
-    """Something of somebody else's, and the assertion that it is all there is."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-        bucket.put("step-1/_COMMIT", b"theirs")
-        begin_upload(bucket, "step-1/theirs")
-
-    def check(self) -> None:
-        assert self.bucket.keys() == ["step-1/_COMMIT"]
-        assert self.bucket.get("step-1/_COMMIT") == b"theirs"
-        assert self.bucket.uploads() == [f"{self.bucket.prefix}step-1/theirs"]
 
 
 def test_a_good_store_passes_and_is_left_as_it_was(bucket: Bucket) -> None:

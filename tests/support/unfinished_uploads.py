@@ -32,3 +32,17 @@ def patch_bucket(server: MotoServer | FakeGcsServer, name: str, **settings: obje
     )
     with urllib.request.urlopen(request, timeout=30):
         pass
+
+
+class Before:
+    """Something of somebody else's, and the assertion that it is all there is."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        bucket.put("step-1/_COMMIT", b"theirs")
+        begin_upload(bucket, "step-1/theirs")
+
+    def check(self) -> None:
+        assert self.bucket.keys() == ["step-1/_COMMIT"]
+        assert self.bucket.get("step-1/_COMMIT") == b"theirs"
+        assert self.bucket.uploads() == [f"{self.bucket.prefix}step-1/theirs"]

@@ -1,0 +1,1 @@
+"""Measure saves and loads on the user's own store and machine."""

@@ -1,0 +1,138 @@
+"""The help of each command is quick, narrow, and ends with an example that runs as it stands."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dcp_objstore as dos
+from dcp_objstore.cli.app import app
+from tests.support.command_line import examples
+
+COMMANDS = examples()
+STATUSES = {"diff": 1}  # the steps differ
+NO_IMPORTS = """
+import sys
+from dcp_objstore.cli import main
+assert "typer" not in sys.modules
+never = {"torch", "boto3", "rich"}
+for command in sys.argv[1:]:
+    sys.argv = ["dcp-objstore", *command.split()]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, command
+    is_help = command.endswith(("-h", "--help", "--version"))
+    heavy = never | ({"numpy", "obstore", "msgspec", "tqdm"} if is_help else set())
+    heavy |= {"numpy"} if command.startswith("ls file:") else set()
+    assert not heavy & sys.modules.keys(), (command, heavy & sys.modules.keys())
+"""
+
+
+def test_the_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (20, 40):
+        state = {"model": {"embed": {"weight": torch.full((50, 4), 1.0 * step)}}, "step": step}
+        dos.save(state, f"file://{tmp_path}/run/step-{step}", progress=False)
+    for name, (program, *words) in COMMANDS.items():
+        assert (program, words[0]) == ("dcp-objstore", name)
+        if name == "demo":
+            continue  # tests/cli/test_demo.py runs it
+        arguments = [word.replace("/tmp/", f"{tmp_path}/") for word in words]
+        if status := STATUSES.get(name):
+            with pytest.raises(SystemExit) as caught:
+                app(arguments, standalone_mode=False)
+            assert caught.value.code == status
+        else:
+            app(arguments, standalone_mode=False)
+        assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", ["80", "160"])
+def test_each_help_fits_80_columns_and_ends_with_the_example(columns: str) -> None:
+    runner = CliRunner(env={"COLUMNS": columns, "TERMINAL_WIDTH": columns})
+    for name in ("", *COMMANDS):
+        shown = runner.invoke(app, [name, "--help"] if name else ["--help"])
+        assert shown.exit_code == 0
+        lines = shown.output.rstrip().splitlines()
+        assert max(map(len, lines)) <= 80, name
+        assert "..." not in shown.output.partition("Commands:")[2], "a summary is cut off"
+        example = shown.output[shown.output.rindex("Example: ") :].split(maxsplit=1)[1]
+        assert shlex.split(example) == COMMANDS.get(name, ["dcp-objstore", "ls", "file:///tmp/run"])
+
+
+def test_help_and_ls_need_no_torch(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    dos.save({"w": torch.ones(3)}, f"{url}/step-1", progress=False)
+    helps = [f"{name} --help" for name in COMMANDS]
+    quick = [
+        f"ls {url}",
+        f"ls --all {url}",
+        f"verify {url}/step-1",
+        f"doctor {url}",
+        f"pin {url}/step-1 paper",
+        f"unpin {url}/step-1 paper",
+        f"rm {url}/step-1 --even-newest",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", NO_IMPORTS, "--version", "-h", *helps, *quick],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+SCRIPT = Path(sysconfig.get_path("scripts")) / "dcp-objstore"
+
+
+@pytest.mark.parametrize("program", [[str(SCRIPT)], [sys.executable, "-m", "dcp_objstore"]])
+def test_it_runs_as_a_script_and_as_a_module(program: list[str]) -> None:
+    if not Path(program[0]).exists():
+        pytest.skip("the package is not installed, so there is no script")
+    done = subprocess.run([*program, "--version"], capture_output=True, text=True, check=False)
+    assert done.stdout == f"dcp-objstore {dos.__version__}\n"
+
+
+def complete(shell: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Start it as the script does, under its own name."""
+    code = "import sys; from dcp_objstore.cli import main; sys.argv[0] = 'dcp-objstore'; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *shell.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", **variables},
+    )
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_completes_commands_and_options(shell: str, tmp_path: Path) -> None:
+    shown = complete(f"--show-completion {shell}")
+    assert shown.returncode == 0, shown.stderr
+    assert "_DCP_OBJSTORE_COMPLETE" in shown.stdout
+    installed = complete(f"--install-completion {shell}", HOME=str(tmp_path))
+    assert installed.returncode == 0, installed.stderr
+    files = [one for one in tmp_path.rglob("*") if one.is_file()]
+    assert any("_DCP_OBJSTORE_COMPLETE" in one.read_text() for one in files)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"), [("ver", {"verify"}), ("verify --qu", {"--quick"}), ("ls --a", {"--all"})]
+)
+def test_what_the_shell_asks_for_is_offered(typed: str, offered: set[str]) -> None:
+    words = f"dcp-objstore {typed}"
+    answer = complete(
+        "",
+        _DCP_OBJSTORE_COMPLETE="complete_bash",
+        COMP_WORDS=words,
+        COMP_CWORD=str(len(words.split()) - 1),
+    )
+    assert set(answer.stdout.split()) == offered, answer.stderr

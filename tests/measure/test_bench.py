@@ -1,0 +1,315 @@
+"""`bench`: figures of what was really moved, honest about noise, and nothing of it stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import dcp_objstore as dos
+from dcp_objstore.cli import bench as cli
+from dcp_objstore.cli.seaweedfs import SeaweedServer
+from dcp_objstore.config import MIB
+from dcp_objstore.errors import (
+    BucketNotFoundError,
+    ConfigError,
+    CredentialsError,
+    DcpObjstoreError,
+    InvalidUrlError,
+    PermissionDeniedError,
+    StoreUnavailableError,
+)
+from dcp_objstore.measure.bench import CONFIG, _Compared, _doubts, _gain, _Round
+from tests.support.campaign import cases
+from tests.support.command_line import environment
+from tests.support.proxy import Asked, Meant, NetworkProxy, Refuse
+from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket
+from tests.support.unfinished_uploads import Before
+
+PARTS = replace(CONFIG, part_size_bytes=5 * MIB)
+SIZE = 6 * MIB
+IMPATIENT = replace(PARTS, max_retries=0, retry_timeout_seconds=0.1)
+
+
+@pytest.fixture(autouse=True)
+def little_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcp_objstore.measure.bench._MACHINE_BYTES", 16 * MIB)
+
+
+def is_scratch(asked: Asked) -> bool:
+    return "/.bench-" in asked.key
+
+
+def measure(bucket: Bucket, **arguments: object) -> dos.BenchReport:
+    usual = {"size_bytes": SIZE, "seconds": 0.1, "config": PARTS}
+    options = {"storage_options": bucket.storage_options}
+    return dos.bench(bucket.url, **{**usual, **options, **arguments})  # type: ignore[arg-type]
+
+
+def test_the_figures_are_of_the_bytes_that_were_moved_and_nothing_stays(bucket: Bucket) -> None:
+    before = Before(bucket)
+    with NetworkProxy(bucket.storage_options) as proxy:
+        report = measure(bucket, storage_options=proxy.storage_options)
+        sent = sum(asked.size_bytes for asked in proxy.asked if asked.method == "PUT")
+        assert all(is_scratch(asked) for asked in proxy.asked if asked.method in ("PUT", "DELETE"))
+    before.check()
+    # What is sent beyond the tensors: framing, markers, indices.
+    assert report.sent_bytes <= sent <= 1.02 * report.sent_bytes
+    # A save and a load to begin with, then at least one of each, and as much by plain requests.
+    assert report.received_bytes >= 3 * SIZE
+    assert (report.size_bytes, report.url) == (SIZE, bucket.url)
+    assert report.save.requests == 2
+    assert report.plain_puts.requests == 2
+    assert report.plain_puts.request_size_bytes == report.save.request_size_bytes == 5 * MIB
+    assert report.plain_gets.connections == report.load.connections
+    assert report.get_alone.connections == report.put_alone.connections == 1
+    for found in (report.save, report.load, report.plain_puts, report.plain_gets):
+        speed = found.gib_per_second
+        assert 0 < speed.lowest <= speed.median <= speed.highest
+        assert speed.rounds == 1
+        assert found.cpu_seconds_per_gib > 0
+    # One round is too few to say anything, and it says so.
+    assert any("too few" in one for one in report.warnings)
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_a_folder_and_a_store_in_memory_are_measured_and_left_as_they_were(
+    scheme: str, tmp_path: Path
+) -> None:
+    place = f"{tmp_path}/new/run" if scheme == "file" else "bench-test/run"
+    report = dos.bench(f"{scheme}://{place}", size_bytes=SIZE, seconds=1.5)
+    assert report.copy_gib_per_second.median > 0
+    assert report.hash_gib_per_second.median > 0
+    assert list(tmp_path.iterdir()) == []
+    assert list(dos.steps(f"{scheme}://{place}")) == []
+
+
+def round_of(seconds: float) -> _Round:
+    return _Round(seconds, seconds, 1 << 30, 64, 16 * MIB, 8)
+
+
+def compared(usual: Sequence[float], best: Sequence[float]) -> _Compared:
+    settings = {"upload_concurrency": 32}
+    rounds = [round_of(one) for one in usual]
+    return _Compared(settings, rounds, [round_of(one) for one in best], rounds)
+
+
+@pytest.mark.parametrize(
+    ("usual", "best", "says"),
+    [
+        ([1.4, 1.4, 1.5], [1.0, 1.0, 1.1], "TransferConfig(upload_concurrency=32) saved 1.4 times"),
+        ([1.4, 0.9, 1.5], [1.0, 1.0, 1.1], "not faster every time"),  # slower once
+        ([1.4, 1.4], [1.0, 1.0], "within 29 %"),  # too few rounds
+        ([1.04, 1.04, 1.04], [1.0, 1.0, 1.0], "within 4 %"),
+        ([1.0, 1.0, 1.0], [1.1, 1.0, 1.2], "as fast as the best of 1"),
+    ],
+)
+def test_settings_are_called_faster_only_if_every_round_says_so(
+    usual: list[float], best: list[float], says: str
+) -> None:
+    found = _gain(compared(usual, best), {"upload_concurrency=32": 1.0})
+    assert says in cli._verdict("saved", found)
+
+
+def test_noise_that_is_larger_than_the_difference_is_told() -> None:
+    assert list(_doubts("saves", compared([1.0, 1.01, 1.0], [1.0, 1.0, 1.0]))) == []
+    (warning,) = _doubts("saves", compared([1.0, 2.0, 1.0], [1.0, 1.0, 1.0]))
+    assert "factor of 2.0" in warning
+    # The difference is larger than the noise.
+    assert list(_doubts("saves", compared([3.0, 4.0, 3.0], [1.0, 1.0, 1.0]))) == []
+
+
+@pytest.mark.campaign
+@pytest.mark.backends("seaweed")
+def test_more_connections_are_advised_where_each_is_slow(bucket: Bucket) -> None:
+    few = replace(PARTS, upload_concurrency=1, download_concurrency=1)
+    with NetworkProxy(bucket.storage_options) as proxy:
+        proxy.bytes_per_second = 40 * MIB
+        report = measure(
+            bucket,
+            storage_options=proxy.storage_options,
+            size_bytes=64 * MIB,
+            seconds=40,
+            config=few,
+        )
+    for found, name in (
+        (report.save_settings, "upload_concurrency"),
+        (report.load_settings, "download_concurrency"),
+    ):
+        assert found is not None
+        assert found.is_faster, report
+        assert found.settings == {name: 8}
+        assert found.gain > 2
+    assert bucket.keys() == []
+
+
+@pytest.mark.backends("seaweed")
+def test_who_may_not_do_all_of_it_is_told_before_anything_large_is_sent(bucket: Bucket) -> None:
+    before = Before(bucket)
+    for rights in (READ_ONLY, WRITE_ONLY):
+        with NetworkProxy({**bucket.storage_options, **rights}) as proxy:
+            with pytest.raises(PermissionDeniedError):
+                measure(bucket, storage_options=proxy.storage_options)
+            assert sum(asked.size_bytes for asked in proxy.asked) <= 100
+        before.check()
+
+
+@pytest.mark.backends("seaweed")
+def test_wrong_urls_settings_and_credentials_are_told(bucket: Bucket) -> None:
+    with pytest.raises(InvalidUrlError):
+        dos.bench("bucket/run")
+    for wrong in ({"size_bytes": 1000}, {"seconds": 0}, {"seconds": float("inf")}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            measure(bucket, **wrong)
+    with pytest.raises(BucketNotFoundError):
+        dos.bench("s3://no-such-bucket/run", storage_options=bucket.storage_options)
+    with pytest.raises(CredentialsError):
+        measure(bucket, storage_options={**bucket.storage_options, "secret": "wrong"})
+    assert bucket.keys() == []
+
+
+@pytest.mark.campaign
+@pytest.mark.backends("seaweed")
+def test_a_full_bucket_is_told_and_nothing_stays(bucket: Bucket) -> None:
+    before = Before(bucket)
+
+    def full(asked: Asked) -> Refuse | None:
+        is_part = asked.method == "PUT" and asked.size_bytes > MIB and "partNumber=2" in asked.query
+        return Refuse(507, "XMinioStorageFull") if is_part else None
+
+    with NetworkProxy(bucket.storage_options) as proxy:
+        proxy.plan = full
+        with pytest.raises(DcpObjstoreError, match="full"):
+            measure(bucket, storage_options=proxy.storage_options, config=IMPATIENT)
+    before.check()
+
+
+def part(asked: Asked) -> bool:
+    return asked.method == "PUT" and "partNumber=2" in asked.query
+
+
+def plain_put(asked: Asked) -> bool:
+    return asked.method == "PUT" and asked.size_bytes > MIB and "partNumber" not in asked.query
+
+
+def marker(asked: Asked) -> bool:
+    return asked.method == "PUT" and asked.name == "_COMMIT"
+
+
+def large_range(asked: Asked) -> bool:
+    return asked.method == "GET" and asked.name.endswith(".distcp") and "/save-" in asked.key
+
+
+@pytest.mark.backends("seaweed")
+@pytest.mark.parametrize("meant", cases([marker, part, plain_put, large_range], default=[marker]))
+def test_nothing_stays_after_ctrl_c(bucket: Bucket, meant: Meant) -> None:
+    """A request that is under way takes effect before the removal."""
+    before = Before(bucket)
+    with NetworkProxy(bucket.storage_options) as proxy:
+        held = proxy.hold(meant)
+
+        def interrupt() -> None:
+            held.wait()
+            signal.raise_signal(signal.SIGINT)
+            held.release()
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            measure(bucket, storage_options=proxy.storage_options)
+        thread.join()
+    before.check()
+
+
+@pytest.mark.campaign
+@pytest.mark.backends("seaweed")
+def test_nothing_stays_after_sigterm(bucket: Bucket) -> None:
+    before = Before(bucket)
+    with NetworkProxy(bucket.storage_options) as proxy:
+        held = proxy.hold(part)
+        command = [sys.executable, "-m", "dcp_objstore", "bench", bucket.url, "--size", "40MiB"]
+        child = subprocess.Popen(
+            command,
+            env={**os.environ, **environment(proxy.storage_options)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        held.wait()
+        child.terminate()
+        held.release()
+        assert child.communicate(timeout=120) == ("", "")
+    assert child.returncode == 128 + signal.SIGTERM
+    before.check()
+
+
+@pytest.mark.backends("seaweed")
+def test_what_cannot_be_removed_is_named(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+    large = [0]
+
+    def no_more_deletes(asked: Asked) -> Refuse | None:
+        large[0] += asked.size_bytes > MIB
+        return Refuse(403, "AccessDenied") if large[0] and asked.method == "DELETE" else None
+
+    with NetworkProxy(bucket.storage_options) as proxy:
+        proxy.plan = no_more_deletes
+        with pytest.raises(PermissionDeniedError):
+            measure(bucket, storage_options=proxy.storage_options)
+    (name,) = {one.partition("/")[0] for one in bucket.keys()}  # noqa: SIM118
+    assert name.startswith(".bench-")
+    assert f"remove everything below {bucket.url}/{name}" in caplog.text
+
+
+@pytest.mark.campaign
+def test_a_server_that_dies_ends_it_and_the_rest_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with SeaweedServer() as server, NetworkProxy(server.storage_options) as proxy:
+        server.create_bucket(BUCKET)
+        bucket = Bucket("seaweed", f"s3://{BUCKET}/run", *[server.storage_options] * 2)
+        bucket.put("step-1/_COMMIT", b"theirs")
+        held = proxy.hold(part)
+
+        def kill() -> None:
+            held.wait()
+            server.kill()
+            proxy.hang_up()
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        with pytest.raises(StoreUnavailableError):
+            measure(bucket, storage_options=proxy.storage_options, config=IMPATIENT)
+        thread.join()
+        server.restart()
+        theirs, *left = reversed(bucket.keys())
+        assert theirs == "step-1/_COMMIT"
+        for key in (*left, *bucket.uploads()):
+            assert key.removeprefix(bucket.prefix).startswith(".bench-")
+        assert f"remove everything below {bucket.url}/.bench-" in caplog.text
+
+
+@pytest.mark.backends("seaweed")
+def test_the_table_fits_80_columns_and_json_has_all_of_it(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in environment(bucket.storage_options).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COLUMNS", "80")
+    cli.measure(bucket.url, size="1MiB", seconds=0.1, as_json=False)
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    for word in ("save", "plain PUTs", "one GET at a time", "saves: no other settings", "warning"):
+        assert word in shown
+    cli.measure(bucket.url, size="1MiB", seconds=0.1, as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert report["size_bytes"] == MIB
+    assert set(report) == set(dos.BenchReport.__dataclass_fields__)
+    assert bucket.keys() == []
