@@ -12,6 +12,8 @@ import subprocess
 import sys
 import termios
 from collections.abc import Mapping
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -35,7 +37,8 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def run_here(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """As `run`, without a process of its own: to start one takes a second or three."""
     plain = dict.fromkeys(name for name in os.environ if name.startswith("AWS_"))
-    done = CliRunner().invoke(app, arguments, env={**plain, **environment})
+    invoke = partial(CliRunner().invoke, app, arguments, env={**plain, **environment})
+    done = copy_context().run(invoke)  # the options chosen are kept in a context variable
     return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 
 
