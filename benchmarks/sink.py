@@ -155,7 +155,7 @@ class _Server:
 
     def listen(self, port: int) -> None:
         """Listen on a loopback port (0: any free one), print the endpoint, and serve."""
-        with socket.create_server((_HOST, port), backlog=256) as server:
+        with socket.create_server((_HOST, port), backlog=1024) as server:
             scheme = "http" if self._context is None else "https"
             endpoint_url = f"{scheme}://{_HOST}:{server.getsockname()[1]}"
             print(endpoint_url, self._certificate or "", flush=True)
