@@ -34,7 +34,7 @@ LOWEST_TESTS = (
 )
 TORCH_TESTS = (
     *("tests/state", "tests/read", "tests/write", "tests/e2e", "tests/compat", "tests/inspect"),
-    *("tests/integrations", "tests/run", "tests/test_torch_private.py"),
+    *("tests/integrations", "tests/run", "tests/distributed", "tests/test_torch_private.py"),
 )
 FRAMEWORKS = (
     ("torchtitan",),
