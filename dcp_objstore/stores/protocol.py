@@ -308,7 +308,7 @@ class ObjectStore(Protocol):
 
         The object appears whole or not at all, and only if all sources were in the given states
         when they were copied. Where there are parts, each source is cut into as few equal ones as
-        have at most `part_size_bytes`. All sources but the last need 5 MiB, and some servers
+        have at most `part_size_bytes`. All parts but the last need 5 MiB, and some servers
         (Cloudflare R2) refuse parts that are not equal.
 
         Args:

@@ -259,16 +259,17 @@ class S3Store(BaseStore["dict[str, str]"]):
             for target, source in looked_at.values():
                 found = self._head(target)
                 if found.version.e_tag != source.version.e_tag:
-                    raise PreconditionFailedError("it was changed by another writer")
+                    raise PreconditionFailedError(f"{source.url} was changed by another writer")
                 if any(one.end > found.size_bytes for one in sources if one.url == source.url):
-                    raise CorruptDataError(f"it has only {found.size_bytes} bytes")
+                    raise CorruptDataError(f"{source.url} has only {found.size_bytes} bytes")
             return _version(upload.complete())
         except BaseException as error:
             left = "" if upload.abort() else f"; {LEFTOVER_ADVICE}"
-            if not isinstance(error, Exception):
+            is_told = isinstance(error, DcpObjstoreError) and not left
+            if is_told or not isinstance(error, Exception):
                 raise
             translated = self._translate(error)
-            translated.message += f" (the store was to copy {', '.join(looked_at)}){left}"
+            translated.message += f" (in a copy of {', '.join(looked_at)}){left}"
             raise translated from error
 
     def _of(self, place: Mapping[str, str], source: CopySource) -> dict[str, str]:
