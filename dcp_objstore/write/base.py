@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.claim import list_steps
 from dcp_objstore.checkpoint.names import data_key
-from dcp_objstore.checkpoint.read import open_committed
+from dcp_objstore.checkpoint.read import open_committed, open_found
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, InvalidUrlError
 from dcp_objstore.observe.events import NotCopied
 from dcp_objstore.state import tensor_frame
@@ -58,7 +59,7 @@ from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.upload import Uploaded
 from dcp_objstore.transfer.workers import DaemonPool, wait_for
 from dcp_objstore.waiting import result_of
-from dcp_objstore.write.layout import SMALL_BYTES
+from dcp_objstore.write.layout import SMALL_BYTES, Compared
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores import StoreSpec
+    from dcp_objstore.stores import ObjectStore, StoreSpec
     from dcp_objstore.transfer.upload import ByteArray
     from dcp_objstore.write.session import Save
 
@@ -123,26 +124,30 @@ def open_base(base: str, spec: StoreSpec) -> Base:
             the checkpoint of the save lies.
         spec: the store of the checkpoint of the save.
     """
-    url = base
+    if not spec.open().capabilities.copies:
+        return Base(base, None, "this store, or the transport to it, copies nothing by itself")
     try:
-        if not spec.open().capabilities.copies:
-            return Base(url, None, "this store, or the transport to it, copies nothing by itself")
-        if base == LATEST:
-            url = wait_for(_latest, spec)
-            if not url:
-                return Base()
-        _, body = wait_for(open_committed, spec.at(url).open())
-        return Base(url, ix.decode(body))
+        return wait_for(_read_base, base, spec)
     except DcpObjstoreError as error:
-        return Base(url, None, f"it cannot be read: {error}")
+        return Base(base, None, f"it cannot be read: {error}")
 
 
-def _latest(spec: StoreSpec) -> str:
+def _read_base(base: str, spec: StoreSpec) -> Base:
+    if base != LATEST:
+        _, body = open_committed(spec.at(base).open())
+        return Base(base, ix.decode(body))
     run, _ = spec.parent()
     if run is None:
-        return ""
-    found = list_steps(run.open(), lambda name: run.at(f"{run.url}/{name}").open(), newest=1)
-    return f"{run.url}/{found[-1].name}" if found else ""
+        return Base()
+    open_step = partial(_open_below, run)
+    for step in list_steps(run.open(), open_step, newest=1):
+        _, body = open_found(step.store, step.found)
+        return Base(step.store.url, ix.decode(body))
+    return Base()
+
+
+def _open_below(run: StoreSpec, name: str) -> ObjectStore:
+    return run.at(f"{run.url}/{name}").open()
 
 
 class _Kept(NamedTuple):
@@ -183,6 +188,7 @@ class Unchanged:
         items: all that have not changed, also what cannot be copied.
         objects: what the store is to make: for each object the runs of which it consists.
         refused: why other runs are not copied, and their size.
+        compared: digests that need not be computed again, by the address and size of the memory.
         copied: set by `copy`: the items that were copied.
         results: set by `copy`: a result for each of these.
         stored: set by `copy`: the objects that were made.
@@ -192,6 +198,7 @@ class Unchanged:
     items: set[MetadataIndex] = field(default_factory=set)
     objects: list[Sequence[_Run]] = field(default_factory=list)
     refused: list[tuple[str, int]] = field(default_factory=list)
+    compared: dict[tuple[int, int], Compared] = field(default_factory=dict)
     copied: set[MetadataIndex] = field(default_factory=set)
     results: list[WriteResult] = field(default_factory=list)
     stored: list[StoredObject] = field(default_factory=list)
@@ -282,6 +289,8 @@ def find_unchanged(
     known_digests: Mapping[tuple[int, int], bytes],
     config: TransferConfig,
     digests_of: Callable[[ByteArray], bytes] = block_digests,
+    *,
+    in_place: bool = False,
 ) -> Unchanged:
     """Compare a rank's items with those of the base. Sends no request.
 
@@ -295,13 +304,14 @@ def find_unchanged(
         known_digests: digests that staging has computed, by the address and size of the memory.
         config: settings.
         digests_of: `block_digests` or a wrapper of it; called in the threads that hash.
+        in_place: `resolve` gives the memory of the state, which stays as it is.
     """
     assert base.index is not None
     stop = Progress(config.stall_timeout_seconds)
     same: list[_Kept] = []
     with DaemonPool(config.hash_threads, "hash") as hashers:
         outbound = Outbound(plan_parts(0, config.part_size_bytes), config, stop.check_stopped)
-        comparison = _Comparison(resolve, known_digests, outbound, hashers, digests_of)
+        comparison = _Comparison(resolve, known_digests, outbound, hashers, digests_of, in_place)
         waiting: deque[tuple[_Kept, Future[bool]]] = deque()
         candidates = _candidates(base.index, items)
         while True:
@@ -314,7 +324,7 @@ def find_unchanged(
                 compared, is_same = waiting.popleft()
                 if result_of(is_same):
                     same.append(compared)
-    found = Unchanged(base, {one.item.index for one in same})
+    found = Unchanged(base, {one.item.index for one in same}, compared=comparison.compared)
     runs = [run for run in _runs(base.index, same, found) if run.size_bytes >= LEAST_PART_BYTES]
     for share in np.array_split(np.arange(len(runs)), min(_MOST_OBJECTS, len(runs)) or 1):
         if len(share):
@@ -346,6 +356,8 @@ class _Comparison:
     outbound: Outbound
     hashers: DaemonPool
     digests_of: Callable[[ByteArray], bytes]
+    in_place: bool
+    compared: dict[tuple[int, int], Compared] = field(default_factory=dict)
 
     def of(self, kept: _Kept) -> Future[bool]:
         """Compare an item: large host memory in a thread, the rest at once."""
@@ -362,7 +374,9 @@ class _Comparison:
     def _compared(self, kept: _Kept) -> bool | Future[bool]:
         size_bytes, digests = kept.stored.payload_length, kept.stored.digests
         data = self.resolve(kept.item)
-        payload = None if isinstance(data, io.BytesIO) else tensor_frame.raw_payload(data)
+        if isinstance(data, io.BytesIO):
+            return False
+        payload = tensor_frame.raw_payload(data)
         if payload is None or constant_name(payload.dtype) != kept.dtype:
             return False
         if payload.nbytes != size_bytes:
@@ -374,20 +388,26 @@ class _Comparison:
         slices = None if payload.is_cpu else self.outbound.slices(payload)
         if slices is None:
             slices = tensor_frame.payload_slices(payload, BLOCK_SIZE_BYTES)
-        if payload.is_cpu:
-            return self.hashers.submit(_have, digests, slices, self.digests_of)
-        return _have(digests, slices, self.digests_of)
+        if not payload.is_cpu:
+            return _have(digests, slices, self.digests_of)
+        compared = Compared()
+        if self.in_place and payload.data_ptr() == data.data_ptr():
+            self.compared[payload.data_ptr(), size_bytes] = compared
+        return self.hashers.submit(_have, digests, slices, self.digests_of, compared)
 
 
 def _have(
-    digests: bytes, pieces: Iterable[ByteArray], digests_of: Callable[[ByteArray], bytes]
+    digests: bytes,
+    pieces: Iterable[ByteArray],
+    digests_of: Callable[[ByteArray], bytes],
+    compared: Compared | None = None,
 ) -> bool:
     """Return whether all blocks have these digests; stop at the first that has not."""
-    at = 0
+    compared, at = compared or Compared(), 0
     for piece in pieces:
         for start in range(0, piece.nbytes, BLOCK_SIZE_BYTES):
-            block = digests_of(piece[start : start + BLOCK_SIZE_BYTES])
-            if block != digests[at : at + DIGEST_SIZE_BYTES]:
+            digest = compared.digest(piece[start : start + BLOCK_SIZE_BYTES], digests_of)
+            if digest != digests[at : at + DIGEST_SIZE_BYTES]:
                 return False
             at += DIGEST_SIZE_BYTES
     return True

@@ -78,8 +78,15 @@ def upload_items(
     digests_of = _emitting(save.channel) if save.channel.detailed else block_digests
     unchanged = Unchanged()
     if base is not None:
-        resolve = planner.resolve_data
-        unchanged = find_unchanged(base, plan.items, resolve, known_digests, config, digests_of)
+        unchanged = find_unchanged(
+            base,
+            plan.items,
+            planner.resolve_data,
+            known_digests,
+            config,
+            digests_of,
+            in_place=isinstance(planner, AgreeingSavePlanner) and not planner.is_copied,
+        )
     order = [(item, item_bytes(item)) for item in upload_order(plan.items, unchanged.items)]
     to_copy = unchanged.to_copy
     left = [(item, size_bytes) for item, size_bytes in order if item.index not in to_copy]
@@ -119,6 +126,7 @@ def upload_items(
                 outbound,
                 digests_of,
                 known_digests,
+                unchanged.compared,
             )
             key = data_key(save.rank, next(numbers), save.nonce)
             try:
