@@ -377,9 +377,8 @@ class _Comparison:
         if isinstance(data, io.BytesIO):
             return False
         payload = tensor_frame.raw_payload(data)
-        if payload is None or constant_name(payload.dtype) != kept.dtype:
-            return False
-        if payload.nbytes != size_bytes:
+        dtype = None if payload is None else constant_name(payload.dtype)
+        if payload is None or (dtype, payload.nbytes) != (kept.dtype, size_bytes):
             return False
         if known := self.known_digests.get((payload.data_ptr(), size_bytes)):
             return known == digests
