@@ -384,10 +384,9 @@ class _Comparison:
             return known == digests
         if payload.is_cpu and size_bytes <= SMALL_BYTES:
             return small_digest(tensor_frame.small_payload(payload, size_bytes)) == digests
-        slices = None if payload.is_cpu else self.outbound.slices(payload)
-        if slices is None:
-            slices = tensor_frame.payload_slices(payload, BLOCK_SIZE_BYTES)
-        if not payload.is_cpu:
+        copied = self.outbound.slices(payload)
+        slices = copied or tensor_frame.payload_slices(payload, BLOCK_SIZE_BYTES)
+        if copied is not None or not payload.is_cpu:
             return _have(digests, slices, self.digests_of)
         compared = Compared()
         if self.in_place and payload.data_ptr() == data.data_ptr():

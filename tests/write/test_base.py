@@ -30,6 +30,7 @@ from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.copies import copied_parts
 from dcp_objstore.write.base import Unchanged
 from tests.support.checkpoints import assert_nothing_visible, memory_url
+from tests.support.lanes import LateLane, use_lane
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.ranks import run_ranks
 from tests.support.scripted import Answer
@@ -224,6 +225,19 @@ def test_every_way_to_save_takes_a_base(way: str, local: Folder) -> None:
         assert writer.last_save is not None
         report = writer.last_save
     assert 16 * MIB < report.copied_bytes < 17 * MIB
+    assert_holds(local.at("step-2"), None, 1)
+
+
+def test_memory_of_a_device_is_compared_through_the_ring(
+    local: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(local.at("step-1"))
+    lane = LateLane()
+    use_lane(monkeypatch, lambda: lane)
+    report = save(local.at("step-2"), None, 1, base="latest")
+    assert 16 * MIB < report.copied_bytes < 17 * MIB
+    assert lane.copied >= 9 + 1, "the head is copied again to be uploaded"
+    assert not lane.queued
     assert_holds(local.at("step-2"), None, 1)
 
 
