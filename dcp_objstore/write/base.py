@@ -134,8 +134,9 @@ def open_base(base: str, spec: StoreSpec) -> Base:
 
 def _read_base(base: str, spec: StoreSpec) -> Base:
     if base != LATEST:
-        _, body = open_committed(spec.at(base).open())
-        return Base(base, ix.decode(body))
+        there = spec.at(base)
+        _, body = open_committed(there.open())
+        return Base(there.url, ix.decode(body))
     run, _ = spec.parent()
     if run is None:
         return Base()
@@ -271,7 +272,7 @@ class Unchanged:
 def report_not_copied(save: Save, base: str, reason: str, size_bytes: int) -> None:
     """Log and emit that bytes which the store was to copy are uploaded instead."""
     logger.warning(
-        "%s: rank %d uploads all, or more than has changed since %s: %s",
+        "%s: rank %d uploads what has not changed since the base (%s), too: %s",
         save.spec.url,
         save.rank,
         base,
@@ -459,7 +460,10 @@ def _framing(
         frame = b""
         dtype = known_dtype(shapes[row][0]) if row in shapes and not item.pickled else None
         if dtype is not None:
-            around = tensor_frame.frame(dtype, shapes[row][1], options)
+            try:
+                around = tensor_frame.frame(dtype, shapes[row][1], options)
+            except RuntimeError:  # another rank's tensor that is larger than this machine's memory
+                return None
             frame = around.header + around.trailer
         padding_bytes = item.offset - end
         if padding_bytes >= tensor_frame.ALIGNMENT_BYTES:

@@ -521,6 +521,33 @@ def test_ctrl_c_during_a_copy_leaves_no_upload_and_nothing_committed(
     assert_holds(bucket.at("step-2"), bucket, 1)
 
 
+@pytest.mark.campaign
+def test_copies_that_stall_are_given_up_and_the_bytes_uploaded(
+    bucket: Bucket, proxy: NetworkProxy
+) -> None:
+    save(bucket.at("step-1"), bucket)
+    held = proxy.hold(is_copy)
+    events: list[Any] = []
+    report = save(
+        bucket.at("step-2"),
+        bucket,
+        1,
+        base=f"{bucket.at('step-1')}/",
+        storage_options=proxy.storage_options,
+        config=dos.TransferConfig(stall_timeout_seconds=3),
+        on_event=events.append,
+    )
+    assert report.copied_bytes == 0
+    assert "stall_timeout_seconds" in of(NotCopied, events)[0].reason
+    assert_holds(bucket.at("step-2"), bucket, 1)
+    held.release()
+    ends_at = time.monotonic() + 60
+    while bucket.uploads():  # aborted when the requests have ended
+        assert time.monotonic() < ends_at
+        time.sleep(0.1)
+    assert_holds(bucket.at("step-2"), bucket, 1)
+
+
 PROGRAM = """
 import sys
 import dcp_objstore as dos
