@@ -281,9 +281,22 @@ def test_ranks_decide_alone_by_an_index_that_is_read_once(local: Folder) -> None
     assert 16 * MIB < report.copied_bytes < 17 * MIB
     assert report == same
     assert counts["index"] == 2
+    # One to find the base and one to see that there are no later steps; then commits alone.
+    assert counts["list"] == 2 + 3
     assert others == {"index": 0, "list": 0}
     want = {key: value for key, value in state(2).items() if isinstance(value, torch.Tensor)}
     assert_holds(f"{local.url}/step-2", None, want)
+
+
+def test_a_job_that_resumes_has_the_loaded_step_as_base(local: Folder) -> None:
+    with dos.CheckpointManager(local.url, base="latest", sweep=False) as run:
+        run.save(1, state())
+    resumed = state()
+    with dos.CheckpointManager(local.url, base="latest", sweep=False) as run:
+        assert run.load(resumed) == 1
+        report = run.save(2, state(1))
+    assert 16 * MIB < report.copied_bytes < 17 * MIB
+    assert_holds(f"{local.url}/step-2", None, 1)
 
 
 def save_differently(rank: int, world_size: int, url: str) -> str:
