@@ -31,6 +31,11 @@ weaken one of them. The rules keep the numbers of the design. Rule 3 is in `name
     are decided in the same way, by their write_id.
 11. All this needs a store with conditional writes, which `probe` tests. `fenced=False` sends the
     same PUTs without conditions, for users who have promised that there is only one writer.
+12. A save may have the store copy its data from another checkpoint, its base (`write.base`). It
+    reads the base by rule 7, and the store copies an object only in the state whose ETag is in the
+    base's index. So the copied bytes have the digests of that index, whoever deletes, sweeps or
+    overwrites the base meanwhile. Copies are data of this save like any other (rules 3 and 4).
+    What is not copied is uploaded, under another key.
 """
 
 from __future__ import annotations

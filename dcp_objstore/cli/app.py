@@ -493,15 +493,20 @@ def copy_checkpoint(
     source: Annotated[str, typer.Argument(help="URL of the checkpoint to copy.", metavar="SRC")],
     url: Annotated[str, typer.Argument(help="URL of the checkpoint to write.", metavar="DST")],
     overwrite: _Overwrite = False,
+    streamed: Annotated[
+        bool,
+        typer.Option("--streamed", help="Check every byte, where the store could copy by itself."),
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Copy a checkpoint to another run, bucket or provider.
 
-    Streams through a few hundred MiB of memory, checks every byte on the way and commits the copy
-    as a save does. After a crash or Ctrl-C, run the same command again: objects that have arrived
-    are not sent again. Pins are not copied.
+    Between two URLs of one store, the store copies by itself. Otherwise it streams through a few
+    hundred MiB of memory and checks every byte on the way. Commits as a save does. After a crash or
+    Ctrl-C, run the same command again: objects that have arrived are not sent again. Pins are not
+    copied.
     """
     with exits():
         from dcp_objstore.cli.convert import copy
 
-        copy(source, url, overwrite=overwrite, as_json=as_json)
+        copy(source, url, overwrite=overwrite, streamed=streamed, as_json=as_json)

@@ -103,7 +103,7 @@ def import_(
     print(f"commit {report.commit_id}")
 
 
-def copy(source: str, url: str, *, overwrite: bool, as_json: bool) -> None:
+def copy(source: str, url: str, *, overwrite: bool, streamed: bool, as_json: bool) -> None:
     """Copy a checkpoint and print the report.
 
     Raises:
@@ -111,7 +111,9 @@ def copy(source: str, url: str, *, overwrite: bool, as_json: bool) -> None:
     """
     from dcp_objstore.convert.copy import copy_checkpoint
 
-    report = copy_checkpoint(source, url, overwrite=overwrite, storage_options=chosen())
+    report = copy_checkpoint(
+        source, url, overwrite=overwrite, storage_options=chosen(), streamed=streamed
+    )
     if as_json:
         print_json(report)
         return
@@ -121,6 +123,8 @@ def copy(source: str, url: str, *, overwrite: bool, as_json: bool) -> None:
     if report.sent_bytes < report.total_bytes:
         sent = size_text(report.sent_bytes)
         print(f"sent {sent}; an interrupted copy had sent the rest")
+    if report.copied_bytes:
+        print(f"the store copied {size_text(report.copied_bytes)} by itself, without a check here")
 
 
 def _rules(rename: Sequence[str]) -> list[tuple[str, str]]:

@@ -4,13 +4,18 @@ A copy is a save whose objects come from another checkpoint, so the rules of `ch
 hold for it. Its objects have new names, because the names of two writers must never be equal
 (rule 3).
 
+Where both are on one store that copies, the store copies each object by itself, if it still has the
+ETag that the source's index gives (rule 12). Otherwise, and where that fails, the bytes stream
+through here and are compared with the source's digests.
+
 **What an interrupted copy has sent is not sent again.** The nonce in the names of a copy's objects
 is the save's own, followed by the first digits of the SHA-256 of the source's index. That index has
-the digests of every byte, and an object appears only after all its bytes were compared with them.
-So an object with these digits, its number and its size is the one that is to be copied, and the new
-copy names it in its index instead of sending it. This is done only if there is no marker at the
-destination when the copy begins. Then no sweep has put its fence since the object was written, and
-one that puts it later defeats this commit; so none removes an object that this commit names.
+the digests of every byte, and an object appears only after all its bytes were compared with them,
+or were copied from the object that they describe. So an object with these digits, its number and
+its size is the one that is to be copied, and the new copy names it in its index instead of sending
+it. This is done only if there is no marker at the destination when the copy begins. Then no sweep
+has put its fence since the object was written, and one that puts it later defeats this commit; so
+none removes an object that this commit names.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ import msgspec
 import numpy as np
 
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.checkpoint.names import data_key, parse_data_key
+from dcp_objstore.checkpoint.names import data_key, new_nonce, parse_data_key
 from dcp_objstore.config import at_most
 from dcp_objstore.convert.names import options_of_other
 from dcp_objstore.errors import (
@@ -40,9 +45,12 @@ from dcp_objstore.errors import (
 from dcp_objstore.inspect.slabs import ahead
 from dcp_objstore.inspect.verify import Piece, framing_pieces, payload_blocks
 from dcp_objstore.observe.events import Planned
+from dcp_objstore.observe.report import logger
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.state.dcp_metadata import StoredObject
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.protocol import CopySource, Version
+from dcp_objstore.transfer.copies import copy_objects
 from dcp_objstore.transfer.digests import BlockDigest, block_digest
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.parts import part_count, plan_parts
@@ -76,8 +84,9 @@ class CopyReport:
         commit_id: id of the copy's commit.
         objects: number of data objects.
         total_bytes: their size.
-        sent_bytes: bytes of data objects that this copy sent. The others were there, from an
+        sent_bytes: bytes of data objects that this copy wrote. The others were there, from an
             earlier copy that was interrupted.
+        copied_bytes: how many of these the store copied by itself.
         seconds: how long it took.
     """
 
@@ -87,6 +96,7 @@ class CopyReport:
     objects: int
     total_bytes: int
     sent_bytes: int
+    copied_bytes: int
     seconds: float
 
 
@@ -103,11 +113,15 @@ def copy_checkpoint(
     on_event: OnEvent | None = None,
     trace: str | os.PathLike[str] | None = None,
     allow_unfenced: bool = False,
+    streamed: bool = False,
 ) -> CopyReport:
     """Copy a checkpoint between runs, buckets and providers, byte for byte.
 
-    The data streams through some 300 MiB of this process's memory, however large it is, and each
-    byte is compared with the source's digests on the way. The copy is committed as `save` does it:
+    If both URLs are on one store that can copy (`s3://`, `file://`) and have the same options, the
+    store copies the objects by itself, each on the condition that it has the ETag which the save
+    got for it; its bytes are not read. Otherwise the data streams through some 300 MiB of this
+    process's memory, however large it is, and each byte is compared with the source's digests on
+    the way; so are objects that the store does not copy. The copy is committed as `save` does it:
     when this returns, the whole checkpoint exists. It has a commit of its own; the source's
     `user_metadata` and `world_size` are kept, its pins are not.
 
@@ -128,6 +142,7 @@ def copy_checkpoint(
         on_event: callable that receives each event of the save, in a thread of its own.
         trace: name of a local file to write a trace of the save to.
         allow_unfenced: save even to a store without conditional writes. Default False: refuse.
+        streamed: compare every byte: never have the store copy by itself. Default False.
 
     Returns:
         What was copied.
@@ -136,7 +151,7 @@ def copy_checkpoint(
         CheckpointNotFoundError: there is no checkpoint at the source.
         UnsupportedError: another library wrote the source; `import_checkpoint` takes it.
         CheckpointCorruptError: the source is damaged; the error names the tensor. Nothing was
-            committed.
+            committed. What the store copies by itself is not read: `verify` the copy.
         CheckpointGoneError: the source was deleted or replaced meanwhile, and its objects removed.
         CheckpointExistsError: a checkpoint is committed at `url` and `overwrite` is False, or it is
             pinned.
@@ -163,7 +178,8 @@ def copy_checkpoint(
         allow_unfenced=allow_unfenced,
         user_metadata=stored.marker.user_metadata,
     )
-    copy = _Copy(spec, stored)
+    target = StoreSpec(url, storage_options, config)
+    copy = _Copy(spec, stored, on_store=not streamed and _on_one_store(spec, target))
     report = writer.save_objects(copy.upload)
     assert report.commit_id is not None
     return CopyReport(
@@ -173,8 +189,15 @@ def copy_checkpoint(
         objects=report.objects,
         total_bytes=report.total_bytes,
         sent_bytes=copy.sent_bytes,
+        copied_bytes=report.copied_bytes,
         seconds=report.seconds,
     )
+
+
+def _on_one_store(source: StoreSpec, target: StoreSpec) -> bool:
+    """Whether the store may be asked to copy: the same credentials hold on both sides."""
+    alike = [(one.parsed.scheme, one.storage_options, one.config) for one in (source, target)]
+    return alike[0] == alike[1] and target.open().capabilities.copies
 
 
 class _Copy:
@@ -183,15 +206,17 @@ class _Copy:
     Args:
         spec: the store of the source.
         stored: the opened source.
+        on_store: have the store copy what it can.
 
     Attributes:
         sent_bytes: bytes to send, without what was there already.
     """
 
-    def __init__(self, spec: StoreSpec, stored: StoredCheckpoint) -> None:
+    def __init__(self, spec: StoreSpec, stored: StoredCheckpoint, *, on_store: bool) -> None:
         assert stored.index is not None
         assert stored.marker is not None
         assert stored.marker.index is not None
+        self._on_store = on_store
         self._source = spec.open()
         self._config = spec.config
         self._stored = stored
@@ -216,6 +241,9 @@ class _Copy:
             objects=len(left),
             requests=sum(part_count(objects[n].size_bytes, config.part_size_bytes) for n in left),
         )
+        if self._on_store:
+            copied |= self._copy_on_store(save, left)
+            left = [number for number in left if number not in copied]
         progress = Progress(config.stall_timeout_seconds, channel)
         if left:
             copied |= run_watched(
@@ -244,6 +272,29 @@ class _Copy:
                     there = msgspec.structs.replace(entry, key=meta.key, e_tag=None)
                     arrived[name.n] = StoredObject(there, 0, save.spec.url)
         return arrived
+
+    def _copy_on_store(self, save: Save, numbers: Sequence[int]) -> dict[int, StoredObject]:
+        """Have the store copy objects; return those that it has copied, by number."""
+        objects = self._index.objects
+        # Names of their own: a key is never written twice, and the answer of a copy that failed may
+        # only have been lost.
+        nonce = new_nonce() + self._fingerprint
+        keys = {data_key(0, number, nonce): number for number in numbers if objects[number].e_tag}
+        made = copy_objects(
+            save.open(),
+            {key: [_source(self._source.url, objects[number])] for key, number in keys.items()},
+            self._config,
+            Progress(self._config.stall_timeout_seconds, save.channel),
+        )
+        copied: dict[int, StoredObject] = {}
+        for key, outcome in made.items():
+            if isinstance(outcome, DcpObjstoreError):
+                logger.info("%s is streamed, because the store did not copy it: %s", key, outcome)
+                continue
+            entry = objects[keys[key]]
+            there = msgspec.structs.replace(entry, key=key, e_tag=outcome.version.e_tag)
+            copied[keys[key]] = StoredObject(there, outcome.parts, save.spec.url, copied=True)
+        return copied
 
     def _send_all(
         self, save: Save, numbers: Sequence[int], progress: Progress
@@ -366,3 +417,7 @@ class _Copy:
             key = next((span.tag.key for span in window.spans if span.tag.key), None)
             return CheckpointCorruptError(error.message, key=key, url=self._source.url)
         return error
+
+
+def _source(url: str, entry: ix.ObjectEntry) -> CopySource:
+    return CopySource(f"{url}/{entry.key}", 0, entry.size_bytes, Version(entry.e_tag))

@@ -137,6 +137,37 @@ class ObjectUploaded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartCopied(Event):
+    """The store has copied a part of an object, from the base of a save or for `copy`.
+
+    It has no duration: emitted when the store has answered.
+
+    Attributes:
+        object_key: key of the object, relative to the checkpoint.
+        size_bytes: size of the part.
+    """
+
+    object_key: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotCopied(Event):
+    """A save with a base uploads what the store was to copy.
+
+    Attributes:
+        base: URL of the base, or "latest" if it was not found out.
+        reason: why, in words.
+        not_copied_bytes: bytes of this rank that have not changed and are uploaded; 0 if they were
+            not compared.
+    """
+
+    base: str
+    reason: str
+    not_copied_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRead(Event):
     """A range of an object was fetched, verified, and copied to its destination.
 
@@ -195,8 +226,9 @@ class Saved(Event):
 
     Attributes:
         size_bytes: bytes in data objects, framing included.
+        copied_bytes: how many of them the store has copied from the base of the save.
         objects: number of data objects.
-        parts: number of requests that carried their bytes.
+        parts: number of requests that carried their bytes, or had the store copy them.
         commit_id: id of the commit.
     """
 
@@ -204,6 +236,7 @@ class Saved(Event):
     objects: int
     parts: int
     commit_id: str
+    copied_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +305,8 @@ AnyEvent: TypeAlias = (
     | Opened
     | Planned
     | Hashed
+    | NotCopied
+    | PartCopied
     | PartUploaded
     | ObjectUploaded
     | RangeRead
@@ -292,10 +327,12 @@ __all__ = [
     "Failed",
     "Hashed",
     "Loaded",
+    "NotCopied",
     "ObjectUploaded",
     "OnEvent",
     "Opened",
     "Operation",
+    "PartCopied",
     "PartUploaded",
     "Planned",
     "RangeRead",

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tqdm import tqdm
 
-from dcp_objstore.observe.events import Loaded, PartUploaded, Planned, RangeRead, Saved
+from dcp_objstore.observe.events import (
+    Loaded,
+    PartCopied,
+    PartUploaded,
+    Planned,
+    RangeRead,
+    Saved,
+)
 
 if TYPE_CHECKING:
     from dcp_objstore.observe.events import AnyEvent
@@ -32,9 +39,11 @@ class SaveReport:
     Attributes:
         url: URL of the checkpoint.
         total_bytes: bytes in data objects, framing included.
+        copied_bytes: how many of them the store has copied from the base of the save.
         seconds: time from set-up to commit; on other ranks than the coordinator, of the upload.
         objects: number of data objects.
-        parts: number of requests that carried their bytes (single PUTs and multipart parts).
+        parts: number of requests that carried their bytes (single PUTs and multipart parts), or had
+            the store copy them.
         commit_id: id of the commit; None on ranks that do not commit.
     """
 
@@ -44,6 +53,12 @@ class SaveReport:
     objects: int
     parts: int
     commit_id: str | None = None
+    copied_bytes: int = 0
+
+    @property
+    def uploaded_bytes(self) -> int:
+        """Bytes in data objects that were uploaded."""
+        return self.total_bytes - self.copied_bytes
 
     @property
     def gib_per_second(self) -> float:
@@ -136,7 +151,9 @@ class SummaryLine:
         """Log the line, if the event ends the save or load."""
         match event:
             case Saved():
-                self._log("saved", event, f"{event.parts} parts")
+                copied = size_text(event.copied_bytes)
+                text = f", {copied} of them copied by the store" if event.copied_bytes else ""
+                self._log("saved", event, f"{event.parts} parts{text}")
             case Loaded():
                 again = counted(event.slow_ranges, "slow range")
                 text = f", {again} asked for again" if event.slow_ranges else ""
@@ -192,7 +209,7 @@ class Bar:
         match event:
             case Planned():
                 self.begin(event.size_bytes)
-            case PartUploaded() | RangeRead():
+            case PartUploaded() | PartCopied() | RangeRead():
                 self.advance(event.size_bytes)
 
     def begin(self, total_bytes: int) -> None:

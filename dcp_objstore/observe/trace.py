@@ -168,6 +168,8 @@ def _name(event: AnyEvent) -> str:
         events.Opened: "open",
         events.Hashed: "hash",
         events.ObjectUploaded: "upload",
+        events.PartCopied: "copied",
+        events.NotCopied: "not copied",
         events.RangeRead: "range",
         events.Committed: "commit",
         events.Saved: "save",

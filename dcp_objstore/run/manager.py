@@ -38,6 +38,7 @@ from dcp_objstore.run.saves import Busy, RunSaves, check_busy
 from dcp_objstore.run.steps import check_step, step_numbers, step_url
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import async_save as async_api
+from dcp_objstore.write.base import check_base
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunClaim
@@ -160,6 +161,9 @@ class CheckpointManager:
             checkpoint. `ObjectStoreWriter` says what False means. Default True.
         allow_unfenced: save even to a store without conditional writes, which cannot keep two
             writers of one checkpoint apart. Default False: refuse.
+        base: "latest", or the URL of a checkpoint: what has not changed since the newest step (or
+            since that checkpoint) is copied by the store instead of uploaded. `ObjectStoreWriter`
+            says more. Default: upload all.
         process_group: the ranks that save and load together. Default: all.
         verify: with "strict", no unverified byte reaches a tensor. With "off", only the needed
             bytes are read, and they are not checked. Default "strict".
@@ -200,13 +204,16 @@ class CheckpointManager:
         config: TransferConfig | None = None,
         stock_metadata: bool = True,
         allow_unfenced: bool = False,
+        base: str | None = None,
         process_group: dist.ProcessGroup | None = None,
         verify: Literal["strict", "off"] = "strict",
         trust_pickle: bool = False,
         on_event: OnEvent | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._url = StoreSpec(url, storage_options, config).url.rstrip("/")
+        spec = StoreSpec(url, storage_options, config)
+        self._url = spec.url.rstrip("/")
+        check_base(base, spec)
         self._every, self._every_seconds = _intervals(save_every, save_every_seconds)
         check_busy(on_busy)
         self._on_busy = on_busy
@@ -223,6 +230,7 @@ class CheckpointManager:
             **shared,
             "stock_metadata": stock_metadata,
             "allow_unfenced": allow_unfenced,
+            "base": base,
         }
         self._loading = {**shared, "verify": verify, "trust_pickle": trust_pickle}
         self._retainer = Retainer(

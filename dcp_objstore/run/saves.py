@@ -23,6 +23,7 @@ from dcp_objstore.run.housekeeping import Retainer
 from dcp_objstore.run.steps import check_step, described_by, step_url
 from dcp_objstore.transfer.workers import spawn
 from dcp_objstore.write import api, async_save as async_api
+from dcp_objstore.write.base import LATEST
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -185,11 +186,18 @@ class RunSaves:
         again = again or step in self._failed
         return {
             **self._saving,
+            "base": self._base(),
             "overwrite": again,
             "user_metadata": described,
             "claim": self.claim,
             "progress": False,
         }
+
+    def _base(self) -> str | None:
+        """Return the base of the next save; for "latest" the newest step that this job knows of."""
+        base: str | None = self._saving.get("base")
+        known = self._saved if self._resumed is None else {*self._saved, self._resumed}
+        return step_url(self._url, max(known)) if base == LATEST and known else base
 
     def _leave_later_steps(self, step: int) -> None:
         """Before the first save, and the first after going back: drop later steps that count.

@@ -41,11 +41,19 @@ _OFFSETS, _SIZES = attrgetter("offsets"), attrgetter("sizes")
 
 
 class StoredObject(msgspec.Struct, frozen=True, array_like=True):
-    """A data object that a rank has uploaded, with its number of parts and its checkpoint's URL."""
+    """A data object that a rank has written.
+
+    Attributes:
+        entry: its entry in the index.
+        parts: number of requests that carried its bytes, or had the store copy them.
+        url: URL of the checkpoint.
+        copied: whether the store has copied it from another checkpoint.
+    """
 
     entry: ix.ObjectEntry
     parts: int
     url: str
+    copied: bool = False
 
 
 class StoredItem(msgspec.Struct, frozen=True, array_like=True, gc=False):

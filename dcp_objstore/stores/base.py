@@ -6,16 +6,18 @@ import logging
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from dcp_objstore.errors import DcpObjstoreError, ObjectNotFoundError
+from dcp_objstore.errors import DcpObjstoreError, InputError, ObjectNotFoundError, UnsupportedError
 from dcp_objstore.stores.answers import check_whole
 from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer, check_range
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
+    Capabilities,
+    CopySource,
     ObjectMeta,
     Precondition,
     RangeReading,
@@ -32,6 +34,11 @@ if TYPE_CHECKING:
 Place = TypeVar("Place")
 
 _log = logging.getLogger("dcp_objstore")
+
+_NO_COPIES = (
+    "this store makes no object of parts of others by itself; s3:// does (with boto3, from"
+    " 'dcp-objstore[s3]'), and file:// on Linux"
+)
 
 
 class BaseStore(ABC, Generic[Place]):
@@ -66,6 +73,11 @@ class BaseStore(ABC, Generic[Place]):
     def reports_throttling(self) -> Collection[str]:
         """The verbs whose requests the adapter sends again itself: none."""
         return ()
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What the adapter claims to guarantee."""
 
     @property
     def range_reading(self) -> RangeReading:
@@ -120,6 +132,23 @@ class BaseStore(ABC, Generic[Place]):
         # Outside of the handler, so that the caller's error keeps its own cause and context.
         raise source.error
 
+    def copy(
+        self,
+        key: str,
+        sources: Sequence[CopySource],
+        *,
+        part_size_bytes: int,
+        max_concurrency: int,
+        moved: Callable[[int], None],
+    ) -> Version:
+        """Write an object of ranges of other objects, which the store copies."""
+        with self._errors(key) as place:
+            if not self.capabilities.copies:
+                raise UnsupportedError(_NO_COPIES)
+            if not sources or not all(0 <= source.start < source.end for source in sources):
+                raise InputError(f"not ranges to copy: {sources!r}")
+            return self._copy(place, sources, part_size_bytes, max_concurrency, moved)
+
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         """Read a small object, with its metadata."""
         with self._errors(key) as place:
@@ -172,6 +201,17 @@ class BaseStore(ABC, Generic[Place]):
         self, place: Place, source: WatchedBuffers, part_size_bytes: int, max_concurrency: int
     ) -> Version:
         """Do what `ObjectStore.put_stream` does; note in `source` if parts were left."""
+
+    def _copy(
+        self,
+        place: Place,
+        sources: Sequence[CopySource],
+        part_size_bytes: int,
+        max_concurrency: int,
+        moved: Callable[[int], None],
+    ) -> Version:
+        """Do what `ObjectStore.copy` does; where the capability is claimed."""
+        raise NotImplementedError
 
     @abstractmethod
     def _get(self, place: Place, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:

@@ -17,6 +17,14 @@ def check_range(start: int, end: int) -> None:
         raise InputError(f"not a range: [{start}, {end})")
 
 
+def cut_range(start: int, end: int, most_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cut a range into as few parts as have at most `most_bytes`, equal but for the last."""
+    count = max(1, -(-(end - start) // most_bytes))
+    size_bytes = max(1, -(-(end - start) // count))
+    for at in range(start, end, size_bytes):
+        yield at, min(end, at + size_bytes)
+
+
 def as_buffers(data: Buffer | Sequence[Buffer]) -> Sequence[Buffer]:
     """One buffer, or a list or tuple of them, as a sequence."""
     if isinstance(data, (list, tuple)):

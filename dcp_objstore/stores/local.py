@@ -27,9 +27,10 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,13 +41,15 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreUnavailableError,
+    UnsupportedError,
 )
 from dcp_objstore.stores.answers import check_fits
 from dcp_objstore.stores.base import BaseStore
-from dcp_objstore.stores.buffers import WatchedBuffers
+from dcp_objstore.stores.buffers import WatchedBuffers, cut_range
 from dcp_objstore.stores.errors import kind_of_builtin
 from dcp_objstore.stores.protocol import (
     Capabilities,
+    CopySource,
     IfAbsent,
     IfVersion,
     ObjectMeta,
@@ -55,7 +58,7 @@ from dcp_objstore.stores.protocol import (
     Version,
 )
 from dcp_objstore.stores.ranges import Answer, RangeSource
-from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
+from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix, parse_url
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -65,6 +68,9 @@ _LOCK_NAME = f"{_OURS}lock"
 # Random digits and the name of the object that it becomes follow.
 _TEMPORARY = f"{_OURS}tmp."
 _NAME_BYTES = 255
+
+# Between two file systems, or on one that has no such call.
+_NO_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 # Where a folder would have to be, there is an object.
 _IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST)
@@ -80,7 +86,7 @@ class LocalStore(BaseStore[Path]):
     @property
     def capabilities(self) -> Capabilities:
         """Everything but parallel parts: a stream is written in order."""
-        return Capabilities(multipart=False)
+        return Capabilities(multipart=False, copies=hasattr(os, "copy_file_range"))
 
     def _range_source(self, place: Path) -> _LocalSource:
         return _LocalSource(place)
@@ -113,7 +119,7 @@ class LocalStore(BaseStore[Path]):
         *,
         retry: bool,  # noqa: ARG002  there is nothing to retry
     ) -> Version:
-        return self._write(place, iter(buffers), precondition)
+        return self._write(place, partial(_write_buffers, iter(buffers)), precondition)
 
     def _put_stream(
         self,
@@ -122,7 +128,31 @@ class LocalStore(BaseStore[Path]):
         part_size_bytes: int,  # noqa: ARG002  no parts here
         max_concurrency: int,  # noqa: ARG002  in order
     ) -> Version:
-        return self._write(place, source, None)
+        return self._write(place, partial(_write_buffers, source), None)
+
+    def _copy(
+        self,
+        place: Path,
+        sources: Sequence[CopySource],
+        part_size_bytes: int,
+        max_concurrency: int,  # noqa: ARG002  in order
+        moved: Callable[[int], None],
+    ) -> Version:
+        """The kernel copies; a file system that can shares the blocks (a reflink)."""
+
+        def write(fd: int) -> None:
+            for source in sources:
+                url = parse_url(source.url)
+                if url.scheme != "file":
+                    raise UnsupportedError(f"{source.url} is not on this store")
+                with _opened(Path(url.prefix)) as (from_fd, _):
+                    for start, end in cut_range(source.start, source.end, part_size_bytes):
+                        _copy_range(from_fd, fd, start, end)
+                        moved(end - start)
+                    if _version(os.fstat(from_fd)) != source.version:
+                        raise PreconditionFailedError(f"{source.url} was changed meanwhile")
+
+        return self._write(place, write, None)
 
     def _get(self, place: Path, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         with _opened(place) as (fd, status):
@@ -146,14 +176,14 @@ class LocalStore(BaseStore[Path]):
             return
 
     def _write(
-        self, path: Path, buffers: Iterator[Buffer], precondition: Precondition | None
+        self, path: Path, write: Callable[[int], None], precondition: Precondition | None
     ) -> Version:
         if precondition is not None and not isinstance(precondition, (IfAbsent, IfVersion)):
             raise InputError(f"not a precondition: {precondition!r}")
         _make_folder(path.parent)
         temporary = path.parent / _temporary_name(path.name)
         try:
-            status = _write_synced(temporary, buffers)
+            status = _write_synced(temporary, write)
             if isinstance(precondition, IfAbsent):
                 _link(temporary, path)
             else:
@@ -246,19 +276,36 @@ def _temporary_name(name: str) -> str:
     return start + (name if fits else "")
 
 
-def _write_synced(path: Path, buffers: Iterator[Buffer]) -> os.stat_result:
+def _write_buffers(buffers: Iterator[Buffer], fd: int) -> None:
+    while True:
+        # Not a `for`: its variable would keep the last buffer alive during the next one.
+        try:
+            view = memoryview(next(buffers))
+        except StopIteration:
+            return
+        written = 0
+        while written < len(view):
+            written += os.write(fd, view[written:])
+        del view
+
+
+def _copy_range(from_fd: int, fd: int, start: int, end: int) -> None:
+    while start < end:
+        try:
+            count = os.copy_file_range(from_fd, fd, end - start, start)
+        except OSError as error:
+            if error.errno not in _NO_COPY:
+                raise
+            raise UnsupportedError(f"the file system does not copy: {error.strerror}") from error
+        if not count:
+            raise CorruptDataError(f"the object to copy ends at {start}, before {end}")
+        start += count
+
+
+def _write_synced(path: Path, write: Callable[[int], None]) -> os.stat_result:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        while True:
-            # Not a `for`: its variable would keep the last buffer alive during the next one.
-            try:
-                view = memoryview(next(buffers))
-            except StopIteration:
-                break
-            written = 0
-            while written < len(view):
-                written += os.write(fd, view[written:])
-            del view
+        write(fd)
         now = time.time_ns()
         os.utime(fd, ns=(now, now))
         os.fsync(fd)

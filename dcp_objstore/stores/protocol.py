@@ -8,7 +8,7 @@ opened with), `/`-separated, without a leading slash. Every verb raises only err
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
@@ -64,6 +64,23 @@ class ObjectMeta:
     size_bytes: int
     version: Version
     last_modified: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class CopySource:
+    """Bytes `[start, end)` of an object, to be copied by the store itself.
+
+    Attributes:
+        url: of the object, at the same provider or server, for the same credentials. The bucket may
+            be another one.
+        start, end: the range, which is not empty.
+        version: the state in which the object must be.
+    """
+
+    url: str
+    start: int
+    end: int
+    version: Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +141,8 @@ class Capabilities:
         ranges: `open_range` gives any part of an object. Without it (a server that ignores `Range`,
             as `rclone serve s3` does), a part is an error, never other bytes; nothing can be
             loaded from there.
+        copies: `copy` makes an object of ranges of others without their bytes passing through here.
+            Without it, `copy` raises `UnsupportedError`.
     """
 
     conditional_create: bool = True
@@ -135,6 +154,7 @@ class Capabilities:
     atomic_put: bool = True
     modified_times: bool = True
     ranges: bool = True
+    copies: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +292,39 @@ class ObjectStore(Protocol):
         before. All parts but the last have exactly `part_size_bytes`. The iterator is advanced
         from the calling thread, at most about `max_concurrency` parts ahead. If it raises, the
         upload is aborted and the error passes through unchanged.
+        """
+        ...
+
+    def copy(
+        self,
+        key: str,
+        sources: Sequence[CopySource],
+        *,
+        part_size_bytes: int,
+        max_concurrency: int,
+        moved: Callable[[int], None],
+    ) -> Version:
+        """Write one object of ranges of other objects, which the store copies.
+
+        The object appears whole or not at all, and only if all sources were in the given states
+        when they were copied. Where there are parts, each source is cut into as few equal ones as
+        have at most `part_size_bytes`. All parts but the last need 5 MiB, and some servers
+        (Cloudflare R2) refuse parts that are not equal.
+
+        Args:
+            key: the object.
+            sources: what it is made of, in order.
+            part_size_bytes: the largest part.
+            max_concurrency: the number of parts that are copied at a time.
+            moved: called in any thread with the size of each part that was copied. What it raises
+                (a `DcpObjstoreError`, or what is no `Exception`) ends the copy.
+
+        Raises:
+            UnsupportedError: the store does not copy, or not from there.
+            ObjectNotFoundError: a source is missing.
+            PreconditionFailedError: a source is in another state.
+            CorruptDataError: a source ends before its range.
+            InputError: there are no sources, or an empty range.
         """
         ...
 

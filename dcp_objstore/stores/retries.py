@@ -34,8 +34,8 @@ FIRST_PATIENCE_SECONDS = 5.0
 READ_PROGRESS_SECONDS = 30.0
 # What is sent with a longer body than this gets the time for a part of an upload.
 SMALL_BYTES = 4 * MIB
-# The verbs of transfers, which note the answers in their slots (`admission`).
-_IN_SLOTS = ("open_range", "put_stream")
+# The verbs of transfers, which note the answers themselves (`admission`).
+_IN_SLOTS = ("open_range", "put_stream", "copy")
 # However short the stall time-out is, a small request has so long.
 _LEAST_SMALL_TIMEOUT_SECONDS = 3.0
 # From here on a pause does not grow.

@@ -6,11 +6,13 @@ not. So clients are made where they are used and kept per process.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -27,6 +29,7 @@ from dcp_objstore.stores.urls import StoreUrl, parse_url
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.boto3.clients import Boto3Clients
+    from dcp_objstore.stores.boto3.store import Boto3Store
     from dcp_objstore.stores.protocol import ObjectStore
 
 C = TypeVar("C")
@@ -217,10 +220,13 @@ def _open_obstore(spec: StoreSpec) -> ObjectStore:
     from dcp_objstore.stores.obstore.store import ObstoreStore, guard_fork
 
     guard_fork()
-    return ObstoreStore(spec.parsed, spec._shared(make_clients))
+    copies = spec.parsed.scheme == "s3" and importlib.util.find_spec("boto3") is not None
+    return ObstoreStore(
+        spec.parsed, spec._shared(make_clients), partial(_open_boto3, spec) if copies else None
+    )
 
 
-def _open_boto3(spec: StoreSpec) -> ObjectStore:
+def _open_boto3(spec: StoreSpec) -> Boto3Store:
     from dcp_objstore.stores.boto3.store import Boto3Store
 
     return Boto3Store(spec.parsed, spec.boto3_clients())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from dcp_objstore.stores.protocol import (
     Capabilities,
+    CopySource,
     ObjectMeta,
     ObjectStore,
     Precondition,
@@ -75,6 +76,24 @@ class WrappedStore:
         """Write an object from an iterator of buffers."""
         return self.inner.put_stream(
             key, buffers, part_size_bytes=part_size_bytes, max_concurrency=max_concurrency
+        )
+
+    def copy(
+        self,
+        key: str,
+        sources: Sequence[CopySource],
+        *,
+        part_size_bytes: int,
+        max_concurrency: int,
+        moved: Callable[[int], None],
+    ) -> Version:
+        """Write one object of ranges of other objects, which the store copies."""
+        return self.inner.copy(
+            key,
+            sources,
+            part_size_bytes=part_size_bytes,
+            max_concurrency=max_concurrency,
+            moved=moved,
         )
 
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:

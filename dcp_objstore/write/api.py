@@ -50,6 +50,7 @@ def save(
     stock_metadata: bool = True,
     allow_unfenced: bool = False,
     claim: RunClaim | None = None,
+    base: str | None = None,
 ) -> SaveReport:
     """Save a sharded state as one checkpoint. Call it on every rank, without `if rank == 0`.
 
@@ -78,6 +79,9 @@ def save(
         allow_unfenced: save even to a store without conditional writes, where two writers of one
             checkpoint are not kept apart. Default False: refuse.
         claim: the claim that `claim_run` returned for the run. Default: none.
+        base: a checkpoint of an earlier state, "latest" or a URL: what has not changed since is
+            copied by the store instead of uploaded. `ObjectStoreWriter` says more. The same on
+            every rank. Default: upload all.
 
     Returns:
         A report on the work of all ranks, the same on every rank.
@@ -108,12 +112,13 @@ def save(
             user_metadata=user_metadata,
             stock_metadata=stock_metadata,
             claim=claim,
+            base=base,
         )
     )
     # Also on a rank whose arguments were refused: some modules make their state in collectives.
     converted, failed = capture(lambda: ConvertedState(state, loading=False))
     with reporting_failures(writer):
-        raise_on_all(refused or failed, url_of(writer), group, advice)
+        raise_on_all(refused or failed, url_of(writer), group, advice, {"base": base})
         assert writer is not None
         assert converted is not None
         return run_save(writer, converted.state_dict, group)
@@ -135,6 +140,7 @@ def run_save(
     """
     url, ranks = str(writer.checkpoint_id), count_ranks(group)
     single_process_is_fine()
+    writer.share_base(group)
     with typed_failures(url, group, _MAYBE_SAVED):
         state_dict_saver.save(
             state_dict,

@@ -231,6 +231,7 @@ def async_save(
     stock_metadata: bool = True,
     allow_unfenced: bool = False,
     claim: RunClaim | None = None,
+    base: str | None = None,
     on_busy: Literal["wait", "raise"] = "wait",
     wait_for_staging: bool = True,
 ) -> AsyncSaveHandle:
@@ -267,6 +268,9 @@ def async_save(
         allow_unfenced: save even to a store without conditional writes, where two writers of one
             checkpoint are not kept apart. Default False: refuse.
         claim: the claim that `claim_run` returned for the run. Default: none.
+        base: a checkpoint of an earlier state, "latest" or a URL: what has not changed since is
+            copied by the store instead of uploaded. `ObjectStoreWriter` says more. The same on
+            every rank. It is read when the upload begins. Default: upload all.
 
     Returns:
         A handle with which to wait for the copy and for the commit.
@@ -295,6 +299,7 @@ def async_save(
             user_metadata=user_metadata,
             stock_metadata=stock_metadata,
             claim=claim,
+            base=base,
         )
 
     writer, refused = capture(make_writer)
@@ -302,7 +307,7 @@ def async_save(
         # Two groups: collectives of this thread and of the saving thread must not mix in one.
         calls = own_group(CALLS, process_group, config)
         saves = own_group(SAVES, process_group, config)
-    raise_on_all(refused, url_of(writer), calls, _EVERY_RANK)
+    raise_on_all(refused, url_of(writer), calls, _EVERY_RANK, {"base": base})
     assert writer is not None
     return _begin(
         _StagedSave(writer, saves), state, on_busy, calls, wait_for_staging=bool(wait_for_staging)

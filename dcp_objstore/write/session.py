@@ -50,6 +50,7 @@ class Save:
         return SaveReport(
             url=self.spec.url,
             total_bytes=sum(stored.entry.size_bytes for stored in objects),
+            copied_bytes=sum(stored.entry.size_bytes for stored in objects if stored.copied),
             seconds=time.monotonic() - self.channel.began_at,
             objects=len(objects),
             parts=sum(stored.parts for stored in objects),

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.storage import WriteResult
@@ -29,16 +30,20 @@ from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
 from dcp_objstore.transfer.upload import upload_object
 from dcp_objstore.transfer.workers import DaemonPool, wait_for, worker_number
+from dcp_objstore.write.base import Unchanged, find_unchanged
 from dcp_objstore.write.layout import SMALL_BYTES, ChangedSlice, Layout, item_bytes
 from dcp_objstore.write.planner import AgreeingSavePlanner
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.stores import ObjectStore
+    from dcp_objstore.transfer.parts import PartPlan
     from dcp_objstore.transfer.upload import ByteArray
+    from dcp_objstore.write.base import Base
     from dcp_objstore.write.session import Save
 
 logger = logging.getLogger("dcp_objstore")
@@ -50,8 +55,11 @@ def upload_items(
     planner: SavePlanner,
     config: TransferConfig,
     warned_keys: set[str],
+    base: Base | None = None,
 ) -> tuple[WriteResults, list[StoredObject]]:
     """Upload the items of a rank's plan and return when all of them are on the store.
+
+    Before that, the store copies what has not changed since the base.
 
     Args:
         save: the save; its channel receives the events.
@@ -59,36 +67,51 @@ def upload_items(
         planner: DCP's planner, which gives the data of each item.
         config: sizes, concurrency and time-outs.
         warned_keys: keys of values that a warning was given for; new keys are added.
+        base: the base of the save, if it can be copied from.
 
     Returns:
-        A result for each item, and the uploaded objects in their order.
+        A result for each item, and the objects: those that were copied, then the uploaded ones.
     """
     settle_streams()  # because another thread reads the tensors
     store = save.open()
-    pending = deque((item, item_bytes(item)) for item in upload_order(plan.items))
-    payload_bytes = sum(size_bytes for _, size_bytes in pending)
-    part_plan = plan_parts(
-        payload_bytes,
-        config.part_size_bytes,
-        max_object_size_bytes=config.max_object_size_bytes,
-        largest_item_bytes=max((size_bytes for _, size_bytes in pending), default=0),
-        is_near=config.upload_concurrency != "auto" or limiter_of(store).window.is_near,
-    )
-    # Parts of copied payload take memory; other parts are views of the tensors.
-    is_copied = isinstance(planner, AgreeingSavePlanner) and planner.is_copied
-    copied_bytes = sum(size for _, size in pending if is_copied or size <= SMALL_BYTES)
-    most = COPIED_MOST if copied_bytes > COPIED_MOST * part_plan.part_size_bytes else AUTO_MOST
-    results = WriteResults()
-    objects: list[StoredObject] = []
+    known_digests = planner.digests if isinstance(planner, AgreeingSavePlanner) else {}
+    digests_of = _emitting(save.channel) if save.channel.detailed else block_digests
+    unchanged = Unchanged()
+    if base is not None:
+        unchanged = find_unchanged(
+            base,
+            plan.items,
+            planner.resolve_data,
+            known_digests,
+            config,
+            digests_of,
+            in_place=isinstance(planner, AgreeingSavePlanner) and not planner.is_copied,
+        )
+    order = [(item, item_bytes(item)) for item in upload_order(plan.items, unchanged.items)]
+    to_copy = unchanged.to_copy
+    left = [(item, size_bytes) for item, size_bytes in order if item.index not in to_copy]
+    part_plan = _part_plan(store, left, config)
+    left_bytes = sum(size_bytes for _, size_bytes in left)
     save.channel.emit(
         Planned,
         save.channel.began_at,
         operation="save",
-        items=len(pending),
-        size_bytes=payload_bytes,
-        objects=max(1, -(-payload_bytes // part_plan.max_object_size_bytes)),
-        requests=part_count(payload_bytes, part_plan.part_size_bytes),
+        items=len(order),
+        size_bytes=sum(size_bytes for _, size_bytes in order),
+        objects=len(unchanged.objects)
+        + max(not unchanged.objects, -(-left_bytes // part_plan.max_object_size_bytes)),
+        requests=unchanged.parts + part_count(left_bytes, part_plan.part_size_bytes),
     )
+    unchanged.copy(save, config)
+    results, objects = WriteResults(unchanged.results), list(unchanged.stored)
+    pending = deque(one for one in order if one[0].index not in unchanged.copied)
+    if len(pending) > len(left):
+        part_plan = _part_plan(store, pending, config)
+    # Parts of copied payload take memory; other parts are views of the tensors.
+    is_copied = isinstance(planner, AgreeingSavePlanner) and planner.is_copied
+    copied_bytes = sum(size for _, size in pending if is_copied or size <= SMALL_BYTES)
+    most = COPIED_MOST if copied_bytes > COPIED_MOST * part_plan.part_size_bytes else AUTO_MOST
+    numbers = itertools.count(len(unchanged.objects))
     with DaemonPool(config.hash_threads, "hash") as hashers:
         progress = Progress(config.stall_timeout_seconds, save.channel)
         outbound = Outbound(part_plan, config, progress.check_stopped)
@@ -101,10 +124,11 @@ def upload_items(
                 lambda key, body: warn_unsafe_value(body, key, warned_keys),
                 save.rank,
                 outbound,
-                block_digests if progress.channel is None else _emitting(progress.channel),
-                planner.digests if isinstance(planner, AgreeingSavePlanner) else {},
+                digests_of,
+                known_digests,
+                unchanged.compared,
             )
-            key = data_key(save.rank, len(objects), save.nonce)
+            key = data_key(save.rank, next(numbers), save.nonce)
             try:
                 uploaded = upload_object(
                     store, key, layout.buffers(), part_plan, config, progress, most=most
@@ -121,15 +145,36 @@ def upload_items(
     return results, objects
 
 
-def upload_order(items: Iterable[WriteItem]) -> list[WriteItem]:
+def _part_plan(
+    store: ObjectStore, items: Iterable[tuple[WriteItem, int]], config: TransferConfig
+) -> PartPlan:
+    sizes = [size_bytes for _, size_bytes in items]
+    return plan_parts(
+        sum(sizes),
+        config.part_size_bytes,
+        max_object_size_bytes=config.max_object_size_bytes,
+        largest_item_bytes=max(sizes, default=0),
+        is_near=config.upload_concurrency != "auto" or limiter_of(store).window.is_near,
+    )
+
+
+def upload_order(
+    items: Iterable[WriteItem], unchanged: Collection[MetadataIndex] = ()
+) -> list[WriteItem]:
     """Return items in the order in which they are uploaded.
 
     Pickled values come first, as in stock writers. Tensors follow in the plan's order, but with the
     small ones together, so that a reader gets them with one request: every rank reads an
-    optimizer's step counts, whichever of the large tensors it reads.
+    optimizer's step counts, whichever of the large tensors it reads. What has not changed since the
+    base stays together too, so that the next save may copy it.
     """
     return sorted(
-        items, key=lambda one: (one.tensor_data is not None, item_bytes(one) > DEFAULT_GAP_BYTES)
+        items,
+        key=lambda one: (
+            one.tensor_data is not None,
+            item_bytes(one) > DEFAULT_GAP_BYTES,
+            one.index not in unchanged,
+        ),
     )
 
 

@@ -21,6 +21,7 @@ from dcp_objstore.checkpoint import commit, index as ix, probe
 from dcp_objstore.checkpoint.claim import check_claim, confirm, refuse_uncounted
 from dcp_objstore.checkpoint.clock import deadline_seconds_for
 from dcp_objstore.checkpoint.marker import check_user_metadata
+from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.groups import rank_and_world_size
 from dcp_objstore.distributed.plugin import (
     Target,
@@ -42,6 +43,7 @@ from dcp_objstore.state.dcp_metadata import build_index, describe
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer import workers
 from dcp_objstore.transfer.workers import wait_for
+from dcp_objstore.write.base import Base, check_base, open_base, report_not_copied
 from dcp_objstore.write.finish import commit_save, publish_for_stock_readers
 from dcp_objstore.write.layout import check_item
 from dcp_objstore.write.session import Save
@@ -51,6 +53,7 @@ from dcp_objstore.write.upload_items import upload_items
 if TYPE_CHECKING:
     import os
 
+    import torch.distributed as dist
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
     from dcp_objstore.checkpoint.claim import RunClaim
@@ -106,6 +109,12 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             below the run. Once another job has taken the run over, no save of this job counts any
             more, and each save raises SupersededError. Without a claim, a save into a run that was
             ever taken over raises SupersededError.
+        base: a checkpoint of an earlier state: "latest" (the newest one directly below the prefix
+            in which this checkpoint lies) or a URL, on the same store with the same credentials.
+            Tensors that have not changed since are not uploaded but copied by the store, into
+            objects of this checkpoint: it stays whole without the base. What cannot be copied is
+            uploaded, with a warning and a `NotCopied` event; "latest" without a checkpoint is no
+            reason for one. Default: upload all.
         on_busy: what `dcp.async_save` with this writer does while an earlier save of the writer is
             running: "wait" for it before the state is copied (default), or "raise"
             SaveInProgressError.
@@ -154,6 +163,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         user_metadata: Mapping[str, object] | None = None,
         stock_metadata: bool = True,
         claim: RunClaim | None = None,
+        base: str | None = None,
         on_busy: OnBusy = "wait",
     ) -> None:
         KeptStager.__init__(self, on_busy)
@@ -166,8 +176,10 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         self._user_metadata = check_user_metadata(user_metadata)
         self._stock_metadata = stock_metadata
         self._claim = claim
+        self._base = base
         if self._target.url is not None:
             check_claim(claim, self._target.spec)
+            check_base(base, self._target.spec)
         self._of_thread = threading.local()
         self._warned_keys: set[str] = set()
         self.last_save: SaveReport | None = None
@@ -176,7 +188,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings, without secrets, locks or the current save."""
         kept = ("_target", "_overwrite", "_progress", "_allow_unfenced", "_user_metadata")
-        of_saves = ("_stock_metadata", "_claim", "_on_busy", "_event_settings", "_staged")
+        of_saves = ("_stock_metadata", "_claim", "_base", "_on_busy", "_event_settings", "_staged")
         return {name: getattr(self, name) for name in kept + of_saves}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -233,6 +245,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                     " a commit needs all ranks together, so leave it at True"
                 )
             number = check_claim(self._claim, self._target.spec)
+            check_base(self._base, self._target.spec)
             save = self._begin_save(rank or 0, is_coordinator, channel)
             store = save.open()
             if is_coordinator:
@@ -335,14 +348,37 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload this rank's items and return when all of them are on the store."""
         with self._logged(), self._watched() as save:
+            base = self._opened_base(save)
             results, objects = upload_items(
-                save, plan, planner, self._target.config, self._warned_keys
+                save, plan, planner, self._target.config, self._warned_keys, base
             )
             if not save.is_coordinator:
                 self.last_save = save.report(objects, None)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def share_base(self, group: dist.ProcessGroup | None) -> None:
+        """Read the base on the group's first rank, for the next save of all. A collective.
+
+        Otherwise each rank reads it by itself.
+        """
+        base = self._base
+        if base is not None:
+            spec = self._target.spec
+            self._of_thread.base = on_first(lambda: open_base(base, spec), spec.url, group)
+
+    def _opened_base(self, save: Save) -> Base | None:
+        """Return the base of this save, or None if there is none or it cannot be copied from."""
+        if self._base is None:
+            return None
+        found: Base | None = getattr(self._of_thread, "base", None)
+        self._of_thread.base = None
+        if found is None:
+            found = open_base(self._base, save.spec)
+        if found.why_not and save.is_coordinator:
+            report_not_copied(save, found.url, found.why_not, 0)
+        return None if found.index is None else found
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the save. DCP calls it on the coordinator after all ranks have reported."""
@@ -409,6 +445,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             channel.began_at,
             seconds=report.seconds,
             size_bytes=report.total_bytes,
+            copied_bytes=report.copied_bytes,
             objects=report.objects,
             parts=report.parts,
             commit_id=committed.commit_id,

@@ -1,5 +1,6 @@
 """All parts of the contract in one class."""
 
+from tests.contract.copies import CopiesContract
 from tests.contract.failures import FailuresContract
 from tests.contract.listing import ListingContract
 from tests.contract.objects import ObjectsContract
@@ -14,6 +15,7 @@ class StoreContract(
     ListingContract,
     PreconditionsContract,
     StreamsContract,
+    CopiesContract,
     FailuresContract,
 ):
     """The guarantees. Each test leaves the store checked, not only the answer."""

@@ -149,6 +149,22 @@ class ListsOtherTokens(Liar):
             yield ObjectMeta(meta.key, meta.size_bytes, Version("other"), meta.last_modified)
 
 
+class CopiesWhateverIsThere(Liar):
+    """Copies in another request than the one that looks at the state."""
+
+    capabilities = Capabilities(multipart=False)
+
+    def copy(self, key: str, sources: Any, *, moved: Any, **how: Any) -> Version:
+        body = b"".join(
+            self.inner.get(one.url.removeprefix(f"{self.inner.url}/"), max_size_bytes=1 << 30)[0][
+                one.start : one.end
+            ]
+            for one in sources
+        )
+        moved(len(body))
+        return self.inner.put(key, body)
+
+
 LIES: dict[type[Liar], str] = {
     IgnoresPreconditions: "test_create_only_where_nothing_is",
     LetsTwoCreatorsWin: "test_of_64_creators_exactly_one_wins",
@@ -162,6 +178,7 @@ LIES: dict[type[Liar], str] = {
     ListsOnePage: "test_a_listing_longer_than_a_page_is_whole",
     RemembersItsListing: "test_every_verb_sees_a_write_and_a_removal_at_once",
     DecodesKeys: "test_awkward_keys_are_kept_as_they_are",
+    CopiesWhateverIsThere: "test_nothing_is_copied_of_an_object_in_another_state",
     ListsOtherTokens: "test_a_listed_token_serves_a_conditional_write_or_is_refused",
 }
 

@@ -245,15 +245,16 @@ def test_what_stands_in_the_way_is_refused(local: Folder, tmp_path: Path) -> Non
     assert_same(dos.open(url))
 
 
+@pytest.mark.parametrize("streamed", [True, False])
 def test_a_source_that_is_deleted_meanwhile_is_gone(
-    local: Folder, monkeypatch: pytest.MonkeyPatch
+    streamed: bool, local: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(local.at("step-7"))
     target = Folder("file", local.at("kept"), {})
     lock, deleted = threading.Lock(), []
 
     def delete_first(verb: str, key: str, nth: int) -> Fault | None:
-        if verb == "open_range":
+        if verb in ("open_range", "copy"):
             with lock:
                 if not deleted:
                     dos.delete(local.at("step-7"), now=True, even_newest=True)
@@ -262,8 +263,60 @@ def test_a_source_that_is_deleted_meanwhile_is_gone(
 
     faulty(monkeypatch, local, delete_first)
     with pytest.raises(CheckpointGoneError, match="deleted"):
+        copy(local, target, streamed=streamed)
+    assert_nothing_visible(target, "step-7")
+
+
+@pytest.mark.parametrize("scheme", ["s3", "file"])
+def test_between_urls_of_one_store_no_byte_of_data_is_read(
+    scheme: str, remote: Bucket, local: Folder, recorded: list[RecordingStore]
+) -> None:
+    source = remote if scheme == "s3" else local
+    target = (Bucket if scheme == "s3" else Folder)(
+        source.kind, source.at("kept"), source.storage_options, source.s3_options
+    )
+    save(source.at("step-7"), source.storage_options)
+    recorded.clear()
+    report = copy(source, target)
+    assert report.copied_bytes == report.sent_bytes == report.total_bytes
+    asked = {one.verb for store in recorded for one in store.requests}
+    assert {"copy"} == asked & {"copy", "open_range", "put_stream"}
+    assert target.uploads() == []
+    ckpt = dos.open(report.url, storage_options=target.storage_options)
+    assert ckpt.verify(deep=True, progress=False).ok
+    assert_same(ckpt)
+    recorded.clear()
+    again = copy(source, target, streamed=True, overwrite=True)
+    assert (again.copied_bytes, again.sent_bytes) == (0, report.total_bytes)
+    assert "copy" not in {one.verb for store in recorded for one in store.requests}
+
+
+def test_an_object_that_was_overwritten_is_read_and_found_damaged(local: Folder) -> None:
+    save(local.at("step-7"))
+    target = Folder("file", local.at("kept"), {})
+    local.flip_byte(f"step-7/{largest(local)}", 6 * MIB)
+    with pytest.raises(CheckpointCorruptError, match="wide"):
         copy(local, target)
     assert_nothing_visible(target, "step-7")
+
+
+def test_what_the_store_copies_is_as_good_as_the_source(local: Folder) -> None:
+    """Bytes that rot under the same ETag are copied as they are, but for `streamed`."""
+    save(local.at("step-7"))
+    target = Folder("file", local.at("kept"), {})
+    place = Path(local.at(f"step-7/{largest(local)}").removeprefix("file://"))
+    status = place.stat()
+    with place.open("r+b") as file:
+        file.seek(6 * MIB)
+        (byte,) = file.read(1)
+        file.seek(6 * MIB)
+        file.write(bytes([byte ^ 1]))
+    os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(CheckpointCorruptError, match="wide"):
+        copy(local, target, streamed=True)
+    report = copy(local, target)
+    found = dos.open(report.url).verify(deep=True, progress=False)
+    assert [one.key for one in found.damaged] == ["wide"]
 
 
 @pytest.fixture
@@ -453,6 +506,6 @@ def test_the_command_does_what_its_example_says(
     assert "copied" in done.stdout
     assert_same(dos.open(words[3]))
     with pytest.raises(CheckpointExistsError, match="overwrite"):
-        convert.copy(*words[2:], overwrite=False, as_json=False)
-    convert.copy(*words[2:], overwrite=True, as_json=True)
+        convert.copy(*words[2:], overwrite=False, streamed=False, as_json=False)
+    convert.copy(*words[2:], overwrite=True, streamed=True, as_json=True)
     assert json.loads(capsys.readouterr().out)["url"] == words[3]

@@ -7,6 +7,13 @@ from dataclasses import dataclass
 
 from tests.model.actors import BELIEVED, NO_LOOK, Actor
 from tests.model.checker import Result, Search
+from tests.model.incremental import (
+    BORROWED,
+    PINNED_LATE,
+    UNPINNED,
+    IncrementalWriter,
+    Stranger,
+)
 from tests.model.invariants import what_is_wrong, what_is_wrong_at_rest
 from tests.model.readers import Clock, Reader, StockReader
 from tests.model.removers import KEEPS_DOT, Deleter
@@ -133,6 +140,35 @@ CONFIGS = [
             *_writers(weak, 1, overwrite="", beacon=True),
             Sweeper(old=8, rounds=2, weak=weak),
         ],
+    ),
+    Config(
+        "overwrite with itself as base, stranger, reader",
+        COMMITTED,
+        lambda weak: [
+            IncrementalWriter(1, overwrite=True, faults=1, weak=weak),
+            Stranger(),
+            Reader("reader"),
+        ],
+    ),
+    Config(
+        "overwrite with itself as base, sweeper, stranger",
+        COMMITTED,
+        lambda weak: [
+            IncrementalWriter(1, overwrite=True, weak=weak),
+            Sweeper(rounds=2, weak=weak),
+            Stranger(),
+        ],
+    ),
+    Config(
+        "overwrite with itself as base, deleter, sweeper, stranger",
+        COMMITTED,
+        lambda weak: [
+            IncrementalWriter(1, overwrite=True, beacon=False, weak=weak),
+            Deleter(weak=weak),
+            Sweeper(weak=weak),
+            Stranger(),
+        ],
+        quick=False,
     ),
     Config("a sweep mends .metadata", STALE, lambda weak: [Sweeper(weak=weak)]),
     Config(
@@ -273,6 +309,9 @@ MUTANTS = {
     LATE_BEACON: "create, sweeper that cannot see uploads",
     LATE_LOOK: "create, overwrite, reader",
     UNASKED: "two create where a deletion was left, reader",
+    UNPINNED: "overwrite with itself as base, stranger, reader",
+    PINNED_LATE: "overwrite with itself as base, stranger, reader",
+    BORROWED: "overwrite with itself as base, sweeper, stranger",
     KEEPS_DOT: "create where a deletion is under way, deleter",
 }
 

@@ -10,10 +10,13 @@ def what_is_wrong(store: Store) -> str | None:
     marker = store.marker
     if marker is not None and marker.is_committed:
         bit = 1 << marker.commit
-        if not store.data & bit:
+        data = 1 if store.borrowed & bit else bit
+        if not store.data & data:
             return f"live object deleted: {save_name(marker.commit)} is committed, its data is gone"
         if not store.index & bit:
             return f"live object deleted: {save_name(marker.commit)} is committed without its index"
+        if marker.commit and store.strange & bit:
+            return f"false digests: {save_name(marker.commit)} is committed with other bytes"
     if marker is not None:
         for save in range(store.committed.bit_length()):
             if store.committed >> save & 1 and not marker.knows(save):

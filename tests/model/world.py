@@ -49,6 +49,8 @@ class Store(NamedTuple):
     loading: bool = False  # a stock reader, which cannot see the marker, is under way
     committed: Marks = 0  # not on the store: all saves whose marker ever took effect
     under_way: Marks = 0  # not on the store: saves that have a begin token, and no answer yet
+    strange: Marks = 0  # saves whose data has other bytes than their index says
+    borrowed: Marks = 0  # saves whose index names the data of save 0; only in a mutant
 
 
 class Request(NamedTuple):
@@ -102,6 +104,8 @@ class Me(NamedTuple):
     maybe: bool = False  # a PUT of `.metadata` may have taken effect or may yet
     failed: bool = False  # of the requests under way at the same time, one has failed
     lit: bool = False  # its beacon is to be removed, at any time
+    base: int | None = None  # the save that it has copied a part of
+    strange: bool = False  # that part had other bytes than the base's index says
     flying: tuple[Request, ...] = ()  # copies of requests that may yet arrive
     answer: str | None = None
     gave_up: bool = False  # ended with work undone, as if it had crashed

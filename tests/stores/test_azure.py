@@ -35,7 +35,7 @@ azure = pytest.mark.backends("azure")
 @azure
 class TestAzure(StoreContract):
     endpoint = "Azurite (`az://`)"
-    lacks = frozenset({"clean_abort"})
+    lacks = frozenset({"clean_abort", "copies"})
     dialect = "azure"
     below = "pre fix #1"
 

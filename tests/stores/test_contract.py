@@ -23,7 +23,7 @@ ONCE = TransferConfig(max_retries=0, connect_timeout_seconds=5, request_timeout_
 
 class TestMemory(StoreContract):
     endpoint = "`memory://`"
-    lacks = frozenset({"multipart"})
+    lacks = frozenset({"multipart", "copies"})
 
     @pytest.fixture
     def store(self) -> ObjectStore:
@@ -72,7 +72,7 @@ class TestBucket(BucketContract):
 @pytest.mark.backends("gcs")
 class TestGcs(BucketContract):
     endpoint = "moto (`gs://`)"
-    lacks = frozenset({"listed_versions"})
+    lacks = frozenset({"listed_versions", "copies"})
     dialect = "gcs-xml"
     below = "pre fix"
 
@@ -89,12 +89,14 @@ class TestUnfenced(BucketContract):
     """
 
     endpoint = "`rclone serve s3` (`s3://`)"
-    lacks = frozenset({"conditional_create", "conditional_update", "ranges", "atomic_put"})
+    lacks = frozenset(
+        {"conditional_create", "conditional_update", "ranges", "atomic_put", "copies"}
+    )
     dialect = "s3"
 
     @pytest.fixture
     def capabilities(self, store: ObjectStore) -> Capabilities:
-        return replace(probe(store), ranges=False, atomic_put=False)
+        return replace(probe(store), ranges=False, atomic_put=False, copies=False)
 
     def store_at(self, endpoint_url: str) -> ObjectStore:
         return TestBucket().store_at(endpoint_url)

@@ -34,7 +34,7 @@ ONCE = TransferConfig(
 
 class TestMemory(StoreContract):
     endpoint = "fsspec `memory://`"
-    lacks = frozenset({"multipart", "conditional_update"})
+    lacks = frozenset({"multipart", "conditional_update", "copies"})
 
     @pytest.fixture
     def store(self) -> ObjectStore:
@@ -43,7 +43,7 @@ class TestMemory(StoreContract):
 
 class TestLocal(StoreContract):
     endpoint = "fsspec `file://`"
-    lacks = frozenset({"multipart", "conditional_update"})
+    lacks = frozenset({"multipart", "conditional_update", "copies"})
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> ObjectStore:
@@ -66,6 +66,7 @@ class TestUnknown(StoreContract):
             "clean_abort",
             "atomic_put",
             "modified_times",
+            "copies",
         }
     )
 
@@ -186,7 +187,7 @@ class TestS3fsOnMoto(TestS3fs):
 
 class TestGcsfs(StoreContract):
     endpoint = "fake-gcs-server (gcsfs)"
-    lacks = frozenset({"multipart", "conditional_update"})
+    lacks = frozenset({"multipart", "conditional_update", "copies"})
     dialect = "gcs-json"
 
     @pytest.fixture

@@ -62,6 +62,7 @@ GUARANTEES = (
         ("listed_versions", "conditional_update"),
     ),
     Guarantee("true times", "an object's time is when it was written", ("modified_times",)),
+    Guarantee("copies", "makes an object of ranges of others, in known states", ("copies",)),
 )
 BY_NAME = {one.name: one for one in GUARANTEES}
 

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers
-from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, Precondition, RangeBody, Version
+from dcp_objstore.stores.protocol import (
+    CopySource,
+    ObjectMeta,
+    ObjectStore,
+    Precondition,
+    RangeBody,
+    Version,
+)
 from dcp_objstore.stores.wrappers import WrappedStore
 
 if TYPE_CHECKING:
@@ -22,7 +29,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-Verb = Literal["put", "put_stream", "get", "open_range", "head", "list", "delete"]
+Verb = Literal["put", "put_stream", "copy", "get", "open_range", "head", "list", "delete"]
 
 
 @dataclass(slots=True)
@@ -32,7 +39,8 @@ class Request:
     Attributes:
         verb: the method's name.
         key: the object, or the prefix for `list`.
-        bytes: length of the body sent or received; 0 for `head`, `list` and `delete`.
+        bytes: length of the body sent or received, or of what was copied; 0 for `head`, `list` and
+            `delete`.
         start: first byte of a range, else None.
         end: end of a range, else None.
         precondition: of a `put`.
@@ -100,6 +108,26 @@ class WatchedStore(WrappedStore):
                 WatchedBuffers(buffers, seen),
                 part_size_bytes=part_size_bytes,
                 max_concurrency=max_concurrency,
+            )
+
+    def copy(
+        self,
+        key: str,
+        sources: Sequence[CopySource],
+        *,
+        part_size_bytes: int,
+        max_concurrency: int,
+        moved: Callable[[int], None],
+    ) -> Version:
+        """Write one object of ranges of other objects, which the store copies."""
+        request = Request("copy", key, sum(one.end - one.start for one in sources))
+        with self._around(request):
+            return self.inner.copy(
+                key,
+                sources,
+                part_size_bytes=part_size_bytes,
+                max_concurrency=max_concurrency,
+                moved=moved,
             )
 
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:

@@ -49,7 +49,7 @@ class GcsfsStore(FsspecStore):
     @property
     def capabilities(self) -> Capabilities:
         """Streams go in order. A create, and no update."""
-        return Capabilities(conditional_update=False, multipart=False)
+        return Capabilities(conditional_update=False, multipart=False, copies=False)
 
     @property
     def reports_throttling(self) -> Collection[str]:

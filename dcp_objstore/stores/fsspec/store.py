@@ -91,6 +91,7 @@ class FsspecStore(BaseStore[str]):
             clean_abort=self._is_known,
             atomic_put=self._is_known,
             modified_times=self._is_known,
+            copies=False,
         )
 
     @property

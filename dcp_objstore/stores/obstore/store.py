@@ -46,6 +46,7 @@ from dcp_objstore.stores.obstore.errors import (
 from dcp_objstore.stores.obstore.ranges import ObstoreSource, range_reading
 from dcp_objstore.stores.protocol import (
     Capabilities,
+    CopySource,
     IfAbsent,
     IfVersion,
     ObjectMeta,
@@ -56,7 +57,7 @@ from dcp_objstore.stores.protocol import (
 from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from typing_extensions import Buffer
 
@@ -86,30 +87,45 @@ def guard_fork() -> None:
 
 
 class ObstoreStore(BaseStore[str]):
-    """A store rooted at one URL, over obstore's blocking calls (which release the GIL)."""
+    """A store rooted at one URL, over obstore's blocking calls (which release the GIL).
 
-    def __init__(self, url: StoreUrl, clients: Clients) -> None:
+    Args:
+        url: the root.
+        clients: of its bucket.
+        copier: opens the same root over another transport, which copies: obstore has no call for a
+            part of an object. None where there is none.
+    """
+
+    def __init__(
+        self,
+        url: StoreUrl,
+        clients: Clients,
+        copier: Callable[[], BaseStore[Any]] | None = None,
+    ) -> None:
         super().__init__(url, clients.endpoint_url)
         self._clients = clients
+        self._copier = copier
         self._root = f"{url.prefix}/" if url.prefix else ""
 
     @property
     def reports_throttling(self) -> Collection[str]:
         """The verbs that are sent again here: not streams and listings, which obstore retries."""
-        return ("put", "get", "open_range", "head", "delete")
+        return ("put", "copy", "get", "open_range", "head", "delete")
 
     @property
     def capabilities(self) -> Capabilities:
         """Everything; `checkpoint.probe` finds out if the server keeps it.
 
         But memory has no parts, GCS lists no generations, and Azure keeps the blocks of an upload
-        that was given up for a week.
+        that was given up for a week. Only S3 copies ranges: GCS composes whole objects alone, and
+        Azure wants the source to be authorized in another way than the request.
         """
         scheme = self._url.scheme
         return Capabilities(
             multipart=scheme != "memory",
             listed_versions=scheme != "gs",
             clean_abort=scheme != "az",
+            copies=self._copier is not None,
         )
 
     @property
@@ -187,6 +203,23 @@ class ObstoreStore(BaseStore[str]):
                 found.message += "; the next try asks for fresh ones"
             raise found from error
         return _version(result)
+
+    def _copy(
+        self,
+        place: str,
+        sources: Sequence[CopySource],
+        part_size_bytes: int,
+        max_concurrency: int,
+        moved: Callable[[int], None],
+    ) -> Version:
+        assert self._copier is not None
+        return self._copier().copy(
+            place.removeprefix(self._root),
+            sources,
+            part_size_bytes=part_size_bytes,
+            max_concurrency=max_concurrency,
+            moved=moved,
+        )
 
     def _get(self, place: str, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         import obstore

@@ -37,6 +37,8 @@ _NO_SUCH_KEY = "NoSuchKey"
 # And nothing else, so that no object can be missing.
 _NEED_A_BUCKET = ("ListObjectsV2", "PutObject", "CreateMultipartUpload")
 _NO_SUCH_UPLOAD = "NoSuchUpload"
+# What every answer of a store has. The last is missing where a 200 brings an error as its body.
+_NAMED_IN_ANSWERS = (("ETag",), ("UploadId",), ("CopyPartResult",))
 # botocore counts its own retries, which are off.
 _RETRIES_OF_BOTOCORE = re.compile(r" \(reached max retries: \d+\)")
 
@@ -55,7 +57,7 @@ def translate_botocore(error: Exception, *, conditional: bool = False) -> DcpObj
     answered = client_error(error)
     if answered is not None:
         return _answer(answered, conditional)
-    if isinstance(error, KeyError) and error.args in (("ETag",), ("UploadId",)):
+    if isinstance(error, KeyError) and error.args in _NAMED_IN_ANSWERS:
         # A write may have taken effect all the same.
         return StoreUnavailableError(f"{NO_STORE}: its answer has no {error.args[0]}")
     kind, what = _no_answer(error)

@@ -18,14 +18,18 @@ from dcp_objstore.errors import (
     CorruptDataError,
     DcpObjstoreError,
     InputError,
+    PreconditionFailedError,
     StoreUnavailableError,
+    UnsupportedError,
 )
 from dcp_objstore.stores.answers import UNCLEAR_IN_HEAD, check_fits, version_of
 from dcp_objstore.stores.base import BaseStore
-from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts
+from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts, cut_range
 from dcp_objstore.stores.errors import NO_STORE
 from dcp_objstore.stores.protocol import (
+    LEFTOVER_ADVICE,
     Capabilities,
+    CopySource,
     IfAbsent,
     IfVersion,
     ObjectMeta,
@@ -33,9 +37,10 @@ from dcp_objstore.stores.protocol import (
     Version,
 )
 from dcp_objstore.stores.retries import SMALL_BYTES
+from dcp_objstore.stores.s3.checksums import Checksums
 from dcp_objstore.stores.s3.errors import status_of, translate_botocore
-from dcp_objstore.stores.s3.upload import MultipartUpload
-from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
+from dcp_objstore.stores.s3.upload import CopiedPart, MultipartUpload
+from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix, parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -43,7 +48,6 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.stores.retries import Requests
-    from dcp_objstore.stores.s3.checksums import Checksums
 
 Use = Literal["read", "small", "write"]
 _READS = ("get_object", "head_object", "list_objects_v2")
@@ -83,7 +87,7 @@ class S3Store(BaseStore["dict[str, str]"]):
     @property
     def reports_throttling(self) -> Collection[str]:
         """All."""
-        return ("put", "put_stream", "get", "open_range", "head", "list", "delete")
+        return ("put", "put_stream", "copy", "get", "open_range", "head", "list", "delete")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -221,6 +225,59 @@ class S3Store(BaseStore["dict[str, str]"]):
         except BaseException:
             source.left_parts = not upload.abort()
             raise
+
+    def _copy(
+        self,
+        place: dict[str, str],
+        sources: Sequence[CopySource],
+        part_size_bytes: int,
+        max_concurrency: int,
+        moved: Callable[[int], None],
+    ) -> Version:
+        """Copy each source in parts (`UploadPartCopy`), on the condition that it has its ETag.
+
+        Some servers ignore that condition, so before the object is made of the parts, each source
+        is looked at again.
+        """
+        # The store computes checksums of its own of what it copies.
+        upload = MultipartUpload(
+            partial(self._send, "copy"), place, self._sealing, Checksums(None), max_concurrency
+        )
+        looked_at = {source.url: (self._of(place, source), source) for source in sources}
+        try:
+            upload.begin()
+            for source in sources:
+                target, _ = looked_at[source.url]
+                what = {
+                    "CopySource": {"Bucket": target["Bucket"], "Key": target["Key"]},
+                    "CopySourceIfMatch": source.version.e_tag,
+                }
+                for start, end in cut_range(source.start, source.end, part_size_bytes):
+                    named = {**what, "CopySourceRange": f"bytes={start}-{end - 1}"}
+                    upload.send(CopiedPart(named, partial(moved, end - start)))
+            upload.wait()
+            for target, source in looked_at.values():
+                found = self._head(target)
+                if found.version.e_tag != source.version.e_tag:
+                    raise PreconditionFailedError(f"{source.url} was changed by another writer")
+                if any(one.end > found.size_bytes for one in sources if one.url == source.url):
+                    raise CorruptDataError(f"{source.url} has only {found.size_bytes} bytes")
+            return _version(upload.complete())
+        except BaseException as error:
+            left = "" if upload.abort() else f"; {LEFTOVER_ADVICE}"
+            is_told = isinstance(error, DcpObjstoreError) and not left
+            if is_told or not isinstance(error, Exception):
+                raise
+            translated = self._translate(error)
+            translated.message += f" (in a copy of {', '.join(looked_at)}){left}"
+            raise translated from error
+
+    def _of(self, place: Mapping[str, str], source: CopySource) -> dict[str, str]:
+        """Return the arguments that name the object of a source."""
+        url = parse_url(source.url)
+        if url.scheme != self._url.scheme or source.version.e_tag is None:
+            raise UnsupportedError(f"{source.url} is not on this store, or its ETag is not known")
+        return {**place, "Bucket": url.bucket, "Key": url.prefix}
 
     def _get(self, place: dict[str, str], max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         answer, body = self._read_again("get", place, max_size_bytes)

@@ -22,7 +22,21 @@ from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, without_frame
 if TYPE_CHECKING:
     from dcp_objstore.stores.s3.checksums import Checksums
 
-_NumberedPart = tuple[int, list[memoryview]]
+
+@dataclass(frozen=True)
+class CopiedPart:
+    """A part that the store copies from another object.
+
+    Attributes:
+        arguments: what `UploadPartCopy` is to copy.
+        done: called in the thread of the part when it was copied.
+    """
+
+    arguments: Mapping[str, Any]
+    done: Callable[[], None]
+
+
+_Part = list[memoryview] | CopiedPart
 
 
 class SendRequest(Protocol):
@@ -62,7 +76,7 @@ class MultipartUpload:
     checksums: Checksums
     threads: int
 
-    _tasks: queue.SimpleQueue[_NumberedPart | None] = field(default_factory=queue.SimpleQueue)
+    _tasks: queue.SimpleQueue[tuple[int, _Part] | None] = field(default_factory=queue.SimpleQueue)
     _sent: dict[int, dict[str, str]] = field(default_factory=dict)
     _error: BaseException | None = None
     _stopped: bool = False
@@ -79,7 +93,7 @@ class MultipartUpload:
         answer = self.send_request("create_multipart_upload", arguments)
         self._upload_id = answer["UploadId"]
 
-    def send(self, part: list[memoryview]) -> None:
+    def send(self, part: _Part) -> None:
         """Hand a part to a thread; waits while all are busy.
 
         Raises:
@@ -103,8 +117,8 @@ class MultipartUpload:
             self._team.append(thread)
             thread.start()
 
-    def complete(self) -> Mapping[str, Any]:
-        """Wait for all parts and make the object of them; the store's answer.
+    def wait(self) -> None:
+        """Wait for all parts.
 
         Raises:
             What a part met.
@@ -112,6 +126,14 @@ class MultipartUpload:
         self._dismiss()
         if self._error is not None:
             raise self._error
+
+    def complete(self) -> Mapping[str, Any]:
+        """Wait for all parts and make the object of them; the store's answer.
+
+        Raises:
+            What a part met.
+        """
+        self.wait()
         # S3 wants the checksums of the parts again, of those algorithms whose checksum of the
         # object is made of them ("Checking object integrity": composite checksums).
         listed = [{"PartNumber": n, **self._sent[n]} for n in sorted(self._sent)]
@@ -165,21 +187,26 @@ class MultipartUpload:
             number, part = task
             del task  # whose buffers must not outlive their request while this thread waits
             try:
-                checksum = self.checksums.of(part)
-                answer = self.send_request(
-                    "upload_part",
-                    {**self._named(), "PartNumber": number, **checksum},
-                    body=part,
-                    check=self._check,
-                )
-                self._sent[number] = {"ETag": answer["ETag"], **checksum}
-                del answer
+                self._sent[number] = self._send_part(number, part)
             except _UploadStoppedError:
                 pass
             except BaseException as error:  # noqa: BLE001  raised in the thread that sends
                 self._error = self._error or without_frames(error)
             del part
             self._slots.release()
+
+    def _send_part(self, number: int, part: _Part) -> dict[str, str]:
+        """Send a part; return what `complete` has to say of it."""
+        named = {**self._named(), "PartNumber": number}
+        if isinstance(part, CopiedPart):
+            arguments = {**named, **part.arguments}
+            answer = self.send_request("upload_part_copy", arguments, check=self._check)
+            part.done()
+            return {"ETag": answer["CopyPartResult"]["ETag"]}
+        checksum = self.checksums.of(part)
+        arguments = {**named, **checksum}
+        answer = self.send_request("upload_part", arguments, body=part, check=self._check)
+        return {"ETag": answer["ETag"], **checksum}
 
     def _named(self) -> dict[str, Any]:
         return {**self.target, "UploadId": self._upload_id}

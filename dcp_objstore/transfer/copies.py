@@ -1,0 +1,114 @@
+"""Copies that the store makes itself: objects out of ranges of others, without their bytes here.
+
+A copied part is a request that takes the store long and this process nothing. So many may be under
+way, of several objects at a time; but not so many that a store that copies with its own disks (as
+SeaweedFS and MinIO do) has no time for anything else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING
+
+from dcp_objstore.config import MIB, at_most
+from dcp_objstore.errors import DcpObjstoreError, TransferStalledError
+from dcp_objstore.observe.events import PartCopied
+from dcp_objstore.stores.admission.limiter import limiter_of
+from dcp_objstore.stores.buffers import cut_range
+from dcp_objstore.transfer.parts import MAX_PARTS
+from dcp_objstore.transfer.upload import Uploaded, run_watched
+from dcp_objstore.transfer.workers import DaemonPool
+
+if TYPE_CHECKING:
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.stores.protocol import CopySource, ObjectStore
+    from dcp_objstore.transfer.progress import Progress
+
+# The least that S3 takes for a part that is not the last of its object.
+LEAST_PART_BYTES = 5 * MIB
+# A part of this size is copied well within a request's time-out, and costs next to nothing.
+_PART_SIZE_BYTES = 64 * MIB
+_OBJECTS_AT_ONCE = 4
+_PARTS_AT_ONCE = 16
+
+
+def copied_parts(sources: Sequence[CopySource]) -> list[int]:
+    """Return the sizes of the parts in which an object is copied."""
+    most_bytes = _part_size_bytes(sources)
+    cut = (cut for one in sources for cut in cut_range(one.start, one.end, most_bytes))
+    return [end - start for start, end in cut]
+
+
+def _part_size_bytes(sources: Sequence[CopySource]) -> int:
+    size_bytes = sum(one.end - one.start for one in sources)
+    # Each source may add a part.
+    return max(_PART_SIZE_BYTES, -(-size_bytes // max(1, MAX_PARTS - len(sources))))
+
+
+def copy_objects(
+    store: ObjectStore,
+    objects: Mapping[str, Sequence[CopySource]],
+    config: TransferConfig,
+    progress: Progress,
+) -> dict[str, Uploaded | DcpObjstoreError]:
+    """Have the store make objects of ranges of others; return each one, or why there is none.
+
+    Nothing is visible under the key of one that failed, unless its answer was lost.
+
+    Args:
+        store: where the objects are to be.
+        objects: the sources of each object, by its key.
+        config: limits and time-outs.
+        progress: receives the bytes that were copied; may stop the copies.
+    """
+    if not objects:
+        return {}
+    lanes = min(_OBJECTS_AT_ONCE, len(objects))
+    at_once = max(1, at_most(config.upload_concurrency, _PARTS_AT_ONCE) // lanes)
+    futures: dict[str, Future[Uploaded]] = {}
+    with DaemonPool(lanes, "copy") as pool:
+        for key, sources in objects.items():
+            futures[key] = pool.submit(_copy, store, key, sources, at_once, progress)
+        try:
+            run_watched(lambda: wait(futures.values()), f"copies to {store.url}", progress)
+        except TransferStalledError as error:
+            # The others may have been copied; what is still under way is left to itself.
+            stalled = error
+    found: dict[str, Uploaded | DcpObjstoreError] = {}
+    for key, future in futures.items():
+        failed = future.exception() if future.done() else stalled
+        if failed is not None and not isinstance(failed, DcpObjstoreError):
+            raise failed
+        found[key] = future.result() if failed is None else failed
+    return found
+
+
+def _copy(
+    store: ObjectStore,
+    key: str,
+    sources: Sequence[CopySource],
+    at_once: int,
+    progress: Progress,
+) -> Uploaded:
+    progress.check_stopped()
+    sizes = copied_parts(sources)
+
+    def moved(size_bytes: int) -> None:
+        progress.check_stopped()
+        progress.moved(size_bytes)
+        limiter_of(store).succeeded()
+        if progress.channel is not None:
+            progress.channel.emit(
+                PartCopied, time.monotonic(), object_key=key, size_bytes=size_bytes
+            )
+
+    version = store.copy(
+        key,
+        sources,
+        part_size_bytes=_part_size_bytes(sources),
+        max_concurrency=at_once,
+        moved=moved,
+    )
+    return Uploaded(size_bytes=sum(sizes), version=version, parts=len(sizes))

@@ -1,0 +1,123 @@
+"""Copies: an object out of ranges of others, in the states that were asked for, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from dcp_objstore.errors import (
+    CorruptDataError,
+    DcpObjstoreError,
+    InputError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    UnsupportedError,
+)
+from dcp_objstore.stores import ObjectStore, Version
+from dcp_objstore.stores.protocol import Capabilities, CopySource
+from tests.contract.common import MIB, PART, Endpoint, keys, random_bytes, read
+from tests.support.guarantees import guarantee
+from tests.support.side_doors import SideDoor
+
+# Of two parts that are not too small for S3.
+SIZE = 2 * PART + 12_345
+LARGEST = PART + MIB
+
+
+class CopiesContract(Endpoint):
+    @guarantee("copies")
+    def test_ranges_of_other_objects_become_one(
+        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
+    ) -> None:
+        data = random_bytes(SIZE)
+        sources = [
+            CopySource(url_of(store, "a b/#?%20+é"), 1, SIZE, put(store, "a b/#?%20+é", data)),
+            CopySource(url_of(store, "small"), 2, 5, store.put("small", b"0123456")),
+        ]
+        moved: list[int] = []
+        if not capabilities.copies:
+            with pytest.raises(DcpObjstoreError) as refused:
+                copy(store, *sources)
+            # A server may lack what its adapter has a request for.
+            assert isinstance(refused.value, UnsupportedError) or store.capabilities.copies
+            assert "copy" not in side_door.sizes()
+            return
+        store.put("copy", b"something else")
+        version = copy(store, *sources, moved=moved.append)
+        assert read(store, "copy") == data[1:].tobytes() + b"234"
+        assert store.head("copy").version == version
+        assert sum(moved) == SIZE + 2
+        parts = side_door.part_sizes("copy")
+        assert parts is None or sorted(parts) == sorted(moved)
+        assert max(moved) <= LARGEST
+        assert side_door.leavings() == []
+
+    @guarantee("copies")
+    def test_nothing_is_copied_of_an_object_in_another_state(
+        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
+    ) -> None:
+        if not capabilities.copies:
+            return
+        version = put(store, "from", random_bytes(SIZE))
+        store.put("copy", b"old")
+        put(store, "from", 255 - random_bytes(SIZE))
+        now = store.head("from").version
+        url = url_of(store, "from")
+        for error, sources in {
+            PreconditionFailedError: [CopySource(url, 0, SIZE, version)],
+            ObjectNotFoundError: [
+                CopySource(url, 0, SIZE, now),
+                CopySource(f"{url}-not", 0, 1, now),
+            ],
+            (CorruptDataError, InputError): [CopySource(url, SIZE - 9, SIZE + 1, now)],
+            InputError: [CopySource(url, 7, 7, now)],
+            UnsupportedError: [CopySource("memory://elsewhere/from", 0, 1, now)],
+        }.items():
+            with pytest.raises(error):
+                copy(store, *sources)
+            assert read(store, "copy") == b"old"
+            assert keys(store) == ["copy", "from"]
+            assert side_door.leavings() == []
+
+    @guarantee("copies")
+    @pytest.mark.parametrize("error", [KeyboardInterrupt(), DcpObjstoreError("the caller's own")])
+    def test_a_copy_that_is_stopped_leaves_nothing(
+        self,
+        store: ObjectStore,
+        capabilities: Capabilities,
+        side_door: SideDoor,
+        error: BaseException,
+    ) -> None:
+        if not capabilities.copies:
+            return
+
+        def stop(_: int) -> None:
+            raise error
+
+        source = CopySource(url_of(store, "f"), 0, SIZE, put(store, "f", random_bytes(SIZE)))
+        with pytest.raises(type(error)) as caught:
+            copy(store, source, moved=stop)
+        assert caught.value is error
+        assert keys(store) == ["f"]
+        assert side_door.leavings() == []
+
+
+def url_of(store: ObjectStore, key: str) -> str:
+    return f"{store.url}/{key}"
+
+
+def put(store: ObjectStore, key: str, data: object) -> Version:
+    return store.put_stream(key, iter([data]), part_size_bytes=2 * SIZE, max_concurrency=1)  # type: ignore[list-item]
+
+
+def copy(
+    store: ObjectStore, *sources: CopySource, moved: Callable[[int], object] = lambda _: None
+) -> Version:
+    return store.copy(
+        "copy",
+        sources,
+        part_size_bytes=LARGEST,
+        max_concurrency=2,
+        moved=moved,  # type: ignore[arg-type]
+    )

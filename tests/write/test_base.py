@@ -1,0 +1,612 @@
+"""Saves with a base: the store copies what has not changed, and nothing depends on the base."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dcp_objstore as dos
+from dcp_objstore.checkpoint.names import parse_index_key
+from dcp_objstore.config import MIB
+from dcp_objstore.errors import ConfigError, InputError, InvalidUrlError
+from dcp_objstore.observe.events import NotCopied, PartCopied, Planned, Saved
+from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores.protocol import CopySource, Version
+from dcp_objstore.stores.wrappers import WrappedStore
+from dcp_objstore.transfer.copies import copied_parts
+from dcp_objstore.write.base import Unchanged
+from tests.support.checkpoints import assert_nothing_visible, memory_url
+from tests.support.lanes import LateLane, use_lane
+from tests.support.proxy import Asked, NetworkProxy
+from tests.support.ranks import run_ranks
+from tests.support.scripted import Answer
+from tests.support.servers import Bucket, Folder
+from tests.support.states import same_bits, seeded
+from tests.support.tampering import Asked as Tampered, TamperingProxy
+from tests.support.wrapped_stores import RecordingStore
+
+NUMBERS = (2 * MIB // 4,)
+# Two runs in one object: the head lies between them.
+FROZEN = [f"{name}.{number}" for name in ("a", "z") for number in range(4)]
+HASTY = dos.TransferConfig(max_retries=1, retry_timeout_seconds=1)
+
+
+def state(edition: int = 0) -> dict[str, Any]:
+    """16 MiB that never change, and 2 MiB and some small values that do."""
+    found: dict[str, Any] = {key: seeded(key, NUMBERS) for key in FROZEN}
+    found["head"] = seeded(f"head {edition}", NUMBERS)
+    found["a.bias"], found["step"] = torch.full((7,), float(edition)), {"edition": edition}
+    return dict(sorted(found.items()))
+
+
+def save(url: str, bucket: Bucket | None = None, edition: int = 0, **settings: Any) -> Any:
+    options = None if bucket is None else bucket.storage_options
+    settings = {"storage_options": options, "progress": False, **settings}
+    return dos.save(settings.pop("state", None) or state(edition), url, **settings)
+
+
+def assert_holds(url: str, bucket: Bucket | None, want: dict[str, Any] | int) -> None:
+    """The checkpoint has these values, and every byte of it is as its index says."""
+    options = None if bucket is None else bucket.storage_options
+    want = state(want) if isinstance(want, int) else want
+    ckpt = dos.open(url, storage_options=options)
+    assert ckpt.verify(deep=True, progress=False).ok
+    found = ckpt.read(progress=False)
+    for key, value in want.items():
+        if isinstance(value, torch.Tensor):
+            assert same_bits(found[key], value), key
+    if "step" in want:
+        assert found["step.edition"] == want["step"]["edition"]
+
+
+def of(kind: type, events: list[Any]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordingStore]:
+    """The stores that are opened from now on, each of which records its requests."""
+    opened: list[RecordingStore] = []
+    really_open = StoreSpec.open
+
+    def recording(spec: StoreSpec) -> RecordingStore:
+        opened.append(RecordingStore(really_open(spec)))
+        return opened[-1]
+
+    monkeypatch.setattr(StoreSpec, "open", recording)
+    return opened
+
+
+def sent(recorded: list[RecordingStore], verb: str) -> int:
+    return sum(one.bytes for store in recorded for one in store.requests if one.verb == verb)
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Folder:
+    (tmp_path / "run").mkdir()
+    return Folder("file", (tmp_path / "run").as_uri(), {})
+
+
+@pytest.fixture
+def proxy(bucket: Bucket) -> Iterator[NetworkProxy]:
+    with NetworkProxy(bucket.storage_options) as proxy:
+        yield proxy
+
+
+def is_copy(asked: Asked) -> bool:
+    return asked.method == "PUT" and "uploadId=" in asked.query and not asked.size_bytes
+
+
+# --- what is copied
+
+
+@pytest.mark.backends("seaweed", "moto")
+@pytest.mark.parametrize("place", ["server", "folder"])
+def test_what_has_not_changed_is_copied_and_the_rest_uploaded(
+    place: str, bucket: Bucket, local: Folder, recorded: list[RecordingStore], tmp_path: Path
+) -> None:
+    bucket = bucket if place == "server" else local
+    first = save(bucket.at("step-1"), bucket, base="latest")
+    assert (first.copied_bytes, first.uploaded_bytes) == (0, first.total_bytes)
+    recorded.clear()
+    events: list[Any] = []
+    report = save(bucket.at("step-2"), bucket, 1, base="latest", on_event=events.append)
+    assert 16 * MIB < report.copied_bytes < 16 * MIB + 64 * 1024
+    assert report.uploaded_bytes < 2 * MIB + 64 * 1024
+    assert sent(recorded, "copy") == report.copied_bytes
+    assert sent(recorded, "put") + sent(recorded, "put_stream") < 2 * MIB + 128 * 1024
+    assert sum(event.size_bytes for event in of(PartCopied, events)) == report.copied_bytes
+    (saved,), (planned,) = of(Saved, events), of(Planned, events)
+    assert (saved.copied_bytes, saved.objects) == (report.copied_bytes, report.objects)
+    assert (planned.objects, planned.requests) == (report.objects, report.parts) == (3, 3)
+    assert of(NotCopied, events) == []
+    assert bucket.uploads() == []
+    for key in bucket.keys("step-1"):
+        bucket.delete(f"step-1/{key}")
+    assert_holds(bucket.at("step-2"), bucket, 1)
+    stock = {"head": torch.empty(NUMBERS), "a.3": torch.empty(NUMBERS)}
+    place_ = bucket.download("step-2", tmp_path / "synced")
+    dcp.load(stock, storage_reader=dcp.FileSystemReader(place_), no_dist=True)
+    assert all(same_bits(stock[key], state(1)[key]) for key in stock)
+
+
+def test_a_base_with_nothing_in_common_costs_a_digest_a_tensor(
+    local: Folder, recorded: list[RecordingStore]
+) -> None:
+    save(local.at("step-1"))
+    other = {key: value + 1 for key, value in state().items() if isinstance(value, torch.Tensor)}
+    hashed: list[Any] = []
+    report = save(local.at("step-2"), state=other, base=local.at("step-1"), on_event=hashed.append)
+    assert report.copied_bytes == 0
+    assert sent(recorded, "copy") == 0
+    assert of(NotCopied, hashed) == []
+    assert_holds(local.at("step-2"), None, other)
+
+
+@pytest.mark.parametrize("change", ["dtype", "shape", "key", "one bit"])
+def test_a_tensor_is_the_same_only_with_its_key_dtype_shape_and_every_bit(
+    change: str, local: Folder
+) -> None:
+    tensor = seeded("t", (6 * MIB // 4,))
+    save(local.at("step-1"), state={"t": tensor})
+    changed = {
+        "dtype": {"t": tensor.view(torch.int32)},
+        "shape": {"t": tensor.reshape(2, -1)},
+        "key": {"s": tensor},
+        "one bit": {"t": tensor.clone()},
+    }[change]
+    if change == "one bit":
+        changed["t"].view(torch.uint8)[-1] ^= 1
+    assert save(local.at("step-2"), state=changed, base="latest").copied_bytes == 0
+    assert_holds(local.at("step-2"), None, changed)
+    report = save(local.at("step-3"), state=changed, base="latest")
+    assert report.uploaded_bytes == 0
+    assert_holds(local.at("step-3"), None, changed)
+
+
+def test_values_and_tensors_that_only_torch_can_decode_are_uploaded(local: Folder) -> None:
+    quantized = torch.quantize_per_tensor(torch.randn(6 * MIB), 0.1, 0, torch.quint8)
+    mixed = {"q": quantized, "t": seeded("t", (6 * MIB // 4,)), "v": [1, 2, 3], "e": torch.empty(0)}
+    save(local.at("step-1"), state=mixed)
+    report = save(local.at("step-2"), state=mixed, base="latest")
+    assert 6 * MIB < report.copied_bytes < 7 * MIB
+    assert dos.open(local.at("step-2")).verify(deep=True, progress=False).ok
+    mixed["q"] = torch.quantize_per_tensor(torch.zeros(6 * MIB), 0.1, 0, torch.quint8)
+    dos.load(mixed, local.at("step-2"), progress=False)
+    assert torch.equal(mixed["q"].int_repr(), quantized.int_repr())
+
+
+def test_what_is_too_short_for_a_part_lies_together_for_the_next_save(local: Folder) -> None:
+    names = [f"{number:02}" for number in range(12)]
+    first = {name: torch.full(NUMBERS, float(name)) for name in names}
+    save(local.at("step-1"), state=first)
+    second = {name: one + 1 if int(name) % 2 else one for name, one in first.items()}
+    report = save(local.at("step-2"), state=second, base="latest")
+    assert report.copied_bytes == 0, "no run has 5 MiB"
+    third = {name: one + 1 if int(name) % 2 else one for name, one in second.items()}
+    report = save(local.at("step-3"), state=third, base="latest")
+    assert 12 * MIB < report.copied_bytes < 13 * MIB
+    assert_holds(local.at("step-3"), None, third)
+
+
+def test_many_runs_share_a_few_objects(local: Folder) -> None:
+    names = [f"{number:02}" for number in range(41)]
+    first = {name: torch.full((5 * MIB // 4 + 7,), float(name)) for name in names}
+    save(local.at("step-1"), state=first)
+    second = {name: one + 1 if int(name) % 2 else one for name, one in first.items()}
+    report = save(local.at("step-2"), state=second, base="latest")
+    assert report.copied_bytes > 21 * 5 * MIB
+    assert report.objects == 16 + 1
+    assert_holds(local.at("step-2"), None, second)
+
+
+@pytest.mark.parametrize("way", ["staged", "raw"])
+def test_every_way_to_save_takes_a_base(way: str, local: Folder) -> None:
+    save(local.at("step-1"))
+    if way == "staged":
+        report = dos.async_save(state(1), local.at("step-2"), base="latest").result()
+    else:
+        writer = dos.ObjectStoreWriter(local.at("step-2"), base=local.at("step-1"), progress=False)
+        dcp.save(state(1), storage_writer=writer, no_dist=True)
+        assert writer.last_save is not None
+        report = writer.last_save
+    assert 16 * MIB < report.copied_bytes < 17 * MIB
+    assert_holds(local.at("step-2"), None, 1)
+
+
+def test_memory_of_a_device_is_compared_through_the_ring(
+    local: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(local.at("step-1"))
+    lane = LateLane()
+    use_lane(monkeypatch, lambda: lane)
+    report = save(local.at("step-2"), None, 1, base="latest")
+    assert 16 * MIB < report.copied_bytes < 17 * MIB
+    assert lane.copied >= 9 + 1, "the head is copied again to be uploaded"
+    assert not lane.queued
+    assert_holds(local.at("step-2"), None, 1)
+
+
+# --- ranks
+
+
+def sharded(rank: int, edition: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    return {
+        key: distribute_tensor(value, mesh, [Shard(0)])
+        for key, value in state(edition).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def train(rank: int, world_size: int, url: str) -> list[Any]:
+    counts = {"index": 0, "list": 0}
+    really_open = StoreSpec.open
+
+    def counting(spec: StoreSpec) -> ObjectStore:
+        recording = RecordingStore(really_open(spec))
+        opened.append(recording)
+        return recording
+
+    opened: list[RecordingStore] = []
+    StoreSpec.open = counting  # type: ignore[method-assign]
+    try:
+        with dos.CheckpointManager(url, base="latest", claim_run=False, sweep=False) as run:
+            reports = [run.save(step, sharded(rank, step)) for step in (0, 1, 2)]
+    finally:
+        StoreSpec.open = really_open  # type: ignore[method-assign]
+    asked = [one for store in opened for one in store.requests if one.verb in ("get", "list")]
+    counts["index"] = sum(parse_index_key(one.key) is not None for one in asked)
+    counts["list"] = sum(one.verb == "list" for one in asked)
+    return [*reports, counts]
+
+
+def test_ranks_decide_alone_by_an_index_that_is_read_once(local: Folder) -> None:
+    (*_, report, counts), (*_, same, others) = run_ranks(2, train, local.url)
+    # A rank has 1 MiB of each tensor, which lie together in the second checkpoint.
+    assert 16 * MIB < report.copied_bytes < 17 * MIB
+    assert report == same
+    assert counts["index"] == 2
+    # One to find the base and one to see that there are no later steps; then commits alone.
+    assert counts["list"] == 2 + 3
+    assert others == {"index": 0, "list": 0}
+    want = {key: value for key, value in state(2).items() if isinstance(value, torch.Tensor)}
+    assert_holds(f"{local.url}/step-2", None, want)
+
+
+def test_a_job_that_resumes_has_the_loaded_step_as_base(local: Folder) -> None:
+    with dos.CheckpointManager(local.url, base="latest", sweep=False) as run:
+        run.save(1, state())
+    resumed = state()
+    with dos.CheckpointManager(local.url, base="latest", sweep=False) as run:
+        assert run.load(resumed) == 1
+        report = run.save(2, state(1))
+    assert 16 * MIB < report.copied_bytes < 17 * MIB
+    assert_holds(f"{local.url}/step-2", None, 1)
+
+
+def save_differently(rank: int, world_size: int, url: str) -> str:
+    try:
+        dos.save({"t": torch.ones(3)}, url, base="latest" if rank else None, progress=False)
+    except ConfigError as error:
+        return error.message
+    return ""
+
+
+def test_ranks_with_different_bases_are_refused_together(local: Folder) -> None:
+    assert all("base" in text for text in run_ranks(2, save_differently, local.at("step-1")))
+    assert local.keys() == []
+
+
+# --- a base that cannot be used
+
+
+def test_a_base_that_can_never_be_copied_from_is_refused() -> None:
+    url = memory_url()
+    with pytest.raises(ConfigError, match="gs://"):
+        dos.save({"t": torch.ones(1)}, url, base="gs://bucket/run/step-1")
+    with pytest.raises(InvalidUrlError, match="latest"):
+        dos.async_save({"t": torch.ones(1)}, url, base="newest")
+    with pytest.raises(ConfigError, match="gs://"):
+        dos.CheckpointManager(url, base="gs://bucket/run/step-1")
+    with pytest.raises(ConfigError, match="gs://"):
+        dos.ObjectStoreWriter(url, base="gs://bucket/run/step-1")
+
+
+def deleted(local: Folder) -> None:
+    dos.delete(local.at("base"), now=True)
+
+
+def damaged(local: Folder) -> None:
+    (index,) = [key for key in local.keys("base") if parse_index_key(key)]
+    local.flip_byte(f"base/{index}", 99)
+
+
+def foreign(local: Folder) -> None:
+    for key in local.keys("base"):
+        local.delete(f"base/{key}")
+    writer = dcp.FileSystemWriter(local.at("base").removeprefix("file://"))
+    dcp.save({"a.0": state()["a.0"]}, storage_writer=writer, no_dist=True)
+
+
+def swept(local: Folder) -> None:
+    for key in local.keys("base"):
+        if key.endswith(".distcp"):
+            local.delete(f"base/{key}")
+
+
+def overwritten(local: Folder) -> None:
+    for key in local.keys("base"):
+        if key.endswith(".distcp"):
+            local.put(f"base/{key}", bytes(len(local.get(f"base/{key}"))))
+
+
+def framed(local: Folder) -> None:
+    """As by a torch with other framing; undone by the test's monkeypatch."""
+    torch.serialization.set_crc32_options(not torch.serialization.get_crc32_options())
+
+
+@pytest.mark.parametrize("harm", [deleted, damaged, foreign, swept, overwritten, framed, None])
+def test_whatever_the_base_is_all_is_saved_and_the_reason_told(
+    harm: Callable[[Folder], None] | None,
+    local: Folder,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = torch.serialization.get_crc32_options()
+    url = local.at("base")
+    if harm is not None:
+        save(url)
+        save(local.at("other"))  # so that the base may be deleted
+        harm(local)
+    events: list[Any] = []
+    try:
+        with caplog.at_level(logging.WARNING, logger="dcp_objstore"):
+            report = save(local.at("step-2"), None, 1, base=url, on_event=events.append)
+    finally:
+        torch.serialization.set_crc32_options(options)
+    assert (report.copied_bytes, report.uploaded_bytes) == (0, report.total_bytes)
+    assert_holds(local.at("step-2"), None, 1)
+    (told,) = of(NotCopied, events)
+    assert told.base == url
+    assert told.reason in caplog.text
+    was_compared = harm in (swept, overwritten, framed)
+    assert (16 * MIB < told.not_copied_bytes < 17 * MIB) == was_compared
+
+
+def test_a_store_that_does_not_copy_uploads_and_says_so() -> None:
+    events: list[Any] = []
+    url = memory_url()
+    save(url)
+    report = save(url.replace("step-1", "step-2"), base=url, edition=1, on_event=events.append)
+    assert report.copied_bytes == 0
+    assert [one.base for one in of(NotCopied, events)] == [url]
+    assert_holds(url.replace("step-1", "step-2"), None, 1)
+
+
+class Refusing(WrappedStore):
+    """Copies nothing but what its first request asks for."""
+
+    left = 1
+
+    def copy(self, key: str, *args: Any, **settings: Any) -> Version:
+        Refusing.left -= 1
+        if Refusing.left < 0:
+            raise dos.PermissionDeniedError("you may not read that")
+        return super().copy(key, *args, **settings)
+
+
+def test_what_one_copy_fails_to_bring_is_uploaded_and_the_others_stay(
+    local: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(local.at("step-1"))
+    really_open = StoreSpec.open
+    monkeypatch.setattr(StoreSpec, "open", lambda spec: Refusing(really_open(spec)))
+    monkeypatch.setattr(Refusing, "left", 1)
+    events: list[Any] = []
+    report = save(local.at("step-2"), None, 1, base="latest", on_event=events.append)
+    (told,) = of(NotCopied, events)
+    assert "may not" in told.reason
+    assert report.copied_bytes + told.not_copied_bytes > 16 * MIB
+    assert 8 * MIB < report.copied_bytes < 9 * MIB
+    assert_holds(local.at("step-2"), None, 1)
+
+
+def test_a_tensor_that_changes_after_it_was_compared_is_noticed(
+    local: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digests of the comparison are used for the upload."""
+    tensor = torch.zeros(6 * MIB // 4)
+    save(local.at("step-1"), state={"t": tensor})
+    tensor[-1] = 1
+    really_copy = Unchanged.copy
+
+    def change(self: Unchanged, *args: Any) -> None:
+        tensor[: MIB // 4] = 2
+        really_copy(self, *args)
+
+    monkeypatch.setattr(Unchanged, "copy", change)
+    with pytest.raises(InputError, match="changed while"):
+        save(local.at("step-2"), state={"t": tensor}, base="latest")
+    assert_nothing_visible(local, "step-2")
+
+
+# --- while the store copies
+
+
+def test_a_base_that_vanishes_meanwhile_is_uploaded(bucket: Bucket, proxy: NetworkProxy) -> None:
+    save(bucket.at("step-1"), bucket)
+    held = proxy.hold(is_copy)
+
+    def remove() -> None:
+        held.wait()
+        for key in bucket.keys("step-1"):
+            bucket.delete(f"step-1/{key}")
+        held.release()
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    events: list[Any] = []
+    report = save(
+        bucket.at("step-2"),
+        bucket,
+        1,
+        base=bucket.at("step-1"),
+        storage_options=proxy.storage_options,
+        on_event=events.append,
+    )
+    thread.join()
+    assert report.copied_bytes == 0
+    assert "step-1" in of(NotCopied, events)[0].reason
+    assert bucket.uploads() == []
+    assert_holds(bucket.at("step-2"), bucket, 1)
+
+
+@pytest.mark.backends("seaweed", "moto")
+def test_a_base_whose_object_was_overwritten_is_not_copied(bucket: Bucket) -> None:
+    """moto ignores the condition: there the look at the source afterwards finds it."""
+    save(bucket.at("step-1"), bucket)
+    (key,) = [key for key in bucket.keys("step-1") if key.endswith(".distcp")]
+    bucket.flip_byte(f"step-1/{key}", 9 * MIB)
+    report = save(bucket.at("step-2"), bucket, 1, base="latest")
+    assert report.copied_bytes == 0
+    assert bucket.uploads() == []
+    assert_holds(bucket.at("step-2"), bucket, 1)
+
+
+def test_an_error_in_a_200_is_an_error(bucket: Bucket) -> None:
+    """S3 begins to answer before it has copied ("UploadPartCopy")."""
+    body = b'<?xml version="1.0"?><Error><Code>InternalError</Code><Message>no</Message></Error>'
+
+    def copies(asked: Tampered) -> bool:
+        return "x-amz-copy-source" in asked.headers
+
+    save(bucket.at("step-1"), bucket)
+    with TamperingProxy(bucket.storage_options) as proxy:
+        proxy.refuse(copies, Answer(200, {"Content-Length": str(len(body))}, body))
+        report = save(
+            bucket.at("step-2"),
+            bucket,
+            1,
+            base="latest",
+            storage_options=proxy.storage_options,
+            config=HASTY,
+        )
+        assert sum(map(copies, proxy.asked)) == 4, "each of the two is tried again"
+    assert report.copied_bytes == 0
+    assert bucket.uploads() == []
+    assert_holds(bucket.at("step-2"), bucket, 1)
+
+
+def test_ctrl_c_during_a_copy_leaves_no_upload_and_nothing_committed(
+    bucket: Bucket, proxy: NetworkProxy
+) -> None:
+    save(bucket.at("step-1"), bucket)
+    held = proxy.hold(is_copy)
+
+    def interrupt() -> None:
+        held.wait()
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.5)
+        held.release()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        save(bucket.at("step-2"), bucket, 1, base="latest", storage_options=proxy.storage_options)
+    thread.join()
+    assert_nothing_visible(bucket, "step-2")
+    report = save(bucket.at("step-2"), bucket, 1, base="latest")
+    assert report.copied_bytes > 16 * MIB
+    assert_holds(bucket.at("step-2"), bucket, 1)
+
+
+@pytest.mark.campaign
+def test_copies_that_stall_are_given_up_and_the_bytes_uploaded(
+    bucket: Bucket, proxy: NetworkProxy
+) -> None:
+    save(bucket.at("step-1"), bucket)
+    held = proxy.hold(is_copy)
+    events: list[Any] = []
+    report = save(
+        bucket.at("step-2"),
+        bucket,
+        1,
+        base=f"{bucket.at('step-1')}/",
+        storage_options=proxy.storage_options,
+        config=dos.TransferConfig(stall_timeout_seconds=3),
+        on_event=events.append,
+    )
+    assert report.copied_bytes == 0
+    assert "stall_timeout_seconds" in of(NotCopied, events)[0].reason
+    assert_holds(bucket.at("step-2"), bucket, 1)
+    held.release()
+    ends_at = time.monotonic() + 60
+    while bucket.uploads():  # aborted when the requests have ended
+        assert time.monotonic() < ends_at
+        time.sleep(0.1)
+    assert_holds(bucket.at("step-2"), bucket, 1)
+
+
+PROGRAM = """
+import sys
+import dcp_objstore as dos
+from tests.write.test_base import state
+dos.save(state(1), sys.argv[1], base="latest", progress=False)
+"""
+
+
+@pytest.mark.campaign
+def test_sigkill_during_a_copy_leaves_what_a_sweep_removes(
+    bucket: Bucket, proxy: NetworkProxy
+) -> None:
+    save(bucket.at("step-1"), bucket)
+    held = proxy.hold(is_copy)
+    options = proxy.storage_options
+    environment = {
+        "AWS_ACCESS_KEY_ID": str(options["key"]),
+        "AWS_SECRET_ACCESS_KEY": str(options["secret"]),
+        "AWS_ENDPOINT_URL": str(options["endpoint_url"]),
+        "AWS_REGION": "us-east-1",
+    }
+    job = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, bucket.at("step-2")], env={**os.environ, **environment}
+    )
+    try:
+        held.wait()
+    finally:
+        job.kill()
+        job.wait()
+    proxy.hang_up()
+    assert_nothing_visible(bucket, "step-2", uploads=True)
+    report = save(bucket.at("step-2"), bucket, 1, base="latest")
+    assert report.copied_bytes > 16 * MIB
+    assert_holds(bucket.at("step-2"), bucket, 1)
+    assert len(bucket.uploads()) == 2
+
+
+# --- sizes
+
+
+@pytest.mark.parametrize("gib", [1 / 64, 1, 6, 5 * 1024])
+def test_parts_to_copy_keep_the_limits_of_s3(gib: float) -> None:
+    size_bytes = int(gib * 1024 * MIB) + 1
+    sizes = copied_parts([CopySource("s3://b/k", 7, 7 + size_bytes, Version("e"))])
+    assert sum(sizes) == size_bytes
+    assert len(sizes) <= 10_000
+    assert max(sizes) <= 5 * 1024 * MIB
+    assert len(set(sizes[:-1])) <= 1
+    assert all(size >= 5 * MIB for size in sizes[:-1])
