@@ -7,7 +7,9 @@ import gc
 import weakref
 from pathlib import Path
 
+import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 import dcp_objstore as dos
 from tests.support.ranks import run_ranks
@@ -40,6 +42,9 @@ def kept_by_failed_calls(rank: int, world: int, folder: str) -> list[str]:
     return kept
 
 
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < (2, 13), reason="DCP of torch 2.9 keeps its own errors"
+)
 def test_a_failed_call_keeps_no_tensor_in_memory(tmp_path: Path) -> None:
     """On a GPU a state that waits for the cyclic garbage collector may not fit in twice."""
     assert run_ranks(2, kept_by_failed_calls, str(tmp_path / "ranks")) == [[], []]

@@ -142,4 +142,4 @@ def test_no_thread_of_gloo_outlives_destroy_process_group(tmp_path: Path) -> Non
     """Such a thread now and then aborts Python at its end, though all work was done."""
     command = [sys.executable, "-c", SAVES_AND_DESTROYS, f"file://{tmp_path}/run"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
-    assert done.stdout == "0\n"
+    assert done.stdout.splitlines()[-1] == "0"  # gloo of torch 2.9 prints, too
