@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar, cast
@@ -64,12 +65,13 @@ def typed_failures(
         KeyboardInterrupt: Ctrl-C was pressed; raised on the rank that received it.
         SystemExit: the program called `sys.exit`; raised on the rank that did so.
     """
+    handled = sys.exception()  # by the program, when it made this call
     try:
         yield
     except CheckpointException as error:
         # DCP numbers the ranks within the group.
         failures = {_global(n, group): pair[0] for n, pair in sorted(error.failures.items())}
-        _free_locals(error)
+        _free_locals(error, handled)
         _raise_lowest(failures, url)
     except DcpObjstoreError:
         raise
@@ -127,8 +129,6 @@ def raise_on_all(
             if error is not None
         }
         if failures:
-            for failure in failures.values():
-                _free_locals(failure)
             _raise_lowest(failures, url)
         first = found[0][1]
         for number, (_, theirs) in enumerate(found):
@@ -231,19 +231,26 @@ def without_frames(error: BaseException) -> None:
         BaseException.with_traceback(found, None)  # not an assignment, which the error may refuse
 
 
-def _free_locals(error: BaseException) -> None:
+def _free_locals(error: BaseException, handled: BaseException | None) -> None:
     """Clear the local variables of the frames that an error and its causes have left.
 
     Some of them hold the error, so all of them, and with them the state and its process group,
     would stay in memory until the cyclic garbage collector runs.
+
+    Args:
+        error: the error of a call.
+        handled: the error that the program was handling when it made the call. A debugger may still
+            want to show its frames.
     """
-    for found in _with_causes(error):
+    for found in _with_causes(error, handled):
         traceback.clear_frames(found.__traceback__)
 
 
-def _with_causes(error: BaseException) -> Iterator[BaseException]:
+def _with_causes(
+    error: BaseException, handled: BaseException | None = None
+) -> Iterator[BaseException]:
     waiting: list[BaseException | None] = [error]
-    seen: set[int] = set()
+    seen = {id(handled)}
     while waiting:
         found = waiting.pop()
         if found is None or id(found) in seen:

@@ -7,6 +7,7 @@ import gc
 import weakref
 from pathlib import Path
 
+import pytest
 import torch
 
 import dcp_objstore as dos
@@ -43,3 +44,20 @@ def kept_by_failed_calls(rank: int, world: int, folder: str) -> list[str]:
 def test_a_failed_call_keeps_no_tensor_in_memory(tmp_path: Path) -> None:
     """On a GPU a state that waits for the cyclic garbage collector may not fit in twice."""
     assert run_ranks(2, kept_by_failed_calls, str(tmp_path / "ranks")) == [[], []]
+
+
+def test_the_error_that_the_program_was_handling_keeps_its_variables(tmp_path: Path) -> None:
+    """A debugger may want to show them, after a save in an `except` block that fails, too."""
+
+    def train() -> None:
+        batch = "cat"
+        raise FloatingPointError(batch)
+
+    with pytest.raises(FloatingPointError) as caught:
+        try:
+            train()
+        except FloatingPointError:
+            with contextlib.suppress(dos.CheckpointNotFoundError):
+                dos.load({"w": torch.ones(2)}, f"file://{tmp_path}/none", progress=False)
+            raise
+    assert caught.traceback[-1].frame.f_locals == {"batch": "cat"}
