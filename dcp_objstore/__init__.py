@@ -18,7 +18,8 @@ from dcp_objstore.observe import events as events  # lazy_loader finds no submod
 
 __version__ = "0.1.0.dev0"
 
-if "torch.distributed" in sys.modules:
+_distributed = sys.modules.get("torch.distributed")
+if _distributed is not None and _distributed.is_available():
     # Its functions have the default group as a default argument, bound when it is imported. If that
     # is after `init_process_group`, as DDP and torch.compile do it, the group and its threads stay
     # after `destroy_process_group`, and one of them may abort Python at its end.
