@@ -106,13 +106,15 @@ def raise_on_all(
         own: this rank's error, or None.
         url: URL of the checkpoint; None if it is not known yet.
         group: group of the ranks; None if this process is alone.
-        advice: a sentence that says what to do if the ranks did not meet.
+        advice: a sentence that says what to do if the ranks did not meet. It is the same on ranks
+            that make the same call.
         same: arguments that must be the same on every rank, by name.
 
     Raises:
         ConfigError: an argument in `same` differs between ranks.
         DcpObjstoreError: the error of the lowest rank that has one.
-        RankFailedError: the process group broke because a rank died or did not answer.
+        RankFailedError: the process group broke because a rank died or did not answer, or the ranks
+            make different calls.
     """
     if group is None:
         if own is not None:
@@ -122,16 +124,23 @@ def raise_on_all(
         own = gone_error(url)
     with typed_failures(url, group, advice):
         found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, (own, same or {}), group=group)
+        dist.all_gather_object(found, (own, advice, same or {}), group=group)
         failures: dict[int, BaseException] = {
             _global(number, group): error
-            for number, (error, _) in enumerate(found)
+            for number, (error, _, _) in enumerate(found)
             if error is not None
         }
         if failures:
             _raise_lowest(failures, url)
-        first = found[0][1]
-        for number, (_, theirs) in enumerate(found):
+        _, call, first = found[0]
+        for number, (_, other, theirs) in enumerate(found):
+            if other != call:
+                raise RankFailedError(
+                    f"rank {_global(number, group)} makes another call than rank"
+                    f" {_global(0, group)}. {call}",
+                    rank=_global(number, group),
+                    url=url,
+                )
             for name, value in theirs.items():
                 if value != first[name]:
                     raise ConfigError(
