@@ -18,6 +18,7 @@ from dcp_objstore.checkpoint.names import (
     MARKER_KEY,
     is_beacon_key,
     is_ours,
+    is_upload_key,
     natural_order,
     parse_data_key,
 )
@@ -182,7 +183,7 @@ def list_checkpoints(
         try:
             for upload in open_uploads(spec).list():
                 prefix, _, name = upload.key.rpartition("/")
-                if is_ours(name):
+                if is_upload_key(name):
                     uploads[prefix].append(upload)
         except (InputError, RetryableError) as error:
             unseen = error.message

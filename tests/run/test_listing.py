@@ -54,6 +54,7 @@ def run(bucket: Bucket) -> Iterator[Bucket]:
     bucket.put(f"run/step-3/{data_key(0, 0, new_nonce())}", b"x" * 1000)
     bucket.put(f"run/step-3/{beacon_key(new_nonce())}", b"")
     begin_upload(bucket, f"run/step-4/{data_key(3, 0, new_nonce())}")
+    begin_upload(bucket, "run/step-4/.metadata")
     begin_upload(bucket, "run/step-4/theirs.bin")
     step = open_store(bucket.at("run/step-5"), bucket.storage_options)
     assert put_tombstone(step, tries_until(60, SYSTEM_CLOCK)) is not None
@@ -93,7 +94,7 @@ def test_everything_in_a_run_is_listed_and_nothing_is_changed(run: Bucket) -> No
     assert upload is not None
     assert (replaced.objects, tombstone.objects, torn.objects) == (2, 2, 1)
     assert (torn.objects_bytes, torn.saves, torn.began_at is not None) == (1000, 1, True)
-    assert (upload.objects, upload.uploads, upload.uploads_bytes) == (0, 1, len(PART))
+    assert (upload.objects, upload.uploads, upload.uploads_bytes) == (0, 2, 2 * len(PART))
     assert found["step-5"].is_fence
     assert not found["step-2"].is_fence
     assert not fence
@@ -154,13 +155,13 @@ def test_the_table_of_all_fits_80_columns_and_json_has_all_of_it(
         "committed",
     ]
     assert lines[1].endswith("step-1  pinned: paper; loss 0.25")
-    assert "5.00 MiB" in lines[8]
+    assert "10.00 MiB" in lines[8]
     assert lines[10].split()[:4] == ["foreign", "6", "B", "1"]
     assert lines[9].endswith("a fence")
     print_checkpoints(run.at("run"), as_json=True, everything=True)
     entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [entry["state"] for entry in entries] == list(STATES.values())
-    assert entries[3]["leftovers"]["uploads_bytes"] == len(PART)
+    assert entries[3]["leftovers"]["uploads_bytes"] == 2 * len(PART)
 
 
 @pytest.mark.backends("seaweed")
