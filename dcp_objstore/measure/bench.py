@@ -173,7 +173,7 @@ def _cleaned(
 def _removed(scratch: Scratch) -> str:
     """Remove everything; say what could not be."""
     left = scratch.remove()
-    if not left.keys:
+    if left.listed and not left.keys:
         return ""
     return (
         f"what was written could not be removed ({left.why or 'no reason was given'}): remove"

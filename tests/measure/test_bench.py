@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -272,6 +273,41 @@ def test_what_cannot_be_removed_is_named(bucket: Bucket, caplog: pytest.LogCaptu
             measure(bucket, storage_options=proxy.storage_options)
     (name,) = {one.partition("/")[0] for one in bucket.keys()}  # noqa: SIM118
     assert name.startswith(".bench-")
+    assert f"remove everything below {bucket.url}/{name}" in caplog.text
+
+
+def test_the_figures_are_not_lost_if_uploads_cannot_be_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are opened with boto3, which may find other credentials than the store did."""
+
+    def refuse(spec: object) -> NoReturn:
+        raise CredentialsError("boto3 has none")
+
+    monkeypatch.setattr("dcp_objstore.doctor.scratch.open_bucket_uploads", refuse)
+    report = dos.bench("memory://bench-test/other", size_bytes=SIZE, seconds=0.1)
+    assert report.save.gib_per_second.median > 0
+
+
+@pytest.mark.backends("seaweed")
+def test_what_cannot_be_listed_any_more_is_named(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when credentials expire while plain requests are sent: of these no key is known."""
+    expired: list[Asked] = []
+
+    def expire(asked: Asked) -> Refuse | None:
+        if expired:
+            return Refuse(403, "AccessDenied")
+        if plain_put(asked):
+            expired.append(asked)
+        return None
+
+    with NetworkProxy(bucket.storage_options) as proxy:
+        proxy.plan = expire
+        with pytest.raises(PermissionDeniedError):
+            measure(bucket, storage_options=proxy.storage_options)
+    (name,) = {one.partition("/")[0] for one in bucket.keys()}  # noqa: SIM118
     assert f"remove everything below {bucket.url}/{name}" in caplog.text
 
 
