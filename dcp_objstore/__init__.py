@@ -9,19 +9,10 @@ The public names are those of `__init__.pyi`. They are resolved on first use, so
 package does not import torch.
 """
 
-import importlib
-import sys
-
 import lazy_loader
 
 from dcp_objstore.observe import events as events  # lazy_loader finds no submodule of a folder
 
 __version__ = "0.1.0.dev0"
-
-if "torch.distributed" in sys.modules:
-    # Its functions have the default group as a default argument, bound when it is imported. If that
-    # is after `init_process_group`, as DDP and torch.compile do it, the group and its threads stay
-    # after `destroy_process_group`, and one of them may abort Python at its end.
-    importlib.import_module("torch.distributed.nn")
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

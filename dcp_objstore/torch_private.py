@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING as MemoryFormatEncoding,  # noqa: N811 - a class
 )
+from torch.distributed.nn import functional as dist_functions
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
@@ -73,6 +75,22 @@ def has_cpu_backend(group: dist.ProcessGroup) -> bool:
 def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
     """Change how long collectives of an existing group wait. torch 2.9 to 2.15."""
     dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def unbind_default_group() -> None:
+    """Make the functions of `torch.distributed.nn` refer to the default group by None.
+
+    That is their default argument if the module is imported before `init_process_group`. If it is
+    imported later, as DDP and torch.compile do it, they keep the group itself. Then its threads
+    stay after `destroy_process_group`, and one of them may abort Python at its end. torch 2.9 to
+    2.15.
+    """
+    for function in vars(dist_functions).values():
+        if isinstance(function, FunctionType) and function.__defaults__:
+            function.__defaults__ = tuple(
+                None if isinstance(value, dist.ProcessGroup) else value
+                for value in function.__defaults__
+            )
 
 
 # Tensors and modules.
@@ -175,5 +193,6 @@ __all__ = [
     "set_group_timeout",
     "spec_of",
     "storage_classes",
+    "unbind_default_group",
     "wait_for_collective",
 ]

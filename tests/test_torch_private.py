@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import (
     StorageWriter,
 )
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.nn.functional import all_reduce as all_reduce_with_grad
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 import dcp_objstore
@@ -39,6 +40,15 @@ def world() -> Iterator[dist.ProcessGroup]:
     yield group
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def test_functions_that_keep_the_default_group_get_none_in_its_place(
+    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = dist.ReduceOp.SUM
+    monkeypatch.setattr(all_reduce_with_grad, "__defaults__", (op, world))
+    torch_private.unbind_default_group()
+    assert all_reduce_with_grad.__defaults__ == (op, None)
 
 
 def test_the_default_store_is_that_of_the_default_group(world: dist.ProcessGroup) -> None:

@@ -110,6 +110,11 @@ def is_ours(key: str) -> bool:
     return _DATA.match(key) is not None or _INDEX.match(key) is not None
 
 
+def is_upload_key(key: str) -> bool:
+    """Return whether an unfinished upload to a key is that of a save; a sweep aborts it."""
+    return is_ours(key) or key in (MARKER_KEY, DOT_METADATA_KEY)
+
+
 def is_beacon_key(key: str) -> bool:
     """Return whether a key is that of a beacon, which shows that a save is under way."""
     return _BEACON.match(key) is not None

@@ -17,6 +17,7 @@ from dcp_objstore.checkpoint.names import (
     is_beacon_key,
     is_ours,
     is_probe_key,
+    is_upload_key,
     parse_index_key,
 )
 from dcp_objstore.errors import ConfigError
@@ -84,7 +85,7 @@ def plan_sweep(
     young = tuple(meta for meta in (*loose, *passing) if meta.last_modified >= oldest_kept)
     # Uploads of data; on `file://` also the marker and `.metadata`, which a crash may leave half
     # written there, like any object.
-    ours = [one for one in uploads if is_ours(one.key) or one.key in (MARKER_KEY, DOT_METADATA_KEY)]
+    ours = [one for one in uploads if is_upload_key(one.key)]
     uploads_young = tuple(upload for upload in ours if upload.initiated >= oldest_kept)
     kept = {MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY, *named}
     outcome: SweepOutcome = "waiting"

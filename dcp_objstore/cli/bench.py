@@ -87,11 +87,11 @@ def _verdict(past: str, gain: SettingsGain | None) -> str:
     if gain.is_faster:
         return f"TransferConfig({text}) {past} {gain.gain:.1f} times as fast here"
     if gain.gain <= 1:
-        return f"nothing configured is as fast as the best of {len(gain.tried)} tried ({text})"
+        return f"the current settings are as fast as the best of {len(gain.tried)} tried ({text})"
     percent = math.ceil(100 * (1 - 1 / gain.gain))
-    unsure = ", which was not faster every time" if gain.gain >= LEAST_GAIN else ""
+    unsure = "; this may be chance" if gain.gain >= LEAST_GAIN else ""
     return (
-        f"nothing configured is within {percent} % of the best of {len(gain.tried)} tried"
+        f"the current settings are within {percent} % of the best of {len(gain.tried)} tried"
         f" ({text}){unsure}"
     )
 

@@ -111,11 +111,11 @@ def _all_lines(listing: Listing) -> Iterator[_Line]:
         # Of a deleted checkpoint, what is still there is left over.
         is_gone = entry.state == "deleted"
         at = entry.created_at or left.written_at or left.began_at
-        objects = None if is_gone else entry.objects if has_marker else left.objects
+        objects = left.objects if entry.state == "not committed" else entry.objects
         yield (
             entry.state,
             "-" if is_gone else size_text(entry.total_bytes),
-            _number(objects),
+            _number(None if is_gone else objects),
             _number(entry.world_size),
             _age(at),
             name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar, cast
@@ -64,12 +65,13 @@ def typed_failures(
         KeyboardInterrupt: Ctrl-C was pressed; raised on the rank that received it.
         SystemExit: the program called `sys.exit`; raised on the rank that did so.
     """
+    handled = sys.exception()  # by the program, when it made this call
     try:
         yield
     except CheckpointException as error:
         # DCP numbers the ranks within the group.
         failures = {_global(n, group): pair[0] for n, pair in sorted(error.failures.items())}
-        _free_locals(error)
+        _free_locals(error, handled)
         _raise_lowest(failures, url)
     except DcpObjstoreError:
         raise
@@ -104,13 +106,15 @@ def raise_on_all(
         own: this rank's error, or None.
         url: URL of the checkpoint; None if it is not known yet.
         group: group of the ranks; None if this process is alone.
-        advice: a sentence that says what to do if the ranks did not meet.
+        advice: a sentence that says what to do if the ranks did not meet. It is the same on ranks
+            that make the same call.
         same: arguments that must be the same on every rank, by name.
 
     Raises:
         ConfigError: an argument in `same` differs between ranks.
         DcpObjstoreError: the error of the lowest rank that has one.
-        RankFailedError: the process group broke because a rank died or did not answer.
+        RankFailedError: the process group broke because a rank died or did not answer, or the ranks
+            make different calls.
     """
     if group is None:
         if own is not None:
@@ -120,18 +124,23 @@ def raise_on_all(
         own = gone_error(url)
     with typed_failures(url, group, advice):
         found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, (own, same or {}), group=group)
+        dist.all_gather_object(found, (own, advice, same or {}), group=group)
         failures: dict[int, BaseException] = {
             _global(number, group): error
-            for number, (error, _) in enumerate(found)
+            for number, (error, _, _) in enumerate(found)
             if error is not None
         }
         if failures:
-            for failure in failures.values():
-                _free_locals(failure)
             _raise_lowest(failures, url)
-        first = found[0][1]
-        for number, (_, theirs) in enumerate(found):
+        _, call, first = found[0]
+        for number, (_, other, theirs) in enumerate(found):
+            if other != call:
+                raise RankFailedError(
+                    f"rank {_global(number, group)} makes another call than rank"
+                    f" {_global(0, group)}. {call}",
+                    rank=_global(number, group),
+                    url=url,
+                )
             for name, value in theirs.items():
                 if value != first[name]:
                     raise ConfigError(
@@ -231,19 +240,26 @@ def without_frames(error: BaseException) -> None:
         BaseException.with_traceback(found, None)  # not an assignment, which the error may refuse
 
 
-def _free_locals(error: BaseException) -> None:
+def _free_locals(error: BaseException, handled: BaseException | None) -> None:
     """Clear the local variables of the frames that an error and its causes have left.
 
     Some of them hold the error, so all of them, and with them the state and its process group,
     would stay in memory until the cyclic garbage collector runs.
+
+    Args:
+        error: the error of a call.
+        handled: the error that the program was handling when it made the call. A debugger may still
+            want to show its frames.
     """
-    for found in _with_causes(error):
+    for found in _with_causes(error, handled):
         traceback.clear_frames(found.__traceback__)
 
 
-def _with_causes(error: BaseException) -> Iterator[BaseException]:
+def _with_causes(
+    error: BaseException, handled: BaseException | None = None
+) -> Iterator[BaseException]:
     waiting: list[BaseException | None] = [error]
-    seen: set[int] = set()
+    seen = {id(handled)}
     while waiting:
         found = waiting.pop()
         if found is None or id(found) in seen:

@@ -148,6 +148,7 @@ def own_group(
     store: Any = torch_private.default_store()  # torch's stubs lack `timeout`
     group = _made(purpose, process_group)
     if group is None:
+        torch_private.unbind_default_group()
         group = _new_group(process_group, min(timeout, store.timeout), number)
         _own.setdefault(process_group or _world(), {})[purpose] = ref(group)
     torch_private.set_group_timeout(group, timeout)

@@ -56,10 +56,12 @@ class Left:
     Attributes:
         keys: keys of the objects, relative to the scratch prefix.
         why: text of the first error, or empty.
+        listed: whether a listing showed them. Otherwise only known keys are among them.
     """
 
     keys: Sequence[str]
     why: str
+    listed: bool
 
 
 class Scratch:
@@ -131,7 +133,7 @@ class Scratch:
                 kept.add(key)
         again = _attempt(errors, lambda: {found.key for found in self.store.list()})
         left = kept if again is None else again
-        uploads = self.uploads()
+        uploads = _attempt([], self.uploads)
         if uploads is not None:
             for one in _attempt([], uploads.list) or ():
                 before = len(errors)
@@ -140,7 +142,7 @@ class Scratch:
                     left.add(f"{one.key} (unfinished upload)")
         if self._folder is not None:
             self._remove_folders()
-        return Left(sorted(left), errors[0].message if left and errors else "")
+        return Left(sorted(left), errors[0].message if errors else "", again is not None)
 
     def _remove_folders(self) -> None:
         assert self._folder is not None

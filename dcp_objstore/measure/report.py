@@ -64,7 +64,8 @@ class SettingsGain:
     Attributes:
         settings: arguments of `TransferConfig` that were the best.
         gain: how many times as fast they are: the median of the rounds' ratios.
-        is_faster: they were faster in each of at least three rounds, and `gain` is at least 1.1.
+        is_faster: there were at least three rounds, the slowest with them was faster than the
+            fastest without, and `gain` is at least 1.1. Chance alone does that in one of 20 cases.
         best: what they gave.
         tried: GiB/s of each settings that were tried, once, by their text.
     """

@@ -18,6 +18,7 @@ from dcp_objstore.checkpoint.names import (
     MARKER_KEY,
     is_beacon_key,
     is_ours,
+    is_upload_key,
     natural_order,
     parse_data_key,
 )
@@ -95,11 +96,11 @@ class ListedCheckpoint:
         state: `committed`. `superseded`: committed, but by a job that no longer owns the run, so it
             does not count. `deleting`: a deletion has begun. `deleted`: there is a tombstone.
             `not committed`: a save has written objects, but there is no marker. `foreign`: another
-            library wrote it; only with `everything`. `damaged`, `unsupported`: the marker cannot be
-            read; see `error`.
+            library wrote it, or its marker was removed. `damaged`, `unsupported`: the marker cannot
+            be read; see `error`.
         total_bytes: size of the data objects.
         error: why the marker cannot be read, or None.
-        objects: number of data objects; None if the marker cannot be read.
+        objects: number of data objects; None if it is not committed or the marker cannot be read.
         tensors, world_size: numbers of tensors, and of ranks that saved; None without a marker.
         created_at: time of the commit by the committing host's clock, or None without a marker.
         commit_id: id of the commit, or None without a marker.
@@ -182,7 +183,7 @@ def list_checkpoints(
         try:
             for upload in open_uploads(spec).list():
                 prefix, _, name = upload.key.rpartition("/")
-                if is_ours(name):
+                if is_upload_key(name):
                     uploads[prefix].append(upload)
         except (InputError, RetryableError) as error:
             unseen = error.message
@@ -205,6 +206,8 @@ class _Seen:
     has_dot_metadata: bool = False
     data: int = 0
     data_bytes: int = 0
+    foreign: int = 0
+    foreign_bytes: int = 0
     objects: int = 0
     objects_bytes: int = 0
     written_at: datetime | None = None
@@ -227,6 +230,9 @@ class _Seen:
         elif is_beacon_key(name):
             self.saves += 1
             self.began_at = _later(self.began_at, meta.last_modified)
+        elif name.endswith(".distcp"):
+            self.foreign += 1
+            self.foreign_bytes += meta.size_bytes
 
     @property
     def is_save(self) -> bool:
@@ -357,11 +363,16 @@ def _describe(store: ObjectStore, base: int) -> ListedCheckpoint | None:
 
 def _without_marker(url: str, seen: _Seen, failed: DcpObjstoreError | None) -> ListedCheckpoint:
     """Describe what has no marker, or one that is damaged or of a newer version."""
+    if failed is None and seen.has_dot_metadata:
+        return ListedCheckpoint(
+            url=url,
+            state="foreign",
+            total_bytes=seen.data_bytes + seen.foreign_bytes,
+            objects=seen.data + seen.foreign,
+        )
     state: CheckpointState = "not committed"
     if failed is not None:
         state = "damaged" if isinstance(failed, CheckpointCorruptError) else "unsupported"
-    elif seen.has_dot_metadata:
-        state = "foreign"
     error = None if failed is None else failed.message
     return ListedCheckpoint(url=url, state=state, total_bytes=seen.data_bytes, error=error)
 
@@ -375,18 +386,20 @@ def _leftovers(store: ObjectStore, entry: ListedCheckpoint, seen: _Seen) -> Left
         objects_bytes=seen.objects_bytes,
         written_at=seen.written_at,
     )
-    if entry.error is not None:
-        return saves  # it is not known what the commit names
+    if entry.error is not None or entry.state == "foreign":
+        return saves  # it is not known what the commit names; another library's files are kept
     if entry.state not in ("committed", "superseded"):
         return loose
     # One index, and the data objects that the marker counts.
     if (seen.objects, seen.data_bytes) == ((entry.objects or 0) + 1, entry.total_bytes):
         return saves
+    # The listing comes first: so it shows nothing of a commit that replaces this one meanwhile.
+    listed = list(store.list())
     try:
         named = _named(store, entry)
     except (CorruptDataError, LostRaceError, UnsupportedError):
         return saves
-    others = [meta for meta in store.list() if is_ours(meta.key) and meta.key not in named]
+    others = [meta for meta in listed if is_ours(meta.key) and meta.key not in named]
     return replace(
         saves,
         objects=len(others),

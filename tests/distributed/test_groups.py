@@ -124,10 +124,11 @@ def test_a_load_in_a_thread_makes_its_group_without_a_collective_of_the_default_
 
 
 SAVES_AND_DESTROYS = """
-import sys, torch, torch.distributed as dist, dcp_objstore as dos
+import sys, dcp_objstore as dos, torch, torch.distributed as dist
 from pathlib import Path
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import torch.distributed.nn  # as DDP does, and keeps the default group as a default argument
 state = {"w": torch.ones(2)}
 dos.save(state, sys.argv[1])
 dos.async_save(state, sys.argv[1], overwrite=True).result()

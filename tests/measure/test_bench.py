@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -106,13 +107,14 @@ def compared(usual: Sequence[float], best: Sequence[float]) -> _Compared:
     ("usual", "best", "says"),
     [
         ([1.4, 1.4, 1.5], [1.0, 1.0, 1.1], "TransferConfig(upload_concurrency=32) saved 1.4 times"),
-        ([1.4, 0.9, 1.5], [1.0, 1.0, 1.1], "not faster every time"),  # slower once
-        ([1.4, 1.4], [1.0, 1.0], "within 29 %"),  # too few rounds
+        ([1.4, 0.9, 1.5], [1.0, 1.0, 1.1], "chance"),  # slower once
+        ([1.4, 1.2, 2.0], [1.0, 1.0, 1.5], "within 25 %"),  # as much between equal rounds
+        ([1.4, 1.4], [1.0, 1.0], "chance"),  # too few rounds
         ([1.04, 1.04, 1.04], [1.0, 1.0, 1.0], "within 4 %"),
         ([1.0, 1.0, 1.0], [1.1, 1.0, 1.2], "as fast as the best of 1"),
     ],
 )
-def test_settings_are_called_faster_only_if_every_round_says_so(
+def test_settings_are_called_faster_only_if_all_their_rounds_are(
     usual: list[float], best: list[float], says: str
 ) -> None:
     found = _gain(compared(usual, best), {"upload_concurrency=32": 1.0})
@@ -166,7 +168,13 @@ def test_who_may_not_do_all_of_it_is_told_before_anything_large_is_sent(bucket: 
 def test_wrong_urls_settings_and_credentials_are_told(bucket: Bucket) -> None:
     with pytest.raises(InvalidUrlError):
         dos.bench("bucket/run")
-    for wrong in ({"size_bytes": 1000}, {"seconds": 0}, {"seconds": float("inf")}):
+    for wrong in (
+        {"size_bytes": 1000},
+        {"size_bytes": 2e6},
+        {"size_bytes": 1 << 50},  # more than any machine's memory
+        {"seconds": 0},
+        {"seconds": float("inf")},
+    ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             measure(bucket, **wrong)
     with pytest.raises(BucketNotFoundError):
@@ -265,6 +273,41 @@ def test_what_cannot_be_removed_is_named(bucket: Bucket, caplog: pytest.LogCaptu
             measure(bucket, storage_options=proxy.storage_options)
     (name,) = {one.partition("/")[0] for one in bucket.keys()}  # noqa: SIM118
     assert name.startswith(".bench-")
+    assert f"remove everything below {bucket.url}/{name}" in caplog.text
+
+
+def test_the_figures_are_not_lost_if_uploads_cannot_be_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are opened with boto3, which may find other credentials than the store did."""
+
+    def refuse(spec: object) -> NoReturn:
+        raise CredentialsError("boto3 has none")
+
+    monkeypatch.setattr("dcp_objstore.doctor.scratch.open_bucket_uploads", refuse)
+    report = dos.bench("memory://bench-test/other", size_bytes=SIZE, seconds=0.1)
+    assert report.save.gib_per_second.median > 0
+
+
+@pytest.mark.backends("seaweed")
+def test_what_cannot_be_listed_any_more_is_named(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when credentials expire while plain requests are sent: of these no key is known."""
+    expired: list[Asked] = []
+
+    def expire(asked: Asked) -> Refuse | None:
+        if expired:
+            return Refuse(403, "AccessDenied")
+        if plain_put(asked):
+            expired.append(asked)
+        return None
+
+    with NetworkProxy(bucket.storage_options) as proxy:
+        proxy.plan = expire
+        with pytest.raises(PermissionDeniedError):
+            measure(bucket, storage_options=proxy.storage_options)
+    (name,) = {one.partition("/")[0] for one in bucket.keys()}  # noqa: SIM118
     assert f"remove everything below {bucket.url}/{name}" in caplog.text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dcp_objstore.checkpoint.commit import put_tombstone
 from dcp_objstore.checkpoint.names import beacon_key, data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.errors import CheckpointCorruptError, CheckpointNotFoundError
+from dcp_objstore.run import listing
 from dcp_objstore.stores import open_store
 from tests.support.command_line import environment
 from tests.support.proxy import NetworkProxy
@@ -52,6 +54,7 @@ def run(bucket: Bucket) -> Iterator[Bucket]:
     bucket.put(f"run/step-3/{data_key(0, 0, new_nonce())}", b"x" * 1000)
     bucket.put(f"run/step-3/{beacon_key(new_nonce())}", b"")
     begin_upload(bucket, f"run/step-4/{data_key(3, 0, new_nonce())}")
+    begin_upload(bucket, "run/step-4/.metadata")
     begin_upload(bucket, "run/step-4/theirs.bin")
     step = open_store(bucket.at("run/step-5"), bucket.storage_options)
     assert put_tombstone(step, tries_until(60, SYSTEM_CLOCK)) is not None
@@ -91,7 +94,7 @@ def test_everything_in_a_run_is_listed_and_nothing_is_changed(run: Bucket) -> No
     assert upload is not None
     assert (replaced.objects, tombstone.objects, torn.objects) == (2, 2, 1)
     assert (torn.objects_bytes, torn.saves, torn.began_at is not None) == (1000, 1, True)
-    assert (upload.objects, upload.uploads, upload.uploads_bytes) == (0, 1, len(PART))
+    assert (upload.objects, upload.uploads, upload.uploads_bytes) == (0, 2, 2 * len(PART))
     assert found["step-5"].is_fence
     assert not found["step-2"].is_fence
     assert not fence
@@ -152,12 +155,13 @@ def test_the_table_of_all_fits_80_columns_and_json_has_all_of_it(
         "committed",
     ]
     assert lines[1].endswith("step-1  pinned: paper; loss 0.25")
-    assert "5.00 MiB" in lines[8]
+    assert "10.00 MiB" in lines[8]
+    assert lines[10].split()[:4] == ["foreign", "6", "B", "1"]
     assert lines[9].endswith("a fence")
     print_checkpoints(run.at("run"), as_json=True, everything=True)
     entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [entry["state"] for entry in entries] == list(STATES.values())
-    assert entries[3]["leftovers"]["uploads_bytes"] == len(PART)
+    assert entries[3]["leftovers"]["uploads_bytes"] == 2 * len(PART)
 
 
 @pytest.mark.backends("seaweed")
@@ -183,9 +187,53 @@ def test_of_a_damaged_checkpoint_nothing_is_called_left_over(bucket: Bucket) -> 
             bucket.put(f"run/step-2/{key}", b"damaged")
     found = listed(bucket, everything=True)
     assert (found["step-1"].state, found["step-2"].state) == ("damaged", "committed")
+    assert found["step-1"].objects is None
     assert not found["step-1"].leftovers
     assert not found["step-2"].leftovers
     with pytest.raises(CheckpointCorruptError):
         dos.list_checkpoints(
             bucket.at("run/step-1"), everything=True, storage_options=bucket.storage_options
         )
+
+
+@pytest.mark.backends("seaweed")
+def test_what_a_sweep_leaves_alone_is_not_called_left_over(
+    bucket: Bucket, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its marker, a checkpoint with a `.metadata` may be another library's."""
+    for name, value in environment(bucket.storage_options).items():
+        monkeypatch.setenv(name, value)
+    for step in (1, 2):
+        save(bucket, step)
+    bucket.put("run/step-1/_COMMIT", b"{}")
+    bucket.client().delete_object(Bucket=bucket.name, Key=f"{bucket.prefix}run/step-2/_COMMIT")
+    (swept,) = dos.sweep(
+        bucket.at("run/step-2"), dry_run=True, storage_options=bucket.storage_options
+    ).checkpoints
+    assert (swept.outcome, swept.deleted) == ("foreign", 0)
+    found = listed(bucket, everything=True)["step-2"]
+    assert (found.state, found.objects, found.leftovers) == ("foreign", 1, dos.Leftovers())
+    with pytest.raises(SystemExit):
+        print_checkpoints(bucket.at("run"), as_json=False, everything=True)
+    damaged, foreign = capsys.readouterr().out.splitlines()[2:]
+    assert damaged.split()[3] == "-"  # objects
+    assert foreign.split()[3] == "1"
+
+
+@pytest.mark.backends("seaweed")
+def test_a_commit_that_replaces_another_meanwhile_is_not_called_left_over(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        save(bucket, 1, overwrite=True)
+    read = listing.read_index
+
+    def read_then_replace(store: Any, marker: Any) -> bytes:
+        found = read(store, marker)
+        save(bucket, 1, overwrite=True)
+        return found
+
+    monkeypatch.setattr(listing, "read_index", read_then_replace)
+    left = listed(bucket, everything=True)["step-1"].leftovers
+    assert left is not None
+    assert left.objects == 2  # of the first save alone
