@@ -159,6 +159,10 @@ class _Kept(NamedTuple):
     stored: ix.Item
     dtype: str
 
+    @property
+    def end(self) -> int:
+        return self.stored.offset + self.stored.length
+
 
 class _Run(NamedTuple):
     """Items that have not changed, and follow one another in an object of the base."""
@@ -173,7 +177,7 @@ class _Run(NamedTuple):
 
     @property
     def end(self) -> int:
-        return self.items[-1].stored.offset + self.items[-1].stored.length
+        return self.items[-1].end
 
     @property
     def size_bytes(self) -> int:
@@ -326,11 +330,26 @@ def find_unchanged(
                 if result_of(is_same):
                     same.append(compared)
     found = Unchanged(base, {one.item.index for one in same}, compared=comparison.compared)
-    runs = [run for run in _runs(base.index, same, found) if run.size_bytes >= LEAST_PART_BYTES]
-    for share in np.array_split(np.arange(len(runs)), min(_MOST_OBJECTS, len(runs)) or 1):
-        if len(share):
-            found.objects.append([runs[number] for number in share])
+    most_bytes = config.max_object_size_bytes
+    runs = _runs(base.index, same, found, most_bytes)
+    long = [run for run in runs if run.size_bytes >= LEAST_PART_BYTES]
+    found.objects.extend(_shares(long, most_bytes))
     return found
+
+
+def _shares(runs: Sequence[_Run], most_bytes: int) -> Iterator[Sequence[_Run]]:
+    """Distribute runs over up to `_MOST_OBJECTS` objects, or more if these were too large."""
+    for numbers in np.array_split(np.arange(len(runs)), min(_MOST_OBJECTS, len(runs)) or 1):
+        share: list[_Run] = []
+        size_bytes = 0
+        for run in (runs[number] for number in numbers):
+            if share and size_bytes + run.size_bytes > most_bytes:
+                yield share
+                share, size_bytes = [], 0
+            share.append(run)
+            size_bytes += run.size_bytes
+        if share:
+            yield share
 
 
 def _candidates(index: ix.Index, items: Iterable[WriteItem]) -> Iterator[_Kept]:
@@ -412,13 +431,19 @@ def _have(
     return True
 
 
-def _runs(index: ix.Index, same: Iterable[_Kept], found: Unchanged) -> Iterator[_Run]:
-    """Join unchanged items that follow one another in an object of the base; note refused ones."""
+def _runs(
+    index: ix.Index, same: Iterable[_Kept], found: Unchanged, most_bytes: int
+) -> Iterator[_Run]:
+    """Join unchanged items that follow one another in an object of the base; note refused ones.
+
+    A run of several items has at most `most_bytes`.
+    """
     kept_at = {one.row: one for one in same}
     numbers = index.columns.object_number
     for number in sorted({one.stored.object_number for one in kept_at.values()}):
         rows = np.flatnonzero(numbers == number)
-        rows = rows[np.argsort(index.columns.offset[rows], kind="stable")]
+        # An empty value comes before what has the same offset.
+        rows = rows[np.lexsort((index.columns.payload_length[rows], index.columns.offset[rows]))]
         entry = index.objects[number]
         framing = _framing(index, entry, rows.tolist())
         if framing is None or entry.e_tag is None:
@@ -430,12 +455,13 @@ def _runs(index: ix.Index, same: Iterable[_Kept], found: Unchanged) -> Iterator[
         kept: list[_Kept] = []
         between: list[bytes] = []
         for row, (padding, frame) in zip(rows.tolist(), framing, strict=True):
-            if row in kept_at:
-                between += [padding, frame] if kept else [frame]
-                kept.append(kept_at[row])
-            elif kept:
+            one = kept_at.get(row)
+            if kept and (one is None or one.end - kept[0].stored.offset > most_bytes):
                 yield _Run(entry, kept, b"".join(between))
                 kept, between = [], []
+            if one is not None:
+                between += [padding, frame] if kept else [frame]
+                kept.append(one)
         if kept:
             yield _Run(entry, kept, b"".join(between))
 
