@@ -5,8 +5,10 @@ their bytes into new objects of this save, which are as much its own as those th
 no checkpoint refers to the objects of another, and deletion, sweeps and readers know nothing of
 this.
 
-- What is equal is decided by each rank alone, from the base's index and the digests that a save
-  computes anyway. A tensor that has changed is noticed at the first block that differs.
+- What is equal is decided by each rank alone, from the base's index and digests of its tensors. A
+  tensor that has changed is noticed at the first block that differs. Its digests are computed again
+  as it is uploaded: copies may take minutes, and digests from before them would not be those of
+  what is sent if the tensor changes meanwhile.
 - Copied are runs: items that follow one another in an object of the base, with the framing between
   them, which must be what this process would write. (The index has one digest of all framing of an
   object, and a copied object needs one of its own.) A run is a contiguous range, so an object that
@@ -59,7 +61,7 @@ from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.upload import Uploaded
 from dcp_objstore.transfer.workers import DaemonPool, wait_for
 from dcp_objstore.waiting import result_of
-from dcp_objstore.write.layout import SMALL_BYTES, Compared
+from dcp_objstore.write.layout import SMALL_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -193,7 +195,6 @@ class Unchanged:
         items: all that have not changed, also what cannot be copied.
         objects: what the store is to make: for each object the runs of which it consists.
         refused: why other runs are not copied, and their size.
-        compared: digests that need not be computed again, by the address and size of the memory.
         copied: set by `copy`: the items that were copied.
         results: set by `copy`: a result for each of these.
         stored: set by `copy`: the objects that were made.
@@ -203,7 +204,6 @@ class Unchanged:
     items: set[MetadataIndex] = field(default_factory=set)
     objects: list[Sequence[_Run]] = field(default_factory=list)
     refused: list[tuple[str, int]] = field(default_factory=list)
-    compared: dict[tuple[int, int], Compared] = field(default_factory=dict)
     copied: set[MetadataIndex] = field(default_factory=set)
     results: list[WriteResult] = field(default_factory=list)
     stored: list[StoredObject] = field(default_factory=list)
@@ -294,8 +294,6 @@ def find_unchanged(
     known_digests: Mapping[tuple[int, int], bytes],
     config: TransferConfig,
     digests_of: Callable[[ByteArray], bytes] = block_digests,
-    *,
-    in_place: bool = False,
 ) -> Unchanged:
     """Compare a rank's items with those of the base. Sends no request.
 
@@ -309,14 +307,13 @@ def find_unchanged(
         known_digests: digests that staging has computed, by the address and size of the memory.
         config: settings.
         digests_of: `block_digests` or a wrapper of it; called in the threads that hash.
-        in_place: `resolve` gives the memory of the state, which stays as it is.
     """
     assert base.index is not None
     stop = Progress(config.stall_timeout_seconds)
     same: list[_Kept] = []
     with DaemonPool(config.hash_threads, "hash") as hashers:
         outbound = Outbound(plan_parts(0, config.part_size_bytes), config, stop.check_stopped)
-        comparison = _Comparison(resolve, known_digests, outbound, hashers, digests_of, in_place)
+        comparison = _Comparison(resolve, known_digests, outbound, hashers, digests_of)
         waiting: deque[tuple[_Kept, Future[bool]]] = deque()
         candidates = _candidates(base.index, items)
         while True:
@@ -329,7 +326,7 @@ def find_unchanged(
                 compared, is_same = waiting.popleft()
                 if result_of(is_same):
                     same.append(compared)
-    found = Unchanged(base, {one.item.index for one in same}, compared=comparison.compared)
+    found = Unchanged(base, {one.item.index for one in same})
     most_bytes = config.max_object_size_bytes
     runs = _runs(base.index, same, found, most_bytes)
     long = [run for run in runs if run.size_bytes >= LEAST_PART_BYTES]
@@ -376,8 +373,6 @@ class _Comparison:
     outbound: Outbound
     hashers: DaemonPool
     digests_of: Callable[[ByteArray], bytes]
-    in_place: bool
-    compared: dict[tuple[int, int], Compared] = field(default_factory=dict)
 
     def of(self, kept: _Kept) -> Future[bool]:
         """Compare an item: large host memory in a thread, the rest at once."""
@@ -408,23 +403,19 @@ class _Comparison:
         slices = copied or tensor_frame.payload_slices(payload, BLOCK_SIZE_BYTES)
         if copied is not None or not payload.is_cpu:
             return _have(digests, slices, self.digests_of)
-        compared = Compared()
-        if self.in_place and payload.data_ptr() == data.data_ptr():
-            self.compared[payload.data_ptr(), size_bytes] = compared
-        return self.hashers.submit(_have, digests, slices, self.digests_of, compared)
+        return self.hashers.submit(_have, digests, slices, self.digests_of)
 
 
 def _have(
     digests: bytes,
     pieces: Iterable[ByteArray],
     digests_of: Callable[[ByteArray], bytes],
-    compared: Compared | None = None,
 ) -> bool:
     """Return whether all blocks have these digests; stop at the first that has not."""
-    compared, at = compared or Compared(), 0
+    at = 0
     for piece in pieces:
         for start in range(0, piece.nbytes, BLOCK_SIZE_BYTES):
-            digest = compared.digest(piece[start : start + BLOCK_SIZE_BYTES], digests_of)
+            digest = digests_of(piece[start : start + BLOCK_SIZE_BYTES])
             if digest != digests[at : at + DIGEST_SIZE_BYTES]:
                 return False
             at += DIGEST_SIZE_BYTES
