@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from dcp_objstore.distributed.failures import capture, on_any, on_first, raise_on_all
+from dcp_objstore.distributed.failures import capture, from_first, on_any, on_first, raise_on_all
 from dcp_objstore.distributed.groups import current_rank, is_first
 from dcp_objstore.errors import (
     CheckpointExistsError,
@@ -166,7 +166,7 @@ class RunSaves:
             return described_by(step, self._user_metadata, user_metadata, metrics)
 
         described, refused = capture(make)
-        raise_on_all(refused, self._url, self._group)
+        raise_on_all(refused, self._url, self._group, same={"base": self._saving.get("base")})
         pending = self._pending
         # Ranks see the end of a save at different times.
         running = pending is not None and not pending.handle.done()
@@ -194,10 +194,16 @@ class RunSaves:
         }
 
     def _base(self) -> str | None:
-        """Return the base of the next save; for "latest" the newest step that this job knows of."""
+        """Return the base of the next save; for "latest" the newest step that this job knows of.
+
+        That is what the first rank knows: another may not have seen the end of a save.
+        """
         base: str | None = self._saving.get("base")
+        if base != LATEST:
+            return base
         known = self._saved if self._resumed is None else {*self._saved, self._resumed}
-        return step_url(self._url, max(known)) if base == LATEST and known else base
+        newest = step_url(self._url, max(known)) if known else base
+        return from_first(newest, self._url, self._group)
 
     def _leave_later_steps(self, step: int) -> None:
         """Before the first save, and the first after going back: drop later steps that count.

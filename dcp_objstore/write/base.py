@@ -5,8 +5,10 @@ their bytes into new objects of this save, which are as much its own as those th
 no checkpoint refers to the objects of another, and deletion, sweeps and readers know nothing of
 this.
 
-- What is equal is decided by each rank alone, from the base's index and the digests that a save
-  computes anyway. A tensor that has changed is noticed at the first block that differs.
+- What is equal is decided by each rank alone, from the base's index and digests of its tensors. A
+  tensor that has changed is noticed at the first block that differs. Its digests are computed again
+  as it is uploaded: copies may take minutes, and digests from before them would not be those of
+  what is sent if the tensor changes meanwhile.
 - Copied are runs: items that follow one another in an object of the base, with the framing between
   them, which must be what this process would write. (The index has one digest of all framing of an
   object, and a copied object needs one of its own.) A run is a contiguous range, so an object that
@@ -59,7 +61,7 @@ from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.upload import Uploaded
 from dcp_objstore.transfer.workers import DaemonPool, wait_for
 from dcp_objstore.waiting import result_of
-from dcp_objstore.write.layout import SMALL_BYTES, Compared
+from dcp_objstore.write.layout import SMALL_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -159,6 +161,10 @@ class _Kept(NamedTuple):
     stored: ix.Item
     dtype: str
 
+    @property
+    def end(self) -> int:
+        return self.stored.offset + self.stored.length
+
 
 class _Run(NamedTuple):
     """Items that have not changed, and follow one another in an object of the base."""
@@ -173,7 +179,7 @@ class _Run(NamedTuple):
 
     @property
     def end(self) -> int:
-        return self.items[-1].stored.offset + self.items[-1].stored.length
+        return self.items[-1].end
 
     @property
     def size_bytes(self) -> int:
@@ -189,7 +195,6 @@ class Unchanged:
         items: all that have not changed, also what cannot be copied.
         objects: what the store is to make: for each object the runs of which it consists.
         refused: why other runs are not copied, and their size.
-        compared: digests that need not be computed again, by the address and size of the memory.
         copied: set by `copy`: the items that were copied.
         results: set by `copy`: a result for each of these.
         stored: set by `copy`: the objects that were made.
@@ -199,7 +204,6 @@ class Unchanged:
     items: set[MetadataIndex] = field(default_factory=set)
     objects: list[Sequence[_Run]] = field(default_factory=list)
     refused: list[tuple[str, int]] = field(default_factory=list)
-    compared: dict[tuple[int, int], Compared] = field(default_factory=dict)
     copied: set[MetadataIndex] = field(default_factory=set)
     results: list[WriteResult] = field(default_factory=list)
     stored: list[StoredObject] = field(default_factory=list)
@@ -290,8 +294,6 @@ def find_unchanged(
     known_digests: Mapping[tuple[int, int], bytes],
     config: TransferConfig,
     digests_of: Callable[[ByteArray], bytes] = block_digests,
-    *,
-    in_place: bool = False,
 ) -> Unchanged:
     """Compare a rank's items with those of the base. Sends no request.
 
@@ -305,14 +307,13 @@ def find_unchanged(
         known_digests: digests that staging has computed, by the address and size of the memory.
         config: settings.
         digests_of: `block_digests` or a wrapper of it; called in the threads that hash.
-        in_place: `resolve` gives the memory of the state, which stays as it is.
     """
     assert base.index is not None
     stop = Progress(config.stall_timeout_seconds)
     same: list[_Kept] = []
     with DaemonPool(config.hash_threads, "hash") as hashers:
         outbound = Outbound(plan_parts(0, config.part_size_bytes), config, stop.check_stopped)
-        comparison = _Comparison(resolve, known_digests, outbound, hashers, digests_of, in_place)
+        comparison = _Comparison(resolve, known_digests, outbound, hashers, digests_of)
         waiting: deque[tuple[_Kept, Future[bool]]] = deque()
         candidates = _candidates(base.index, items)
         while True:
@@ -325,12 +326,27 @@ def find_unchanged(
                 compared, is_same = waiting.popleft()
                 if result_of(is_same):
                     same.append(compared)
-    found = Unchanged(base, {one.item.index for one in same}, compared=comparison.compared)
-    runs = [run for run in _runs(base.index, same, found) if run.size_bytes >= LEAST_PART_BYTES]
-    for share in np.array_split(np.arange(len(runs)), min(_MOST_OBJECTS, len(runs)) or 1):
-        if len(share):
-            found.objects.append([runs[number] for number in share])
+    found = Unchanged(base, {one.item.index for one in same})
+    most_bytes = config.max_object_size_bytes
+    runs = _runs(base.index, same, found, most_bytes)
+    long = [run for run in runs if run.size_bytes >= LEAST_PART_BYTES]
+    found.objects.extend(_shares(long, most_bytes))
     return found
+
+
+def _shares(runs: Sequence[_Run], most_bytes: int) -> Iterator[Sequence[_Run]]:
+    """Distribute runs over up to `_MOST_OBJECTS` objects, or more if these were too large."""
+    for numbers in np.array_split(np.arange(len(runs)), min(_MOST_OBJECTS, len(runs)) or 1):
+        share: list[_Run] = []
+        size_bytes = 0
+        for run in (runs[number] for number in numbers):
+            if share and size_bytes + run.size_bytes > most_bytes:
+                yield share
+                share, size_bytes = [], 0
+            share.append(run)
+            size_bytes += run.size_bytes
+        if share:
+            yield share
 
 
 def _candidates(index: ix.Index, items: Iterable[WriteItem]) -> Iterator[_Kept]:
@@ -357,8 +373,6 @@ class _Comparison:
     outbound: Outbound
     hashers: DaemonPool
     digests_of: Callable[[ByteArray], bytes]
-    in_place: bool
-    compared: dict[tuple[int, int], Compared] = field(default_factory=dict)
 
     def of(self, kept: _Kept) -> Future[bool]:
         """Compare an item: large host memory in a thread, the rest at once."""
@@ -389,36 +403,38 @@ class _Comparison:
         slices = copied or tensor_frame.payload_slices(payload, BLOCK_SIZE_BYTES)
         if copied is not None or not payload.is_cpu:
             return _have(digests, slices, self.digests_of)
-        compared = Compared()
-        if self.in_place and payload.data_ptr() == data.data_ptr():
-            self.compared[payload.data_ptr(), size_bytes] = compared
-        return self.hashers.submit(_have, digests, slices, self.digests_of, compared)
+        return self.hashers.submit(_have, digests, slices, self.digests_of)
 
 
 def _have(
     digests: bytes,
     pieces: Iterable[ByteArray],
     digests_of: Callable[[ByteArray], bytes],
-    compared: Compared | None = None,
 ) -> bool:
     """Return whether all blocks have these digests; stop at the first that has not."""
-    compared, at = compared or Compared(), 0
+    at = 0
     for piece in pieces:
         for start in range(0, piece.nbytes, BLOCK_SIZE_BYTES):
-            digest = compared.digest(piece[start : start + BLOCK_SIZE_BYTES], digests_of)
+            digest = digests_of(piece[start : start + BLOCK_SIZE_BYTES])
             if digest != digests[at : at + DIGEST_SIZE_BYTES]:
                 return False
             at += DIGEST_SIZE_BYTES
     return True
 
 
-def _runs(index: ix.Index, same: Iterable[_Kept], found: Unchanged) -> Iterator[_Run]:
-    """Join unchanged items that follow one another in an object of the base; note refused ones."""
+def _runs(
+    index: ix.Index, same: Iterable[_Kept], found: Unchanged, most_bytes: int
+) -> Iterator[_Run]:
+    """Join unchanged items that follow one another in an object of the base; note refused ones.
+
+    A run of several items has at most `most_bytes`.
+    """
     kept_at = {one.row: one for one in same}
     numbers = index.columns.object_number
     for number in sorted({one.stored.object_number for one in kept_at.values()}):
         rows = np.flatnonzero(numbers == number)
-        rows = rows[np.argsort(index.columns.offset[rows], kind="stable")]
+        # An empty value comes before what has the same offset.
+        rows = rows[np.lexsort((index.columns.payload_length[rows], index.columns.offset[rows]))]
         entry = index.objects[number]
         framing = _framing(index, entry, rows.tolist())
         if framing is None or entry.e_tag is None:
@@ -430,12 +446,13 @@ def _runs(index: ix.Index, same: Iterable[_Kept], found: Unchanged) -> Iterator[
         kept: list[_Kept] = []
         between: list[bytes] = []
         for row, (padding, frame) in zip(rows.tolist(), framing, strict=True):
-            if row in kept_at:
-                between += [padding, frame] if kept else [frame]
-                kept.append(kept_at[row])
-            elif kept:
+            one = kept_at.get(row)
+            if kept and (one is None or one.end - kept[0].stored.offset > most_bytes):
                 yield _Run(entry, kept, b"".join(between))
                 kept, between = [], []
+            if one is not None:
+                between += [padding, frame] if kept else [frame]
+                kept.append(one)
         if kept:
             yield _Run(entry, kept, b"".join(between))
 

@@ -26,12 +26,7 @@ from dcp_objstore.errors import DcpObjstoreError, RankFailedError, UnsupportedEr
 from dcp_objstore.state import tensor_frame
 from dcp_objstore.state.dcp_metadata import constant_name
 from dcp_objstore.state.memory import lend
-from dcp_objstore.transfer.digests import (
-    BLOCK_SIZE_BYTES,
-    DIGEST_SIZE_BYTES,
-    block_digests,
-    small_digest,
-)
+from dcp_objstore.transfer.digests import block_digests, small_digest
 from dcp_objstore.transfer.parts import check_item_size
 
 if TYPE_CHECKING:
@@ -72,32 +67,6 @@ class ChangedSlice(NamedTuple):
     offset: int
     size_bytes: int
     digests: Future[bytes]
-
-
-@dataclass(slots=True)
-class Compared:
-    """The first blocks of a tensor, as they were when it was compared with a base.
-
-    Attributes:
-        digests: their digests.
-        words: the watched words of each, read before its digest was made.
-    """
-
-    digests: bytearray = field(default_factory=bytearray)
-    words: list[ByteArray] = field(default_factory=list)
-
-    def digest(self, block: ByteArray, digests_of: Callable[[ByteArray], bytes]) -> bytes:
-        """Return the digest of the next block, and keep it."""
-        self.words.append(watched_words(block))
-        digest = digests_of(block)
-        self.digests += digest
-        return digest
-
-    def cut(self, start: int, end: int) -> tuple[bytes, ByteArray]:
-        """Return the digests and the words of the blocks that are known of a slice."""
-        first, last = start // BLOCK_SIZE_BYTES, -(-end // BLOCK_SIZE_BYTES)
-        digests = bytes(self.digests[first * DIGEST_SIZE_BYTES : last * DIGEST_SIZE_BYTES])
-        return digests, np.concatenate([*self.words[first:last], np.empty(0, np.uint8)])
 
 
 # The cyclic garbage collector does not track these objects, which form no cycles. With tens of
@@ -167,7 +136,6 @@ class Layout:
         outbound: the path for slices out of a GPU's memory.
         digests_of: `block_digests` or a wrapper of it; called in the hashers.
         known_digests: digests that staging has computed, by the address and size of the memory.
-        compared: what is known of tensors that were compared with a base, likewise.
 
     Attributes:
         placed: the items that were placed, in order.
@@ -184,7 +152,6 @@ class Layout:
     outbound: Outbound
     digests_of: Callable[[ByteArray], bytes] = block_digests
     known_digests: Mapping[tuple[int, int], bytes] = field(default_factory=dict)
-    compared: Mapping[tuple[int, int], Compared] = field(default_factory=dict)
     placed: list[Placed] = field(default_factory=list)
     changed: list[ChangedSlice] = field(default_factory=list)
     is_over: bool = False
@@ -319,8 +286,7 @@ class Layout:
         payload_offset = offset + len(frame.header)
         if self._gathered:
             yield self._take_gathered()
-        memory = payload.data_ptr(), size_bytes
-        known, compared = self.known_digests.get(memory), self.compared.get(memory)
+        known = self.known_digests.get((payload.data_ptr(), size_bytes))
         hashing: list[Future[bytes]] = []
         pieces = self.outbound.slices(payload)
         in_place = pieces is None
@@ -330,12 +296,8 @@ class Layout:
         for piece in pieces:
             sent = piece
             if known is None:
-                words, before = watched_words(piece) if in_place else None, b""
-                if words is not None and compared is not None:
-                    start = at - payload_offset
-                    before, words_before = compared.cut(start, start + piece.nbytes)
-                    words[: words_before.nbytes] = words_before
-                hashing.append(self.hashers.submit(self._digests, before, piece))
+                words = _watched_words(piece) if in_place else None
+                hashing.append(self.hashers.submit(self.digests_of, piece))
                 if words is not None:
                     found = ChangedSlice(item.index.fqn, at, piece.nbytes, hashing[-1])
                     sent = self._watched(piece, words, found)
@@ -346,16 +308,11 @@ class Layout:
         self._frame(frame.trailer)
         self._place(item, offset, payload_offset, size_bytes, payload.dtype, digests)
 
-    def _digests(self, known: bytes, piece: ByteArray) -> bytes:
-        """Return the digests of a slice, of whose first blocks they are known."""
-        rest = piece[len(known) // DIGEST_SIZE_BYTES * BLOCK_SIZE_BYTES :]
-        return known + self.digests_of(rest) if rest.nbytes else known
-
     def _watched(self, piece: ByteArray, words: ByteArray, found: ChangedSlice) -> ByteArray:
         """Return the slice; compare its words again when the transport releases it."""
 
         def compare() -> None:
-            if not self.is_over and not np.array_equal(watched_words(piece), words):
+            if not self.is_over and not np.array_equal(_watched_words(piece), words):
                 self.changed.append(found)
 
         return lend(piece, compare)
@@ -403,7 +360,7 @@ class Layout:
         return np.frombuffer(taken, dtype=np.uint8)
 
 
-def watched_words(piece: ByteArray) -> ByteArray:
+def _watched_words(piece: ByteArray) -> ByteArray:
     """Copy words that are spread evenly over the piece."""
     words = piece[: piece.nbytes // _WORD.itemsize * _WORD.itemsize].view(_WORD)
     return words[:: _WATCHED_EVERY_BYTES // _WORD.itemsize].copy().view(np.uint8)

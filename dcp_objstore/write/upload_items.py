@@ -85,7 +85,6 @@ def upload_items(
             known_digests,
             config,
             digests_of,
-            in_place=isinstance(planner, AgreeingSavePlanner) and not planner.is_copied,
         )
     order = [(item, item_bytes(item)) for item in upload_order(plan.items, unchanged.items)]
     to_copy = unchanged.to_copy
@@ -126,7 +125,6 @@ def upload_items(
                 outbound,
                 digests_of,
                 known_digests,
-                unchanged.compared,
             )
             key = data_key(save.rank, next(numbers), save.nonce)
             try:
