@@ -20,9 +20,11 @@ from dcp_objstore.errors import (
     CorruptDataError,
     PreconditionFailedError,
     StoreUnavailableError,
+    UnsupportedError,
 )
 from dcp_objstore.stores.protocol import (
     Capabilities,
+    CopySource,
     ObjectMeta,
     Precondition,
     RangeReading,
@@ -91,7 +93,7 @@ class TickingClock(Clock):
 class MemoryStore:
     def __init__(self, url: str = "memory://test/run/step-1") -> None:
         self.url = url
-        self.capabilities = Capabilities()
+        self.capabilities = Capabilities(copies=False)
         self.endpoint_url: str | None = None
         self.reports_throttling = ()
         self.range_reading = RangeReading()
@@ -162,6 +164,9 @@ class MemoryStore:
         max_concurrency: int,
     ) -> Version:
         return self.put(key, list(buffers))
+
+    def copy(self, key: str, sources: Sequence[CopySource], **_: object) -> Version:
+        raise UnsupportedError("this store copies nothing")
 
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         self.requests.append(("get", key))

@@ -347,7 +347,7 @@ def test_fifty_saves_take_the_memory_of_one(
 ) -> None:
     monkeypatch.setattr(regions, "_LARGE_BYTES", 1 << 16)
     monkeypatch.setattr(regions, "_SLAB_BYTES", 1 << 18)
-    state: dict[str, Any] = {f"t{n}": torch.ones(5000 * n + 1) for n in range(10)}
+    state: dict[str, Any] = {f"t{n}": torch.ones(20000 * n + 1) for n in range(10)}
     resident, made = [], []
     for number in range(50):
         state["t0"][0] = number
@@ -356,7 +356,7 @@ def test_fifty_saves_take_the_memory_of_one(
         state["step"] = number
         resident.append(resident_kib())
         made.append(memory.allocations)
-    assert resident[-1] - resident[9] < 16 * 1024  # a copy of each save would be 36 MiB
+    assert resident[-1] - resident[9] < 64 * 1024  # a copy of each save would be 137 MiB
     assert made == made[:1] * 50
 
 
