@@ -66,7 +66,7 @@ def racy() -> MemoryStore:
 
 
 def test_good_store_is_seen_as_such_with_a_handful_of_requests(store: MemoryStore) -> None:
-    assert probes.probe(store) == Capabilities(True, True, True)
+    assert probes.probe(store) == Capabilities(True, True, True, copies=False)
     assert len(store.requests) == 11
     assert store.objects == {}
     assert not any(put.retry for put in store.puts)
@@ -74,19 +74,19 @@ def test_good_store_is_seen_as_such_with_a_handful_of_requests(store: MemoryStor
 
 
 def test_store_that_ignores_conditions_is_found_out() -> None:
-    assert probes.probe(careless()) == Capabilities(False, False, True)
-    assert probes.probe(create_only()) == Capabilities(True, False, True)
+    assert probes.probe(careless()) == Capabilities(False, False, True, copies=False)
+    assert probes.probe(create_only()) == Capabilities(True, False, True, copies=False)
 
 
 def test_store_that_checks_before_it_writes_is_found_out_by_the_race() -> None:
     store = racy()
-    assert probes.probe(store) == Capabilities(False, False, True)
+    assert probes.probe(store) == Capabilities(False, False, True, copies=False)
     assert store.objects == {}
 
 
 def test_store_that_refuses_conditions_has_none(store: MemoryStore) -> None:
     store.on_put = lambda put: UnsupportedError("501") if put.precondition else None
-    assert probes.probe(store) == Capabilities(False, False, True)
+    assert probes.probe(store) == Capabilities(False, False, True, copies=False)
 
 
 def test_store_whose_tokens_never_match_cannot_update(store: MemoryStore) -> None:
@@ -94,23 +94,23 @@ def test_store_whose_tokens_never_match_cannot_update(store: MemoryStore) -> Non
         return PreconditionFailedError("412") if isinstance(put.precondition, IfVersion) else None
 
     store.on_put = on_put
-    assert probes.probe(store) == Capabilities(True, False, True)
+    assert probes.probe(store) == Capabilities(True, False, True, copies=False)
 
 
 def test_what_the_adapter_disclaims_is_not_tried(store: MemoryStore) -> None:
-    store.capabilities = Capabilities(conditional_update=False, multipart=False)
-    assert probes.probe(store) == Capabilities(True, False, False)
+    store.capabilities = Capabilities(conditional_update=False, multipart=False, copies=False)
+    assert probes.probe(store) == Capabilities(True, False, False, copies=False)
     assert not [put for put in store.puts if isinstance(put.precondition, IfVersion)]
-    store.capabilities = Capabilities(False, False, False)
+    store.capabilities = Capabilities(False, False, False, copies=False)
     store.requests.clear()
-    assert probes.probe(store) == Capabilities(False, False, False)
+    assert probes.probe(store) == Capabilities(False, False, False, copies=False)
     assert store.requests == []
 
 
 def test_lost_answer_is_tried_again_under_another_name(store: MemoryStore) -> None:
     fates = [LOST]
     store.on_put = lambda put: fates.pop() if fates else None
-    assert probes.probe(store, clock=TickingClock()) == Capabilities(True, True, True)
+    assert probes.probe(store, clock=TickingClock()) == Capabilities(True, True, True, copies=False)
     assert len({put.key for put in store.puts}) == 3
     assert store.objects == {}
 
