@@ -38,6 +38,7 @@ from tests.support.servers import (
     MotoServer,
     RcloneServer,
 )
+from tests.support.wrapped_stores import RecordingStore
 
 DEFAULT_BACKENDS = ("seaweed", "moto")
 pytest_plugins = ("tests.support.guarantees",)
@@ -293,3 +294,17 @@ def through(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]],
         monkeypatch.setattr(StoreSpec, "open", lambda spec: wrapper(opened(spec)))
 
     return wrap
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordingStore]:
+    """The stores that are opened from now on, each of which records its requests."""
+    opened: list[RecordingStore] = []
+    really_open = StoreSpec.open
+
+    def recording(spec: StoreSpec) -> RecordingStore:
+        opened.append(RecordingStore(really_open(spec)))
+        return opened[-1]
+
+    monkeypatch.setattr(StoreSpec, "open", recording)
+    return opened

@@ -33,8 +33,8 @@ weaken one of them. The rules keep the numbers of the design. Rule 3 is in `name
     same PUTs without conditions, for users who have promised that there is only one writer.
 12. A save may have the store copy its data from another checkpoint, its base (`write.base`). It
     reads the base by rule 7, and the store copies an object only in the state whose ETag is in the
-    base's index. So the copied bytes have the digests of that index, whoever deletes, sweeps or
-    overwrites the base meanwhile. Copies are data of this save like any other (rules 3 and 4).
+    base's index. So the copied bytes have the digests of that index, even if others delete, sweep
+    or overwrite the base meanwhile. Copies are data of this save like any other (rules 3 and 4).
     What is not copied is uploaded, under another key.
 """
 

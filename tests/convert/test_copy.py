@@ -91,20 +91,6 @@ def local(tmp_path: Path) -> Folder:
     return Folder("file", (tmp_path / "here").as_uri(), {})
 
 
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordingStore]:
-    """The stores that are opened from now on, each of which records its requests."""
-    opened: list[RecordingStore] = []
-    really_open = StoreSpec.open
-
-    def recording(spec: StoreSpec) -> RecordingStore:
-        opened.append(RecordingStore(really_open(spec)))
-        return opened[-1]
-
-    monkeypatch.setattr(StoreSpec, "open", recording)
-    return opened
-
-
 def copy(source: Bucket, target: Bucket, **settings: Any) -> dos.CopyReport:
     options: dict[str, Any] = {
         "storage_options": target.storage_options,

@@ -216,20 +216,6 @@ def save_two(rank: int, world_size: int, run: str, options: Options) -> None:
         )
 
 
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordingStore]:
-    """The stores that are opened from now on, each of which records its requests."""
-    opened: list[RecordingStore] = []
-    really_open = StoreSpec.open
-
-    def recording(spec: StoreSpec) -> RecordingStore:
-        opened.append(RecordingStore(really_open(spec)))
-        return opened[-1]
-
-    monkeypatch.setattr(StoreSpec, "open", recording)
-    return opened
-
-
 def asked(stores: list[RecordingStore]) -> list[str]:
     return [f"{one.verb} {one.key}" for store in stores for one in store.requests]
 

@@ -82,20 +82,6 @@ def of(kind: type, events: list[Any]) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]
 
 
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordingStore]:
-    """The stores that are opened from now on, each of which records its requests."""
-    opened: list[RecordingStore] = []
-    really_open = StoreSpec.open
-
-    def recording(spec: StoreSpec) -> RecordingStore:
-        opened.append(RecordingStore(really_open(spec)))
-        return opened[-1]
-
-    monkeypatch.setattr(StoreSpec, "open", recording)
-    return opened
-
-
 def sent(recorded: list[RecordingStore], verb: str) -> int:
     return sum(one.bytes for store in recorded for one in store.requests if one.verb == verb)
 
