@@ -14,6 +14,7 @@
     python -m benchmarks async-loop                 a Python loop's pace while async_save uploads
     python -m benchmarks stage                      how long async_save holds training up
     python -m benchmarks gpu --gib 20               CUDA tensors, and pinned copies
+    python -m benchmarks convert --target seaweedfs    exports, imports and copies
     python -m benchmarks small                      cost of each of 20,000 tensors of 1 KiB
     python -m benchmarks startup                    seconds of the import and of --help
     python -m benchmarks digests                    GiB/s of XXH3-128, also with a busy thread
@@ -68,7 +69,7 @@ def _target(text: str) -> str:
     return text
 
 
-def _add_compared(command: argparse.ArgumentParser, peers: list[str], **conditions: object) -> None:
+def _add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--target",
         "--url",
@@ -76,6 +77,10 @@ def _add_compared(command: argparse.ArgumentParser, peers: list[str], **conditio
         default="sink",
         help="sink (default), seaweedfs, or a bucket of your own as s3://bucket[/prefix]",
     )
+
+
+def _add_compared(command: argparse.ArgumentParser, peers: list[str], **conditions: object) -> None:
+    _add_target(command)
     command.add_argument("--rounds", type=_positive, default=5)
     command.add_argument(
         "--peers",
@@ -143,6 +148,11 @@ def _parser() -> argparse.ArgumentParser:
         "--saved-layout", choices=layouts, help="default shard0; fsdp2 where that is loaded"
     )
     command.add_argument("--layout", choices=layouts, default="shard0", help="when loaded")
+    command = commands.add_parser("convert", help="exports, imports and copies")
+    _add_target(command)
+    command.add_argument("--rounds", type=_positive, default=1)
+    _add_settings(command)
+    Conditions.add_options(command)
     command = commands.add_parser("gpu", help="a save and load of CUDA tensors; needs a GPU")
     command.add_argument("--target", choices=["sink", "memory"], default="sink")
     command.add_argument("--rounds", type=_positive, default=5)
@@ -242,6 +252,16 @@ def _run_with(
         from benchmarks.stage import stage
 
         return stage(settings, options.rounds)
+    return _run_on_target(settings, options, conditions)
+
+
+def _run_on_target(
+    settings: Settings, options: argparse.Namespace, conditions: Conditions
+) -> tuple[Table, Result]:
+    if options.command == "convert":
+        from benchmarks.convert import convert
+
+        return convert(settings, options.target, options.rounds, conditions)
     if options.command == "async-loop":
         from benchmarks.async_loop import async_loop
 

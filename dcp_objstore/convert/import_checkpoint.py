@@ -198,7 +198,7 @@ class _ImportPlanner(AgreeingSavePlanner):
         plan: SavePlan = super().finish_plan(new_plan)
         slabs = [
             _slab(item, self._keys[item.index.fqn])
-            for item in upload_order(plan.items)
+            for item, _ in upload_order(plan.items)
             if item.tensor_data
         ]
         self._tensors = read_ahead((slab for slab in slabs if slab.size_bytes), self._source.read)

@@ -86,9 +86,8 @@ def upload_items(
             config,
             digests_of,
         )
-    order = [(item, item_bytes(item)) for item in upload_order(plan.items, unchanged.items)]
-    to_copy = unchanged.to_copy
-    left = [(item, size_bytes) for item, size_bytes in order if item.index not in to_copy]
+    order = upload_order(plan.items, unchanged.items)
+    left = _without(unchanged.to_copy, order)
     part_plan = _part_plan(store, left, config)
     left_bytes = sum(size_bytes for _, size_bytes in left)
     save.channel.emit(
@@ -103,7 +102,7 @@ def upload_items(
     )
     unchanged.copy(save, config)
     results, objects = WriteResults(unchanged.results), list(unchanged.stored)
-    pending = deque(one for one in order if one[0].index not in unchanged.copied)
+    pending = deque(_without(unchanged.copied, order))
     if len(pending) > len(left):
         part_plan = _part_plan(store, pending, config)
     # Parts of copied payload take memory; other parts are views of the tensors.
@@ -158,8 +157,8 @@ def _part_plan(
 
 def upload_order(
     items: Iterable[WriteItem], unchanged: Collection[MetadataIndex] = ()
-) -> list[WriteItem]:
-    """Return items in the order in which they are uploaded.
+) -> list[tuple[WriteItem, int]]:
+    """Return items in the order in which they are uploaded, each with its size in bytes.
 
     Pickled values come first, as in stock writers. Tensors follow in the plan's order, but with the
     small ones together, so that a reader gets them with one request: every rank reads an
@@ -167,13 +166,20 @@ def upload_order(
     base stays together too, so that the next save may copy it.
     """
     return sorted(
-        items,
+        ((item, item_bytes(item)) for item in items),
         key=lambda one: (
-            one.tensor_data is not None,
-            item_bytes(one) > DEFAULT_GAP_BYTES,
-            one.index not in unchanged,
+            one[0].tensor_data is not None,
+            one[1] > DEFAULT_GAP_BYTES,
+            not (unchanged and one[0].index in unchanged),
         ),
     )
+
+
+def _without(
+    indices: Collection[MetadataIndex], order: list[tuple[WriteItem, int]]
+) -> list[tuple[WriteItem, int]]:
+    # Most saves have no base, and the hash of an index costs as much as a tenth of the item.
+    return [one for one in order if one[0].index not in indices] if indices else order
 
 
 def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[ChangedSlice]) -> None:
