@@ -14,10 +14,11 @@ MIB = 1024 * 1024
 MAX_OBJECT_SIZE_BYTES = 5 * 1024 * 1024 * MIB
 
 Concurrency = int | Literal["auto"]
-# The largest number of requests in flight where it is found, and where each of them takes memory
-# for what it sends.
+# The largest number of requests in flight where it is found, and where each takes pinned memory.
 AUTO_MOST = 64
-COPIED_MOST = 8
+PINNED_MOST = 8
+# Parts in flight where they take memory of their own.
+COPIED_MOST_BYTES = 128 * MIB
 
 TRANSPORTS = ("native", "boto3", "fsspec")
 
@@ -34,13 +35,14 @@ class TransferConfig:
     Extra memory of a save:
 
     - From CPU memory: 10 MiB, however large a part is, because bytes are sent from the tensors' own
-      memory. Tensors of up to 1 MiB are copied together first. They take what is in flight: at most
-      `(upload_concurrency + 2) x part_size_bytes`; "auto" counts as 8 here, whatever it finds.
-    - From a GPU: the same amount of pinned memory, but at least 80 MiB.
+      memory. Tensors of up to 1 MiB are copied together first, and take what is in flight: 128 MiB
+      and two parts, or `(upload_concurrency + 2) x part_size_bytes` if that is a number.
+    - From a GPU: pinned memory of `(upload_concurrency + 2) x part_size_bytes` ("auto" counts as 8
+      here, whatever it finds), but at least 80 MiB.
 
-    For both, the part size is the size that parts have grown to. It is at most 32 MiB, so 320 MiB
-    in all by default. It is larger only if `part_size_bytes` is, or for an object above 281 GiB
-    (5 TiB: 583 MiB a part, so 5.7 GiB in all).
+    For both, the part size is the size that parts have grown to. It is at most 32 MiB, so 192 MiB
+    and 320 MiB by default. It is larger only if `part_size_bytes` is, or for an object above
+    281 GiB (5 TiB: 583 MiB a part, so 5.7 GiB from a GPU).
 
     Extra memory of a load:
 

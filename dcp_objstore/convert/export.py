@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from dcp_objstore.config import MIB
+from dcp_objstore.config import COPIED_MOST_BYTES
 from dcp_objstore.convert import safetensors
 from dcp_objstore.convert.names import (
     TORCH_SUFFIXES,
@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.transfer.upload import ByteArray
 
-# Parts in flight; their memory is that of the slabs.
-_IN_FLIGHT_BYTES = 128 * MIB
 _OWN_PREFIX = ".dcp-objstore."  # of files and folders that do not stay
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -389,7 +387,7 @@ class _Export:
                 for at in range(0, memory.nbytes, plan.slice_size_bytes):
                     yield memory[at : at + plan.slice_size_bytes]
 
-        most = max(1, _IN_FLIGHT_BYTES // plan.part_size_bytes)
+        most = max(2, COPIED_MOST_BYTES // plan.part_size_bytes)
         try:
             uploaded = upload_object(
                 self._store,

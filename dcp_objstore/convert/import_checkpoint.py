@@ -52,7 +52,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.inspect.checkpoint import open as open_checkpoint
 from dcp_objstore.inspect.selection import matching
-from dcp_objstore.inspect.slabs import Slab, cut, read_ahead, stop
+from dcp_objstore.inspect.slabs import Slab, ahead, cut, read_ahead, stop
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.ranges import read_range
@@ -72,7 +72,8 @@ if TYPE_CHECKING:
 
 _INDEX_SUFFIX = ".safetensors.index.json"
 _MOST_INDEX_BYTES = 256 * MIB
-_DOWNLOADED_AT_ONCE_BYTES = 16 * MIB
+_DOWNLOAD_BYTES = 16 * MIB
+_DOWNLOADS_AT_ONCE = 8
 # What torch wrote before 1.6, or without its zip format, begins with this number, pickled. Such a
 # file cannot be mapped into memory.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
@@ -310,10 +311,14 @@ def _local_file(spec: StoreSpec, name: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
         size_bytes = wait_for(store.head, name).size_bytes
-        with path.open("wb") as file:
-            for start in range(0, size_bytes, _DOWNLOADED_AT_ONCE_BYTES):
-                end = min(size_bytes, start + _DOWNLOADED_AT_ONCE_BYTES)
-                file.write(wait_for(read_range, store, name, start, end))
+        pieces = ahead(
+            range(0, size_bytes, _DOWNLOAD_BYTES),
+            lambda start: read_range(store, name, start, min(size_bytes, start + _DOWNLOAD_BYTES)),
+            _DOWNLOADS_AT_ONCE,
+        )
+        with closing(pieces), path.open("wb") as file:
+            for piece in pieces:
+                file.write(piece)
         yield path
 
 

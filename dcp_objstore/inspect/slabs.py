@@ -29,8 +29,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 # Bytes that are read at once. Two windows are read and a third one is written at the same time.
-WINDOW_BYTES = 64 * MIB
-_READ_AT_ONCE = 2
+WINDOW_BYTES = 32 * MIB
+_READ_AT_ONCE = 4
 
 
 class Slab(NamedTuple):

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 import torch
 
-from dcp_objstore.config import COPIED_MOST, MIB, at_most
+from dcp_objstore.config import MIB, PINNED_MOST, at_most
 from dcp_objstore.state.ring import Lane, Ring, Slot, Ticket
 from dcp_objstore.state.tensor_frame import ALIGNMENT_BYTES
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
@@ -165,7 +165,7 @@ class Outbound:
     def __init__(
         self, plan: PartPlan, config: TransferConfig, check_stopped: Callable[[], None]
     ) -> None:
-        parts = at_most(config.upload_concurrency, COPIED_MOST) + 2
+        parts = at_most(config.upload_concurrency, PINNED_MOST) + 2
         self.slots = max(5, parts * plan.part_size_bytes // SLOT_BYTES)
         self._slice_size_bytes = min(plan.slice_size_bytes, SLOT_BYTES)
         self._check_stopped = check_stopped

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import data_key
 from dcp_objstore.compat.values import warn_unsafe_value
-from dcp_objstore.config import AUTO_MOST, COPIED_MOST
+from dcp_objstore.config import AUTO_MOST, COPIED_MOST_BYTES
 from dcp_objstore.errors import InputError
 from dcp_objstore.observe.events import Hashed, Planned
 from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject, WriteResults
@@ -108,7 +108,9 @@ def upload_items(
     # Parts of copied payload take memory; other parts are views of the tensors.
     is_copied = isinstance(planner, AgreeingSavePlanner) and planner.is_copied
     copied_bytes = sum(size for _, size in pending if is_copied or size <= SMALL_BYTES)
-    most = COPIED_MOST if copied_bytes > COPIED_MOST * part_plan.part_size_bytes else AUTO_MOST
+    most = AUTO_MOST
+    if copied_bytes > COPIED_MOST_BYTES:
+        most = max(2, COPIED_MOST_BYTES // part_plan.part_size_bytes)
     numbers = itertools.count(len(unchanged.objects))
     with DaemonPool(config.hash_threads, "hash") as hashers:
         progress = Progress(config.stall_timeout_seconds, save.channel)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
+from dcp_objstore.convert import import_checkpoint
 from dcp_objstore.convert.sources import TensorInfo
 from dcp_objstore.convert.torch_file import plan_file
 from dcp_objstore.errors import (
@@ -170,17 +171,20 @@ def test_one_safetensors_file_leaves_values_out_and_names_them(url: str, tmp_pat
 
 @pytest.mark.backends("seaweed", "gcs")
 def test_sharded_tensors_come_whole_out_of_a_bucket_and_into_another(
-    bucket: Bucket, tmp_path: Path
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = bucket.storage_options
     run_ranks(3, save_sharded, bucket.at("step-1"), options)
     state = {"rows": seeded("rows", (301, 20)), "columns": seeded("columns", (200, 31))}
     dos.export_checkpoint(bucket.at("step-1"), bucket.at("hf"), storage_options=options)
-    dos.export_checkpoint(bucket.at("step-1"), tmp_path / "out.pt", storage_options=options)
+    dos.export_checkpoint(bucket.at("step-1"), bucket.at("files/out.pt"), storage_options=options)
+    (tmp_path / "out.pt").write_bytes(bucket.get("files/out.pt"))
     assert_same(torch.load(tmp_path / "out.pt"), {**state, "step": 3})
     (tmp_path / "model.safetensors").write_bytes(bucket.get("hf/model.safetensors"))
     assert_same(load_file(tmp_path / "model.safetensors"), state)
-    for number, source in enumerate(("hf", "hf/model.safetensors", "step-1")):
+    # The file is downloaded in several pieces.
+    monkeypatch.setattr(import_checkpoint, "_DOWNLOAD_BYTES", 10_000)
+    for number, source in enumerate(("hf", "hf/model.safetensors", "files/out.pt", "step-1")):
         again = bucket.at(f"again-{number}")
         dos.import_checkpoint(bucket.at(source), again, storage_options=options, progress=False)
         ckpt = dos.open(again, storage_options=options)

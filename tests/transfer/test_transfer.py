@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from dcp_objstore.config import AUTO_MOST, COPIED_MOST, MIB, TransferConfig
+from dcp_objstore.config import AUTO_MOST, MIB, PINNED_MOST, TransferConfig
 from dcp_objstore.errors import (
     ConfigError,
     CorruptDataError,
@@ -89,7 +89,7 @@ def test_parts_of_the_default_limit_stay_small_and_those_of_5_tib_are_as_documen
     assert plan_parts(282 * 1024 * MIB, 16 * MIB).part_size_bytes > 32 * MIB
     largest = plan_parts(5 * TIB, 16 * MIB).part_size_bytes
     assert largest == 583 * MIB
-    assert round((COPIED_MOST + 2) * largest / 1024**3, 1) == 5.7
+    assert round((PINNED_MOST + 2) * largest / 1024**3, 1) == 5.7
 
 
 def test_an_item_above_5_tib_is_refused_and_the_limit_of_objects_is_bounded():

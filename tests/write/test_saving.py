@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemT
 
 import dcp_objstore as dos
 from dcp_objstore.compat.derived import StockDotMetadata
-from dcp_objstore.config import AUTO_MOST, COPIED_MOST
+from dcp_objstore.config import AUTO_MOST
 from dcp_objstore.errors import InputError, PermissionDeniedError, UntrustedPickleError
 from dcp_objstore.observe.events import AnyEvent, Hashed
 from dcp_objstore.observe.report import size_text
@@ -549,11 +549,12 @@ def test_a_tensor_that_does_not_change_is_not_told_of(
     assert "changed" not in logged.text
 
 
-@pytest.mark.parametrize(("count", "most"), [(40, AUTO_MOST), (44, COPIED_MOST)])
-def test_parts_of_copied_tensors_are_bounded_in_number(
+@pytest.mark.parametrize(("count", "most"), [(16, AUTO_MOST), (17, 3)])
+def test_parts_of_copied_tensors_are_bounded_in_bytes(
     monkeypatch: pytest.MonkeyPatch, count: int, most: int
 ) -> None:
-    """8 parts of 5 MiB are as much memory as copies may take."""
+    """Copies may take 16 MiB here: 3 parts of 5 MiB."""
+    monkeypatch.setattr(uploading, "COPIED_MOST_BYTES", 16 * MIB)
     given: list[int] = []
     upload = uploading.upload_object
 
