@@ -15,6 +15,7 @@
     python -m benchmarks stage                      how long async_save holds training up
     python -m benchmarks gpu --gib 20               CUDA tensors, and pinned copies
     python -m benchmarks convert --target seaweedfs    exports, imports and copies
+    python -m benchmarks incremental    saves with a base, on SeaweedFS
     python -m benchmarks small                      cost of each of 20,000 tensors of 1 KiB
     python -m benchmarks startup                    seconds of the import and of --help
     python -m benchmarks digests                    GiB/s of XXH3-128, also with a busy thread
@@ -69,13 +70,13 @@ def _target(text: str) -> str:
     return text
 
 
-def _add_target(command: argparse.ArgumentParser) -> None:
+def _add_target(command: argparse.ArgumentParser, default: str = "sink") -> None:
     command.add_argument(
         "--target",
         "--url",
         type=_target,
-        default="sink",
-        help="sink (default), seaweedfs, or a bucket of your own as s3://bucket[/prefix]",
+        default=default,
+        help="sink, seaweedfs, or a bucket of your own (s3://bucket[/prefix]); default %(default)s",
     )
 
 
@@ -148,11 +149,15 @@ def _parser() -> argparse.ArgumentParser:
         "--saved-layout", choices=layouts, help="default shard0; fsdp2 where that is loaded"
     )
     command.add_argument("--layout", choices=layouts, default="shard0", help="when loaded")
-    command = commands.add_parser("convert", help="exports, imports and copies")
-    _add_target(command)
-    command.add_argument("--rounds", type=_positive, default=1)
-    _add_settings(command)
-    Conditions.add_options(command)
+    for name, text, target in (
+        ("convert", "exports, imports and copies", "sink"),
+        ("incremental", "saves with a base", "seaweedfs"),  # the sink copies nothing
+    ):
+        command = commands.add_parser(name, help=text)
+        _add_target(command, target)
+        command.add_argument("--rounds", type=_positive, default=3)
+        _add_settings(command)
+        Conditions.add_options(command)
     command = commands.add_parser("gpu", help="a save and load of CUDA tensors; needs a GPU")
     command.add_argument("--target", choices=["sink", "memory"], default="sink")
     command.add_argument("--rounds", type=_positive, default=5)
@@ -262,6 +267,10 @@ def _run_on_target(
         from benchmarks.convert import convert
 
         return convert(settings, options.target, options.rounds, conditions)
+    if options.command == "incremental":
+        from benchmarks.incremental import incremental
+
+        return incremental(settings, options.target, options.rounds, conditions)
     if options.command == "async-loop":
         from benchmarks.async_loop import async_loop
 

@@ -1,0 +1,137 @@
+"""`incremental`: saves with a base against full ones, and the copies of the store alone.
+
+One tensor in 20 changes, or all of them. What the store needs for the copies is measured by
+`UploadPartCopy` of as many bytes, sent by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import dcp_objstore as dos
+from benchmarks.child import make_state
+from benchmarks.conditions import Conditions
+from benchmarks.settings import MIB, Settings
+from benchmarks.steps import main, medians, run_steps
+from benchmarks.table import Result, Table, number
+from benchmarks.targets import Place
+
+_FULL, _FROZEN, _CHANGED, _PLAIN, _BY_HAND = (
+    "all of it",
+    "base, 95 % frozen",
+    "base, nothing frozen",
+    "nothing frozen, without a base",
+    "UploadPartCopy of 95 %, by hand",
+)
+_STEPS = (_FULL, _FROZEN, _CHANGED, _PLAIN, _BY_HAND)
+_CHANGES_EACH = 20
+_PART_SIZE_BYTES = 32 * MIB
+_PARTS_AT_ONCE = 16
+
+
+def incremental(
+    settings: Settings, target: str, rounds: int, conditions: Conditions
+) -> tuple[Table, Result]:
+    """Measure every step once a round; medians of the rounds."""
+    found, problems = run_steps(
+        "benchmarks.incremental", _STEPS, settings, target, rounds, conditions
+    )
+    steps = medians(found)
+    for step, one in steps.items():
+        compared = found[_PLAIN if step == _CHANGED else _FULL]
+        pairs = list(zip(found[step], compared, strict=False))
+        for ratio, key in (("time", "seconds"), ("cpu", "cpu_seconds_per_gib")):
+            one[ratio] = statistics.median(each[key] / other[key] for each, other in pairs)
+    table = Table(
+        f"saves on {conditions.described(target)}: {settings.gib:g} GiB in "
+        f"{settings.tensors} tensors, medians of {rounds}",
+        ["step", "seconds", "x full", "CPU-s/GiB", "CPU x full", "extra MiB"],
+        [
+            [
+                step,
+                number(one["seconds"]),
+                number(one["time"]),
+                number(one["cpu_seconds_per_gib"]),
+                number(one["cpu"]),
+                number(one["extra_mib"], ".0f"),
+            ]
+            for step, one in steps.items()
+        ],
+        [f"{step}: {problem}" for step, problem in problems.items()],
+    )
+    return table, {
+        "command": "incremental",
+        "target": target,
+        "settings": dataclasses.asdict(settings),
+        "steps": steps,
+        "rounds": found,
+        "problems": problems,
+    }
+
+
+def _prepare(step: str, settings: Settings, place: Place) -> Callable[[], None]:
+    if step == _BY_HAND:
+        return _by_hand(settings, place)
+    state = make_state(settings, blank=False)
+    for number_, tensor in enumerate(state.values()):
+        if step in (_CHANGED, _PLAIN) or (step == _FROZEN and number_ % _CHANGES_EACH == 0):
+            tensor.add_(1000 * _STEPS.index(step))
+    base = "latest" if step in (_FROZEN, _CHANGED) else None
+
+    def act() -> None:
+        dos.save(
+            state,
+            f"{place.url}/step-{_STEPS.index(step)}",
+            base=base,
+            storage_options=place.storage_options,
+            progress=False,
+        )
+
+    return act
+
+
+def _by_hand(settings: Settings, place: Place) -> Callable[[], None]:
+    import boto3
+
+    client: Any = boto3.client(
+        "s3",
+        endpoint_url=place.endpoint_url,
+        aws_access_key_id=place.access_key,
+        aws_secret_access_key=place.secret_key,
+        region_name="us-east-1",
+        verify=place.certificate,
+    )
+    where = {"Bucket": place.bucket, "Key": f"{place.prefix}/by-hand"}
+    below = {"Bucket": place.bucket, "Prefix": f"{place.prefix}/step-0/"}
+    listed = client.list_objects_v2(**below)["Contents"]
+    source = max(listed, key=lambda one: one["Size"])
+    end = min(source["Size"], settings.total_bytes) * (_CHANGES_EACH - 1) // _CHANGES_EACH
+    starts = range(0, end, _PART_SIZE_BYTES)
+
+    def act() -> None:
+        upload = client.create_multipart_upload(**where)["UploadId"]
+
+        def copy(number_: int) -> dict[str, Any]:
+            start = starts[number_ - 1]
+            answer = client.upload_part_copy(
+                **where,
+                UploadId=upload,
+                PartNumber=number_,
+                CopySource={"Bucket": place.bucket, "Key": source["Key"]},
+                CopySourceRange=f"bytes={start}-{min(end, start + _PART_SIZE_BYTES) - 1}",
+            )
+            return {"PartNumber": number_, "ETag": answer["CopyPartResult"]["ETag"]}
+
+        with ThreadPoolExecutor(_PARTS_AT_ONCE) as pool:
+            parts = list(pool.map(copy, range(1, len(starts) + 1)))
+        client.complete_multipart_upload(**where, UploadId=upload, MultipartUpload={"Parts": parts})
+
+    return act
+
+
+if __name__ == "__main__":
+    main(_STEPS, _prepare)

@@ -1,0 +1,101 @@
+"""Steps that follow one another on one place, each in a fresh process, as `convert` has them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from benchmarks.child import Job, measure, status_mib
+from benchmarks.conditions import Conditions
+from benchmarks.processes import ChildFailedError, run_module
+from benchmarks.settings import GIB, MIB, Settings
+from benchmarks.targets import Place, open_target
+
+# Returns what does a step; making it is not measured.
+Prepare = Callable[[str, Settings, Place], Callable[[], None]]
+Found = dict[str, list[dict[str, float]]]
+
+_LOOK_SECONDS = 0.005
+
+
+def run_steps(
+    module: str,
+    steps: Sequence[str],
+    settings: Settings,
+    target: str,
+    rounds: int,
+    conditions: Conditions,
+) -> tuple[Found, dict[str, str]]:
+    """Run every step once a round, in order; return the rounds of each, and what failed."""
+    found: Found = {step: [] for step in steps}
+    problems: dict[str, str] = {}
+    with open_target(target, keep=True, conditions=conditions) as root:
+        for turn in range(rounds):
+            place = root.at(f"round-{turn}")
+            for step in [step for step in steps if step not in problems]:
+                job = Job(peer=step, action="step", place=place, settings=settings)
+                try:
+                    found[step].append(run_module(module, job.dumps()))
+                except ChildFailedError as error:
+                    problems[step] = f"failed:\n{error}"
+            place.clear()
+    return found, problems
+
+
+def medians(found: Found) -> dict[str, dict[str, float]]:
+    """Return the median of each figure of each step."""
+    return {
+        step: {key: statistics.median(one[key] for one in all_) for key in all_[0]}
+        for step, all_ in found.items()
+        if all_
+    }
+
+
+def main(steps: Sequence[str], prepare: Prepare) -> None:
+    """Do the step that stdin names, after all steps so far with a small state; print the figures.
+
+    Extra memory is anonymous memory: files that are mapped do not count.
+    """
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    job = Job.loads(sys.stdin.read())
+    small = dataclasses.replace(job.settings, gib=32 * MIB / GIB)
+    for step in steps[: steps.index(job.peer) + 1]:
+        prepare(step, small, job.place.at(f"small-{job.peer}"))()
+    act = prepare(job.peer, job.settings, job.place)
+    with _peak_mib() as peak:
+        measured = measure(act, job.settings, job.place)
+    figures = {
+        "seconds": measured.seconds,
+        "gib_per_second": measured.gib_per_second,
+        "cpu_seconds_per_gib": measured.cpu_seconds / measured.gib_moved,
+        "extra_mib": peak[-1],
+    }
+    print(json.dumps(figures))
+
+
+@contextlib.contextmanager
+def _peak_mib() -> Iterator[Sequence[float]]:
+    """Give a list whose last entry is the peak of anonymous memory above that of the beginning."""
+    before, peak = status_mib("RssAnon") or 0.0, [0.0]
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(_LOOK_SECONDS):
+            peak[-1] = max(peak[-1], (status_mib("RssAnon") or 0.0) - before)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        thread.join()
