@@ -280,6 +280,15 @@ def verify_checkpoint(
             metavar="STEP",
         ),
     ] = None,
+    from_byte: Annotated[
+        int,
+        typer.Option(
+            help="Leave out what lies before it, to go on where Ctrl-C said.",
+            metavar="N",
+            min=0,
+            show_default=False,
+        ),
+    ] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per checkpoint, one per line.")
     ] = False,
@@ -293,7 +302,15 @@ def verify_checkpoint(
     with exits():
         from dcp_objstore.cli.verify import verify
 
-        verify(url, quick=quick, deep=deep, run=run, before=before, as_json=as_json)
+        verify(
+            url,
+            quick=quick,
+            deep=deep,
+            run=run,
+            before=before,
+            from_byte=from_byte,
+            as_json=as_json,
+        )
 
 
 _Keys = Annotated[

@@ -81,8 +81,9 @@ def exits() -> Iterator[None]:
     except DcpObjstoreError as error:
         notes = getattr(error, "__notes__", ())
         fail(f"{type(error).__name__}: {error}", status_of(error), notes)
-    except KeyboardInterrupt:
-        print("dcp-objstore: ended by Ctrl-C", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        notes = getattr(error, "__notes__", ())
+        print("dcp-objstore: ended by Ctrl-C", *notes, sep="\n", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:
         # The reader of the output has gone; nothing more can be written, not even at exit.

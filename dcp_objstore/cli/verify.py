@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 import textwrap
-from collections.abc import Iterator
 
 from dcp_objstore.cli.access import chosen
 from dcp_objstore.cli.colour import coloured
@@ -22,7 +21,14 @@ _SHOWN = 20  # damages to print of one checkpoint
 
 
 def verify(
-    url: str, *, quick: bool, deep: bool, run: bool, before: str | None, as_json: bool
+    url: str,
+    *,
+    quick: bool,
+    deep: bool,
+    run: bool,
+    before: str | None,
+    from_byte: int,
+    as_json: bool,
 ) -> None:
     """Verify and print each report as soon as it is there; exit with status 4 on damage.
 
@@ -32,9 +38,17 @@ def verify(
     """
     if before is not None and not run:
         raise ConfigError("--before is for the steps of a run: it needs --run")
+    if from_byte and run:
+        raise ConfigError("--from-byte is for a single checkpoint, not for --run")
     damaged: list[VerifyReport] = []
     whole: str | None = None
-    for report in _reports(url, quick=quick, deep=deep, run=run, before=before):
+    spec, events = StoreSpec(url, chosen()), EventSettings(None, None)
+    reports = (
+        verify_run(url, quick=quick, deep=deep, before=before, storage_options=chosen())
+        if run
+        else [verify_at(spec, events, quick=quick, deep=deep, progress=True, from_byte=from_byte)]
+    )
+    for report in reports:
         if not report.ok:
             damaged.append(report)
         elif whole is None:
@@ -54,15 +68,6 @@ def verify(
         fail(text, status_of(CheckpointCorruptError(text)))
 
 
-def _reports(
-    url: str, *, quick: bool, deep: bool, run: bool, before: str | None
-) -> Iterator[VerifyReport]:
-    if run:
-        return verify_run(url, quick=quick, deep=deep, before=before, storage_options=chosen())
-    spec, settings = StoreSpec(url, chosen()), EventSettings(None, None)
-    return iter([verify_at(spec, settings, quick=quick, deep=deep, progress=True)])
-
-
 def _whole(quick: bool) -> str:
     return "complete" if quick else "whole"  # damage inside an object is not looked for
 
@@ -74,7 +79,8 @@ def _print(report: VerifyReport) -> None:
     if report.quick:
         print(f"  {objects} looked at, nothing read")
     else:
-        print(f"  {objects}, {blocks}, {size_text(report.total_bytes)} read")
+        since = f", from byte {report.from_byte} on" if report.from_byte else ""
+        print(f"  {objects}, {blocks}, {size_text(report.total_bytes)} read{since}")
     width = max(shutil.get_terminal_size().columns, 60)
     for damage in report.damaged[:_SHOWN]:
         # Keys are copied from here, so no word is broken.

@@ -395,7 +395,12 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         self._stored.check_whole(keys)
 
     def verify(
-        self, *, quick: bool = False, deep: bool = False, progress: bool = True
+        self,
+        *,
+        quick: bool = False,
+        deep: bool = False,
+        from_byte: int = 0,
+        progress: bool = True,
     ) -> VerifyReport:
         """Read everything, compare it with its digests, and report all damage.
 
@@ -407,10 +412,14 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             quick: read nothing; only check that all objects exist, with their sizes. Default False.
             deep: also compare the bytes around the payloads (framing and padding), which only stock
                 torch's readers use, and the marker's counts with those of the index. Default False.
+            from_byte: leave out the blocks before this position, to go on where an earlier
+                verification ended: a note of what it raised (Ctrl-C, too) gives the position and
+                the damage that it had found. Default 0: all blocks.
             progress: show a progress bar if standard error is a terminal. Default True.
 
         Raises:
-            ConfigError: `quick` and `deep` contradict each other.
+            ConfigError: `quick` contradicts another argument, or the checkpoint has no byte
+                `from_byte`.
             UnsupportedError: another library wrote the checkpoint, without digests.
             CheckpointGoneError: the checkpoint was replaced or deleted since it was opened.
             StoreUnavailableError: the store did not answer, after all retries.
@@ -430,6 +439,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
                 channel,
                 quick=quick,
                 deep=deep,
+                from_byte=from_byte,
             )
 
     def nested(self, flat: Mapping[str, Any]) -> dict[str, Any]:

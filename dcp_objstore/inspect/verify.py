@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -81,6 +82,7 @@ class VerifyReport:
         total_bytes: number of bytes read.
         quick: whether only the existence and the sizes of the objects were checked.
         deep: whether framing, padding and counts were compared as well.
+        from_byte: where the comparison of blocks began; 0: at the beginning.
         damaged: all damage that was found, ordered by object.
     """
 
@@ -91,6 +93,7 @@ class VerifyReport:
     total_bytes: int
     quick: bool
     deep: bool
+    from_byte: int
     damaged: tuple[Damage, ...]
 
     @property
@@ -222,7 +225,13 @@ class _Comparison:
 
 
 def verify_at(
-    spec: StoreSpec, event_settings: EventSettings, *, quick: bool, deep: bool, progress: bool
+    spec: StoreSpec,
+    event_settings: EventSettings,
+    *,
+    quick: bool,
+    deep: bool,
+    progress: bool,
+    from_byte: int = 0,
 ) -> VerifyReport:
     """Do what `Checkpoint.verify` does, for a URL. Damage to the marker or index is reported, too.
 
@@ -250,9 +259,19 @@ def verify_at(
                 total_bytes=0,
                 quick=quick,
                 deep=deep,
+                from_byte=from_byte,
                 damaged=(Damage(object_key, "unreadable", text=text),),
             )
-        return verify_checkpoint(store, marker, index, spec.config, channel, quick=quick, deep=deep)
+        return verify_checkpoint(
+            store,
+            marker,
+            index,
+            spec.config,
+            channel,
+            quick=quick,
+            deep=deep,
+            from_byte=from_byte,
+        )
 
 
 def _open(store: ObjectStore) -> tuple[Marker, ix.Index]:
@@ -291,6 +310,7 @@ def verify_checkpoint(
     *,
     quick: bool,
     deep: bool,
+    from_byte: int = 0,
 ) -> VerifyReport:
     """Read a checkpoint, compare it with its digests, and report all damage.
 
@@ -302,13 +322,22 @@ def verify_checkpoint(
         channel: channel for the events of the verification.
         quick: only check the existence and the sizes of the objects.
         deep: also compare framing, padding and the marker's counts.
+        from_byte: leave out the blocks before this position, counted over all objects in the order
+            of the index. If this is interrupted or fails, a note of the error gives the position
+            up to which everything was compared, and the damage so far.
 
     Raises:
-        ConfigError: `quick` and `deep` contradict each other.
+        ConfigError: `quick` contradicts another argument, or the checkpoint has no byte
+            `from_byte`.
         CheckpointGoneError: the checkpoint was replaced or deleted since it was opened.
     """
     if quick and deep:
         raise ConfigError("a verification is either quick or deep")
+    if quick and from_byte:
+        raise ConfigError("a quick verification reads no blocks, so it has no from_byte")
+    begins = [0, *itertools.accumulate(entry.size_bytes for entry in index.objects)]
+    if from_byte and not 0 < from_byte < begins[-1]:
+        raise ConfigError(f"from_byte={from_byte}: the objects have {begins[-1]} bytes")
     comparison = _Comparison(index)
     check_gone = _GoneCheck(store, marker)
     sizes = _sizes(store, index, comparison, config, check_gone)
@@ -320,7 +349,24 @@ def verify_checkpoint(
         elif span.object_number in sizes:  # the object ends before the block
             comparison.differs(span)
     if not quick:
-        _read(store, index, spans, whole, comparison, config, channel, check_gone, deep=deep)
+        framing = framing_pieces(index, spans, whole) if deep else []
+        spans = [one for one in spans if begins[one.object_number] + one.start >= from_byte]
+        comparison.begin(whole if deep else ())
+        requests = plan_requests([*spans, *framing], request_size_bytes=config.request_size_bytes)
+        try:
+            _read(store, index, requests, framing, comparison, config, channel, check_gone)
+        except BaseException as error:
+            for one in requests:
+                if not comparison.is_done(one):
+                    position = max(from_byte, begins[one.object_number] + one.start)
+                    error.add_note(
+                        f"{store.url}: blocks were compared up to byte {position} of {begins[-1]};"
+                        f" to go on there: from_byte={position} (--from-byte {position})"
+                    )
+                    break
+            for damage in sorted(comparison.damaged):
+                error.add_note(f"damaged so far: {damage.text}")
+            raise
     if deep:
         comparison.damaged.update(_miscounted(marker, index))
     channel.emit(
@@ -337,6 +383,7 @@ def verify_checkpoint(
         total_bytes=comparison.total_bytes,
         quick=quick,
         deep=deep,
+        from_byte=from_byte,
         damaged=tuple(sorted(comparison.damaged)),
     )
 
@@ -344,25 +391,20 @@ def verify_checkpoint(
 def _read(
     store: ObjectStore,
     index: ix.Index,
-    spans: Sequence[Span[Piece]],
-    whole: Collection[int],
+    requests: Sequence[RangeRequest[Piece]],
+    framing: Sequence[Span[Piece]],
     comparison: _Comparison,
     config: TransferConfig,
     channel: Channel,
     check_gone: _GoneCheck,
-    *,
-    deep: bool,
 ) -> None:
-    """Read and compare blocks of payload; with `deep`, also the framing of the whole objects."""
-    framing = framing_pieces(index, spans, whole) if deep else []
-    comparison.begin(whole if deep else ())
-    requests = plan_requests([*spans, *framing], request_size_bytes=config.request_size_bytes)
+    """Read and compare blocks of payload, and framing."""
     channel.emit(
         Planned,
         channel.began_at,
         operation="verify",
         items=len(index.columns.offset),
-        size_bytes=_size(spans) + _size(framing),
+        size_bytes=sum(_size(request.spans) for request in requests),
         objects=len({request.object_number for request in requests}),
         requests=len(requests),
     )

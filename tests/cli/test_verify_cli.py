@@ -27,7 +27,14 @@ try:
 finally:
     assert "torch" not in sys.modules
 """
-ALL = {"quick": False, "deep": False, "run": False, "before": None, "as_json": False}
+ALL = {
+    "quick": False,
+    "deep": False,
+    "run": False,
+    "before": None,
+    "from_byte": 0,
+    "as_json": False,
+}
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
 from dcp_objstore.config import MIB
-from dcp_objstore.errors import UnsupportedError
+from dcp_objstore.errors import ConfigError, UnsupportedError
 from dcp_objstore.stores.spec import StoreSpec
 from tests.support.servers import Bucket
 from tests.support.states import seeded
@@ -105,6 +106,47 @@ def test_a_block_that_differs_only_once_is_not_damaged(
     )
     assert ckpt.verify().ok
     assert seen
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_an_interrupted_verification_goes_on_where_its_note_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deep: bool
+) -> None:
+    state = {"w": torch.arange(6 * MIB, dtype=torch.float32), "step": 5}  # six blocks
+    _, path = saved(tmp_path / "step-1", state)
+    for element in (10, 6 * MIB - 10):
+        flip(path, place_of(path, element))
+    config = dos.TransferConfig(request_size_bytes=4 * MIB, download_concurrency=1)
+    ckpt = dos.open((tmp_path / "step-1").as_uri(), config=config)
+    whole = ckpt.verify(deep=deep)
+    assert [one.block for one in whole.damaged] == [0, 5]
+    fourth = place_of(path, 3 * MIB)
+
+    def interrupt(key: str, at: int, body: memoryview) -> None:
+        if at >= fourth:
+            raise KeyboardInterrupt
+
+    opened = StoreSpec.open
+    with monkeypatch.context() as patched:
+        patched.setattr(StoreSpec, "open", lambda spec: ChangingStore(opened(spec), interrupt))
+        with pytest.raises(KeyboardInterrupt) as ended:
+            ckpt.verify(deep=deep)
+    where, damage = ended.value.__notes__
+    found = re.search(r"up to byte (\d+) of (\d+); to go on there: from_byte=(\d+)", where)
+    assert found is not None
+    position, total, told = map(int, found.groups())
+    assert position == told == fourth
+    assert total == path.stat().st_size
+    assert damage == f"damaged so far: {whole.damaged[0].text}"
+    rest = ckpt.verify(deep=deep, from_byte=position)
+    assert rest.from_byte == position
+    assert rest.damaged == whole.damaged[1:]
+    assert rest.blocks == 3
+    for wrong in (-1, total):
+        with pytest.raises(ConfigError, match=f"the objects have {total} bytes"):
+            ckpt.verify(from_byte=wrong)
+    with pytest.raises(ConfigError, match="has no from_byte"):
+        ckpt.verify(quick=True, from_byte=position)
 
 
 def test_a_checkpoint_without_digests_says_so(tmp_path: Path) -> None:
