@@ -100,7 +100,7 @@ class CheckpointSource(Source):
         self.paths = checkpoint.paths
 
     def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
-        """See `Source.read`."""
+        """Read slabs with one parallel read, and verify their blocks."""
         return self._checkpoint.read_slabs(slabs)
 
 
@@ -127,7 +127,7 @@ class TorchSource(Source):
         self.paths = planner.mappings
 
     def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
-        """See `Source.read`. These are views."""
+        """Return views of the tensors in memory."""
         return [narrow(self._tensors[slab.key], slab.box) for slab in slabs]
 
 
@@ -173,7 +173,7 @@ class SafetensorsSource(Source):
         self.values, self.paths = {}, {}
 
     def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
-        """See `Source.read`."""
+        """Read slabs with one parallel read."""
         tensors = new_tensors((slab.box.sizes, self._at[slab.key][1].dtype) for slab in slabs)
         spans: list[Span[ByteArray]] = []
         for slab, tensor in zip(slabs, tensors, strict=True):

@@ -23,6 +23,7 @@ from dcp_objstore.errors import (
     ConfigError,
     CorruptDataError,
     ObjectNotFoundError,
+    RetryableError,
     UnsupportedError,
 )
 from dcp_objstore.observe.events import Planned, Verified
@@ -355,7 +356,7 @@ def verify_checkpoint(
         requests = plan_requests([*spans, *framing], request_size_bytes=config.request_size_bytes)
         try:
             _read(store, index, requests, framing, comparison, config, channel, check_gone)
-        except BaseException as error:
+        except (KeyboardInterrupt, RetryableError) as error:
             for one in requests:
                 if not comparison.is_done(one):
                     position = max(from_byte, begins[one.object_number] + one.start)
