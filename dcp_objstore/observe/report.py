@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import shutil
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dcp_objstore.observe.events import (
     Loaded,
@@ -175,15 +174,18 @@ class SummaryLine:
         """Do nothing: the line is logged at once."""
 
 
-class _Tqdm(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """tqdm without its thread that redraws bars."""
+@functools.cache
+def _quiet_tqdm() -> Any:
+    """Return tqdm without its thread that redraws bars. Imported only when a bar is drawn."""
+    from tqdm import tqdm
 
-    monitor_interval = 0
+    class Quiet(tqdm):  # type: ignore[misc]  # tqdm has no types
+        monitor_interval = 0
 
-
-# tqdm's own lock belongs to multiprocessing: a killed rank would leave it behind, and a helper
-# process would complain about it. One process draws these bars, so a thread lock is enough.
-_Tqdm.set_lock(threading.RLock())
+    # tqdm's own lock belongs to multiprocessing: a killed rank would leave it behind, and a helper
+    # process would complain about it. One process draws these bars, so a thread lock is enough.
+    Quiet.set_lock(threading.RLock())
+    return Quiet
 
 
 class Bar:
@@ -197,7 +199,7 @@ class Bar:
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._bar: tqdm[None] | None = None
+        self._bar: Any = None
 
     @staticmethod
     def is_seen() -> bool:
@@ -214,7 +216,7 @@ class Bar:
 
     def begin(self, total_bytes: int) -> None:
         """Draw the bar."""
-        self._bar = _Tqdm(
+        self._bar = _quiet_tqdm()(
             desc=self._label,
             total=total_bytes,
             unit="B",
