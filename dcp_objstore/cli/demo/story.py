@@ -7,22 +7,22 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dcp_objstore.checkpoint.names import MARKER_KEY
-from dcp_objstore.checkpoint.read import open_committed
 from dcp_objstore.cli.demo import proofs
 from dcp_objstore.cli.demo.place import Place, in_bucket, on_loopback
-from dcp_objstore.cli.demo.proofs import FinishedLoad, ProofFailedError, State
+from dcp_objstore.cli.demo.proofs import FinishedLoad, ProofFailedError, State, prove
 from dcp_objstore.cli.demo.ranks import Job, Outcome, Ranks, Said, warm_up
 from dcp_objstore.cli.demo.report import MIB, Printer
 from dcp_objstore.cli.exits import fail
 from dcp_objstore.cli.seaweedfs import SeaweedServer, find_weed
-from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError, UnsupportedError
+from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.observe.report import SaveReport, counted
+from dcp_objstore.run.steps import RunStep, step_number, steps
 from dcp_objstore.stores import ObjectStore
 
 _STEPS = (4, 8, 12)
@@ -73,8 +73,9 @@ def run_demo(*, ranks: int, resume_ranks: int, url: str | None, keep: bool) -> N
         find_weed()  # if it is missing, says how to install it, before anything starts
         warm_up(_PRELOAD)
     with on_loopback() if url is None else in_bucket(url, keep=keep) as place:
-        warm_up(_PRELOAD)
-        out.say(f"saving to {place.described}")
+        server = place.server
+        where = f"a SeaweedFS server at {server.endpoint_url}" if server else place.run.url
+        out.say(f"saving to {where}")
         try:
             Story(place, ranks, resume_ranks, out).run()
         except (ProofFailedError, DemoFailedError) as error:
@@ -84,10 +85,10 @@ def run_demo(*, ranks: int, resume_ranks: int, url: str | None, keep: bool) -> N
             fail(f"the demo failed: {error}")
         out.table()
         out.title(f"All {out.proofs} proofs hold, in {time.monotonic() - began:.0f} s.")
-        if keep and place.server is None:
-            out.say(f"kept: {place.run_url}")
-        elif keep and place.server is not None:
-            _wait_for_ctrl_c(place, place.server, out)
+        if keep and server is not None:
+            _wait_for_ctrl_c(place, server, out)
+        elif keep:
+            out.say(f"kept: {place.run.url}")
 
 
 class Story:
@@ -114,7 +115,7 @@ class Story:
         """Train until the last save, and kill a rank there; return the losses by step."""
         self.out.title(f"1. Train on {counted(self.ranks, 'rank')} (FSDP2, gloo), save on the way")
         losses: dict[int, float] = {}
-        held: tuple[str, int | None] | None = None
+        held: tuple[str, int] | None = None
         with self._training(self.ranks, doomed_step=_DOOMED) as job:
             for said in job.messages():
                 match said.message:
@@ -129,26 +130,25 @@ class Story:
             else:
                 _require_success(job)
                 raise DemoFailedError("the ranks ended before the last save began")
-        load = self._alone("load", self.place.step_url(_DOOMED), self.place.storage_options)
+        load = self._alone("load", *self._access(_DOOMED))
         self.out.proof(proofs.invisible(load))
         return losses
 
-    def _kill_in_mid_save(self, job: Job, held_key: str, held_bytes: int | None) -> None:
+    def _kill_in_mid_save(self, job: Job, held_key: str, held_bytes: int) -> None:
         """Kill the held rank when all others have written."""
         victim = self.ranks - 1
         self.out.title(f"2. SIGKILL rank {victim} in the middle of the save of step-{_DOOMED}")
-        store = self.place.open(_DOOMED)
+        store = self.place.step(_DOOMED).open()
         self._wait_for_the_others(store, held_key)
-        size = f" of {held_bytes / MIB:.1f} MiB" if held_bytes else ""
         self.out.say(
-            f"{counted(victim, 'rank')} wrote; rank {victim} is held in its upload{size}: kill"
+            f"{counted(victim, 'rank')} wrote; rank {victim} is held in its upload of"
+            f" {held_bytes / MIB:.1f} MiB: kill"
         )
         began = time.monotonic()
         job.kill(victim)
         *survivors, killed = job.end(within_seconds=_SURVIVORS_SECONDS)
         seconds = time.monotonic() - began
-        if killed.exit_signal != signal.SIGKILL:
-            raise ProofFailedError(f"rank {victim} was not ended by SIGKILL")
+        prove(killed.exit_signal == signal.SIGKILL, f"rank {victim} was not ended by SIGKILL")
         self.out.proof(f"{proofs.ended_cleanly(survivors)} in {seconds:.1f} s")
         keys = [meta.key for meta in store.list()]
         self.out.proof(proofs.torn(keys, self.ranks, held_key))
@@ -167,10 +167,9 @@ class Story:
 
     def _resume(self, losses_before: dict[int, float]) -> None:
         """Load the newest committed step on another number of ranks, and train on."""
-        ranks, step = self.resume_ranks, self._newest_committed()
+        ranks, step = self.resume_ranks, max(self._committed())
         self.out.title(f"3. Resume on {counted(ranks, 'rank')} from the newest committed step")
-        if step != _COMMITTED:
-            raise ProofFailedError(f"step {step} is the newest committed one, not {_COMMITTED}")
+        prove(step == _COMMITTED, f"step {step} is the newest committed one, not {_COMMITTED}")
         losses: dict[int, float] = {}
         loads: list[FinishedLoad] = []
         with self._training(ranks, resume_step=step) as job:
@@ -212,8 +211,8 @@ class Story:
 
     def _load_alone(self) -> None:
         self.out.title("4. Load in one plain process, without a process group")
-        url, saved = self.place.step_url(_DOOMED), self.saved[_DOOMED]
-        load: FinishedLoad = _value(self._alone("load", url, self.place.storage_options))
+        saved = self.saved[_DOOMED]
+        load: FinishedLoad = _value(self._alone("load", *self._access(_DOOMED)))
         identical = proofs.identical(saved, load.state)
         saved_by = f"saved by {counted(self.resume_ranks, 'rank')}"
         self.out.proof(f"step-{_DOOMED}, {saved_by}: {identical}")
@@ -230,7 +229,7 @@ class Story:
     def _load_with_stock(self) -> None:
         self.out.title("5. Read it with stock torch.distributed.checkpoint")
         with tempfile.TemporaryDirectory(prefix="dcp-objstore-demo-") as directory:
-            count, size = _download(self.place.open(_DOOMED), Path(directory))
+            count, size = _download(self.place.step(_DOOMED).open(), Path(directory))
             self.out.say(
                 f"downloaded as they are: {count} objects, {size / MIB:.1f} MiB, torn save included"
             )
@@ -249,9 +248,8 @@ class Story:
             yield processes.start(
                 ranks,
                 f"{_TRAINING}:train",
-                self.place.run_url,
-                self.place.storage_options,
-                None if resume_step is None else self.place.step_url(resume_step),
+                *self._access(),
+                None if resume_step is None else self.place.step(resume_step).url,
                 _SEQUENCES_PER_STEP,
                 _STEPS if resume_step is None else (_DOOMED,),
                 doomed_step,
@@ -286,11 +284,12 @@ class Story:
         self, state: State, report: SaveReport, steps_meanwhile: int, ranks: int
     ) -> None:
         self.saved[state.step] = state
-        marker, _ = open_committed(self.place.open(state.step))
-        if (marker.world_size, marker.user_metadata.get("step")) != (ranks, state.step):
-            raise ProofFailedError(
-                f"the marker of step {state.step} has a wrong world size or step"
-            )
+        step = self._committed().get(state.step)
+        prove(
+            step is not None
+            and (step.world_size, step.user_metadata.get("step")) == (ranks, state.step),
+            f"the marker of step {state.step} has a wrong world size or step",
+        )
         meanwhile = f", while {steps_meanwhile} more steps were trained" if steps_meanwhile else ""
         self.out.proof(
             f"step-{state.step} committed: {report.total_bytes / MIB:.1f} MiB in"
@@ -305,14 +304,17 @@ class Story:
             seconds=report.seconds,
         )
 
-    def _newest_committed(self) -> int:
-        for step in reversed(_STEPS):
-            try:
-                open_committed(self.place.open(step))
-            except CheckpointNotFoundError:
-                continue
-            return step
-        raise ProofFailedError("no checkpoint of this run is committed")
+    def _access(self, step: int | None = None) -> tuple[str, Mapping[str, object]]:
+        """Return URL and `storage_options` of the run or of a step. (Specs pickle no secrets.)"""
+        spec = self.place.run if step is None else self.place.step(step)
+        return spec.url, spec.storage_options
+
+    def _committed(self) -> dict[int, RunStep]:
+        """Return the committed steps by their numbers."""
+        url, options = self._access()
+        listed = steps(url, storage_options=options)
+        found = {step_number(one.name): one for one in listed}
+        return {number: one for number, one in found.items() if number is not None}
 
 
 def _require_success(job: Job) -> None:
@@ -356,7 +358,7 @@ def _wait_for_ctrl_c(place: Place, server: SeaweedServer, out: Printer) -> None:
             ("AWS_SECRET_ACCESS_KEY", server.secret_key),
         ):
             out.verbatim(f"export {name}={value}")
-        out.verbatim(f"dcp-objstore ls {place.run_url}")
+        out.verbatim(f"dcp-objstore ls {place.run.url}")
         while True:
             signal.pause()
     except KeyboardInterrupt:
