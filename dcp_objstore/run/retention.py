@@ -60,7 +60,6 @@ class KeepLatest(RetentionPolicy):
     n: int
 
     def __post_init__(self) -> None:
-        """Check the number."""
         _check_count("KeepLatest", self.n)
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
@@ -79,7 +78,6 @@ class KeepEvery(RetentionPolicy):
     n: int
 
     def __post_init__(self) -> None:
-        """Check the number."""
         _check_count("KeepEvery", self.n)
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
@@ -109,7 +107,6 @@ class KeepBest(RetentionPolicy):
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         _check_count("KeepBest", self.n)
         if not isinstance(self.metric, str) or not self.metric:
             raise ConfigError(f"KeepBest needs the name of a metric, got {self.metric!r}")

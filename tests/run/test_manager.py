@@ -418,9 +418,7 @@ def test_retention_of_a_job_that_does_not_have_the_run_deletes_nothing(
     with dos.CheckpointManager(url, claim_run=owned, sweep=False) as old:
         for step in (1, 2, 3):
             old.save(step, state(step))
-        retainer = retaining.Retainer(
-            url, dos.KeepLatest(1), now=True, sweeps=False, storage_options=None, config=None
-        )
+        retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), now=True, sweeps=False)
         retainer.claim = old.claim
         assert (old.claim is not None) is owned
     dos.claim_run(url)
