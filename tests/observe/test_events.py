@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -129,15 +129,13 @@ def test_a_run_hands_its_listeners_to_every_save_and_load(tmp_path: Path) -> Non
 
 
 def test_every_event_can_be_pickled_and_says_what_it_is() -> None:
-    for name in events.__all__:
-        kind = getattr(events, name)
-        if isinstance(kind, type) and kind is not events.Event:
-            assert issubclass(kind, events.Event)
-            assert kind.__doc__
-            values = {field.name: 1 for field in dataclasses.fields(kind)}
-            event = kind(**values)
-            assert pickle.loads(pickle.dumps(event)) == event
-            assert not hasattr(event, "__dict__")
+    for kind in get_args(AnyEvent):
+        assert issubclass(kind, events.Event)
+        assert kind.__doc__
+        values = {field.name: 1 for field in dataclasses.fields(kind)}
+        event = kind(**values)
+        assert pickle.loads(pickle.dumps(event)) == event
+        assert not hasattr(event, "__dict__")
 
 
 def test_the_commits_second_try_is_told_of(through: Through) -> None:
