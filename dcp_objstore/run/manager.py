@@ -13,6 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,38 +47,30 @@ _PREEMPTED = "preempted"
 _TIMER = "timer"
 
 
+@dataclass
 class _Trained:
     """The progress of a manager, for the message if the program does not close it.
 
-    It refers neither to the manager nor to the state, so that both can be collected.
+    It refers neither to the manager nor to the state, so that both can be collected. `step` is the
+    last one that the manager was called with, and `saved` whether a save of it has begun.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._pid = os.getpid()
-        self._step: int | None = None
-        self._saved = False
-
-    def last(self, step: int, *, saved: bool) -> None:
-        """Record the last step that the manager was called with.
-
-        Args:
-            step: number of the step.
-            saved: whether a save of it has begun.
-        """
-        self._step, self._saved = step, saved
+    url: str
+    step: int | None = None
+    saved: bool = False
+    pid: int = field(default_factory=os.getpid)
 
     def print_unclosed(self) -> None:
         """Print what is lost, if a step was passed. Called at collection of the manager or exit."""
-        if self._step is None or os.getpid() != self._pid:
+        if self.step is None or os.getpid() != self.pid:
             return
         lost = (
-            f"the last save that it began was that of step {self._step}"
-            if self._saved
-            else f"step {self._step}, its last one, was NOT saved"
+            f"the last save that it began was that of step {self.step}"
+            if self.saved
+            else f"step {self.step}, its last one, was NOT saved"
         )
         print(
-            f"dcp_objstore: CheckpointManager({self._url!r}) was not closed; {lost}. Use it in a"
+            f"dcp_objstore: CheckpointManager({self.url!r}) was not closed; {lost}. Use it in a"
             " `with` block, or call close() at the end.",
             file=sys.stderr,
         )
@@ -385,7 +378,7 @@ class CheckpointManager:
         due = self._is_due(step)
         described: dict[str, Any] = {"metrics": metrics, "user_metadata": user_metadata}
         self._unsaved = step, state, described
-        self._trained.last(step, saved=saves.knows(step))
+        self._trained.step, self._trained.saved = step, saves.knows(step)
         reasons = self._consensus.reached()
         if _PREEMPTED in reasons:
             self._preempted = True
@@ -480,7 +473,7 @@ class CheckpointManager:
 
     def _note_saved(self, step: int) -> None:
         self._unsaved = None
-        self._trained.last(step, saved=True)
+        self._trained.step, self._trained.saved = step, True
 
     def _own_run(self) -> RunSaves:
         """Claim the run, on the first call, before anything is loaded or saved. A collective."""

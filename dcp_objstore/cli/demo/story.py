@@ -16,7 +16,7 @@ from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.cli.demo import proofs
 from dcp_objstore.cli.demo.place import Place, in_bucket, on_loopback
 from dcp_objstore.cli.demo.proofs import FinishedLoad, ProofFailedError, State, prove
-from dcp_objstore.cli.demo.ranks import Job, Outcome, Ranks, Said, warm_up
+from dcp_objstore.cli.demo.ranks import Job, Outcome, Ranks, warm_up
 from dcp_objstore.cli.demo.report import MIB, Printer
 from dcp_objstore.cli.exits import fail
 from dcp_objstore.cli.seaweedfs import SeaweedServer, find_weed
@@ -115,16 +115,13 @@ class Story:
         """Train until the last save, and kill a rank there; return the losses by step."""
         self.out.title(f"1. Train on {counted(self.ranks, 'rank')} (FSDP2, gloo), save on the way")
         losses: dict[int, float] = {}
-        held: tuple[str, int] | None = None
+        held: list[Any] = []
         with self._training(self.ranks, doomed_step=_DOOMED) as job:
-            for said in job.messages():
-                match said.message:
-                    case ("uploading", key, size_bytes):
-                        held = key, size_bytes
-                    case _:
-                        self._show(said, self.ranks, losses)
+            for message in self._shown(job, self.ranks, losses):
+                if message[0] == "uploading":
+                    _, *held = message
                 # Each rank has its own pipe, so the report of this upload may arrive first.
-                if held is not None and _COMMITTED in self.saved:
+                if held and _COMMITTED in self.saved:
                     self._kill_in_mid_save(job, *held)
                     break
             else:
@@ -173,16 +170,12 @@ class Story:
         losses: dict[int, float] = {}
         loads: list[FinishedLoad] = []
         with self._training(ranks, resume_step=step) as job:
-            for said in job.messages():
-                match said.message:
-                    case ("loaded", FinishedLoad() as load):
-                        loads.append(load)
-                        if len(loads) == ranks:
-                            self._check_resume(loads)
-                    case ("ready", *_):
-                        pass
-                    case _:
-                        self._show(said, ranks, losses)
+            for message in self._shown(job, ranks, losses):
+                if message[0] == "loaded":
+                    loads.append(message[1])
+                    if len(loads) == ranks:
+                        proof = "bit-identical, loss goes on"
+                        self._check_loads("resume", step, self.ranks, loads, proof)
             _require_success(job)
         if len(loads) != ranks or _DOOMED not in self.saved:
             raise DemoFailedError("the resumed ranks ended before their job was done")
@@ -191,39 +184,28 @@ class Story:
             # Otherwise ranks have unequal shares, and the mean over ranks is not that of the batch.
             self.out.proof(proofs.same_path(losses_before, losses))
 
-    def _check_resume(self, loads: list[FinishedLoad]) -> None:
-        saved = self.saved[_COMMITTED]
-        shown = {
-            (proofs.identical(saved, load.state), proofs.same_loss(saved, load.state))
-            for load in loads
-        }
-        identical, same_loss = min(shown)
-        self.out.proof(f"step-{_COMMITTED}, saved by {counted(self.ranks, 'rank')}: {identical}")
-        self.out.proof(same_loss)
-        self.out.add_row(
-            "resume",
-            len(loads),
-            _COMMITTED,
-            "bit-identical, loss goes on",
-            total_bytes=sum(load.total_bytes for load in loads),
-            seconds=max(load.seconds for load in loads),
-        )
-
     def _load_alone(self) -> None:
         self.out.title("4. Load in one plain process, without a process group")
-        saved = self.saved[_DOOMED]
         load: FinishedLoad = _value(self._alone("load", *self._access(_DOOMED)))
-        identical = proofs.identical(saved, load.state)
-        saved_by = f"saved by {counted(self.resume_ranks, 'rank')}"
-        self.out.proof(f"step-{_DOOMED}, {saved_by}: {identical}")
-        self.out.proof(proofs.same_loss(saved, load.state))
+        proof = "bit-identical, no process group"
+        self._check_loads("load", _DOOMED, self.resume_ranks, [load], proof)
+
+    def _check_loads(
+        self, phase: str, step: int, saved_by: int, loads: list[FinishedLoad], proof: str
+    ) -> None:
+        """Prove that each rank has loaded what was saved."""
+        saved, states = self.saved[step], [load.state for load in loads]
+        identical, *_ = [proofs.identical(saved, state) for state in states]
+        same_loss, *_ = [proofs.same_loss(saved, state) for state in states]
+        self.out.proof(f"step-{step}, saved by {counted(saved_by, 'rank')}: {identical}")
+        self.out.proof(same_loss)
         self.out.add_row(
-            "load",
-            1,
-            _DOOMED,
-            "bit-identical, no process group",
-            total_bytes=load.total_bytes,
-            seconds=load.seconds,
+            phase,
+            len(loads),
+            step,
+            proof,
+            total_bytes=sum(load.total_bytes for load in loads),
+            seconds=max(load.seconds for load in loads),
         )
 
     def _load_with_stock(self) -> None:
@@ -265,20 +247,22 @@ class Story:
             )
             return job.end()[0]
 
-    def _show(self, said: Said, ranks: int, losses: dict[int, float]) -> None:
-        """Print what a training rank has said, and keep it."""
-        match said.message:
-            case ("ready", parameters, text_bytes):
-                self.out.say(
-                    f"a transformer of {parameters / 1e6:.1f} M parameters reads"
-                    f" {text_bytes:,} bytes: Python's own reference"
-                )
-            case ("step", step, loss):
-                losses[step] = loss
-                if step == 1 or step % 2 == 0:
-                    self.out.say(f"step {step:3}  loss {loss:.3f}")
-            case ("saved", State() as state, SaveReport() as report, steps_meanwhile):
-                self._note_save(state, report, steps_meanwhile, ranks)
+    def _shown(self, job: Job, ranks: int, losses: dict[int, float]) -> Iterator[tuple[Any, ...]]:
+        """Yield what training ranks say; print progress and saves, and keep the losses."""
+        for said in job.messages():
+            match said.message:
+                case ("ready", parameters, text_bytes):
+                    self.out.say(
+                        f"a transformer of {parameters / 1e6:.1f} M parameters reads"
+                        f" {text_bytes:,} bytes: Python's own reference"
+                    )
+                case ("step", step, loss):
+                    losses[step] = loss
+                    if step == 1 or step % 2 == 0:
+                        self.out.say(f"step {step:3}  loss {loss:.3f}")
+                case ("saved", state, report, steps_meanwhile):
+                    self._note_save(state, report, steps_meanwhile, ranks)
+            yield said.message
 
     def _note_save(
         self, state: State, report: SaveReport, steps_meanwhile: int, ranks: int

@@ -65,9 +65,9 @@ def train(
     """
     # Another seed than that of the resumed run, whose values must come from the checkpoint.
     training = Training(1 if resume_url is None else 2, sharded=True)
-    if rank == 0:
+    if resume_url is None and rank == 0:
         say("ready", training.parameters, len(training.text))
-    if resume_url is not None:
+    elif resume_url is not None:
         say("loaded", training.load(resume_url, storage_options))
     save: tuple[dos.AsyncSaveHandle, State] | None = None
     while training.step < save_steps[-1]:
