@@ -141,37 +141,29 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-class SummaryLine:
-    """A listener that logs the one INFO line of a save or load."""
-
-    name = "the log line"
-
-    def take(self, event: AnyEvent) -> None:
-        """Log the line, if the event ends the save or load."""
-        match event:
-            case Saved():
-                copied = size_text(event.copied_bytes)
-                text = f", {copied} of them copied by the store" if event.copied_bytes else ""
-                self._log("saved", event, f"{event.parts} parts{text}")
-            case Loaded():
-                again = counted(event.slow_ranges, "slow range")
-                text = f", {again} asked for again" if event.slow_ranges else ""
-                self._log("loaded", event, f"{event.requests} requests{text}")
-
-    def _log(self, verb: str, event: Saved | Loaded, requests: str) -> None:
-        logger.info(
-            "%s %s: %s in %.2f s (%s/s), %d objects, %s",
-            verb,
-            event.url,
-            size_text(event.size_bytes),
-            event.seconds,
-            size_text(event.size_bytes / max(event.seconds, 1e-9)),
-            event.objects,
-            requests,
-        )
-
-    def settle(self) -> None:
-        """Do nothing: the line is logged at once."""
+def log_summary(event: AnyEvent) -> None:
+    """Log the one INFO line of a save or load when it has ended."""
+    match event:
+        case Saved():
+            copied = size_text(event.copied_bytes)
+            text = f", {copied} of them copied by the store" if event.copied_bytes else ""
+            verb, requests = "saved", f"{event.parts} parts{text}"
+        case Loaded():
+            again = counted(event.slow_ranges, "slow range")
+            text = f", {again} asked for again" if event.slow_ranges else ""
+            verb, requests = "loaded", f"{event.requests} requests{text}"
+        case _:
+            return
+    logger.info(
+        "%s %s: %s in %.2f s (%s/s), %d objects, %s",
+        verb,
+        event.url,
+        size_text(event.size_bytes),
+        event.seconds,
+        size_text(event.size_bytes / max(event.seconds, 1e-9)),
+        event.objects,
+        requests,
+    )
 
 
 @functools.cache
@@ -194,8 +186,6 @@ class Bar:
     Args:
         label: the text before the figures.
     """
-
-    name = "the progress bar"
 
     def __init__(self, label: str) -> None:
         self._label = label

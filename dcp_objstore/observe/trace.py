@@ -93,8 +93,6 @@ class TraceFile:
         path: the file. It is replaced as a whole; missing folders are created.
     """
 
-    name = "trace"
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._events: list[AnyEvent] = []
