@@ -178,7 +178,7 @@ def _removed(scratch: Scratch) -> str:
         return ""
     return (
         f"what was written could not be removed ({left.why or 'no reason was given'}): remove"
-        f" everything below {scratch.name}"
+        f" everything below {scratch.spec.url}"
     )
 
 

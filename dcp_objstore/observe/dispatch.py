@@ -97,12 +97,7 @@ class Channel:
         self.detailed = self.detailed or detailed
 
     def show(self, *, bar: bool, summary: bool) -> None:
-        """Add the progress bar and the log line of this process.
-
-        Args:
-            bar: whether to add the bar, if standard error is a terminal.
-            summary: whether to add the log line.
-        """
+        """Add a progress bar, if standard error is a terminal, and the line in the log."""
         if bar and Bar.is_seen():
             shown = Bar(self.operation)
             self.add(shown.take, "the progress bar", detailed=True, settle=shown.settle)
@@ -123,7 +118,7 @@ class Channel:
             kind: the type of the event.
             began_at: `time.monotonic()` when it began.
             seconds: how long it took. Default: the time since `began_at`.
-            fields: the other fields of the event.
+            fields: the event's own fields.
         """
         if self._listeners:
             self.pass_on(
@@ -165,11 +160,7 @@ class Channel:
         self.emit(Retried, began_at, what=what, attempt=attempt, error=error, object_key=object_key)
 
     def key_of(self, bucket_key: str) -> str | None:
-        """Return an object's key relative to this checkpoint, or None if it is not below it.
-
-        Args:
-            bucket_key: the object's key in the bucket.
-        """
+        """Return a key of the bucket relative to this checkpoint; None if it is not below it."""
         prefix = self._url.partition("://")[2].partition("/")[2].rstrip("/")
         root = f"{prefix}/" if prefix else ""
         return bucket_key[len(root) :] if bucket_key.startswith(root) else None
