@@ -71,15 +71,8 @@ def claim_run(
 def go_back(run: StoreSpec, claim: RunClaim, step: int) -> RunClaim:
     """Go back to a step: later steps of the run stop counting. One rank calls it.
 
-    Checkpoints with other names than `step-N` still count.
-
-    Args:
-        run: the run.
-        claim: the claim of this job.
-        step: the last step that still counts.
-
-    Returns:
-        The claim of this job from now on.
+    Checkpoints with other names than `step-N` still count. Returns the claim of this job from now
+    on.
 
     Raises:
         SupersededError: another job has claimed the run; nothing was changed.

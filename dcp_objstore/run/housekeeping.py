@@ -56,12 +56,10 @@ def after_commit(
     work: Callable[[], object],
     before: threading.Thread | None = None,
 ) -> threading.Thread:
-    """Do some upkeep in a thread once a save is committed; not if it fails.
+    """Do some upkeep in a thread once a save is committed, after another thread; not if it fails.
 
-    Args:
-        handle: the save in the background; None if it is committed.
-        work: what to do. It may be left out or cut short without harm, so the thread is a daemon.
-        before: a thread to wait for first.
+    It may be left out or cut short without harm, so the thread is a daemon. `handle` is None if the
+    save is committed.
     """
 
     def follow() -> None:

@@ -239,7 +239,7 @@ class CheckpointManager:
     @property
     def claim(self) -> RunClaim | None:
         """The claim of this job; None before the first `load` or save, or without `claim_run`."""
-        return None if self._saves is None else self._saves.claim
+        return self._retainer.claim
 
     # --- the block
 
@@ -478,9 +478,9 @@ class CheckpointManager:
     def _own_run(self) -> RunSaves:
         """Claim the run, on the first call, before anything is loaded or saved. A collective."""
         saves = self._begin()
-        if self._claims_run and saves.claim is None:
-            saves.own(
-                run_claim.claim_run(self._url, process_group=self._group_given, **self._access)
+        if self._claims_run and self._retainer.claim is None:
+            self._retainer.claim = run_claim.claim_run(
+                self._url, process_group=self._group_given, **self._access
             )
         return saves
 

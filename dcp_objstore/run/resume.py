@@ -62,11 +62,6 @@ def load_newest(
 ) -> ResumeReport:
     """Load the newest step that is whole. A collective.
 
-    Args:
-        run: the run.
-        group: the ranks; None if this process is alone.
-        load: loads a step, on all ranks.
-
     Raises:
         CorruptDataError: there are steps, but none can be loaded; this is the error of the newest.
             The state may be partly filled, so training must not start from it.

@@ -186,13 +186,8 @@ def plan_deletions(
 ) -> tuple[int, ...]:
     """Return the numbers of the steps that may be deleted, the oldest first. Pure.
 
-    The newest step, pinned steps and steps in use are never deleted, whatever the policy says.
-
-    Args:
-        steps: all committed steps of the run.
-        policy: what to keep; None to keep everything.
-        in_use: numbers of the steps that this job needs: the one that it resumed from, and the last
-            one that it committed.
+    The newest step, pinned steps and those in use (the one that this job resumed from, and the last
+    one that it committed) are never deleted, whatever the policy says. Without one, none is.
     """
     known = tuple(steps)
     if policy is None or not known:

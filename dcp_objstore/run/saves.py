@@ -41,16 +41,8 @@ def check_busy(on_busy: object) -> None:
 class RunSaves:
     """The saves of this job in a run. All ranks call its methods, except those marked "Local".
 
-    Args:
-        run: the run.
-        group: the ranks; None if this process is alone.
-        retainer: deletes old steps; used by rank 0.
-        user_metadata: the checked values for the marker of each step.
-        saving: the arguments of `save` that all saves share.
-
     Attributes:
         begun_at: when the last save began, or the job itself, by the monotonic clock.
-        claim: the claim of this job; None if it has not claimed the run.
     """
 
     def __init__(
@@ -71,27 +63,18 @@ class RunSaves:
         self._pending: tuple[int, async_api.AsyncSaveHandle] | None = None
         self._retention: threading.Thread | None = None
         self._loaded = False  # after a load, this job may replace later steps
-        self._resumed: int | None = None
         self._may_be_behind = True  # steps later than the one that was loaded may still count
         self._saved: set[int] = set()
         self._failed: set[int] = set()  # these steps may be committed all the same
         self.begun_at = time.monotonic()
-        self.claim: RunClaim | None = None
-
-    def own(self, claim: RunClaim) -> None:
-        """Use this claim for saves and deletions from now on. Local."""
-        self.claim = self._retainer.claim = claim
 
     def resume(self, step: int | None, *, went_back: bool) -> None:
         """Record that the job resumed from a step, so that it may replace later steps. Local.
 
-        Args:
-            step: number of the step; None if the run has none.
-            went_back: whether later steps may count. They count until the next save: a job that
-                only looks at an old step leaves the run as it is.
+        With `went_back` later steps may count. They do until the next save: a job that only looks
+        at an old step leaves the run as it is.
         """
         self._loaded = True
-        self._resumed = step
         self._may_be_behind = went_back and step is not None
         self._saved = {one for one in self._saved if step is not None and one <= step}
         self._retainer.resume(step)
@@ -99,7 +82,7 @@ class RunSaves:
 
     def knows(self, step: int) -> bool:
         """Return whether this job has saved the step, or resumed from it. Local."""
-        return step in self._saved or step == self._resumed
+        return step in self._saved or step == self._retainer.resumed
 
     def save(self, step: int, state: Mapping[str, Any], **described: Any) -> SaveReport:
         """Save a step and wait for its commit, as `CheckpointManager.save` describes."""
@@ -153,14 +136,15 @@ class RunSaves:
         self._leave_later_steps(step)
         self.begun_at = time.monotonic()
         # The job may replace steps that it trains again after it went back to an earlier step.
-        again = self._loaded and (self._resumed is None or step > self._resumed)
+        resumed = self._retainer.resumed
+        again = self._loaded and (resumed is None or step > resumed)
         again = again or step in self._failed
         return {
             **self._saving,
             "base": self._base(),
             "overwrite": again,
             "user_metadata": values,
-            "claim": self.claim,
+            "claim": self._retainer.claim,
             "progress": False,
         }
 
@@ -172,7 +156,8 @@ class RunSaves:
         base: str | None = self._saving.get("base")
         if base != LATEST:
             return base
-        known = self._saved if self._resumed is None else {*self._saved, self._resumed}
+        resumed = self._retainer.resumed
+        known = self._saved if resumed is None else {*self._saved, resumed}
         newest = step_url(self._url, max(known)) if known else base
         return from_first(newest, self._url, self._group)
 
@@ -186,29 +171,28 @@ class RunSaves:
             return
 
         def leave() -> RunClaim | None:
+            claim, resumed = self._retainer.claim, self._retainer.resumed
             newest = step_numbers(self._run, 1)
-            if not newest or newest[-1] <= (step if self._resumed is None else self._resumed):
-                return self.claim
+            if not newest or newest[-1] <= (step if resumed is None else resumed):
+                return claim
             later = f"the run has later steps (up to {newest[-1]}), from which the next job resumes"
-            if self._resumed is None:
+            if resumed is None:
                 raise CheckpointExistsError(
                     f"step {step} was not saved: this job has loaded no step of the run, and"
                     f" {later}. Call load() first (load(step=...) to go back to a step), or save to"
                     " another run",
                     url=self._url,
                 )
-            if self.claim is None:
+            if claim is None:
                 raise CheckpointExistsError(
-                    f"step {step} was not saved: this job went back to step {self._resumed}, and"
+                    f"step {step} was not saved: this job went back to step {resumed}, and"
                     f" {later}. Pass claim_run=True, so that the next save makes them stop"
                     " counting; or delete them, or save to another run",
                     url=self._url,
                 )
-            return go_back(self._run, self.claim, self._resumed)
+            return go_back(self._run, claim, resumed)
 
-        claim = on_first(leave, self._url, self._group)
-        if claim is not None:
-            self.own(claim)
+        self._retainer.claim = on_first(leave, self._url, self._group)
         self._may_be_behind = False
 
     def settle(self) -> None:
@@ -250,8 +234,7 @@ class RunSaves:
     def abandon(self, error: BaseException) -> None:
         """Wait for the save under way on this rank alone: other ranks may be anywhere. Local.
 
-        Args:
-            error: the error that ends the job; gets a note if the save fails.
+        If the save fails, the error that ends the job gets a note.
         """
         if self._pending is None:
             return

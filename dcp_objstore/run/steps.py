@@ -126,12 +126,7 @@ def step_number(name: str) -> int | None:
 
 
 def step_numbers(run: StoreSpec, newest: int | None = None) -> tuple[int, ...]:
-    """List the numbers of the steps of a run that count, the newest last.
-
-    Args:
-        run: the run.
-        newest: how many to list, the newest ones. Default: all.
-    """
+    """List the numbers of the newest steps of a run that count, or of all; the newest last."""
     found = steps_of(run, newest)
     numbers = sorted(number for one in found if (number := step_number(one.name)) is not None)
     if newest is not None and len(found) == newest and len(numbers) < newest:
@@ -147,8 +142,8 @@ def opener(run: StoreSpec) -> Callable[[str], ObjectStore]:
 def described_by(
     step: int,
     of_run: Mapping[str, Any],
-    user_metadata: Mapping[str, object] | None = None,
-    metrics: Mapping[str, object] | None = None,
+    user_metadata: Mapping[str, object] | None,
+    metrics: Mapping[str, object] | None,
 ) -> dict[str, Any]:
     """Return the user's values for the marker of a step, which `ls` shows.
 

@@ -53,17 +53,7 @@ class DemoFailedError(Exception):
 
 
 def run_demo(*, ranks: int, resume_ranks: int, url: str | None, keep: bool) -> None:
-    """Run the demo and print it; exit with status 1 if a proof does not hold.
-
-    Args:
-        ranks: number of ranks that train first.
-        resume_ranks: number of ranks that resume.
-        url: the URL below which to save; None to start a server on loopback.
-        keep: keep the checkpoints, or the server, for the user to look at.
-
-    Raises:
-        DcpObjstoreError: the place cannot be used, or a rank raised the error.
-    """
+    """Run the demo and print it; exit with status 1 if a proof does not hold."""
     began = time.monotonic()
     if importlib.util.find_spec("pydoc_data") is None:
         raise UnsupportedError("this Python has no pydoc_data, the text that the demo trains on")
@@ -99,13 +89,7 @@ class Story:
         self.saved: dict[int, State] = {}
 
     def run(self) -> None:
-        """Run the whole demo.
-
-        Raises:
-            ProofFailedError: a statement does not hold.
-            DemoFailedError: a process ended before its job was done.
-            DcpObjstoreError: a rank raised it.
-        """
+        """Run the whole demo; raise if a statement does not hold or a process fails."""
         losses = self._train_and_kill()
         self._resume(losses)
         self._load_alone()
@@ -319,11 +303,7 @@ def _value(outcome: Outcome) -> Any:
 
 
 def _download(store: ObjectStore, directory: Path) -> tuple[int, int]:
-    """Download every object under its own name, as `aws s3 sync` would.
-
-    Returns:
-        The number of objects and of bytes.
-    """
+    """Download all objects, as `aws s3 sync` would; return the numbers of objects and bytes."""
     count = size = 0
     for meta in store.list():
         body, _ = store.get(meta.key, max_size_bytes=meta.size_bytes)
