@@ -486,6 +486,29 @@ def test_nothing_is_deleted_after_a_save_that_failed(
     assert names(url) == ["step-1", "step-2", "step-3"]
 
 
+def test_the_end_waits_for_deletions_even_if_the_last_save_has_failed(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really, go = retaining.Retainer.committed, threading.Event()
+
+    def later(*args: Any) -> None:
+        assert go.wait(60)
+        really(*args)
+
+    with dos.CheckpointManager(url) as run:
+        run.save(1, state(1))
+    monkeypatch.setattr(retaining.Retainer, "committed", later)
+    with (
+        pytest.raises(dos.StoreUnavailableError),
+        dos.CheckpointManager(url, keep=dos.KeepLatest(1)) as run,
+    ):
+        run.save(2, state(2))
+        monkeypatch.setattr(async_api, "run_save", down)
+        run.async_save(3, state(3))
+        threading.Timer(0.5, go.set).start()
+    assert names(url) == ["step-2"]
+
+
 def test_best_steps_by_the_metrics_in_the_marker_survive(url: str) -> None:
     losses = {1: 0.5, 2: torch.tensor(0.1), 3: float("nan"), 4: 0.3, 5: 0.4}
     keep = [dos.KeepLatest(1), dos.KeepBest("loss")]
