@@ -3,43 +3,48 @@
 from __future__ import annotations
 
 import math
-import shutil
-import textwrap
-from collections.abc import Sequence
+from typing import Annotated
 
-from dcp_objstore.cli.access import chosen
-from dcp_objstore.cli.convert import size_bytes
-from dcp_objstore.cli.upkeep import print_json
-from dcp_objstore.measure.report import (
-    LEAST_GAIN,
-    BenchReport,
-    SettingsGain,
-    Spread,
-    Throughput,
-    settings_text,
-)
+import typer
+
+import dcp_objstore as dos
+from dcp_objstore.cli.options import Json, chosen, size_bytes
+from dcp_objstore.cli.terminal import aligned, columns, print_json, wrapped
+from dcp_objstore.measure.report import LEAST_GAIN, settings_text
 from dcp_objstore.observe.report import counted, size_text
 
 _HEAD = ("GiB/s", "lowest", "highest", "CPU-s/GiB", "requests", "at once")
 
 
-def measure(url: str, *, size: str | None, seconds: float, as_json: bool) -> None:
-    """Measure and print the report.
+def measure(
+    url: Annotated[
+        str, typer.Argument(help="The URL below which you save checkpoints.", metavar="URL")
+    ],
+    size: Annotated[
+        str | None,
+        typer.Option(
+            help="Size of the tensors of one save, such as 4GiB. Default: what moves in a second"
+            " or two, 16MiB to 1GiB."
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="About how long to measure.", min=0.1)] = 45,
+    as_json: Json = False,
+) -> None:
+    """Measure saves and loads, and what other settings would gain.
 
-    Raises:
-        DcpObjstoreError: `dcp_objstore.bench` refused or failed.
+    Saves and loads tensors from one process, sends plain requests for comparison, and tries other
+    settings of TransferConfig. Writes under a random name below the URL and removes it again, even
+    after Ctrl-C; it touches nothing else. A bucket may bill the requests and the bytes.
     """
     most_bytes = None if size is None else size_bytes("--size", size)
-    from dcp_objstore.measure.bench import bench
-
-    report = bench(url, size_bytes=most_bytes, seconds=seconds, storage_options=chosen())
+    report = dos.bench(url, size_bytes=most_bytes, seconds=seconds, storage_options=chosen())
     if as_json:
         print_json(report)
     else:
         _print(report)
 
 
-def _print(report: BenchReport) -> None:
+def _print(report: dos.BenchReport) -> None:
     print(report.url)
     print(f"{size_text(report.size_bytes)} of tensors, one process, {report.seconds:.0f} s in all")
     machine = f"{counted(report.processors, 'processor')}, copy"
@@ -47,16 +52,20 @@ def _print(report: BenchReport) -> None:
     print(f"               hash {_spread(report.hash_gib_per_second)} GiB/s")
     print(f"small requests GET {_spread(report.get_ms)} ms, PUT {_spread(report.put_ms)} ms")
     print()
-    _print_table(
-        [
-            ("save", report.save),
-            ("plain PUTs", report.plain_puts),
-            ("one PUT at a time", report.put_alone),
-            ("load", report.load),
-            ("plain GETs", report.plain_gets),
-            ("one GET at a time", report.get_alone),
-        ]
-    )
+    lines: list[tuple[str, ...]] = [("", *_HEAD)]
+    for name, found in (
+        ("save", report.save),
+        ("plain PUTs", report.plain_puts),
+        ("one PUT at a time", report.put_alone),
+        ("load", report.load),
+        ("plain GETs", report.plain_gets),
+        ("one GET at a time", report.get_alone),
+    ):
+        speed = found.gib_per_second
+        figures = (speed.median, speed.lowest, speed.highest, found.cpu_seconds_per_gib)
+        counts = str(found.requests), str(found.connections)
+        lines.append((name, *map(_figure, figures), *counts))
+    print(*aligned(lines, _HEAD), sep="\n")
     print()
     for past, noun, gain in (
         ("saved", "saves", report.save_settings),
@@ -67,20 +76,7 @@ def _print(report: BenchReport) -> None:
         _print_wrapped(f"warning: {warning}")
 
 
-def _print_table(rows: Sequence[tuple[str, Throughput]]) -> None:
-    lines: list[tuple[str, ...]] = [("", *_HEAD)]
-    for name, found in rows:
-        speed = found.gib_per_second
-        figures = (_figure(one) for one in (speed.median, speed.lowest, speed.highest))
-        cpu, requests = _figure(found.cpu_seconds_per_gib), str(found.requests)
-        lines.append((name, *figures, cpu, requests, str(found.connections)))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for first, *cells in lines:
-        shown = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        print("  ".join((first.ljust(widths[0]), *shown)))
-
-
-def _verdict(past: str, gain: SettingsGain | None) -> str:
+def _verdict(past: str, gain: dos.SettingsGain | None) -> str:
     if gain is None:
         return "no other settings were tried; give it more time or a larger size"
     text = settings_text(gain.settings)
@@ -96,7 +92,7 @@ def _verdict(past: str, gain: SettingsGain | None) -> str:
     )
 
 
-def _spread(spread: Spread) -> str:
+def _spread(spread: dos.Spread) -> str:
     return f"{_figure(spread.median)} ({_figure(spread.lowest)} to {_figure(spread.highest)})"
 
 
@@ -105,5 +101,4 @@ def _figure(value: float) -> str:
 
 
 def _print_wrapped(text: str) -> None:
-    columns = shutil.get_terminal_size().columns
-    print("\n".join(textwrap.wrap(text, columns, subsequent_indent="  ", break_on_hyphens=False)))
+    print(*wrapped(text, columns(), "  "), sep="\n")

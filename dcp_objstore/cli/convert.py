@@ -2,56 +2,84 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from typing import Annotated, TypeAlias
 
-from dcp_objstore.cli.access import chosen
-from dcp_objstore.cli.upkeep import print_json
+import typer
+
+import dcp_objstore as dos
+from dcp_objstore.cli.options import (
+    Checkpoint,
+    Json,
+    Keys,
+    Overwrite,
+    TrustPickle,
+    chosen,
+    size_bytes,
+)
+from dcp_objstore.cli.terminal import print_json
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.report import counted, size_text
 
-_UNITS_BYTES = {
-    "": 1,
-    **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)},
-    **{unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)},
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([a-z]*)", re.IGNORECASE)
+_Rename: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="PATTERN=REPLACEMENT: replace a regular expression in each key. Repeatable; the rules"
+        " apply in turn.",
+        metavar="RULE",
+    ),
+]
 
 
 def export(
-    url: str,
-    out: str,
-    *,
-    keys: Sequence[str],
-    rename: Sequence[str],
-    dtype: str | None,
-    max_shard_size: str,
-    copied: Sequence[str],
-    overwrite: bool,
-    trust_pickle: bool,
-    as_json: bool,
+    url: Checkpoint,
+    out: Annotated[
+        str,
+        typer.Argument(
+            help="Path or URL to write: a name in .pt, .pth, .bin or .ckpt for one torch.save file,"
+            " in .safetensors for one such file, otherwise a folder for safetensors shards."
+        ),
+    ],
+    keys: Keys = None,
+    rename: _Rename = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Convert floating-point tensors, to bfloat16 for example.", metavar="DTYPE"
+        ),
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(help="Size at which another shard begins, such as 500MB.", metavar="SIZE")
+    ] = "5GB",
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A file to copy into the folder, such as config.json. Repeatable.", metavar="FILE"
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+    trust_pickle: TrustPickle = False,
+    as_json: Json = False,
 ) -> None:
-    """Export a checkpoint and print the report.
+    """Write a checkpoint as a torch.save file or as safetensors.
 
-    Raises:
-        DcpObjstoreError: `dcp_objstore.export_checkpoint` refused or failed.
+    Streams through a few hundred MiB of memory, however large the checkpoint is. Files appear
+    whole or not at all, and a failed export removes those that it has written.
     """
     most_bytes, rules = size_bytes("--max-shard-size", max_shard_size), _rules(rename)
     import torch
 
-    from dcp_objstore.convert.export import export_checkpoint
-
     torch_dtype = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not isinstance(torch_dtype, torch.dtype):
         raise ConfigError(f"--dtype {dtype}: torch has no such dtype; write bfloat16, for example")
-    report = export_checkpoint(
+    report = dos.export_checkpoint(
         url,
         out,
-        list(keys) or None,
+        keys or None,
         rename=rules,
         dtype=torch_dtype,
         max_shard_size_bytes=most_bytes,
-        copied_files=copied,
+        copied_files=config or (),
         overwrite=overwrite,
         storage_options=chosen(),
         trust_pickle=trust_pickle,
@@ -69,28 +97,30 @@ def export(
 
 
 def import_(
-    source: str,
-    url: str,
-    *,
-    keys: Sequence[str],
-    rename: Sequence[str],
-    overwrite: bool,
-    trust_pickle: bool,
-    as_json: bool,
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Path or URL of a torch.save file (.pt, .pth, .bin, .ckpt), of a safetensors file"
+            " or folder, or of a checkpoint by any library that DCP reads.",
+            metavar="IN",
+        ),
+    ],
+    url: Annotated[str, typer.Argument(help="URL of the checkpoint to write.", metavar="URL")],
+    keys: Keys = None,
+    rename: _Rename = None,
+    overwrite: Overwrite = False,
+    trust_pickle: TrustPickle = False,
+    as_json: Json = False,
 ) -> None:
-    """Import files as a checkpoint and print the report.
+    """Save what other libraries wrote as a committed checkpoint.
 
-    Raises:
-        DcpObjstoreError: `dcp_objstore.import_checkpoint` refused or failed.
+    Streams through a few hundred MiB of memory, in one process.
     """
-    rules = _rules(rename)
-    from dcp_objstore.convert.import_checkpoint import import_checkpoint
-
-    report = import_checkpoint(
+    report = dos.import_checkpoint(
         source,
         url,
-        list(keys) or None,
-        rename=rules,
+        keys or None,
+        rename=_rules(rename),
         overwrite=overwrite,
         storage_options=chosen(),
         trust_pickle=trust_pickle,
@@ -103,15 +133,24 @@ def import_(
     print(f"commit {report.commit_id}")
 
 
-def copy(source: str, url: str, *, overwrite: bool, streamed: bool, as_json: bool) -> None:
-    """Copy a checkpoint and print the report.
+def copy(
+    source: Annotated[str, typer.Argument(help="URL of the checkpoint to copy.", metavar="SRC")],
+    url: Annotated[str, typer.Argument(help="URL of the checkpoint to write.", metavar="DST")],
+    overwrite: Overwrite = False,
+    streamed: Annotated[
+        bool,
+        typer.Option("--streamed", help="Check every byte, where the store could copy by itself."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Copy a checkpoint to another run, bucket or provider.
 
-    Raises:
-        DcpObjstoreError: `dcp_objstore.copy_checkpoint` refused or failed.
+    Between two URLs of one store, the store copies by itself. Otherwise it streams through a few
+    hundred MiB of memory and checks every byte on the way. Commits as a save does. After a crash or
+    Ctrl-C, run the same command again: objects that have arrived are not sent again. Pins are not
+    copied.
     """
-    from dcp_objstore.convert.copy import copy_checkpoint
-
-    report = copy_checkpoint(
+    report = dos.copy_checkpoint(
         source, url, overwrite=overwrite, storage_options=chosen(), streamed=streamed
     )
     if as_json:
@@ -127,24 +166,11 @@ def copy(source: str, url: str, *, overwrite: bool, streamed: bool, as_json: boo
         print(f"the store copied {size_text(report.copied_bytes)} by itself, without a check here")
 
 
-def _rules(rename: Sequence[str]) -> list[tuple[str, str]]:
+def _rules(rename: Sequence[str] | None) -> list[tuple[str, str]]:
     rules = []
-    for rule in rename:
+    for rule in rename or ():
         pattern, equals, replacement = rule.rpartition("=")
         if not equals:
             raise ConfigError(f"--rename {rule}: write PATTERN=REPLACEMENT, such as '^model[.]='")
         rules.append((pattern, replacement))
     return rules
-
-
-def size_bytes(option: str, text: str) -> int:
-    """Return the number of bytes that a size such as 500MB or 2GiB means.
-
-    Raises:
-        ConfigError: it is no size; names the option.
-    """
-    found = _SIZE.fullmatch(text)
-    unit = None if found is None else _UNITS_BYTES.get(found[2].upper())
-    if found is None or unit is None or not float(found[1]):
-        raise ConfigError(f"{option} {text}: write a size such as 500MB, 5GB or 2GiB")
-    return int(float(found[1]) * unit)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Annotated
 
-from dcp_objstore.cli.access import chosen
-from dcp_objstore.inspect.diff import DiffReport, TensorDifference, ValueDifference, diff
+import typer
+
+import dcp_objstore as dos
+from dcp_objstore.cli.options import Checkpoint, Json, Keys, TrustPickle, chosen
+from dcp_objstore.cli.terminal import columns
 from dcp_objstore.observe.report import counted, size_text
 
 _DIFFERENT_STATUS = 1
@@ -18,24 +21,27 @@ _MOST_OF_A_VALUE = 60
 
 
 def print_diff(
-    url: str,
-    other_url: str,
-    *,
-    keys: Sequence[str],
-    stats: bool,
-    trust_pickle: bool,
-    as_json: bool,
+    url: Checkpoint,
+    other_url: Annotated[
+        str, typer.Argument(help="URL of the checkpoint to compare it with.", metavar="URL2")
+    ],
+    keys: Keys = None,
+    stats: Annotated[
+        bool,
+        typer.Option("--stats", help="Read the tensors that changed, and say by how much."),
+    ] = False,
+    trust_pickle: TrustPickle = False,
+    as_json: Json = False,
 ) -> None:
-    """Print the differences of two checkpoints; exit with status 1 if there are any.
+    """Compare two checkpoints: keys, shapes, dtypes, contents.
 
-    Raises:
-        DcpObjstoreError: `dcp_objstore.diff` refused or failed.
-        SystemExit: they differ.
+    Compares digests, and reads tensors only where these cannot tell: in checkpoints by other
+    libraries, or if the two are cut into different chunks. Exits with status 1 if they differ.
     """
-    report = diff(
+    report = dos.diff(
         url,
         other_url,
-        list(keys) or None,
+        keys or None,
         stats=stats,
         storage_options=chosen(),
         other_storage_options=chosen(),
@@ -49,23 +55,21 @@ def print_diff(
         sys.exit(_DIFFERENT_STATUS)
 
 
-def _print(report: DiffReport) -> None:
-    columns = shutil.get_terminal_size().columns
+def _print(report: dos.DiffReport) -> None:
     print(f"from  {report.url}")
     print(f"to    {report.other_url}")
-    different = 0
-    for word, key, text in _lines(report):
+    lines = list(_lines(report))
+    for word, key, text in lines:
         line = f"{word.ljust(_WORD_WIDTH)}{key}"
-        if text and len(line) + 2 + len(text) > columns:
+        if text and len(line) + 2 + len(text) > columns():
             print(f"{line}\n{' ' * _WORD_WIDTH}  {text}")
         else:
             print(f"{line}  {text}".rstrip())
-        different += 1
     read = f"{size_text(report.read_bytes)} read" if report.read_bytes else "no tensor read"
-    print(f"{counted(different, 'difference')}, {report.equal} equal ({read})")
+    print(f"{counted(len(lines), 'difference')}, {report.equal} equal ({read})")
 
 
-def _lines(report: DiffReport) -> Iterator[tuple[str, str, str]]:
+def _lines(report: dos.DiffReport) -> Iterator[tuple[str, str, str]]:
     for key in report.removed:
         yield "removed", key, ""
     for key in report.added:
@@ -76,7 +80,7 @@ def _lines(report: DiffReport) -> Iterator[tuple[str, str, str]]:
         yield "changed", value.key, _value_text(value)
 
 
-def _tensor_text(tensor: TensorDifference) -> str:
+def _tensor_text(tensor: dos.TensorDifference) -> str:
     shape, other_shape = (str(list(one)) for one in (tensor.shape, tensor.other_shape))
     if tensor.what == "retyped":
         return f"{tensor.dtype} -> {tensor.other_dtype}"
@@ -92,7 +96,7 @@ def _tensor_text(tensor: TensorDifference) -> str:
     )
 
 
-def _value_text(value: ValueDifference) -> str:
+def _value_text(value: dos.ValueDifference) -> str:
     if not value.is_known:
         return "needs --trust-pickle to be shown"
     text = f"{value.value!r} -> {value.other_value!r}"

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
-import shutil
 import sys
 import textwrap
 from contextlib import closing
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from dcp_objstore.cli.access import chosen
-from dcp_objstore.cli.colour import coloured
-from dcp_objstore.doctor import Finding, check_up
-from dcp_objstore.stores import StoreSpec
+import typer
+
+from dcp_objstore.cli.options import Json, chosen
+from dcp_objstore.cli.terminal import coloured, columns, wrapped
 
 if TYPE_CHECKING:
-    from dcp_objstore.doctor import Status
+    from dcp_objstore.doctor import Finding, Status
 
 _SHOWN: dict[Status, tuple[str, str | None]] = {
     "ok": ("ok", "green"),
@@ -37,12 +36,21 @@ _ABOUT_RIGHTS = (
 )
 
 
-def diagnose(url: str, *, as_json: bool) -> None:
-    """Check a store and print what was found; exit with status 1 if a check failed.
+def diagnose(
+    url: Annotated[
+        str, typer.Argument(help="The URL below which you want to save checkpoints.", metavar="URL")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Check a store: credentials, rights, conditional writes.
 
-    Raises:
-        DcpObjstoreError: the URL or the settings cannot be used.
+    Prints for each check what was found and what to do about it. Writes a few small objects under
+    a random name below the URL and removes them again, even after Ctrl-C; it touches nothing else.
+    Exits with status 1 if a check failed; a warning is not a failure.
     """
+    from dcp_objstore.doctor import check_up
+    from dcp_objstore.stores import StoreSpec
+
     shown = StoreSpec(url, chosen()).url
     if not as_json:
         print(f"{shown}\n", flush=True)
@@ -52,30 +60,31 @@ def diagnose(url: str, *, as_json: bool) -> None:
             findings.append(finding)
             if not as_json:
                 _print(finding, findings)
-    failures = [finding for finding in findings if finding.status == "failed"]
+    ok = not _checks(findings, "failed")
     if as_json:
-        _print_json(shown, findings)
+        checks = [dataclasses.asdict(finding) for finding in findings]
+        print(json.dumps({"url": shown, "ok": ok, "checks": checks}))
     else:
         print(f"\n{_summary(findings)}")
-    if failures:
+    if not ok:
         sys.exit(_FAILED_STATUS)
 
 
 def _print(finding: Finding, so_far: list[Finding]) -> None:
-    before = so_far[-2] if len(so_far) > 1 else None
-    if before is not None and _text(finding) == _text(before) and finding.status == "not made":
-        return  # the summary names all checks that could not be made for the same reason
+    if finding.status == "not made" and len(so_far) > 1:
+        before = so_far[-2]
+        if (finding.text, finding.advice) == (before.text, before.advice):
+            return  # the summary names all checks that could not be made for the same reason
     word, colour = _SHOWN[finding.status]
     indent = " " * (_NAME_WIDTH + _STATUS_WIDTH)
-    columns = shutil.get_terminal_size().columns
-    width = max(columns, len(indent) + _LEAST_TEXT_WIDTH)
-    lines = textwrap.wrap(finding.text, width - len(indent), break_on_hyphens=False) or [""]
+    width = max(columns() - len(indent), _LEAST_TEXT_WIDTH)
+    first, *rest = wrapped(finding.text, width)
     padding = " " * (_STATUS_WIDTH - len(word))
-    print(f"{finding.check.ljust(_NAME_WIDTH)}{coloured(word, colour)}{padding}{lines[0]}")
-    for line in lines[1:]:
+    print(f"{finding.check.ljust(_NAME_WIDTH)}{coloured(word, colour)}{padding}{first}")
+    for line in rest:
         print(f"{indent}{line}")
     if finding.advice:
-        advice = _wrapped(finding.advice, width - len(indent) - 3)
+        advice = _wrapped(finding.advice, width - 3)
         for number, line in enumerate(advice):
             print(f"{indent}{'-> ' if number == 0 else '   '}{line}")
     sys.stdout.flush()
@@ -84,8 +93,7 @@ def _print(finding: Finding, so_far: list[Finding]) -> None:
 def _wrapped(advice: str, width: int) -> list[str]:
     """Wrap text into lines, but do not break a command in the middle of an argument."""
     kept = re.sub("`([^`]*)`", _with_whole_arguments, advice)
-    lines = textwrap.wrap(kept, width, break_on_hyphens=False, break_long_words=False)
-    return [line.replace("\0", " ") for line in lines]
+    return [line.replace("\0", " ") for line in wrapped(kept, width, break_words=False)]
 
 
 def _with_whole_arguments(command: re.Match[str]) -> str:
@@ -94,28 +102,19 @@ def _with_whole_arguments(command: re.Match[str]) -> str:
     return f"`{' '.join(arguments)}`"
 
 
-def _text(finding: Finding) -> tuple[str, str]:
-    return finding.text, finding.advice
+def _checks(findings: list[Finding], status: Status) -> list[str]:
+    return [finding.check for finding in findings if finding.status == status]
 
 
 def _summary(findings: list[Finding]) -> str:
-    failures = [finding.check for finding in findings if finding.status == "failed"]
-    warnings = [finding.check for finding in findings if finding.status == "warning"]
-    missing = [finding.check for finding in findings if finding.status == "not made"]
+    labels: dict[Status, str] = {"failed": "FAILED", "warning": "warnings", "not made": "not made"}
     parts = [
         f"{label}: {', '.join(names)}"
-        for label, names in (("FAILED", failures), ("warnings", warnings), ("not made", missing))
-        if names
+        for status, label in labels.items()
+        if (names := _checks(findings, status))
     ]
-    if not failures:
+    if not _checks(findings, "failed"):
         parts.insert(0, "fit to hold checkpoints")
     if any(finding.details.get("error") == "PermissionDeniedError" for finding in findings):
         parts.append(_ABOUT_RIGHTS)
-    width = shutil.get_terminal_size().columns
-    return "\n".join(line for part in parts for line in textwrap.wrap(part, width))
-
-
-def _print_json(url: str, findings: list[Finding]) -> None:
-    ok = not any(finding.status == "failed" for finding in findings)
-    checks = [asdict(finding) for finding in findings]
-    print(json.dumps({"url": url, "ok": ok, "checks": checks}))
+    return "\n".join(line for part in parts for line in textwrap.wrap(part, columns()))

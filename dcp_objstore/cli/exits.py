@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
+from dcp_objstore.cli.terminal import columns, wrapped
 from dcp_objstore.errors import (
     CorruptDataError,
     DcpObjstoreError,
@@ -34,10 +33,11 @@ Example: dcp-objstore ls file:///tmp/run
 """
 
 _UNEXPECTED = 1
+DAMAGED_STATUS = 4
 _STATUSES: tuple[tuple[type[DcpObjstoreError], int], ...] = (
     (InputError, 2),
     (RetryableError, 3),
-    (CorruptDataError, 4),
+    (CorruptDataError, DAMAGED_STATUS),
     (LostRaceError, 5),
 )
 
@@ -54,16 +54,7 @@ def fail(text: str, status: int = _UNEXPECTED, notes: Sequence[str] = ()) -> NoR
     """
     line = f"dcp-objstore: {' '.join(text.split())}"
     if sys.stderr.isatty():
-        columns = shutil.get_terminal_size().columns
-        line = "\n".join(
-            textwrap.wrap(
-                line,
-                columns,
-                subsequent_indent="  ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        )
+        line = "\n".join(wrapped(line, columns(), "  ", break_words=False))
     print(line, *notes, sep="\n", file=sys.stderr)
     sys.exit(status)
 

@@ -4,66 +4,81 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
-from dcp_objstore.cli.access import chosen
+import typer
+
+import dcp_objstore as dos
+from dcp_objstore.cli.options import Checkpoint, Json, chosen
+from dcp_objstore.cli.terminal import aligned, columns
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.inspect.checkpoint import (
-    Checkpoint,
-    TensorEntry,
-    ValueEntry,
-    open as open_checkpoint,
-)
-from dcp_objstore.inspect.modules import Module as GenericModule, dtype_name
-from dcp_objstore.inspect.stats import TensorStats
 from dcp_objstore.observe.report import counted, size_text
 
-Module: TypeAlias = GenericModule[TensorEntry | ValueEntry]
+_Entry: TypeAlias = "dos.TensorEntry | dos.ValueEntry"
+_Module: TypeAlias = "dos.Module[_Entry]"
 
 _SIZE_WIDTH = len("1023.99 MiB")
 
 
 def inspect(
-    url: str, patterns: Sequence[str], *, tensor: str | None, plan: int | None, as_json: bool
+    url: Checkpoint,
+    patterns: Annotated[
+        list[str] | None,
+        typer.Argument(help="Only these keys; shell patterns.", metavar="PATTERN"),
+    ] = None,
+    tensor: Annotated[
+        str | None,
+        typer.Option(
+            "--tensor",
+            help="Read this tensor: extremes, mean, standard deviation, NaN, Inf, histogram.",
+            metavar="NAME",
+        ),
+    ] = None,
+    plan: Annotated[
+        int | None,
+        typer.Option(
+            "--plan",
+            min=1,
+            max=65536,
+            help="Show what each of N ranks of an FSDP2 job would read. Reads nothing.",
+            metavar="N",
+        ),
+    ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Print what is in a checkpoint.
+    """Show what is in a checkpoint: modules, tensors, shapes, sizes.
 
-    Raises:
-        ConfigError: the options contradict each other.
-        DcpObjstoreError: a function of `dcp_objstore.Checkpoint` refused or failed.
+    Reads only the index, also of checkpoints by other libraries. Numbered modules that are alike
+    are shown once.
     """
     if tensor is not None and (plan is not None or patterns):
         raise ConfigError("--tensor NAME stands alone: leave PATTERN and --plan out")
-    checkpoint = open_checkpoint(url, storage_options=chosen())
+    checkpoint = dos.open(url, storage_options=chosen())
     if tensor is not None:
         _inspect_tensor(checkpoint, tensor, as_json=as_json)
     elif plan is not None:
-        _inspect_plan(checkpoint, plan, patterns, as_json=as_json)
+        _print_plan(checkpoint, checkpoint.plan(plan, patterns or None), as_json=as_json)
     else:
-        root = checkpoint.modules(list(patterns) or None)
-        if as_json:
-            _print_json(checkpoint, root)
-        else:
-            _print_tree(checkpoint, root)
+        show = _print_json if as_json else _print_tree
+        show(checkpoint, checkpoint.modules(patterns or None))
 
 
-def _inspect_tensor(checkpoint: Checkpoint, name: str, *, as_json: bool) -> None:
+def _inspect_tensor(checkpoint: dos.Checkpoint, name: str, *, as_json: bool) -> None:
     entry = checkpoint[name]
-    if not isinstance(entry, TensorEntry):
+    if not isinstance(entry, dos.TensorEntry):
         raise ConfigError(f"{name} is a value, not a tensor", url=checkpoint.url)
     stats = entry.stats()
     if as_json:
         print(json.dumps({**_described(entry), **dataclasses.asdict(stats)}))
     else:
-        print(f"{name}  {dtype_name(entry)} {list(entry.shape)}, {size_text(entry.nbytes)}")
+        print(f"{name}  {_dtype(entry)} {list(entry.shape)}, {size_text(entry.nbytes)}")
         _print_stats(stats)
 
 
-def _print_stats(stats: TensorStats) -> None:
+def _print_stats(stats: dos.TensorStats) -> None:
     print(f"  {stats.elements} elements, {stats.nans} NaN, {stats.infs} Inf")
     if stats.minimum is None:
         return
@@ -73,17 +88,16 @@ def _print_stats(stats: TensorStats) -> None:
     low_width = max(len(low) for low, *_ in ends)
     high_width = max(len(high) for _, high, _ in ends)
     most = max(count for *_, count in ends)
-    room = min(shutil.get_terminal_size().columns, 100) - low_width - high_width - 8
+    room = min(columns(), 100) - low_width - high_width - 8
     room -= len(str(most)) + 2
     for low, high, count in ends:
         bar = "#" * -(-count * room // most)
         print(f"  [{low.rjust(low_width)}, {high.rjust(high_width)})  {bar} {count}")
 
 
-def _inspect_plan(
-    checkpoint: Checkpoint, ranks: int, patterns: Sequence[str], *, as_json: bool
+def _print_plan(
+    checkpoint: dos.Checkpoint, planned: Sequence[dos.RankPlan], *, as_json: bool
 ) -> None:
-    planned = checkpoint.plan(ranks, list(patterns) or None)
     if as_json:
         plans = [dataclasses.asdict(one) for one in planned]
         print(json.dumps({"url": checkpoint.url, "ranks": plans}))
@@ -99,38 +113,41 @@ def _inspect_plan(
     received_bytes = sum(one.received_bytes for one in planned)
     requests = str(sum(one.requests for one in planned))
     lines.append(("all", size_text(total_bytes), requests, "", size_text(received_bytes)))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print(checkpoint.url)
-    for line in lines:
-        cells = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        print("  ".join(cells).rstrip())
+    print(*aligned(lines, lines[0]), sep="\n")
 
 
-def _described(entry: TensorEntry | ValueEntry) -> dict[str, object]:
+def _dtype(entry: _Entry) -> str:
+    from dcp_objstore.inspect.modules import dtype_name
+
+    return dtype_name(entry)
+
+
+def _described(entry: _Entry) -> dict[str, object]:
     described: dict[str, object] = {"key": entry.key, "bytes": entry.nbytes}
-    if isinstance(entry, TensorEntry):
-        described["dtype"] = dtype_name(entry)
+    if isinstance(entry, dos.TensorEntry):
+        described["dtype"] = _dtype(entry)
         described["shape"] = list(entry.shape)
         described["shards"] = len(entry.chunks)
     return described
 
 
-def _print_json(checkpoint: Checkpoint, root: Module) -> None:
+def _print_json(checkpoint: dos.Checkpoint, root: _Module) -> None:
     entries = list(root.walk())
     report = {
         "url": checkpoint.url,
         "commit_id": checkpoint.commit_id,
         "world_size": checkpoint.world_size,
         "objects": len(checkpoint.objects),
-        "tensors": [_described(one) for one in entries if isinstance(one, TensorEntry)],
-        "values": [_described(one) for one in entries if isinstance(one, ValueEntry)],
+        "tensors": [_described(one) for one in entries if isinstance(one, dos.TensorEntry)],
+        "values": [_described(one) for one in entries if isinstance(one, dos.ValueEntry)],
         "total_bytes": root.total_bytes,
         "bytes_by_dtype": root.bytes_by_dtype(),
     }
     print(json.dumps(report))
 
 
-def _print_tree(checkpoint: Checkpoint, root: Module) -> None:
+def _print_tree(checkpoint: dos.Checkpoint, root: _Module) -> None:
     print(checkpoint.url)
     objects = counted(len(checkpoint.objects), "object")
     if checkpoint.created_at is None:
@@ -140,7 +157,7 @@ def _print_tree(checkpoint: Checkpoint, root: Module) -> None:
         print(f"saved {at}, {counted(checkpoint.world_size or 0, 'rank')}, {objects}")
         print(f"commit {checkpoint.commit_id}")
     by_dtype = root.bytes_by_dtype()
-    kinds = Counter(dtype_name(entry) for entry in root.walk())
+    kinds = Counter(_dtype(entry) for entry in root.walk())
     lines = [("size", "dtype", "shards", "name"), *_tree_lines(root, "")]
     for kind, size_bytes in by_dtype.items():
         noun = "value" if kind == "value" else "tensor"
@@ -150,12 +167,12 @@ def _print_tree(checkpoint: Checkpoint, root: Module) -> None:
         print(f"{size.rjust(_SIZE_WIDTH)}  {dtype.ljust(width)}  {shards.rjust(6)}  {name}")
 
 
-def _tree_lines(module: Module, indent: str) -> Iterator[tuple[str, str, str, str]]:
+def _tree_lines(module: _Module, indent: str) -> Iterator[tuple[str, str, str, str]]:
     for part, entry in module.entries.items():
         size = size_text(entry.nbytes)
-        if isinstance(entry, TensorEntry):
+        if isinstance(entry, dos.TensorEntry):
             shards = str(len(entry.chunks))
-            yield size, dtype_name(entry), shards, f"{indent}{part} {list(entry.shape)}"
+            yield size, _dtype(entry), shards, f"{indent}{part} {list(entry.shape)}"
         else:
             yield size, "value", "", f"{indent}{part}"
     for _, group in groupby(module.modules.items(), _kind):
@@ -168,16 +185,16 @@ def _tree_lines(module: Module, indent: str) -> Iterator[tuple[str, str, str, st
         yield from _tree_lines(first, f"{indent}  ")
 
 
-def _kind(named: tuple[str, Module]) -> object:
+def _kind(named: tuple[str, _Module]) -> object:
     """Return what neighbours must have in common to be shown once: all but their numbers."""
     part, module = named
     return _structure(module) if part.isdecimal() else part
 
 
-def _structure(module: Module) -> tuple[object, ...]:
+def _structure(module: _Module) -> tuple[object, ...]:
     entries = tuple(
-        (part, dtype_name(one), one.shape, len(one.chunks))
-        if isinstance(one, TensorEntry)
+        (part, _dtype(one), one.shape, len(one.chunks))
+        if isinstance(one, dos.TensorEntry)
         else (part, "value")
         for part, one in module.entries.items()
     )

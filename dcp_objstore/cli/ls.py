@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from dcp_objstore.cli.access import chosen
+import typer
+
+import dcp_objstore as dos
 from dcp_objstore.cli.exits import fail, status_of
+from dcp_objstore.cli.options import CheckpointOrRun, chosen
+from dcp_objstore.cli.terminal import aligned, columns
 from dcp_objstore.observe.report import size_text
-from dcp_objstore.run.listing import Leftovers, ListedCheckpoint, Listing, list_checkpoints
 
 # If the terminal leaves fewer columns than this for the last column, it is left out.
 _LEAST_LAST_COLUMNS = 16
@@ -23,23 +25,24 @@ _UNITS_SECONDS = (("d", 86400), ("h", 3600), ("min", 60))
 _Line: TypeAlias = tuple[str, ...]
 
 
-def print_checkpoints(url: str, *, as_json: bool, everything: bool = False) -> None:
-    """Print one line for each checkpoint and each save that was never committed.
+def print_checkpoints(
+    url: CheckpointOrRun,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Also list what no commit names: objects and unfinished uploads of dead saves, of"
+            " deleted and of overwritten checkpoints.",
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+) -> None:
+    """List the checkpoint at a URL, and those below it.
 
-    The table names checkpoints relative to the URL. On a terminal, the last column is cut to the
-    length of a line, or left out. A checkpoint below the URL that cannot be read gets a line, too,
-    and the exit status reports it at the end.
-
-    Args:
-        url: URL of a checkpoint, or a prefix above some.
-        as_json: print one JSON object per line instead of a table.
-        everything: print also what no commit names.
-
-    Raises:
-        DcpObjstoreError: `list_checkpoints` refused or failed.
-        SystemExit: a checkpoint below the URL cannot be read.
+    A save that was never committed is listed, too, with the state "not committed". Nothing is ever
+    changed.
     """
-    listing = list_checkpoints(url, everything=everything, storage_options=chosen())
+    listing = dos.list_checkpoints(url, everything=everything, storage_options=chosen())
     if listing.unlisted is not None:
         print(
             f"dcp-objstore: checkpoints below are not listed: {listing.unlisted}", file=sys.stderr
@@ -58,7 +61,7 @@ def print_checkpoints(url: str, *, as_json: bool, everything: bool = False) -> N
         fail(f"{type(error).__name__}: {error}", status_of(error))
 
 
-def _as_json(entry: ListedCheckpoint) -> dict[str, Any]:
+def _as_json(entry: dos.ListedCheckpoint) -> dict[str, Any]:
     described: dict[str, Any] = {
         "url": entry.url,
         "state": entry.state,
@@ -86,7 +89,7 @@ def _as_json(entry: ListedCheckpoint) -> dict[str, Any]:
     return described
 
 
-def _lines(listing: Listing) -> Iterator[_Line]:
+def _lines(listing: dos.Listing) -> Iterator[_Line]:
     yield "state", "size", "ranks", "created (UTC)", "name", "user metadata"
     for entry in listing.checkpoints:
         at = entry.created_at
@@ -101,11 +104,11 @@ def _lines(listing: Listing) -> Iterator[_Line]:
         )
 
 
-def _all_lines(listing: Listing) -> Iterator[_Line]:
+def _all_lines(listing: dos.Listing) -> Iterator[_Line]:
     """Yield a line for each checkpoint, and below it lines for what no commit names."""
     yield "state", "size", "objects", "ranks", "age", "name", "metrics"
     for entry in listing.checkpoints:
-        left = entry.leftovers or Leftovers()
+        left = entry.leftovers or dos.Leftovers()
         name = _name(listing, entry)
         has_marker = entry.created_at is not None
         # Of a deleted checkpoint, what is still there is left over.
@@ -132,11 +135,11 @@ def _all_lines(listing: Listing) -> Iterator[_Line]:
             yield "  upload", size, number, "", _age(left.initiated_at), name, "unfinished"
 
 
-def _state(entry: ListedCheckpoint) -> str:
+def _state(entry: dos.ListedCheckpoint) -> str:
     return f"{entry.state}, pinned" if entry.pins else entry.state
 
 
-def _name(listing: Listing, entry: ListedCheckpoint) -> str:
+def _name(listing: dos.Listing, entry: dos.ListedCheckpoint) -> str:
     return entry.url.removeprefix(listing.url).lstrip("/") or "."
 
 
@@ -144,11 +147,11 @@ def _number(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
-def _pinned(entry: ListedCheckpoint) -> str:
+def _pinned(entry: dos.ListedCheckpoint) -> str:
     return f"pinned: {', '.join(entry.pins)}" if entry.pins else ""
 
 
-def _notes(entry: ListedCheckpoint) -> str:
+def _notes(entry: dos.ListedCheckpoint) -> str:
     """Return the text of the last column: what it is, pins and metrics."""
     if entry.is_fence:
         return "never committed: a fence"
@@ -176,18 +179,12 @@ def _age(at: datetime | None) -> str:
 
 
 def _print_table(lines: Sequence[_Line]) -> None:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    shown = list(aligned(lines, _FIGURES))
     if sys.stdout.isatty():
-        room = shutil.get_terminal_size().columns - sum(widths[:-1]) - 2 * (len(widths) - 1)
-        widths[-1] = min(widths[-1], room if room >= _LEAST_LAST_COLUMNS else 0)
-    for line in lines:
-        cells = [
-            cell.rjust(width) if title in _FIGURES else cell.ljust(width)
-            for title, cell, width in zip(lines[0], line, widths, strict=True)
-        ]
-        cells[-1] = _cut(line[-1], widths[-1])
-        print("  ".join(cells).rstrip())
-
-
-def _cut(text: str, columns: int) -> str:
-    return text if len(text) <= columns else f"{text[: columns - 3]}..." if columns else ""
+        width = columns()
+        without_last = list(aligned([line[:-1] for line in lines], _FIGURES))
+        if width - max(map(len, without_last)) - 2 < _LEAST_LAST_COLUMNS:
+            shown = without_last
+        else:
+            shown = [one if len(one) <= width else f"{one[: width - 3]}..." for one in shown]
+    print(*shown, sep="\n")

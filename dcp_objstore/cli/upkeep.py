@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shlex
-import shutil
-import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, TypeAlias
 
-from dcp_objstore.cli.access import chosen, chosen_arguments
-from dcp_objstore.cli.exits import fail, status_of
-from dcp_objstore.errors import CheckpointCorruptError, ConfigError
+import typer
+
+import dcp_objstore as dos
+from dcp_objstore.cli.exits import DAMAGED_STATUS, fail
+from dcp_objstore.cli.options import Checkpoint, CheckpointOrRun, Json, chosen
+from dcp_objstore.cli.terminal import columns, print_json, wrapped
+from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.report import counted, size_text
-from dcp_objstore.stores import StoreSpec
-
-if TYPE_CHECKING:
-    from dcp_objstore.checkpoint.sweep import CheckpointSweep
-    from dcp_objstore.run.gc import SweepReport
 
 _UNITS_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LEAST_TEXT_WIDTH = 40
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])\Z")
 
 
-def remove(url: str, *, now: bool, yes: bool, even_newest: bool, as_json: bool) -> None:
-    """Delete one checkpoint, or print what would be deleted and how to do it.
+_PinName: TypeAlias = Annotated[
+    str, typer.Argument(help="Name of the pin, such as paper or release-1.", metavar="NAME")
+]
 
-    Raises:
-        DcpObjstoreError: `dcp_objstore.delete` refused or failed.
+
+def remove(
+    url: Checkpoint,
+    now: Annotated[
+        bool,
+        typer.Option("--now", help="Remove the objects at once, not by a gc 24 hours later."),
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do it. Without --yes, print what would be deleted.")
+    ] = False,
+    even_newest: Annotated[
+        bool,
+        typer.Option("--even-newest", help="Delete it even if it is the newest of its run."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete a checkpoint; a dry run without --yes.
+
+    New readers no longer find it. Its objects stay for jobs that are reading it, until gc removes
+    them. A pinned checkpoint is refused. After a crash, run the same command again to go on.
     """
-    from dcp_objstore.run.upkeep import delete
-
-    report = delete(
+    report = dos.delete(
         url, now=now, even_newest=even_newest, dry_run=not yes, storage_options=chosen()
     )
     if as_json:
@@ -58,15 +71,29 @@ def remove(url: str, *, now: bool, yes: bool, even_newest: bool, as_json: bool) 
         _print_how([*command, *(["--even-newest"] if even_newest else [])])
 
 
-def collect(url: str, *, grace: str, yes: bool, as_json: bool) -> None:
-    """Sweep below a URL, or print what a sweep would remove; exit with status 4 on damage.
+def collect(
+    url: CheckpointOrRun,
+    grace: Annotated[
+        str,
+        typer.Option(
+            help="Keep objects that are younger than this: 90m, 24h, 7d. It must be at least 1h,"
+            " and longer than any save or load."
+        ),
+    ] = "24h",
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do it. Without --yes, print what would be removed.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove what no checkpoint needs; a dry run without --yes.
 
-    Raises:
-        DcpObjstoreError: `dcp_objstore.sweep` refused or failed.
+    This removes what torn saves, overwritten and deleted checkpoints and unfinished uploads have
+    left. It never touches objects with names that dcp-objstore does not write. It also finishes
+    what a crash left half done.
     """
-    from dcp_objstore.run.gc import sweep
-
-    report = sweep(url, grace_seconds=_seconds(grace), dry_run=not yes, storage_options=chosen())
+    report = dos.sweep(
+        url, grace_seconds=_seconds(grace), dry_run=not yes, storage_options=chosen()
+    )
     if as_json:
         totals = ("deleted", "deleted_bytes", "uploads_aborted", "uploads_bytes")
         print_json(report, **{name: getattr(report, name) for name in totals})
@@ -75,18 +102,22 @@ def collect(url: str, *, grace: str, yes: bool, as_json: bool) -> None:
     if report.damaged:
         count = counted(len(report.damaged), "checkpoint")
         text = f"{count} cannot be read, left alone: {report.damaged[0].url}"
-        fail(text, status_of(CheckpointCorruptError(text)))
+        fail(text, DAMAGED_STATUS)
 
 
-def mend(url: str, *, dry_run: bool, as_json: bool) -> None:
-    """Repair one checkpoint and print what was done.
+def mend(
+    url: Checkpoint,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Finish a commit or deletion that a crash cut short.
 
-    Raises:
-        DcpObjstoreError: `dcp_objstore.repair` refused or failed.
+    If a job died right after its commit, stock torch does not see the checkpoint yet: this writes
+    its .metadata. If a deletion was begun, this finishes it.
     """
-    from dcp_objstore.run.upkeep import repair
-
-    report = repair(url, dry_run=dry_run, storage_options=chosen())
+    report = dos.repair(url, dry_run=dry_run, storage_options=chosen())
     if as_json:
         print_json(report)
         return
@@ -99,15 +130,19 @@ def mend(url: str, *, dry_run: bool, as_json: bool) -> None:
     print(f"{report.url} ({report.state}): {'; '.join(done) or 'nothing to repair'}")
 
 
-def protect(url: str, name: str, *, wanted: bool, as_json: bool) -> None:
-    """Set or remove a pin, and print all pins of the checkpoint.
+def protect(url: Checkpoint, name: _PinName, as_json: Json = False) -> None:
+    """Protect a checkpoint from deletion and from being overwritten."""
+    _print_pins(url, dos.pin(url, name, storage_options=chosen()), as_json=as_json)
 
-    Raises:
-        DcpObjstoreError: `dcp_objstore.pin` refused or failed.
-    """
-    from dcp_objstore.run.upkeep import pin, unpin
 
-    pins = (pin if wanted else unpin)(url, name, storage_options=chosen())
+def unprotect(url: Checkpoint, name: _PinName, as_json: Json = False) -> None:
+    """Remove a pin of a checkpoint."""
+    _print_pins(url, dos.unpin(url, name, storage_options=chosen()), as_json=as_json)
+
+
+def _print_pins(url: str, pins: tuple[str, ...], *, as_json: bool) -> None:
+    from dcp_objstore.stores import StoreSpec
+
     where = StoreSpec(url, chosen()).url
     if as_json:
         print(json.dumps({"url": where, "pins": list(pins)}))
@@ -115,14 +150,13 @@ def protect(url: str, name: str, *, wanted: bool, as_json: bool) -> None:
         print(f"{where}: pinned as {', '.join(pins)}" if pins else f"{where}: not pinned")
 
 
-def _print_sweep(report: SweepReport, grace: str) -> None:
+def _print_sweep(report: dos.SweepReport, grace: str) -> None:
     print(report.url)
     busy = [one for one in report.checkpoints if one.outcome != "clean" or one.uploads_aborted]
     lines = [(_name(report, one), _summary(one)) for one in busy]
     width = max((len(name) for name, _ in lines), default=0)
-    columns = max(shutil.get_terminal_size().columns, width + _LEAST_TEXT_WIDTH)
     for name, summary in lines:
-        first, *rest = textwrap.wrap(summary, columns - width - 4, break_on_hyphens=False)
+        first, *rest = wrapped(summary, max(columns() - width - 4, _LEAST_TEXT_WIDTH - 4))
         print(f"  {name.ljust(width)}  {first}")
         for line in rest:
             print(f"{' ' * (width + 4)}{line}")
@@ -155,7 +189,7 @@ def _print_sweep(report: SweepReport, grace: str) -> None:
         _print_how(["gc", report.url, *(["--grace", grace] if grace != "24h" else [])])
 
 
-def _summary(one: CheckpointSweep) -> str:
+def _summary(one: dos.CheckpointSweep) -> str:
     would = "would be " if one.dry_run else ""
     parts = []
     if one.deleted:
@@ -181,7 +215,7 @@ def _summary(one: CheckpointSweep) -> str:
     return "; ".join(parts)
 
 
-def _print_lifecycle(report: SweepReport) -> None:
+def _print_lifecycle(report: dos.SweepReport) -> None:
     if report.lifecycle_days is not None:
         print(
             "the bucket's lifecycle rule removes unfinished uploads after"
@@ -211,18 +245,14 @@ def _print_lifecycle(report: SweepReport) -> None:
         print(f"  {command}")
 
 
-def _name(report: SweepReport, one: CheckpointSweep) -> str:
+def _name(report: dos.SweepReport, one: dos.CheckpointSweep) -> str:
     return one.url.removeprefix(report.url).lstrip("/") or "."
 
 
 def _print_how(command: list[str]) -> None:
+    before = [word for name, value in chosen().items() for word in (f"--{name}", value)]
     print("nothing was changed; to do it:")
-    print(f"  dcp-objstore {shlex.join([*chosen_arguments(), *command])} --yes")
-
-
-def print_json(report: Any, **more: object) -> None:
-    """Print a report, a dataclass, as one JSON object, and more fields after its own."""
-    print(json.dumps({**dataclasses.asdict(report), **more}))
+    print(f"  dcp-objstore {shlex.join([*before, *command])} --yes")
 
 
 def _seconds(text: str) -> float:

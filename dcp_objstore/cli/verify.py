@@ -4,53 +4,87 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import textwrap
+from collections.abc import Iterable
+from typing import Annotated
 
-from dcp_objstore.cli.access import chosen
-from dcp_objstore.cli.colour import coloured
-from dcp_objstore.cli.exits import fail, status_of
-from dcp_objstore.errors import CheckpointCorruptError, ConfigError
-from dcp_objstore.inspect.verify import VerifyReport, verify_at
-from dcp_objstore.inspect.verify_run import verify_run
-from dcp_objstore.observe.dispatch import EventSettings
+import typer
+
+import dcp_objstore as dos
+from dcp_objstore.cli.exits import DAMAGED_STATUS, fail
+from dcp_objstore.cli.options import chosen
+from dcp_objstore.cli.terminal import coloured, columns, wrapped
+from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.report import counted, size_text
-from dcp_objstore.stores import StoreSpec
 
 _SHOWN = 20  # damages to print of one checkpoint
 
 
 def verify(
-    url: str,
-    *,
-    quick: bool,
-    deep: bool,
-    run: bool,
-    before: str | None,
-    from_byte: int,
-    as_json: bool,
+    url: Annotated[
+        str, typer.Argument(help="URL of a checkpoint; with --run, of a run.", metavar="URL")
+    ],
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Read no tensors: only marker, index, objects and sizes."),
+    ] = False,
+    deep: Annotated[
+        bool,
+        typer.Option("--deep", help="Compare also what lies around the tensors, and the counts."),
+    ] = False,
+    run: Annotated[
+        bool,
+        typer.Option("--run", help="Verify all steps of a run, the newest first."),
+    ] = False,
+    before: Annotated[
+        str | None,
+        typer.Option(
+            help="With --run: only steps older than this one, to go on after Ctrl-C.",
+            metavar="STEP",
+        ),
+    ] = None,
+    from_byte: Annotated[
+        int,
+        typer.Option(
+            help="Leave out what lies before it, to go on where Ctrl-C said.",
+            metavar="N",
+            min=0,
+            show_default=False,
+        ),
+    ] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per checkpoint, one per line.")
+    ] = False,
 ) -> None:
-    """Verify and print each report as soon as it is there; exit with status 4 on damage.
+    """Read a checkpoint, compare every block with its digest.
 
-    Raises:
-        DcpObjstoreError: `dcp_objstore.verify_run` or `Checkpoint.verify` refused or failed.
-        SystemExit: something is damaged.
+    Names what is damaged, down to the elements of tensors. The bytes are not kept, so it takes
+    little memory. With --run it prints each step as it is done, and at the end the newest whole
+    one. Exits with status 4 if something is damaged.
     """
-    if before is not None and not run:
-        raise ConfigError("--before is for the steps of a run: it needs --run")
-    if from_byte and run:
+    reports: Iterable[dos.VerifyReport]
+    if run and from_byte:
         raise ConfigError("--from-byte is for a single checkpoint, not for --run")
-    damaged: list[VerifyReport] = []
+    if run:
+        reports = dos.verify_run(
+            url, quick=quick, deep=deep, before=before, storage_options=chosen()
+        )
+    elif before is not None:
+        raise ConfigError("--before is for the steps of a run: it needs --run")
+    else:
+        from dcp_objstore.inspect.verify import verify_at
+        from dcp_objstore.observe.dispatch import EventSettings
+        from dcp_objstore.stores import StoreSpec
+
+        spec, settings = StoreSpec(url, chosen()), EventSettings(None, None)
+        reports = [
+            verify_at(spec, settings, quick=quick, deep=deep, progress=True, from_byte=from_byte)
+        ]
+    damaged: list[str] = []
     whole: str | None = None
-    spec, events = StoreSpec(url, chosen()), EventSettings(None, None)
-    reports = (
-        verify_run(url, quick=quick, deep=deep, before=before, storage_options=chosen())
-        if run
-        else [verify_at(spec, events, quick=quick, deep=deep, progress=True, from_byte=from_byte)]
-    )
     for report in reports:
         if not report.ok:
-            damaged.append(report)
+            damaged.append(report.url)
         elif whole is None:
             whole = report.url
         if as_json:
@@ -59,20 +93,17 @@ def verify(
             _print(report)
     if run and not as_json:
         print(f"the newest {_whole(quick)} step: {whole or 'none'}")
+    if damaged and run:
+        fail(f"{counted(len(damaged), 'step')} damaged: {damaged[0]}", DAMAGED_STATUS)
     if damaged:
-        text = (
-            f"{counted(len(damaged), 'step')} damaged: {damaged[0].url}"
-            if run
-            else f"{damaged[0].url} is damaged"
-        )
-        fail(text, status_of(CheckpointCorruptError(text)))
+        fail(f"{damaged[0]} is damaged", DAMAGED_STATUS)
 
 
 def _whole(quick: bool) -> str:
     return "complete" if quick else "whole"  # damage inside an object is not looked for
 
 
-def _print(report: VerifyReport) -> None:
+def _print(report: dos.VerifyReport) -> None:
     objects, blocks = counted(report.objects, "object"), counted(report.blocks, "block")
     word, colour = (_whole(report.quick), "green") if report.ok else ("DAMAGED", "red")
     print(f"{coloured(word, colour)}: {report.url}")
@@ -81,13 +112,11 @@ def _print(report: VerifyReport) -> None:
     else:
         since = f", from byte {report.from_byte} on" if report.from_byte else ""
         print(f"  {objects}, {blocks}, {size_text(report.total_bytes)} read{since}")
-    width = max(shutil.get_terminal_size().columns, 60)
+    width = max(columns(), 60)
     for damage in report.damaged[:_SHOWN]:
         # Keys are copied from here, so no word is broken.
-        lines = textwrap.wrap(
-            damage.text, width - 2, break_long_words=False, break_on_hyphens=False
-        )
-        print(textwrap.indent("\n".join([lines[0], *(f"  {line}" for line in lines[1:])]), "  "))
+        lines = wrapped(damage.text, width - 2, "  ", break_words=False)
+        print(textwrap.indent("\n".join(lines), "  "))
     if len(report.damaged) > _SHOWN:
         print(f"  and {len(report.damaged) - _SHOWN} more; --json prints all")
     print(end="", flush=True)

@@ -41,6 +41,7 @@ class ObjectChecks:
         self._stop = stop
         self._body = os.urandom(2048)
         self._written = False
+        self._parts: bytes | None = None  # the object that was written in parts
 
     def all(self) -> Iterator[Finding]:
         """Make all checks."""
@@ -49,6 +50,7 @@ class ObjectChecks:
             ("list", self._list),
             ("read", self._read),
             ("multipart", self._multipart),
+            ("checksums", self._checksums),
             ("abort", self._abort),
             ("conditional put", self._conditional_put),
             ("delete", self._delete),
@@ -56,33 +58,27 @@ class ObjectChecks:
         for name, check in checks:
             self._stop.check()
             try:
-                yield from check()
+                yield check()
             except DcpObjstoreError as error:
                 yield failed(name, error, self._url)
 
-    @property
-    def written(self) -> bool:
-        """Whether objects can be written."""
-        return self._written
-
-    def _put(self) -> Iterator[Finding]:
+    def _put(self) -> Finding:
         try:
             with self._scratch.writing("put") as key:
                 self._store.put(key, self._body)
         except (CredentialsError, PermissionDeniedError, InputError) as error:
             if not self._signed_put_works():
                 raise
-            yield Finding(
+            return Finding(
                 "put",
                 "failed",
                 f"writing works only with a signed body: {summary(error)}",
                 "pass storage_options={'sign_payload': True}",
             )
-            return
         self._written = True
         unsigned = self._url.scheme == "s3" and not self._spec.storage_options.get("sign_payload")
         how = " (with an unsigned body, which is faster)" if unsigned else ""
-        yield Finding("put", "ok", f"an object was written{how}")
+        return Finding("put", "ok", f"an object was written{how}")
 
     def _signed_put_works(self) -> bool:
         """Whether a PUT works if its body is signed: some servers refuse unsigned bodies."""
@@ -97,28 +93,26 @@ class ObjectChecks:
             return False  # report the first error
         return True
 
-    def _list(self) -> Iterator[Finding]:
+    def _list(self) -> Finding:
         found = {meta.key for meta in self._store.list()}
-        if self._written and "put" not in found:
-            yield Finding(
-                "list",
-                "failed",
-                "an object that was just written is not listed",
-                "a commit lists the objects to check that all exist; use a store that lists an"
-                " object as soon as it is written",
-            )
-        else:
-            at_once = ", and shows a written object at once" if self._written else ""
-            yield Finding("list", "ok", f"listing works{at_once}")
-
-    def _read(self) -> Iterator[Finding]:
         if not self._written:
-            yield from self._read_existing()
-            return
+            return Finding("list", "ok", "listing works")
+        if "put" in found:
+            return Finding("list", "ok", "listing works, and shows a written object at once")
+        return Finding(
+            "list",
+            "failed",
+            "an object that was just written is not listed",
+            "a commit lists the objects to check that all exist; use a store that lists an object"
+            " as soon as it is written",
+        )
+
+    def _read(self) -> Finding:
+        if not self._written:
+            return self._read_existing()
         body = read_range(self._store, "put", 100, 1500)
         if body != self._body[100:1500]:
-            yield Finding("read", "failed", _UNEQUAL, _REPORT_IT)
-            return
+            return Finding("read", "failed", _UNEQUAL, _REPORT_IT)
         try:
             read_range(self._store, "absent", 0, 1)
         except PermissionDeniedError as error:
@@ -126,89 +120,71 @@ class ObjectChecks:
             # listed allows every listing of a job, but does not hold for this request.
             advice = f"{advice_for('absent', error, self._url)}, without a condition on a prefix"
             text = "an object that does not exist is answered with 'forbidden', so a job cannot see"
-            yield Finding("read", "failed", f"{text} that there is no checkpoint yet", advice)
-            return
+            return Finding("read", "failed", f"{text} that there is no checkpoint yet", advice)
         except ObjectNotFoundError:
             pass
-        yield Finding("read", "ok", "a range of an object was read")
+        return Finding("read", "ok", "a range of an object was read")
 
-    def _read_existing(self) -> Iterator[Finding]:
+    def _read_existing(self) -> Finding:
         """Read one byte of an existing object, because nothing can be written."""
         store = self._spec.open()
         found = next((meta for meta in store.list() if meta.size_bytes), None)
         if found is None:
-            yield Finding("read", "not made", "there is no object to read, and none can be written")
-            return
+            text = "there is no object to read, and none can be written"
+            return Finding("read", "not made", text)
         read_range(store, found.key, 0, 1)
-        yield Finding("read", "ok", f"a byte of {found.key} was read")
+        return Finding("read", "ok", f"a byte of {found.key} was read")
 
-    def _multipart(self) -> Iterator[Finding]:
-        first, last = os.urandom(_PART_SIZE_BYTES), os.urandom(1000)
-        parts = self._store.capabilities.multipart
+    def _put_in_parts(self, name: str, parts: Iterator[bytes]) -> None:
+        with self._scratch.writing(name) as key:
+            self._store.put_stream(key, parts, part_size_bytes=_PART_SIZE_BYTES, max_concurrency=2)
+
+    def _multipart(self) -> Finding:
+        parts = os.urandom(_PART_SIZE_BYTES), os.urandom(1000)
+        self._put_in_parts("multipart", iter(parts))
+        self._parts = b"".join(parts)
+        if self._store.capabilities.multipart:
+            return Finding("multipart", "ok", "an object was written in two parts")
+        text = "this store takes an object in one request"
+        return Finding("multipart", "not applicable", text)
+
+    def _checksums(self) -> Finding:
+        if self._parts is None:
+            return Finding("checksums", "not made", "an object could not be written in parts")
+        size = len(self._parts)
         try:
-            with self._scratch.writing("multipart") as key:
-                self._store.put_stream(
-                    key,
-                    iter((first, last)),
-                    part_size_bytes=_PART_SIZE_BYTES,
-                    max_concurrency=2,
-                )
+            same = read_range(self._store, "multipart", 0, size) == self._parts
         except DcpObjstoreError as error:
-            yield failed("multipart", error, self._url)
-            why = "an object could not be written in parts"
-            yield Finding("checksums", "not made", why)
-            return
-        if parts:
-            yield Finding("multipart", "ok", "an object was written in two parts")
-        else:
-            yield Finding(
-                "multipart", "not applicable", "this store takes an object in one request"
-            )
-        self._stop.check()
-        try:
-            size = len(first) + len(last)
-            same = read_range(self._store, "multipart", 0, size) == first + last
-        except DcpObjstoreError as error:
-            yield Finding(
-                "checksums", "not made", f"the object could not be read back: {summary(error)}"
-            )
-            return
+            text = f"the object could not be read back: {summary(error)}"
+            return Finding("checksums", "not made", text)
         if same:
-            yield Finding("checksums", "ok", f"{size_text(size)} were read back unchanged")
-        else:
-            yield Finding("checksums", "failed", _UNEQUAL, _REPORT_IT)
+            return Finding("checksums", "ok", f"{size_text(size)} were read back unchanged")
+        return Finding("checksums", "failed", _UNEQUAL, _REPORT_IT)
 
-    def _abort(self) -> Iterator[Finding]:
+    def _abort(self) -> Finding:
         if not self._store.capabilities.multipart:
-            yield Finding("abort", "not applicable", "this store has no uploads in parts")
-            return
+            return Finding("abort", "not applicable", "this store has no uploads in parts")
         if not self._written:
-            yield Finding("abort", "not made", "no object can be written")
-            return
-        gone = _EndedOnPurposeError("ended on purpose")
+            return Finding("abort", "not made", "no object can be written")
 
         def broken() -> Iterator[bytes]:
             yield os.urandom(_PART_SIZE_BYTES)
             yield os.urandom(_PART_SIZE_BYTES)
-            raise gone
+            raise _EndedOnPurposeError("ended on purpose")
 
+        refused = False
         try:
-            with self._scratch.writing("abort") as key:
-                self._store.put_stream(
-                    key, broken(), part_size_bytes=_PART_SIZE_BYTES, max_concurrency=2
-                )
+            self._put_in_parts("abort", broken())
         except _EndedOnPurposeError as error:
             refused = LEFTOVER_ADVICE in error.message
         left = self._unfinished()
         if refused or left:
             denied = PermissionDeniedError("the parts of an aborted upload were not removed")
-            yield failed("abort", denied, self._url)
-        elif left is None:
-            yield Finding(
-                "abort", "ok", "an upload was aborted; whether its parts are gone cannot be seen"
-            )
-        else:
-            yield Finding("abort", "ok", "an upload was aborted, and its parts are gone")
+            return failed("abort", denied, self._url)
+        if left is None:
+            text = "an upload was aborted; whether its parts are gone cannot be seen"
+            return Finding("abort", "ok", text)
+        return Finding("abort", "ok", "an upload was aborted, and its parts are gone")
 
     def _unfinished(self) -> int | None:
         uploads = self._scratch.uploads()
@@ -217,10 +193,9 @@ class ObjectChecks:
         except DcpObjstoreError:
             return None  # the check of unfinished uploads reports why
 
-    def _conditional_put(self) -> Iterator[Finding]:
+    def _conditional_put(self) -> Finding:
         if not self._written:
-            yield Finding("conditional put", "not made", "no object can be written")
-            return
+            return Finding("conditional put", "not made", "no object can be written")
         found = probe.probe(self._store)
         details = {
             "conditional_create": found.conditional_create,
@@ -228,9 +203,9 @@ class ObjectChecks:
         }
         if found.conditional_create and found.conditional_update:
             text = "of two or more writers that create or replace an object, exactly one wins"
-            yield Finding("conditional put", "ok", text, details=details)
-        elif found.conditional_create:
-            yield Finding(
+            return Finding("conditional put", "ok", text, details=details)
+        if found.conditional_create:
+            return Finding(
                 "conditional put",
                 "warning",
                 "an object can be created conditionally, but not replaced",
@@ -238,35 +213,29 @@ class ObjectChecks:
                 " again after it was deleted",
                 details,
             )
-        else:
-            yield Finding(
-                "conditional put",
-                "failed",
-                "the store ignores or refuses the condition of a PUT (If-None-Match: *), so two"
-                " jobs that save the same checkpoint would damage it",
-                "use a store with conditional writes; or, if only one job ever saves here, pass"
-                " allow_unfenced=True to ObjectStoreWriter or save",
-                details,
-            )
+        return Finding(
+            "conditional put",
+            "failed",
+            "the store ignores or refuses the condition of a PUT (If-None-Match: *), so two jobs"
+            " that save the same checkpoint would damage it",
+            "use a store with conditional writes; or, if only one job ever saves here, pass"
+            " allow_unfenced=True to ObjectStoreWriter or save",
+            details,
+        )
 
-    def _delete(self) -> Iterator[Finding]:
+    def _delete(self) -> Finding:
         if not self._written:
-            yield Finding("delete", "not made", "no object was written, so there is none to delete")
-            return
+            text = "no object was written, so there is none to delete"
+            return Finding("delete", "not made", text)
         self._store.delete("put")
         try:
             self._store.head("put")
         except ObjectNotFoundError:
-            yield Finding("delete", "ok", "an object was deleted, and was gone at once")
-            return
+            return Finding("delete", "ok", "an object was deleted, and was gone at once")
         except PermissionDeniedError:
-            yield Finding(
-                "delete",
-                "ok",
-                "an object was deleted; these credentials may not look whether it is gone",
-            )
-            return
-        yield Finding("delete", "failed", "a deleted object is still there")
+            text = "an object was deleted; these credentials may not look whether it is gone"
+            return Finding("delete", "ok", text)
+        return Finding("delete", "failed", "a deleted object is still there")
 
 
 class _EndedOnPurposeError(DcpObjstoreError):

@@ -133,6 +133,6 @@ def _clean_up(scratch: Scratch) -> Finding:
         "clean-up",
         "failed",
         f"{len(left.keys)} objects of these checks could not be removed: {left.why}",
-        f"remove everything below {scratch.name}",
-        {"url": scratch.name, "keys": list(left.keys)},
+        f"remove everything below {scratch.spec.url}",
+        {"url": scratch.spec.url, "keys": list(left.keys)},
     )

@@ -29,19 +29,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Stop:
+class Stop(threading.Event):
     """A flag that asks running checks to end soon."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def set(self) -> None:
-        """Ask the checks to end. Thread-safe."""
-        self._event.set()
 
     def check(self) -> None:
         """Raise `StoppedError` once `set` was called."""
-        if self._event.is_set():
+        if self.is_set():
             raise StoppedError
 
 
@@ -86,22 +79,15 @@ class Scratch:
         self._outer = spec
         self._uploads: S3Uploads | None = None
 
-    @property
-    def name(self) -> str:
-        """URL of the prefix."""
-        return self.spec.url
-
     @contextmanager
     def writing(self, name: str) -> Iterator[str]:
         """Note the object that the block writes for removal, unless the store refused the write."""
+        self.keys.add(name)
         try:
             yield name
         except InputError:
+            self.keys.discard(name)
             raise
-        except BaseException:
-            self.keys.add(name)
-            raise
-        self.keys.add(name)
 
     def around(self) -> S3Uploads:
         """Return the unfinished uploads below the URL.

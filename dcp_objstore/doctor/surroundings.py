@@ -139,35 +139,29 @@ class Surroundings:
         yield self._clock()
 
     def _first_answer(self, identity: Identity | None) -> Iterator[Finding]:
-        """Check endpoint, credentials and bucket with one request."""
+        """Check credentials, endpoint and bucket with one request."""
         error, a_store = self._ask()
         who, details = _who(identity)
         where, endpoint = self._where()
+        known = Finding("credentials", "ok", who, details=details)
         answered = Finding("endpoint", "ok", where, details=endpoint)
-        if not a_store:
-            text = f"{where}: {_NO_CODE}"
-            answered = Finding("endpoint", "warning", text, _NO_STORE, endpoint)
-        if error is None:
-            yield Finding("credentials", "ok", who, details=details)
-            yield answered
-            if a_store:
-                yield Finding("bucket", "ok", f"the bucket {self._url.bucket} exists")
-            else:
-                yield Finding(
-                    "bucket", "not made", "the answer does not show whether the bucket exists"
-                )
+        strange = Finding("endpoint", "warning", f"{where}: {_NO_CODE}", _NO_STORE, endpoint)
+        if error is None and a_store:
+            bucket = Finding("bucket", "ok", f"the bucket {self._url.bucket} exists")
+            yield from (known, answered, bucket)
+        elif error is None:
+            text = "the answer does not show whether the bucket exists"
+            yield from (known, strange, Finding("bucket", "not made", text))
         elif isinstance(error, CredentialsError):
             self.blocked = "the store does not accept the credentials"
             advice = failed("credentials", error, self._url).advice
             text = f"{who}: {summary(error)}"
             yield Finding("credentials", "failed", text, advice, details)
-            yield Finding("endpoint", "ok", where, details=endpoint)
-            yield Finding("bucket", "not made", self.blocked)
+            yield from (answered, Finding("bucket", "not made", self.blocked))
         elif isinstance(error, BucketNotFoundError):
             self.blocked = "the bucket does not exist"
-            yield Finding("credentials", "ok", who, details=details)
-            yield answered
-            yield failed("bucket", error, self._url)
+            missing = failed("bucket", error, self._url)
+            yield from (known, answered if a_store else strange, missing)
         else:
             self._unreachable = True
             self.blocked = "the endpoint does not answer like a store"
@@ -178,8 +172,7 @@ class Surroundings:
                 self.blocked = "the bucket is in another region"
             yield Finding("credentials", "not made", f"{who}; {self.blocked}", details=details)
             if elsewhere is not None:
-                yield Finding("endpoint", "ok", where, details=endpoint)
-                yield elsewhere
+                yield from (answered, elsewhere)
             else:
                 yield failed("endpoint", error, self._url)
                 yield Finding("bucket", "not made", self.blocked)

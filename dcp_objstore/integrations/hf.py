@@ -264,12 +264,6 @@ class _SaveTotalLimit(RetentionPolicy):
 class _TrainerRun:
     """The run of a Trainer. It is one attribute of the Trainer, so that no name of its own clashes.
 
-    Args:
-        trainer: the Trainer.
-        url: URL of the run.
-        background: whether saves return before they are committed.
-        options: arguments of `CheckpointManager`.
-
     Attributes:
         manager: of the current or last `train`.
         scratch: folder of this rank for what the Trainer takes for its checkpoints; None if `train`

@@ -72,10 +72,6 @@ class _Settings:
     trust_pickle: bool
     allow_unfenced: bool
 
-    def url(self, path: object) -> str | None:
-        """Return the URL that a path stands for; None if the path stays torch's."""
-        return url_in(path, self.schemes)
-
 
 _Make = Callable[[_Settings, str, Mapping[str, Any]], object]
 
@@ -90,16 +86,23 @@ class _Installed:
 _installed = _Installed()
 
 
+def _taken(path: object) -> tuple[_Settings, str] | None:
+    """Return the settings, and the URL that a path stands for; None if the path stays torch's."""
+    settings = _installed.settings
+    url = None if settings is None else url_in(path, settings.schemes)
+    return None if settings is None or url is None else (settings, url)
+
+
 def _url(path: object) -> str | None:
-    return None if _installed.settings is None else _installed.settings.url(path)
+    taken = _taken(path)
+    return None if taken is None else taken[1]
 
 
 def installed_spec(path: object) -> StoreSpec | None:
     """Return the store that an installed URL leads to; None if the path stays the framework's."""
-    settings = _installed.settings
-    url = None if settings is None else settings.url(path)
-    if settings is None or url is None:
+    if (taken := _taken(path)) is None:
         return None
+    settings, url = taken
     return StoreSpec(url, settings.storage_options, settings.config)
 
 
@@ -240,7 +243,7 @@ def _hook() -> None:
 def _refusing_urls(mkdir: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(mkdir)
     def refusing(path: Any, *args: Any, **kwargs: Any) -> None:
-        if _installed.settings is not None and _url(path) is not None:
+        if _url(path) is not None:
             here = os.path.relpath(path)
             if _url(here.partition("/")[0]) is not None:
                 raise UnsupportedError(
@@ -268,9 +271,8 @@ def _new(owner: Any, make: _Make) -> Callable[..., object]:
                 given = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments
             except TypeError:
                 given = {}  # `__init__` raises it
-            settings = _installed.settings
-            if settings is not None and (url := settings.url(given.get("path"))):
-                return make(settings, url, given)
+            if taken := _taken(given.get("path")):
+                return make(*taken, given)
         return original(cls) if original is object.__new__ else original(cls, *args, **kwargs)
 
     # What programs look at that pass only the options this version of torch has.
@@ -325,13 +327,12 @@ def _with_writer(save: Callable[..., Any]) -> Callable[..., Any]:
     def with_writer(
         *args: Any, checkpoint_id: Any = None, storage_writer: Any = None, **kwargs: Any
     ) -> Any:
-        settings = _installed.settings
-        if settings is not None and (url := settings.url(checkpoint_id)):
+        if taken := _taken(checkpoint_id):
             if storage_writer is None:
-                storage_writer = _writer(settings, url, {})
+                storage_writer = _writer(*taken, {})
             # In its child, our writer could not tell that a path stands for a URL.
             if isinstance(storage_writer, ObjectStoreWriter):
-                checkpoint_id = url
+                checkpoint_id = taken[1]
         return save(*args, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **kwargs)
 
     return with_writer

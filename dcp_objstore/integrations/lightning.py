@@ -16,7 +16,8 @@ from __future__ import annotations
 import io
 import posixpath
 import threading
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -38,12 +39,11 @@ from dcp_objstore.errors import (
 from dcp_objstore.integrations.install import SCHEMES, url_in
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.api import load
-from dcp_objstore.run.housekeeping import Retainer
+from dcp_objstore.run.housekeeping import Retainer, after_commit
 from dcp_objstore.run.steps import steps
 from dcp_objstore.run.upkeep import delete
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.spec import checked_config
-from dcp_objstore.transfer.workers import spawn
 from dcp_objstore.write.api import save
 from dcp_objstore.write.async_save import AsyncSaveHandle, async_save
 
@@ -134,8 +134,7 @@ def with_object_store(
         delete_now=delete_now,
         sweep=sweep,
         trust_pickle=trust_pickle,
-        storage_options=storage_options,
-        config=config,
+        access={"storage_options": storage_options, "config": checked_config(config)},
         on_event=on_event,
     )
     if not hasattr(strategy, "remove_checkpoint"):
@@ -193,26 +192,19 @@ class _Meta:
         self.values = torch.load(io.BytesIO(body), map_location="cpu", weights_only=False)
 
 
+@dataclass
 class _ObjectStore:
     """The saves, loads and deletions of one Trainer or Fabric. All ranks call `save` and `load`."""
 
-    def __init__(
-        self,
-        *,
-        background: bool,
-        delete_now: bool,
-        sweep: bool,
-        trust_pickle: bool,
-        storage_options: Mapping[str, object] | None,
-        config: TransferConfig | None,
-        on_event: OnEvent | None,
-    ) -> None:
-        self._access: Any = {"storage_options": storage_options, "config": checked_config(config)}
-        self._transfer = {**self._access, "on_event": on_event, "progress": False}
-        self._background = background
-        self._delete_now = delete_now
-        self._sweep = sweep
-        self._trust_pickle = trust_pickle
+    background: bool
+    delete_now: bool
+    sweep: bool
+    trust_pickle: bool
+    access: dict[str, Any]
+    on_event: OnEvent | None
+
+    def __post_init__(self) -> None:
+        self._transfer = {**self.access, "on_event": self.on_event, "progress": False}
         self._sweepers: dict[str, Retainer] = {}
         self._pending: AsyncSaveHandle | None = None
         self._deletions: list[threading.Thread] = []
@@ -230,22 +222,22 @@ class _ObjectStore:
         if not current_rank():
             parts = {**parts, META_KEY: _Meta(meta, trust_pickle=True)}
         options: Any = {**self._transfer, "overwrite": True, "user_metadata": described}
-        if self._background:
+        if self.background:
             self._pending = async_save(parts, url, **options)
         else:
             save(parts, url, **options)
-        if run_url is not None and self._sweep and not current_rank():
+        if run_url is not None and self.sweep and not current_rank():
             sweeper = self._sweepers.setdefault(
-                run_url, Retainer(run_url, None, now=False, sweeps=True, **self._access)
+                run_url, Retainer(StoreSpec(run_url, **self.access))
             )
-            self._after_commit(lambda: sweeper.committed(0, {}))
+            after_commit(self._pending, sweeper.sweep)
 
     def load(
         self, url: str, parts: dict[str, Any], *, strict: bool, weights_only: bool | None
     ) -> dict[str, Any]:
         """Load into the parts in place; return what rank 0 saved besides."""
         self.settle()
-        trust_pickle = self._trust_pickle or weights_only is False
+        trust_pickle = self.trust_pickle or weights_only is False
         meta = _Meta({}, trust_pickle=trust_pickle)
         state = {**parts, META_KEY: meta}
         report = load(state, url, strict=strict, trust_pickle=trust_pickle, **self._transfer)
@@ -258,16 +250,16 @@ class _ObjectStore:
 
         def look() -> bool:
             self._finish_deletions()
-            found = read_marker(StoreSpec(url, **self._access).open())
+            found = read_marker(StoreSpec(url, **self.access).open())
             return found is not None and found[0].is_committed
 
-        return on_first(look, url, sync_group(None, self._access["config"]))
+        return on_first(look, url, sync_group(None, self.access["config"]))
 
     def newest(self, run_url: str) -> str | None:
         """Return the URL of the newest checkpoint of a run to resume from, if there is one."""
         resumable = [
             step
-            for step in steps(run_url, **self._access)
+            for step in steps(run_url, **self.access)
             if _WEIGHTS_ONLY not in step.user_metadata
         ]
         newest = max(resumable, key=lambda step: step.created_at, default=None)
@@ -279,7 +271,7 @@ class _ObjectStore:
         def remove() -> None:
             try:
                 # What asks for this has saved a newer one, or saved this one for a moment.
-                delete(url, now=self._delete_now, even_newest=True, **self._access)
+                delete(url, now=self.delete_now, even_newest=True, **self.access)
             except CheckpointNotFoundError:
                 pass
             except CheckpointPinnedError as error:
@@ -287,7 +279,7 @@ class _ObjectStore:
             except DcpObjstoreError as error:
                 logger.warning("%s was not deleted: %s", url, error)
 
-        self._deletions.append(self._after_commit(remove))
+        self._deletions.append(after_commit(self._pending, remove))
 
     def settle(self) -> None:
         """Wait for the save under way, raise its error, and wait for deletions."""
@@ -301,21 +293,6 @@ class _ObjectStore:
     def _finish_deletions(self) -> None:
         while self._deletions:
             self._deletions.pop().join()
-
-    def _after_commit(self, work: Callable[[], None]) -> threading.Thread:
-        """Do something in a thread once the save under way is committed; not if it fails."""
-        pending = self._pending
-
-        def follow() -> None:
-            if pending is not None:
-                # `exception` would mark the error as seen, so that it is not raised.
-                pending._ended.wait()
-                if pending._error is not None:
-                    return
-            work()
-
-        # A daemon thread, because this may be left out or cut short without harm.
-        return spawn(follow, "lightning-upkeep")
 
 
 class _Hooks:

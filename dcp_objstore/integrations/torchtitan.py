@@ -139,25 +139,14 @@ def _with_agreed_steps(original: Callable[[Any, int], bool]) -> Callable[[Any, i
 
 def _retainer(run: StoreSpec) -> Retainer:
     if run.url not in _Installed.retainers:
-        _Installed.retainers[run.url] = Retainer(
-            run.url,
-            None,
-            now=_Installed.delete_now,
-            sweeps=True,
-            storage_options=run.storage_options,
-            config=run.config,
-        )
+        _Installed.retainers[run.url] = Retainer(run, now=_Installed.delete_now)
     return _Installed.retainers[run.url]
-
-
-def _committed(run: StoreSpec) -> tuple[int, ...]:
-    return step_numbers(run.url, None, storage_options=run.storage_options, config=run.config)
 
 
 def _loadable(run: StoreSpec) -> tuple[int, ...]:
     """List the committed steps, and those of torch's own writer, which have only `.metadata`."""
     keys = {meta.key for meta in InterruptibleStore(run.open()).list()}
-    found: set[int | None] = {*_committed(run)}
+    found: set[int | None] = {*step_numbers(run)}
     if CLAIM_KEY not in keys:  # with a claim, only steps that carry one count
         for key in keys:
             name, _, rest = key.partition("/")
@@ -205,7 +194,7 @@ def _isfile(spec: StoreSpec) -> bool:
 
 def _listdir(spec: StoreSpec) -> list[str]:
     agreed = _Installed.agreed
-    steps = agreed[1] if agreed is not None and agreed[0] == spec.url else _committed(spec)
+    steps = agreed[1] if agreed is not None and agreed[0] == spec.url else step_numbers(spec)
     return [f"step-{step}" for step in steps]
 
 

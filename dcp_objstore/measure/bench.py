@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle, islice, zip_longest
 from statistics import median, median_low
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,7 +40,7 @@ from dcp_objstore.observe.report import GIB, StatusLine, counted
 from dcp_objstore.read.api import load
 from dcp_objstore.stores.spec import StoreSpec
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests
-from dcp_objstore.transfer.workers import AT_ONCE, DaemonPool, in_waves, run_into, spawn
+from dcp_objstore.transfer.workers import DaemonPool, in_waves, run_into, spawn
 from dcp_objstore.waiting import result_of
 from dcp_objstore.write.api import save
 
@@ -177,23 +178,8 @@ def _removed(scratch: Scratch) -> str:
         return ""
     return (
         f"what was written could not be removed ({left.why or 'no reason was given'}): remove"
-        f" everything below {scratch.name}"
+        f" everything below {scratch.spec.url}"
     )
-
-
-@dataclass
-class _Seen:
-    """Receives the events of one save or load, and counts the requests that carry its bytes."""
-
-    requests: int = 0
-    largest_bytes: int = 0
-    workers: set[int] = field(default_factory=set)
-
-    def __call__(self, event: AnyEvent) -> None:
-        if isinstance(event, PartUploaded | RangeRead):
-            self.requests += 1
-            self.largest_bytes = max(self.largest_bytes, event.size_bytes)
-            self.workers.add(event.worker)
 
 
 @dataclass(frozen=True)
@@ -291,13 +277,13 @@ class _Bench:
             plain.put(self._store, requests[0])
         plain.get(self._store, requests[0])
         next(iter(self._store.list()), None)
-        plain.delete(self._store, requests[0])
+        self._store.delete(requests[0].key)
         self._scratch.keys.clear()
         found = []
         for do in (plain.put, plain.get):
             rounds = [self._timed("save", 0, [one], 1, do) for one in requests]
             found.append(Spread.of([1000 * one.seconds for one in rounds]))
-        plain.send_all(plain.delete, self._store, requests, AT_ONCE, self._stop)
+        self._delete(one.key for one in requests)
         return found[0], found[1]
 
     def _fill(self, size_bytes: int) -> None:
@@ -360,7 +346,7 @@ class _Bench:
                 if time.monotonic() > deadline:
                     break
             requests = requests[: len(rounds)]
-        plain.send_all(plain.delete, self._store, requests, AT_ONCE, self._stop)
+        self._delete(one.key for one in requests)
         return found
 
     def _try(self, kept: str, usual: Mapping[Action, _Round]) -> dict[Action, dict[str, float]]:
@@ -391,30 +377,28 @@ class _Bench:
     ) -> dict[Action, _Compared]:
         """Let the usual settings, the best that were tried and plain requests take turns."""
         compared: dict[Action, _Compared] = {}
+        turns: list[list[tuple[list[_Round], partial[_Round]]]] = []
         for action, found in tried.items():
-            best = [one for one in _TRIED[action] if settings_text(one) in found]
-            best.sort(key=lambda one: found[settings_text(one)])
-            compared[action] = _Compared(best[-1] if best else None)
+            best = max(_TRIED[action], key=lambda one: found.get(settings_text(one), 0.0))
+            one = _Compared(best if found else None)
+            ways = [
+                (one.usual, partial(self._move, action, kept, _USUAL)),
+                (one.plain, partial(self._plain, action, kept, usual[action])),
+            ]
+            if found:
+                ways.append((one.best, partial(self._move, action, kept, best)))
+            compared[action] = one
+            turns.append(ways)
         for turn in range(_MOST_ROUNDS):
             began_seconds = self._elapsed_seconds
-            for action, one in compared.items():
-                self._turn(turn, action, one, kept, usual[action])
+            for ways in turns:
+                # Another one first each time: a way may profit from the one before it.
+                first = turn % len(ways)
+                for rounds, way in ways[first:] + ways[:first]:
+                    rounds.append(way())
             if 2 * self._elapsed_seconds - began_seconds > self._seconds:
                 break  # one more round would take too long
         return compared
-
-    def _turn(
-        self, turn: int, action: Action, compared: _Compared, kept: str, usual: _Round
-    ) -> None:
-        ways: list[tuple[list[_Round], Callable[[], _Round]]] = [
-            (compared.usual, lambda: self._move(action, kept, _USUAL)),
-            (compared.plain, lambda: self._plain(action, kept, usual)),
-        ]
-        if (settings := compared.settings) is not None:
-            ways.append((compared.best, lambda: self._move(action, kept, settings)))
-        first = turn % len(ways)  # another one each time: a way may profit from the one before it
-        for rounds, way in ways[first:] + ways[:first]:
-            rounds.append(way())
 
     def _move(self, action: Action, kept: str, settings: Settings) -> _Round:
         return self._save(settings)[1] if action == "save" else self._load(kept, settings)
@@ -438,8 +422,9 @@ class _Bench:
     def _call(
         self, do: Callable[..., object], action: Action, name: str, settings: Settings
     ) -> _Round:
-        seen, spec = _Seen(), self._scratch.spec
+        spec = self._scratch.spec
         config = replace(self._config, **settings)  # type: ignore[arg-type]  # it checks them
+        seen: list[AnyEvent] = []
         began_at, cpu = time.perf_counter(), time.process_time()
         do(
             self._state,
@@ -447,21 +432,23 @@ class _Bench:
             storage_options=spec.storage_options,
             config=config,
             progress=False,
-            on_event=seen,
+            on_event=seen.append,
         )
         seconds, cpu = time.perf_counter() - began_at, time.process_time() - cpu
-        size_bytes = self._memory.nbytes
-        self._moved_bytes[action] += size_bytes
-        return _Round(
-            seconds, cpu, size_bytes, seen.requests, seen.largest_bytes, len(seen.workers)
-        )
+        self._moved_bytes[action] += self._memory.nbytes
+        requests = [one for one in seen if isinstance(one, PartUploaded | RangeRead)]
+        largest_bytes = max((one.size_bytes for one in requests), default=0)
+        connections = len({one.worker for one in requests})
+        return _Round(seconds, cpu, self._memory.nbytes, len(requests), largest_bytes, connections)
 
     def _remove(self, name: str) -> None:
         """Remove a checkpoint that this run has saved."""
-        keys = [meta.key for meta in self._store.list(f"{name}/")]
-        for _ in in_waves(self._store.delete, keys):
-            pass
+        self._delete(meta.key for meta in self._store.list(f"{name}/"))
         self._scratch.keys.discard(f"{name}/{MARKER_KEY}")
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for _ in in_waves(self._store.delete, list(keys)):
+            pass
 
     def _plain(self, action: Action, kept: str, usual: _Round) -> _Round:
         """Send as many plain requests at once as a save or load did, of the same size."""
@@ -469,7 +456,7 @@ class _Bench:
         if action == "save":
             puts = plain.plan_puts(self._memory, usual.request_size_bytes)
             measured = self._timed(action, self._memory.nbytes, puts, usual.connections, plain.put)
-            plain.send_all(plain.delete, self._store, puts, AT_ONCE, self._stop)
+            self._delete(one.key for one in puts)
             return measured
         objects = [
             meta
@@ -492,14 +479,8 @@ class _Bench:
         seconds, cpu = time.perf_counter() - began_at, time.process_time() - cpu
         self._moved_bytes[action] += size_bytes
         largest_bytes = max(one.memory.nbytes for one in requests)
-        return _Round(
-            seconds,
-            cpu,
-            size_bytes,
-            len(requests),
-            largest_bytes,
-            min(connections, len(requests)),
-        )
+        connections = min(connections, len(requests))
+        return _Round(seconds, cpu, size_bytes, len(requests), largest_bytes, connections)
 
 
 def _described(settings: Settings) -> str:

@@ -77,11 +77,6 @@ def get(store: ObjectStore, request: PlainRequest) -> None:
         body.readinto(memoryview(request.memory))
 
 
-def delete(store: ObjectStore, request: PlainRequest) -> None:
-    """Remove an object."""
-    store.delete(request.key)
-
-
 def send_all(
     do: Callable[[ObjectStore, PlainRequest], None],
     store: ObjectStore,
@@ -92,7 +87,7 @@ def send_all(
     """Send requests, several at once. When this returns or raises, none of them is under way.
 
     Args:
-        do: `put`, `get` or `delete`.
+        do: `put` or `get`.
         store: where to send them.
         requests: what to send.
         connections: the largest number in flight.

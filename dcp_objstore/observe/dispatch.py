@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.events import (
-    AnyEvent,
     Event,
     Failed,
     OnEvent,
@@ -29,7 +28,7 @@ from dcp_objstore.observe.events import (
     Retried,
     Staged,
 )
-from dcp_objstore.observe.report import Bar, SummaryLine, logger
+from dcp_objstore.observe.report import Bar, log_summary, logger
 from dcp_objstore.observe.trace import TraceFile, check_trace, trace_path
 
 if TYPE_CHECKING:
@@ -39,22 +38,10 @@ if TYPE_CHECKING:
 _PATIENCE_SECONDS = 10.0
 
 
-class Listener(Protocol):
-    """A receiver of the events of one save or load. What it raises is logged and then ignored.
-
-    Attributes:
-        name: its name in the log.
-    """
-
+class _Listener(NamedTuple):
+    take: OnEvent
     name: str
-
-    def take(self, event: AnyEvent) -> None:
-        """Receive an event. The channel makes one call at a time."""
-        ...
-
-    def settle(self) -> None:
-        """Called when no more events are queued, at least once after the last event."""
-        ...
+    settle: Callable[[], object]
 
 
 class Channel:
@@ -83,34 +70,39 @@ class Channel:
         # The difference between the clock for durations and the clock that all hosts share.
         self._unix_ns = time.time_ns() - time.monotonic_ns()
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._listeners: list[Listener] = []
+        self._listeners: list[_Listener] = []
         self._thread: threading.Thread | None = None
         self._failed = False
         self._warned: set[str] = set()
         self._retries_lock = threading.Lock()
         self.retries = self.slow_ranges = 0
 
-    def add(self, listener: Listener, *, detailed: bool) -> None:
-        """Add a listener, which receives the events from now on.
+    def add(
+        self,
+        take: OnEvent,
+        name: str,
+        *,
+        detailed: bool,
+        settle: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Add a listener, which receives the events from now on; what it raises is only logged.
 
         Args:
-            listener: the listener.
+            take: called with each event, one call at a time.
+            name: of the listener in the log.
             detailed: whether it wants the events of each part and range.
+            settle: called when no more events are queued, at least once after the last event.
         """
-        self._listeners.append(listener)
+        self._listeners.append(_Listener(take, name, settle))
         self.detailed = self.detailed or detailed
 
     def show(self, *, bar: bool, summary: bool) -> None:
-        """Add the progress bar and the log line of this process.
-
-        Args:
-            bar: whether to add the bar, if standard error is a terminal.
-            summary: whether to add the log line.
-        """
+        """Add a progress bar, if standard error is a terminal, and the line in the log."""
         if bar and Bar.is_seen():
-            self.add(Bar(self.operation), detailed=True)
+            shown = Bar(self.operation)
+            self.add(shown.take, "the progress bar", detailed=True, settle=shown.settle)
         if summary:
-            self.add(SummaryLine(), detailed=False)
+            self.add(log_summary, "the log line", detailed=False)
 
     def emit(
         self,
@@ -126,7 +118,7 @@ class Channel:
             kind: the type of the event.
             began_at: `time.monotonic()` when it began.
             seconds: how long it took. Default: the time since `began_at`.
-            fields: the other fields of the event.
+            fields: the event's own fields.
         """
         if self._listeners:
             self.pass_on(
@@ -168,11 +160,7 @@ class Channel:
         self.emit(Retried, began_at, what=what, attempt=attempt, error=error, object_key=object_key)
 
     def key_of(self, bucket_key: str) -> str | None:
-        """Return an object's key relative to this checkpoint, or None if it is not below it.
-
-        Args:
-            bucket_key: the object's key in the bucket.
-        """
+        """Return a key of the bucket relative to this checkpoint; None if it is not below it."""
         prefix = self._url.partition("://")[2].partition("/")[2].rstrip("/")
         root = f"{prefix}/" if prefix else ""
         return bucket_key[len(root) :] if bucket_key.startswith(root) else None
@@ -260,7 +248,7 @@ class Channel:
                     listener.take(event)
 
     @contextmanager
-    def _guarded(self, listener: Listener, harmless: type[BaseException]) -> Iterator[None]:
+    def _guarded(self, listener: _Listener, harmless: type[BaseException]) -> Iterator[None]:
         """Log the first harmless error of a listener, with its traceback, and go on."""
         try:
             yield
@@ -300,22 +288,6 @@ def emit_retry(bucket_key: str, attempt: int, error: str, began_at: float) -> No
         channel.retried("request", key, attempt, error, began_at)
 
 
-class Callback:
-    """A listener that calls the user's function."""
-
-    name = "on_event"
-
-    def __init__(self, function: OnEvent) -> None:
-        self._function = function
-
-    def take(self, event: AnyEvent) -> None:
-        """Call the function with the event."""
-        self._function(event)
-
-    def settle(self) -> None:
-        """Do nothing: the function keeps no events."""
-
-
 class EventSettings:
     """The settings `on_event` and `trace`; picklable if `on_event` is.
 
@@ -353,10 +325,10 @@ class EventSettings:
         """Return the channel to which one save or load on this rank emits its events."""
         channel = Channel(operation, url, rank)
         if self.trace is not None:
-            path = trace_path(self.trace, url, rank, world_size)
-            channel.add(TraceFile(path), detailed=True)
+            file = TraceFile(trace_path(self.trace, url, rank, world_size))
+            channel.add(file.take, "trace", detailed=True, settle=file.settle)
         if self.on_event is not None:
-            channel.add(Callback(self.on_event), detailed=True)
+            channel.add(self.on_event, "on_event", detailed=True)
         return channel
 
 

@@ -319,25 +319,3 @@ AnyEvent: TypeAlias = (
 )
 
 OnEvent: TypeAlias = Callable[[AnyEvent], object]
-
-__all__ = [
-    "AnyEvent",
-    "Committed",
-    "Event",
-    "Failed",
-    "Hashed",
-    "Loaded",
-    "NotCopied",
-    "ObjectUploaded",
-    "OnEvent",
-    "Opened",
-    "Operation",
-    "PartCopied",
-    "PartUploaded",
-    "Planned",
-    "RangeRead",
-    "Retried",
-    "Saved",
-    "Staged",
-    "Verified",
-]

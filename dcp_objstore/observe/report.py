@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import shutil
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dcp_objstore.observe.events import (
     Loaded,
@@ -142,48 +141,43 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-class SummaryLine:
-    """A listener that logs the one INFO line of a save or load."""
-
-    name = "the log line"
-
-    def take(self, event: AnyEvent) -> None:
-        """Log the line, if the event ends the save or load."""
-        match event:
-            case Saved():
-                copied = size_text(event.copied_bytes)
-                text = f", {copied} of them copied by the store" if event.copied_bytes else ""
-                self._log("saved", event, f"{event.parts} parts{text}")
-            case Loaded():
-                again = counted(event.slow_ranges, "slow range")
-                text = f", {again} asked for again" if event.slow_ranges else ""
-                self._log("loaded", event, f"{event.requests} requests{text}")
-
-    def _log(self, verb: str, event: Saved | Loaded, requests: str) -> None:
-        logger.info(
-            "%s %s: %s in %.2f s (%s/s), %d objects, %s",
-            verb,
-            event.url,
-            size_text(event.size_bytes),
-            event.seconds,
-            size_text(event.size_bytes / max(event.seconds, 1e-9)),
-            event.objects,
-            requests,
-        )
-
-    def settle(self) -> None:
-        """Do nothing: the line is logged at once."""
+def log_summary(event: AnyEvent) -> None:
+    """Log the one INFO line of a save or load when it has ended."""
+    match event:
+        case Saved():
+            copied = size_text(event.copied_bytes)
+            text = f", {copied} of them copied by the store" if event.copied_bytes else ""
+            verb, requests = "saved", f"{event.parts} parts{text}"
+        case Loaded():
+            again = counted(event.slow_ranges, "slow range")
+            text = f", {again} asked for again" if event.slow_ranges else ""
+            verb, requests = "loaded", f"{event.requests} requests{text}"
+        case _:
+            return
+    logger.info(
+        "%s %s: %s in %.2f s (%s/s), %d objects, %s",
+        verb,
+        event.url,
+        size_text(event.size_bytes),
+        event.seconds,
+        size_text(event.size_bytes / max(event.seconds, 1e-9)),
+        event.objects,
+        requests,
+    )
 
 
-class _Tqdm(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """tqdm without its thread that redraws bars."""
+@functools.cache
+def _quiet_tqdm() -> Any:
+    """Return tqdm without its thread that redraws bars. Imported only when a bar is drawn."""
+    from tqdm import tqdm
 
-    monitor_interval = 0
+    class Quiet(tqdm):  # type: ignore[misc]  # tqdm has no types
+        monitor_interval = 0
 
-
-# tqdm's own lock belongs to multiprocessing: a killed rank would leave it behind, and a helper
-# process would complain about it. One process draws these bars, so a thread lock is enough.
-_Tqdm.set_lock(threading.RLock())
+    # tqdm's own lock belongs to multiprocessing: a killed rank would leave it behind, and a helper
+    # process would complain about it. One process draws these bars, so a thread lock is enough.
+    Quiet.set_lock(threading.RLock())
+    return Quiet
 
 
 class Bar:
@@ -193,11 +187,9 @@ class Bar:
         label: the text before the figures.
     """
 
-    name = "the progress bar"
-
     def __init__(self, label: str) -> None:
         self._label = label
-        self._bar: tqdm[None] | None = None
+        self._bar: Any = None
 
     @staticmethod
     def is_seen() -> bool:
@@ -214,7 +206,7 @@ class Bar:
 
     def begin(self, total_bytes: int) -> None:
         """Draw the bar."""
-        self._bar = _Tqdm(
+        self._bar = _quiet_tqdm()(
             desc=self._label,
             total=total_bytes,
             unit="B",

@@ -18,7 +18,7 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,23 @@ _WORKER_ROWS = {
     events.PartUploaded: (100, "upload"),
     events.RangeRead: (1_000, "read"),
     events.Hashed: (2_000, "hash"),
+}
+_NAMES: Mapping[type[events.Event], str] = {
+    events.Staged: "stage",
+    events.Opened: "open",
+    events.Planned: "plan {0.operation}",
+    events.Hashed: "hash",
+    events.NotCopied: "not copied",
+    events.PartCopied: "copied",
+    events.PartUploaded: "part {0.part}",
+    events.ObjectUploaded: "upload",
+    events.RangeRead: "range",
+    events.Retried: "{0.what} retried",
+    events.Committed: "commit",
+    events.Saved: "save",
+    events.Loaded: "load",
+    events.Verified: "verify",
+    events.Failed: "{0.operation} failed: {0.error}",
 }
 _COMMON_FIELDS = frozenset(field.name for field in dataclasses.fields(events.Event))
 
@@ -73,12 +90,8 @@ def check_trace(trace: object) -> str | None:
 def trace_path(pattern: str, url: str, rank: int, world_size: int) -> Path:
     """Return the path of one rank's trace.
 
-    Args:
-        pattern: may hold `{rank}` and `{name}`, the last element of the URL. If there are several
-            ranks and no `{rank}`, "save.json" becomes "save.rank3.json".
-        url: URL of the checkpoint.
-        rank: the rank.
-        world_size: number of ranks.
+    The pattern may hold `{rank}` and `{name}`, the last element of the URL. If there are several
+    ranks and no `{rank}`, "save.json" becomes "save.rank3.json".
     """
     path = Path(pattern.format(rank=rank, name=url.rstrip("/").rpartition("/")[2]))
     if world_size > 1 and "{rank}" not in pattern:
@@ -92,8 +105,6 @@ class TraceFile:
     Args:
         path: the file. It is replaced as a whole; missing folders are created.
     """
-
-    name = "trace"
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -117,10 +128,7 @@ class TraceFile:
 
 
 def trace_events(taken: Sequence[AnyEvent]) -> tuple[list[dict[str, Any]], int]:
-    """Convert events to trace events: one group of rows for each rank, one row for each worker.
-
-    Args:
-        taken: the events; at least one.
+    """Convert events, at least one: a group of rows for each rank, a row for each worker.
 
     Returns:
         The trace events, and the base that was subtracted from their times.
@@ -135,7 +143,7 @@ def trace_events(taken: Sequence[AnyEvent]) -> tuple[list[dict[str, Any]], int]:
             {
                 "ph": "X",
                 "cat": "dcp_objstore",
-                "name": _name(event),
+                "name": _NAMES[type(event)].format(event),
                 "pid": _FIRST_PID + event.rank,
                 "tid": row,
                 "ts": (event.start_ns - base) / 1000,
@@ -151,31 +159,6 @@ def _row(event: AnyEvent) -> tuple[int, str]:
         first, label = _WORKER_ROWS[type(event)]
         return first + event.worker, f"{label} {event.worker}"
     return _MAIN_ROW, "checkpoint"
-
-
-def _name(event: AnyEvent) -> str:
-    match event:
-        case events.PartUploaded():
-            return f"part {event.part}"
-        case events.Planned():
-            return f"plan {event.operation}"
-        case events.Failed():
-            return f"{event.operation} failed: {event.error}"
-        case events.Retried():
-            return f"{event.what} retried"
-    return {
-        events.Staged: "stage",
-        events.Opened: "open",
-        events.Hashed: "hash",
-        events.ObjectUploaded: "upload",
-        events.PartCopied: "copied",
-        events.NotCopied: "not copied",
-        events.RangeRead: "range",
-        events.Committed: "commit",
-        events.Saved: "save",
-        events.Loaded: "load",
-        events.Verified: "verify",
-    }[type(event)]
 
 
 def _arguments(event: AnyEvent) -> dict[str, Any]:

@@ -68,35 +68,20 @@ def claim_run(
     return on_first(make, run_url if isinstance(run_url, str) else None, group)
 
 
-def go_back(
-    claim: RunClaim,
-    step: int,
-    *,
-    storage_options: Mapping[str, object] | None,
-    config: TransferConfig | None,
-) -> RunClaim:
+def go_back(run: StoreSpec, claim: RunClaim, step: int) -> RunClaim:
     """Go back to a step: later steps of the run stop counting. One rank calls it.
 
-    Checkpoints with other names than `step-N` still count.
-
-    Args:
-        claim: the claim of this job.
-        step: the last step that still counts.
-        storage_options: credentials and endpoint, as for `save`.
-        config: time-outs and retries.
-
-    Returns:
-        The claim of this job from now on.
+    Checkpoints with other names than `step-N` still count. Returns the claim of this job from now
+    on.
 
     Raises:
         SupersededError: another job has claimed the run; nothing was changed.
         DcpObjstoreError: the store refused or failed; this job may have lost its claim.
     """
-    spec = StoreSpec(claim.run_url, storage_options, config)
 
     def keeps(name: str) -> bool:
         number = step_number(name)
         return number is None or number <= step
 
-    number = wait_for(rule.go_back, spec.open(), opener(spec), claim.number, keeps)
-    return RunClaim(spec.url, number)
+    number = wait_for(rule.go_back, run.open(), opener(run), claim.number, keeps)
+    return RunClaim(claim.run_url, number)

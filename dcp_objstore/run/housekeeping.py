@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dcp_objstore.errors import (
@@ -21,14 +22,14 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.report import logger
 from dcp_objstore.run.gc import sweep
 from dcp_objstore.run.retention import RetentionPolicy, StepFacts, plan_deletions
-from dcp_objstore.run.steps import step_number, step_url, steps
+from dcp_objstore.run.steps import step_number, step_url, steps_of
 from dcp_objstore.run.upkeep import delete_step
-from dcp_objstore.stores import StoreSpec
+from dcp_objstore.transfer.workers import spawn
 
 if TYPE_CHECKING:
-    from dcp_objstore.checkpoint.claim import RunClaim
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.run.steps import RunStep
+    from dcp_objstore.checkpoint.claim import RunClaim, Step
+    from dcp_objstore.stores import StoreSpec
+    from dcp_objstore.write.async_save import AsyncSaveHandle
 
 # The most steps that are deleted after one commit, so that it is not followed by hours of
 # deletions. The next commit goes on with them.
@@ -37,29 +38,51 @@ _AT_A_TIME = 64
 _SWEEP_EVERY_SECONDS = 3600.0
 
 
-def facts_of(one: RunStep) -> StepFacts | None:
+def _facts(step: Step) -> StepFacts | None:
     """Return what policies know about a step, or None if its name has no step number."""
-    number = step_number(one.name)
+    number = step_number(step.name)
     if number is None:
         return None
-    metrics = one.user_metadata.get("metrics")
+    metrics = step.marker.user_metadata.get("metrics")
     return StepFacts(
         step=number,
         metrics=metrics if isinstance(metrics, Mapping) else {},
-        pinned=bool(one.pins),
+        pinned=bool(step.marker.pins),
     )
+
+
+def after_commit(
+    handle: AsyncSaveHandle | None,
+    work: Callable[[], object],
+    before: threading.Thread | None = None,
+) -> threading.Thread:
+    """Do some upkeep in a thread once a save is committed, after another thread; not if it fails.
+
+    It may be left out or cut short without harm, so the thread is a daemon. `handle` is None if the
+    save is committed.
+    """
+
+    def follow() -> None:
+        if before is not None:
+            before.join()
+        if handle is not None:
+            # `exception` would mark the error as seen, so that nothing reports it.
+            handle._ended.wait()
+            if handle._error is not None:
+                return
+        work()
+
+    return spawn(follow, "upkeep")
 
 
 class Retainer:
     """Deletes the steps that a policy does not keep, and sweeps the run.
 
     Args:
-        run_url: URL of the run.
+        run: the run.
         policy: what to keep; None to keep everything, without any request.
         now: remove the objects of a deleted step at once, not after a sweep's grace period.
         sweeps: sweep the run after the first commit, and then once an hour.
-        storage_options: credentials and endpoint, as for `save`.
-        config: time-outs and retries.
 
     Attributes:
         resumed: the step that this job resumed from, or None.
@@ -68,21 +91,17 @@ class Retainer:
 
     def __init__(
         self,
-        run_url: str,
-        policy: RetentionPolicy | None,
+        run: StoreSpec,
+        policy: RetentionPolicy | None = None,
         *,
-        now: bool,
-        sweeps: bool,
-        storage_options: Mapping[str, object] | None,
-        config: TransferConfig | None,
+        now: bool = False,
+        sweeps: bool = True,
     ) -> None:
-        self._run_url = run_url
+        self._run = run
         self._policy = policy
         self._now = now
         self._sweeps = sweeps
         self._swept_at: float | None = None
-        self._storage_options = storage_options
-        self._config = config
         self._lock = threading.Lock()
         self._known: dict[int, StepFacts] | None = None
         # Whether this job pinned or unpinned steps, kept until the steps are listed.
@@ -111,21 +130,19 @@ class Retainer:
             except DcpObjstoreError as error:
                 logger.warning(
                     "old steps of %s were not deleted; this is tried again after the next save: %s",
-                    self._run_url,
+                    self._run.url,
                     error,
                 )
             self.sweep()
 
     def _apply(self, newest: StepFacts) -> None:
         if self._known is None:
-            found = steps(self._run_url, storage_options=self._storage_options, config=self._config)
-            facts = [facts_of(one) for one in found]
+            facts = [_facts(one) for one in steps_of(self._run)]
             self._known = {one.step: one for one in facts if one is not None}
         self._known[newest.step] = newest
         for step, pinned in list(self._pinned.items()):
             if step in self._known:
-                old = self._known[step]
-                self._known[step] = StepFacts(step=step, metrics=old.metrics, pinned=pinned)
+                self._known[step] = replace(self._known[step], pinned=pinned)
         in_use = {newest.step} | ({self.resumed} if self.resumed is not None else set())
         for step in plan_deletions(self._known.values(), self._policy, in_use=in_use)[:_AT_A_TIME]:
             self._delete(step)
@@ -141,18 +158,22 @@ class Retainer:
             return
         self._swept_at = now
         try:
-            swept = sweep(self._run_url, storage_options=self._storage_options, config=self._config)
+            swept = sweep(
+                self._run.url,
+                storage_options=self._run.storage_options,
+                config=self._run.config,
+            )
         except UnsupportedError as error:
             self._sweeps = False
-            logger.info("%s is not swept: %s", self._run_url, error)
+            logger.info("%s is not swept: %s", self._run.url, error)
             return
         except DcpObjstoreError as error:
-            logger.warning("%s was not swept: %s", self._run_url, error)
+            logger.warning("%s was not swept: %s", self._run.url, error)
             return
         if swept.deleted or swept.uploads_aborted:
             logger.info(
                 "swept %s: %d objects (%d bytes) and %d uploads that are not needed were removed",
-                self._run_url,
+                self._run.url,
                 swept.deleted,
                 swept.deleted_bytes,
                 swept.uploads_aborted,
@@ -160,11 +181,11 @@ class Retainer:
 
     def _delete(self, step: int) -> None:
         assert self._known is not None
-        url = step_url(self._run_url, step)
+        url = step_url(self._run.url, step)
         try:
             # It is not the newest: the plan was made with a list of the whole run.
             delete_step(
-                StoreSpec(url, self._storage_options, self._config),
+                self._run.at(url),
                 self.claim.number if self.claim is not None else 0,
                 now=self._now,
                 even_newest=True,

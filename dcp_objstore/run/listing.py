@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dcp_objstore.checkpoint.claim import ClaimRecord, counts, read_claim
-from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import (
     CLAIM_KEY,
     DOT_METADATA_KEY,
@@ -396,9 +395,15 @@ def _leftovers(store: ObjectStore, entry: ListedCheckpoint, seen: _Seen) -> Left
     # The listing comes first: so it shows nothing of a commit that replaces this one meanwhile.
     listed = list(store.list())
     try:
-        named = _named(store, entry)
+        found = read_marker(store)
+        if found is None or found[0].index is None or found[0].commit_id != entry.commit_id:
+            return saves  # it was replaced meanwhile
+        from dcp_objstore.checkpoint import index as ix  # imports NumPy, and is rarely needed
+
+        index = ix.decode(read_index(store, found[0]))
     except (CorruptDataError, LostRaceError, UnsupportedError):
         return saves
+    named = {found[0].index.key, *(one.key for one in index.objects)}
     others = [meta for meta in listed if is_ours(meta.key) and meta.key not in named]
     return replace(
         saves,
@@ -406,19 +411,6 @@ def _leftovers(store: ObjectStore, entry: ListedCheckpoint, seen: _Seen) -> Left
         objects_bytes=sum(meta.size_bytes for meta in others),
         written_at=max((meta.last_modified for meta in others), default=None),
     )
-
-
-def _named(store: ObjectStore, entry: ListedCheckpoint) -> frozenset[str]:
-    """Return the keys of the index and of what it names."""
-    found = read_marker(store)
-    if found is None or found[0].index is None or found[0].commit_id != entry.commit_id:
-        raise LostRaceError("the checkpoint was replaced meanwhile", url=store.url)
-    from dcp_objstore.checkpoint import index as ix  # imports NumPy, and is rarely needed
-
-    marker: Marker = found[0]
-    index = ix.decode(read_index(store, marker))
-    assert marker.index is not None
-    return frozenset({marker.index.key, *(one.key for one in index.objects)})
 
 
 def _with_uploads(left: Leftovers, uploads: Sequence[UnfinishedUpload]) -> Leftovers:

@@ -13,9 +13,8 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
@@ -48,48 +47,30 @@ _PREEMPTED = "preempted"
 _TIMER = "timer"
 
 
-@dataclass(frozen=True)
-class _Unsaved:
-    """The arguments of the last call of `step`, if it did not save."""
-
-    step: int
-    state: Mapping[str, Any]
-    metrics: Mapping[str, object] | None
-    user_metadata: Mapping[str, object] | None
-
-
+@dataclass
 class _Trained:
     """The progress of a manager, for the message if the program does not close it.
 
-    It refers neither to the manager nor to the state, so that both can be collected.
+    It refers neither to the manager nor to the state, so that both can be collected. `step` is the
+    last one that the manager was called with, and `saved` whether a save of it has begun.
     """
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._pid = os.getpid()
-        self._step: int | None = None
-        self._saved = False
-
-    def last(self, step: int, *, saved: bool) -> None:
-        """Record the last step that the manager was called with.
-
-        Args:
-            step: number of the step.
-            saved: whether a save of it has begun.
-        """
-        self._step, self._saved = step, saved
+    url: str
+    step: int | None = None
+    saved: bool = False
+    pid: int = field(default_factory=os.getpid)
 
     def print_unclosed(self) -> None:
         """Print what is lost, if a step was passed. Called at collection of the manager or exit."""
-        if self._step is None or os.getpid() != self._pid:
+        if self.step is None or os.getpid() != self.pid:
             return
         lost = (
-            f"the last save that it began was that of step {self._step}"
-            if self._saved
-            else f"step {self._step}, its last one, was NOT saved"
+            f"the last save that it began was that of step {self.step}"
+            if self.saved
+            else f"step {self.step}, its last one, was NOT saved"
         )
         print(
-            f"dcp_objstore: CheckpointManager({self._url!r}) was not closed; {lost}. Use it in a"
+            f"dcp_objstore: CheckpointManager({self.url!r}) was not closed; {lost}. Use it in a"
             " `with` block, or call close() at the end.",
             file=sys.stderr,
         )
@@ -211,9 +192,9 @@ class CheckpointManager:
         on_event: OnEvent | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
-        spec = StoreSpec(url, storage_options, config)
-        self._url = spec.url.rstrip("/")
-        check_base(base, spec)
+        self._run = StoreSpec(url, storage_options, config)
+        self._url = self._run.url
+        check_base(base, self._run)
         self._every, self._every_seconds = _intervals(save_every, save_every_seconds)
         check_busy(on_busy)
         self._on_busy = on_busy
@@ -233,19 +214,15 @@ class CheckpointManager:
             "base": base,
         }
         self._loading = {**shared, "verify": verify, "trust_pickle": trust_pickle}
-        self._retainer = Retainer(
-            self._url, as_policy(keep), now=delete_now, sweeps=sweep, **self._access
-        )
-        self._list: Callable[[int | None], tuple[int, ...]] = partial(
-            step_numbers, self._url, **self._access
-        )
+        self._retainer = Retainer(self._run, as_policy(keep), now=delete_now, sweeps=sweep)
         self._saves: RunSaves | None = None
         self._consensus: StepConsensus | None = None
         self._group: dist.ProcessGroup | None  # set by `_begin`
         self._closed = False
         self._last_step: int | None = None
         self._saves_last = save_last
-        self._unsaved: _Unsaved | None = None
+        # The arguments of the last call of `step`, if it did not save.
+        self._unsaved: tuple[int, Mapping[str, Any], dict[str, Any]] | None = None
         self._preempted = False
         self.last_resume: ResumeReport | None = None
         self._trained = _Trained(self._url)
@@ -262,7 +239,7 @@ class CheckpointManager:
     @property
     def claim(self) -> RunClaim | None:
         """The claim of this job; None before the first `load` or save, or without `claim_run`."""
-        return None if self._saves is None else self._saves.claim
+        return self._retainer.claim
 
     # --- the block
 
@@ -311,8 +288,9 @@ class CheckpointManager:
             self._saves.settle()
         except DcpObjstoreError as error:
             failed = error  # on all ranks; the current state is worth more, so go on
-        if not self._saves.knows(last.step):
-            self.save(last.step, last.state, metrics=last.metrics, user_metadata=last.user_metadata)
+        step, state, described = last
+        if not self._saves.knows(step):
+            self.save(step, state, **described)
         if failed is not None:
             raise failed
 
@@ -356,12 +334,11 @@ class CheckpointManager:
             )
             self._consensus.start()
             self._saves = RunSaves(
-                self._url,
+                self._run,
                 self._group,
                 self._retainer,
                 user_metadata=self._user_metadata,
                 saving={**self._saving, "process_group": self._group_given},
-                numbers=self._list,
             )
         return self._saves
 
@@ -399,8 +376,9 @@ class CheckpointManager:
         saves = self._begin()
         assert self._consensus is not None
         due = self._is_due(step)
-        self._unsaved = _Unsaved(step, state, metrics, user_metadata)
-        self._trained.last(step, saved=saves.knows(step))
+        described: dict[str, Any] = {"metrics": metrics, "user_metadata": user_metadata}
+        self._unsaved = step, state, described
+        self._trained.step, self._trained.saved = step, saves.knows(step)
         reasons = self._consensus.reached()
         if _PREEMPTED in reasons:
             self._preempted = True
@@ -409,15 +387,13 @@ class CheckpointManager:
                 saves.settle_quietly()
                 known = saves.knows(step)
                 if not known:
-                    self.save(step, state, metrics=metrics, user_metadata=user_metadata)
+                    self.save(step, state, **described)
                 self._preemption.raise_held()
                 return not known
             self._preemption.raise_held()
         if saves.knows(step) or not (due or _TIMER in reasons):
             return False
-        return (
-            self.async_save(step, state, metrics=metrics, user_metadata=user_metadata) is not None
-        )
+        return self.async_save(step, state, **described) is not None
 
     def preempted(self) -> bool:
         """Return whether the job must end now. Local; the same on all ranks between two steps.
@@ -452,7 +428,7 @@ class CheckpointManager:
                 steps after the loaded one again, so saves replace them.)
             DcpObjstoreError: this save, or the save before, has failed.
         """
-        report = self._own_run().save(step, state, metrics, user_metadata)
+        report = self._own_run().save(step, state, metrics=metrics, user_metadata=user_metadata)
         self._note_saved(step)
         return report
 
@@ -485,7 +461,11 @@ class CheckpointManager:
                 next call that saves, or by `close`.
         """
         handle = self._own_run().async_save(
-            step, state, metrics, user_metadata, on_busy or self._on_busy
+            step,
+            state,
+            on_busy or self._on_busy,
+            metrics=metrics,
+            user_metadata=user_metadata,
         )
         if handle is not None:
             self._note_saved(step)
@@ -493,14 +473,14 @@ class CheckpointManager:
 
     def _note_saved(self, step: int) -> None:
         self._unsaved = None
-        self._trained.last(step, saved=True)
+        self._trained.step, self._trained.saved = step, True
 
     def _own_run(self) -> RunSaves:
         """Claim the run, on the first call, before anything is loaded or saved. A collective."""
         saves = self._begin()
-        if self._claims_run and saves.claim is None:
-            saves.own(
-                run_claim.claim_run(self._url, process_group=self._group_given, **self._access)
+        if self._claims_run and self._retainer.claim is None:
+            self._retainer.claim = run_claim.claim_run(
+                self._url, process_group=self._group_given, **self._access
             )
         return saves
 
@@ -560,9 +540,7 @@ class CheckpointManager:
             report = ResumeReport(step, self._load_one(state, step))
             self._resume(report, went_back=True)
             return step
-        report = load_newest(
-            self._url, self._group, self._list, lambda number: self._load_one(state, number)
-        )
+        report = load_newest(self._run, self._group, lambda number: self._load_one(state, number))
         # Without a claim, a damaged step is replaced when the job saves it again.
         self._resume(report, went_back=bool(report.skipped) and self._claims_run)
         return report.step
@@ -591,7 +569,7 @@ class CheckpointManager:
         for each newer step that was deleted, until a sweep has removed its objects.)
         """
         self._begin()
-        found = on_first(lambda: self._list(1), self._url, self._group)
+        found = on_first(lambda: step_numbers(self._run, 1), self._url, self._group)
         return found[-1] if found else None
 
     def steps(self) -> tuple[int, ...]:
@@ -601,7 +579,7 @@ class CheckpointManager:
         for each step that was deleted, until a sweep has removed its objects.)
         """
         self._begin()
-        return on_first(lambda: self._list(None), self._url, self._group)
+        return on_first(lambda: step_numbers(self._run), self._url, self._group)
 
     def pin(self, step: int, name: str = "pinned") -> None:
         """Protect a step from deletion and from being overwritten. A collective.
@@ -614,7 +592,7 @@ class CheckpointManager:
             CheckpointNotFoundError: that step is not committed.
             DcpObjstoreError: the pin was refused, or the store failed.
         """
-        self._change_pins(step, lambda: upkeep.pin(step_url(self._url, step), name, **self._access))
+        self._change_pins(upkeep.pin, step, name)
 
     def unpin(self, step: int, name: str = "pinned") -> None:
         """Remove a pin of a step, if it is there. A collective.
@@ -627,13 +605,12 @@ class CheckpointManager:
             CheckpointNotFoundError: that step is not committed.
             DcpObjstoreError: the change was refused, or the store failed.
         """
-        self._change_pins(
-            step, lambda: upkeep.unpin(step_url(self._url, step), name, **self._access)
-        )
+        self._change_pins(upkeep.unpin, step, name)
 
-    def _change_pins(self, step: int, change: Callable[[], tuple[str, ...]]) -> None:
+    def _change_pins(self, change: Callable[..., tuple[str, ...]], step: int, name: str) -> None:
         self._begin()
-        left = on_first(change, self._url, self._group)
+        url = step_url(self._url, step)
+        left = on_first(lambda: change(url, name, **self._access), self._url, self._group)
         self._retainer.set_pinned(step, pinned=bool(left))
 
 

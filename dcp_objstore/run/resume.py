@@ -16,9 +16,12 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
 )
 from dcp_objstore.observe.report import LoadReport, logger
+from dcp_objstore.run.steps import step_numbers
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from dcp_objstore.stores import StoreSpec
 
 # The number of steps that are listed first; all are listed only if none of these can be loaded.
 _LOOKED_AT_FIRST = 4
@@ -53,19 +56,11 @@ class ResumeReport:
 
 
 def load_newest(
-    url: str,
+    run: StoreSpec,
     group: dist.ProcessGroup | None,
-    numbers: Callable[[int | None], tuple[int, ...]],
     load: Callable[[int], LoadReport],
 ) -> ResumeReport:
     """Load the newest step that is whole. A collective.
-
-    Args:
-        url: URL of the run, for errors and the log.
-        group: the ranks; None if this process is alone.
-        numbers: lists the numbers of that many of the newest committed steps, or of all (None), the
-            newest last. Called on rank 0.
-        load: loads a step, on all ranks.
 
     Raises:
         CorruptDataError: there are steps, but none can be loaded; this is the error of the newest.
@@ -73,9 +68,10 @@ def load_newest(
         DcpObjstoreError: any error other than damage; raised at once.
     """
     skipped: list[SkippedStep] = []
+    url = run.url
     for newest in (_LOOKED_AT_FIRST, None):
         tried = {one.step for one in skipped}
-        listed = on_first(partial(numbers, newest), url, group)
+        listed = on_first(partial(step_numbers, run, newest), url, group)
         for step in reversed([step for step in listed if step not in tried]):
             try:
                 return ResumeReport(step, load(step), tuple(skipped))
@@ -83,7 +79,10 @@ def load_newest(
                 skipped.append(SkippedStep(step, error))
                 if is_first(group):
                     logger.warning(
-                        "%s: step %d cannot be loaded, trying an older one: %s", url, step, error
+                        "%s: step %d cannot be loaded, trying an older one: %s",
+                        run.url,
+                        step,
+                        error,
                     )
         if len(listed) < _LOOKED_AT_FIRST:
             break

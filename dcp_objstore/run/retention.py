@@ -60,7 +60,6 @@ class KeepLatest(RetentionPolicy):
     n: int
 
     def __post_init__(self) -> None:
-        """Check the number."""
         _check_count("KeepLatest", self.n)
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
@@ -79,7 +78,6 @@ class KeepEvery(RetentionPolicy):
     n: int
 
     def __post_init__(self) -> None:
-        """Check the number."""
         _check_count("KeepEvery", self.n)
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
@@ -109,7 +107,6 @@ class KeepBest(RetentionPolicy):
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         _check_count("KeepBest", self.n)
         if not isinstance(self.metric, str) or not self.metric:
             raise ConfigError(f"KeepBest needs the name of a metric, got {self.metric!r}")
@@ -189,13 +186,8 @@ def plan_deletions(
 ) -> tuple[int, ...]:
     """Return the numbers of the steps that may be deleted, the oldest first. Pure.
 
-    The newest step, pinned steps and steps in use are never deleted, whatever the policy says.
-
-    Args:
-        steps: all committed steps of the run.
-        policy: what to keep; None to keep everything.
-        in_use: numbers of the steps that this job needs: the one that it resumed from, and the last
-            one that it committed.
+    The newest step, pinned steps and those in use (the one that this job resumed from, and the last
+    one that it committed) are never deleted, whatever the policy says. Without one, none is.
     """
     known = tuple(steps)
     if policy is None or not known:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dcp_objstore.distributed.failures import capture, from_first, on_any, on_first, raise_on_all
@@ -18,10 +17,9 @@ from dcp_objstore.errors import (
     SaveInProgressError,
 )
 from dcp_objstore.observe.report import SaveReport, logger
-from dcp_objstore.run import claim_run as run_claim
-from dcp_objstore.run.housekeeping import Retainer
-from dcp_objstore.run.steps import check_step, described_by, step_url
-from dcp_objstore.transfer.workers import spawn
+from dcp_objstore.run.claim_run import go_back
+from dcp_objstore.run.housekeeping import Retainer, after_commit
+from dcp_objstore.run.steps import check_step, described_by, step_numbers, step_url
 from dcp_objstore.write import api, async_save as async_api
 from dcp_objstore.write.base import LATEST
 
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from dcp_objstore.checkpoint.claim import RunClaim
+    from dcp_objstore.stores import StoreSpec
 
 Busy: TypeAlias = Literal["wait", "skip", "raise"]
 
@@ -39,71 +38,43 @@ def check_busy(on_busy: object) -> None:
         raise ConfigError(f"on_busy must be 'wait', 'skip' or 'raise', got {on_busy!r}")
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A save in the background."""
-
-    step: int
-    handle: async_api.AsyncSaveHandle
-
-
 class RunSaves:
     """The saves of this job in a run. All ranks call its methods, except those marked "Local".
 
-    Args:
-        url: URL of the run.
-        group: the ranks; None if this process is alone.
-        retainer: deletes old steps; used by rank 0.
-        user_metadata: the checked values for the marker of each step.
-        saving: the arguments of `save` that all saves share.
-        numbers: lists the numbers of that many of the newest steps that count, the newest last.
-            Called on rank 0.
-
     Attributes:
         begun_at: when the last save began, or the job itself, by the monotonic clock.
-        claim: the claim of this job; None if it has not claimed the run.
     """
 
     def __init__(
         self,
-        url: str,
+        run: StoreSpec,
         group: dist.ProcessGroup | None,
         retainer: Retainer,
         *,
         user_metadata: Mapping[str, Any],
         saving: Mapping[str, Any],
-        numbers: Callable[[int], tuple[int, ...]],
     ) -> None:
-        self._url = url
+        self._run = run
+        self._url = run.url
         self._group = group
         self._retainer = retainer
         self._user_metadata = user_metadata
         self._saving = saving
-        self._numbers = numbers
-        self._pending: _Pending | None = None
+        self._pending: tuple[int, async_api.AsyncSaveHandle] | None = None
         self._retention: threading.Thread | None = None
         self._loaded = False  # after a load, this job may replace later steps
-        self._resumed: int | None = None
         self._may_be_behind = True  # steps later than the one that was loaded may still count
         self._saved: set[int] = set()
         self._failed: set[int] = set()  # these steps may be committed all the same
         self.begun_at = time.monotonic()
-        self.claim: RunClaim | None = None
-
-    def own(self, claim: RunClaim) -> None:
-        """Use this claim for saves and deletions from now on. Local."""
-        self.claim = self._retainer.claim = claim
 
     def resume(self, step: int | None, *, went_back: bool) -> None:
         """Record that the job resumed from a step, so that it may replace later steps. Local.
 
-        Args:
-            step: number of the step; None if the run has none.
-            went_back: whether later steps may count. They count until the next save: a job that
-                only looks at an old step leaves the run as it is.
+        With `went_back` later steps may count. They do until the next save: a job that only looks
+        at an old step leaves the run as it is.
         """
         self._loaded = True
-        self._resumed = step
         self._may_be_behind = went_back and step is not None
         self._saved = {one for one in self._saved if step is not None and one <= step}
         self._retainer.resume(step)
@@ -111,48 +82,32 @@ class RunSaves:
 
     def knows(self, step: int) -> bool:
         """Return whether this job has saved the step, or resumed from it. Local."""
-        return step in self._saved or step == self._resumed
+        return step in self._saved or step == self._retainer.resumed
 
-    def save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        metrics: Mapping[str, object] | None,
-        user_metadata: Mapping[str, object] | None,
-    ) -> SaveReport:
+    def save(self, step: int, state: Mapping[str, Any], **described: Any) -> SaveReport:
         """Save a step and wait for its commit, as `CheckpointManager.save` describes."""
-        keywords = self._prepare(step, metrics, user_metadata, "wait")
+        keywords = self._prepare(step, "wait", described)
         assert keywords is not None  # only "skip" skips
-        self._failed.add(step)
         report = api.save(state, step_url(self._url, step), **keywords)
         self._saved.add(step)
         self._retain(step, keywords, None)
         return report
 
     def async_save(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        metrics: Mapping[str, object] | None,
-        user_metadata: Mapping[str, object] | None,
-        on_busy: Busy,
+        self, step: int, state: Mapping[str, Any], on_busy: Busy, **described: Any
     ) -> async_api.AsyncSaveHandle | None:
         """Save a step in the background, as `CheckpointManager.async_save` describes."""
-        keywords = self._prepare(step, metrics, user_metadata, on_busy)
+        keywords = self._prepare(step, on_busy, described)
         if keywords is None:
             return None
         handle = async_api.async_save(state, step_url(self._url, step), **keywords)
         self._saved.add(step)
-        self._pending = _Pending(step, handle)
+        self._pending = step, handle
         self._retain(step, keywords, handle)
         return handle
 
     def _prepare(
-        self,
-        step: int,
-        metrics: Mapping[str, object] | None,
-        user_metadata: Mapping[str, object] | None,
-        on_busy: Busy,
+        self, step: int, on_busy: Busy, described: Mapping[str, Any]
     ) -> dict[str, Any] | None:
         """Wait for the save under way; return the arguments of the next, or None to skip it."""
 
@@ -163,33 +118,33 @@ class RunSaves:
                 raise CheckpointExistsError(
                     f"this job has saved step {step} already", url=self._url
                 )
-            return described_by(step, self._user_metadata, user_metadata, metrics)
+            return described_by(step, self._user_metadata, **described)
 
-        described, refused = capture(make)
+        values, refused = capture(make)
         raise_on_all(refused, self._url, self._group, same={"base": self._saving.get("base")})
         pending = self._pending
         # Ranks see the end of a save at different times.
-        running = pending is not None and not pending.handle.done()
+        running = pending is not None and not pending[1].done()
         if on_busy != "wait" and on_any(running, self._url, self._group):
             assert pending is not None  # the same saves are begun on all ranks
             if on_busy == "raise":
-                raise SaveInProgressError(
-                    f"step {pending.step} is still being saved", url=pending.handle.url
-                )
+                number, handle = pending
+                raise SaveInProgressError(f"step {number} is still being saved", url=handle.url)
             logger.info("%s: step %d was skipped: another save is under way", self._url, step)
             return None
         self.settle()
         self._leave_later_steps(step)
         self.begun_at = time.monotonic()
         # The job may replace steps that it trains again after it went back to an earlier step.
-        again = self._loaded and (self._resumed is None or step > self._resumed)
+        resumed = self._retainer.resumed
+        again = self._loaded and (resumed is None or step > resumed)
         again = again or step in self._failed
         return {
             **self._saving,
             "base": self._base(),
             "overwrite": again,
-            "user_metadata": described,
-            "claim": self.claim,
+            "user_metadata": values,
+            "claim": self._retainer.claim,
             "progress": False,
         }
 
@@ -201,7 +156,8 @@ class RunSaves:
         base: str | None = self._saving.get("base")
         if base != LATEST:
             return base
-        known = self._saved if self._resumed is None else {*self._saved, self._resumed}
+        resumed = self._retainer.resumed
+        known = self._saved if resumed is None else {*self._saved, resumed}
         newest = step_url(self._url, max(known)) if known else base
         return from_first(newest, self._url, self._group)
 
@@ -215,48 +171,46 @@ class RunSaves:
             return
 
         def leave() -> RunClaim | None:
-            newest = self._numbers(1)
-            if not newest or newest[-1] <= (step if self._resumed is None else self._resumed):
-                return self.claim
+            claim, resumed = self._retainer.claim, self._retainer.resumed
+            newest = step_numbers(self._run, 1)
+            if not newest or newest[-1] <= (step if resumed is None else resumed):
+                return claim
             later = f"the run has later steps (up to {newest[-1]}), from which the next job resumes"
-            if self._resumed is None:
+            if resumed is None:
                 raise CheckpointExistsError(
                     f"step {step} was not saved: this job has loaded no step of the run, and"
                     f" {later}. Call load() first (load(step=...) to go back to a step), or save to"
                     " another run",
                     url=self._url,
                 )
-            if self.claim is None:
+            if claim is None:
                 raise CheckpointExistsError(
-                    f"step {step} was not saved: this job went back to step {self._resumed}, and"
+                    f"step {step} was not saved: this job went back to step {resumed}, and"
                     f" {later}. Pass claim_run=True, so that the next save makes them stop"
                     " counting; or delete them, or save to another run",
                     url=self._url,
                 )
-            access = {name: self._saving[name] for name in ("storage_options", "config")}
-            return run_claim.go_back(self.claim, self._resumed, **access)
+            return go_back(self._run, claim, resumed)
 
-        claim = on_first(leave, self._url, self._group)
-        if claim is not None:
-            self.own(claim)
+        self._retainer.claim = on_first(leave, self._url, self._group)
         self._may_be_behind = False
 
     def settle(self) -> None:
         """Wait for the save under way; raise its error on all ranks if it failed on any."""
-        pending, failed = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
-        error = pending.handle.exception()
+        step, handle = self._pending
+        error, failed = handle.exception(), None
         self._pending = None
         if error is not None:
-            self._saved.discard(pending.step)
-            self._failed.add(pending.step)
+            self._saved.discard(step)
+            self._failed.add(step)
             failed = (
                 error
                 if isinstance(error, DcpObjstoreError)
                 else RankFailedError(f"{type(error).__name__}: {error}", current_rank())
             )
-            failed.at(url=pending.handle.url)
+            failed.at(url=handle.url)
         raise_on_all(failed, self._url, self._group)
 
     def settle_quietly(self) -> None:
@@ -280,13 +234,14 @@ class RunSaves:
     def abandon(self, error: BaseException) -> None:
         """Wait for the save under way on this rank alone: other ranks may be anywhere. Local.
 
-        Args:
-            error: the error that ends the job; gets a note if the save fails.
+        If the save fails, the error that ends the job gets a note.
         """
-        pending, self._pending = self._pending, None
-        failed = pending.handle.exception() if pending is not None else None
-        if pending is not None and failed is not None:
-            note = f"{pending.handle.url} was being saved at that time, and failed, too: {failed}"
+        if self._pending is None:
+            return
+        (_, handle), self._pending = self._pending, None
+        failed = handle.exception()
+        if failed is not None:
+            note = f"{handle.url} was being saved at that time, and failed, too: {failed}"
             logger.error("%s", note)
             error.add_note(note)
 
@@ -297,17 +252,6 @@ class RunSaves:
         if not is_first(self._group):
             return
         metrics = saved["user_metadata"].get("metrics", {})
-        before = self._retention
-
-        def follow() -> None:
-            if before is not None:
-                before.join()
-            if handle is not None:
-                # `exception` would mark the error as seen, so that it is not reported at exit.
-                handle._ended.wait()
-                if handle._error is not None:
-                    return
-            self._retainer.committed(step, metrics)
-
-        # A daemon thread, because a deletion may be left out or cut short without harm.
-        self._retention = spawn(follow, "retention")
+        self._retention = after_commit(
+            handle, lambda: self._retainer.committed(step, metrics), self._retention
+        )

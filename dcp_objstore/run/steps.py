@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,6 @@ def steps(
     if newest is not None and (not isinstance(newest, int) or newest < 1):
         raise ConfigError(f"newest must be a number of steps, at least 1, got {newest!r}")
     spec = StoreSpec(run_url, storage_options, config)
-    found = wait_for(rule.list_steps, spec.open(), opener(spec), newest=newest)
     return tuple(
         RunStep(
             url=step.store.url,
@@ -100,8 +99,13 @@ def steps(
             pins=step.marker.pins,
             user_metadata=step.marker.user_metadata,
         )
-        for step in found
+        for step in steps_of(spec, newest)
     )
+
+
+def steps_of(run: StoreSpec, newest: int | None = None) -> Sequence[rule.Step]:
+    """List the steps of a run with their markers, as `steps` does."""
+    return wait_for(rule.list_steps, run.open(), opener(run), newest=newest)
 
 
 def check_step(step: object) -> None:
@@ -121,18 +125,12 @@ def step_number(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def step_numbers(run_url: str, newest: int | None, **access: Any) -> tuple[int, ...]:
-    """List the numbers of the steps of a run that count, the newest last.
-
-    Args:
-        run_url: URL of the run.
-        newest: how many to list, the newest ones; None for all.
-        access: `storage_options` and `config`, as for `steps`.
-    """
-    found = steps(run_url, newest=newest, **access)
+def step_numbers(run: StoreSpec, newest: int | None = None) -> tuple[int, ...]:
+    """List the numbers of the newest steps of a run that count, or of all; the newest last."""
+    found = steps_of(run, newest)
     numbers = sorted(number for one in found if (number := step_number(one.name)) is not None)
     if newest is not None and len(found) == newest and len(numbers) < newest:
-        return step_numbers(run_url, None, **access)[-newest:]  # there were other names among them
+        return step_numbers(run)[-newest:]  # there were other names among them
     return tuple(numbers)
 
 
@@ -144,21 +142,15 @@ def opener(run: StoreSpec) -> Callable[[str], ObjectStore]:
 def described_by(
     step: int,
     of_run: Mapping[str, Any],
-    of_step: Mapping[str, object] | None,
+    user_metadata: Mapping[str, object] | None,
     metrics: Mapping[str, object] | None,
 ) -> dict[str, Any]:
     """Return the user's values for the marker of a step, which `ls` shows.
 
-    Args:
-        step: number of the step.
-        of_run: the values that all steps of the run have.
-        of_step: the values of this step.
-        metrics: the metrics of this step.
-
     Raises:
         ConfigError: a value cannot be stored as JSON.
     """
-    found = {"step": step, **of_run, **(of_step or {})}
+    found = {"step": step, **of_run, **(user_metadata or {})}
     if metrics is not None:
         if not isinstance(metrics, Mapping):
             raise ConfigError(f"metrics must be a mapping, got {type(metrics).__name__}")

@@ -12,8 +12,8 @@ from moto import mock_aws
 from typer.testing import CliRunner
 
 import dcp_objstore as dos
-from dcp_objstore.cli.access import chosen
 from dcp_objstore.cli.app import app
+from dcp_objstore.cli.options import chosen
 
 
 @pytest.fixture

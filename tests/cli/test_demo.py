@@ -180,7 +180,7 @@ def test_a_proof_that_fails_ends_the_demo_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def run(story: Story) -> None:
-        story.place.open().put("left-over", b"x")
+        story.place.run.open().put("left-over", b"x")
         raise ProofFailedError("the state differs")
 
     monkeypatch.setattr(Story, "run", run)
@@ -197,7 +197,7 @@ def test_a_proof_that_fails_ends_the_demo_with_status_1(
 def test_keep_leaves_the_users_objects(tmp_path: Path) -> None:
     for keep in (True, False):
         with in_bucket(f"file://{tmp_path}/{keep}", keep=keep) as place:
-            place.open(8).put("object", b"x")
+            place.step(8).open().put("object", b"x")
         left = [meta.key for meta in open_store(f"file://{tmp_path}/{keep}").list()]
         assert [key.endswith("/step-8/object") for key in left] == ([True] if keep else [])
 

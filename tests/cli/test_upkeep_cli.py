@@ -105,11 +105,11 @@ def test_rm_refuses_the_newest_and_pinned_ones(
     for yes in (False, True):
         with pytest.raises(InputError, match="--even-newest"):
             upkeep.remove(url, now=True, yes=yes, even_newest=False, as_json=False)
-    upkeep.protect(url, "paper", wanted=True, as_json=False)
+    upkeep.protect(url, "paper", as_json=False)
     assert capsys.readouterr().out == f"{url}: pinned as paper\n"
     with pytest.raises(CheckpointPinnedError):
         upkeep.remove(url, now=True, yes=True, even_newest=True, as_json=False)
-    upkeep.protect(url, "paper", wanted=False, as_json=True)
+    upkeep.unprotect(url, "paper", as_json=True)
     assert json.loads(capsys.readouterr().out) == {"url": url, "pins": []}
     open_committed(steps.step(2))
     upkeep.remove(url, now=True, yes=False, even_newest=True, as_json=False)

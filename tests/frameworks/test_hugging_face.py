@@ -276,7 +276,7 @@ def test_an_accelerators_run_keeps_its_dataloader_hooks_and_naming(
 
 class Harmful:
     def __reduce__(self) -> Any:
-        return os.mkdir, ("harm",)
+        return os.symlink, (".", "harm")
 
 
 def test_a_custom_object_runs_no_code_unless_it_is_trusted(bucket: Bucket, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.integrations import torchtitan
 from dcp_objstore.run import housekeeping
 from dcp_objstore.run.steps import step_numbers
+from dcp_objstore.stores import StoreSpec
 from tests.support.checkpoints import Options
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
@@ -152,7 +153,7 @@ def train(
 def committed(bucket: Bucket) -> list[int]:
     """The steps of the run, after a look at everything that the bucket holds."""
     assert bucket.uploads() == []
-    found = step_numbers(bucket.url, None, storage_options=bucket.storage_options)
+    found = step_numbers(StoreSpec(bucket.url, bucket.storage_options))
     left: dict[str, set[str]] = {}
     for key in bucket.keys():  # noqa: SIM118 - not a mapping
         name, _, rest = key.partition("/")
@@ -225,7 +226,7 @@ def test_a_job_that_went_back_keeps_where_it_came_from_and_its_last_step(bucket:
     went_on = run_ranks(2, train, *run, 2, {"keep_latest_k": 2, "load_step": 1})
     assert went_on == [(1, 3)] * 2
     # 2 and 3 were saved again. With 2 kept, 1 and 2 are too old, but the job resumed from 1.
-    found = step_numbers(bucket.url, None, storage_options=bucket.storage_options)
+    found = step_numbers(StoreSpec(bucket.url, bucket.storage_options))
     assert found == (1, 3, 4)
 
 
@@ -267,7 +268,7 @@ def test_a_run_of_torchs_own_writer_is_resumed_and_left_alone(
     assert run_ranks(2, train, *run, 3, {"keep_latest_k": 2})[0] == (3, 6)
     keys = bucket.keys()
     assert {str(one.relative_to(tmp_path / "run")) for one in before} <= set(keys)
-    found = step_numbers(bucket.url, None, storage_options=bucket.storage_options)
+    found = step_numbers(StoreSpec(bucket.url, bucket.storage_options))
     assert found == (5, 6)
 
 

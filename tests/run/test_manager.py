@@ -418,9 +418,7 @@ def test_retention_of_a_job_that_does_not_have_the_run_deletes_nothing(
     with dos.CheckpointManager(url, claim_run=owned, sweep=False) as old:
         for step in (1, 2, 3):
             old.save(step, state(step))
-        retainer = retaining.Retainer(
-            url, dos.KeepLatest(1), now=True, sweeps=False, storage_options=None, config=None
-        )
+        retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), now=True, sweeps=False)
         retainer.claim = old.claim
         assert (old.claim is not None) is owned
     dos.claim_run(url)
@@ -486,6 +484,29 @@ def test_nothing_is_deleted_after_a_save_that_failed(
     ):
         run.async_save(4, state(4))
     assert names(url) == ["step-1", "step-2", "step-3"]
+
+
+def test_the_end_waits_for_deletions_even_if_the_last_save_has_failed(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really, go = retaining.Retainer.committed, threading.Event()
+
+    def later(*args: Any) -> None:
+        assert go.wait(60)
+        really(*args)
+
+    with dos.CheckpointManager(url) as run:
+        run.save(1, state(1))
+    monkeypatch.setattr(retaining.Retainer, "committed", later)
+    with (
+        pytest.raises(dos.StoreUnavailableError),
+        dos.CheckpointManager(url, keep=dos.KeepLatest(1)) as run,
+    ):
+        run.save(2, state(2))
+        monkeypatch.setattr(async_api, "run_save", down)
+        run.async_save(3, state(3))
+        threading.Timer(0.5, go.set).start()
+    assert names(url) == ["step-2"]
 
 
 def test_best_steps_by_the_metrics_in_the_marker_survive(url: str) -> None:

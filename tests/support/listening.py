@@ -14,16 +14,8 @@ E = TypeVar("E", bound=Event)
 class Heard(list[AnyEvent]):
     """The events, in their order; as a listener, and as `on_event`."""
 
-    name = "test"
-
-    def take(self, event: AnyEvent) -> None:
-        self.append(event)
-
     def __call__(self, event: AnyEvent) -> None:
         self.append(event)
-
-    def settle(self) -> None:
-        pass
 
 
 def of(kind: type[E], heard: Sequence[AnyEvent]) -> list[E]:
@@ -34,5 +26,5 @@ def of(kind: type[E], heard: Sequence[AnyEvent]) -> list[E]:
 def heard_channel() -> tuple[Channel, Heard]:
     """A channel with a listener that hears every detail."""
     channel, heard = Channel("save", "memory://heard"), Heard()
-    channel.add(heard, detailed=True)
+    channel.add(heard, "test", detailed=True)
     return channel, heard

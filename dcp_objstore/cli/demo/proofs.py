@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dcp_objstore.checkpoint.names import MARKER_KEY, parse_data_key
 from dcp_objstore.cli.demo.ranks import Outcome
 from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError
-from dcp_objstore.observe.report import counted
+from dcp_objstore.observe.report import counted, first_few
 
 # Ranks add the same float32 numbers in another order; a wrong weight would change far more.
 _LOSS_TOLERANCE = 1e-4
@@ -18,6 +18,12 @@ _PATH_TOLERANCE = 1e-2
 
 class ProofFailedError(Exception):
     """A statement that the demo had to prove does not hold."""
+
+
+def prove(holds: bool, otherwise: str) -> None:
+    """Raise ProofFailedError with the text, unless the statement holds."""
+    if not holds:
+        raise ProofFailedError(otherwise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +43,7 @@ class State:
     digests: Mapping[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FinishedLoad:
     """A finished load; bytes and seconds are those of one rank."""
 
@@ -48,30 +54,26 @@ class FinishedLoad:
 
 def identical(saved: State, loaded: State) -> str:
     """Prove that every tensor and value of two states is the same, bit for bit."""
-    if not saved.digests:
-        raise ProofFailedError("nothing was saved")
-    missing = sorted(set(saved.digests) ^ set(loaded.digests))
-    if missing:
-        raise ProofFailedError(
-            f"{len(missing)} keys are only in one state, for example {missing[0]!r}"
-        )
-    differing = sorted(key for key in saved.digests if saved.digests[key] != loaded.digests[key])
-    if differing:
-        raise ProofFailedError(
-            f"{len(differing)} of {len(saved.digests)} values differ from what was saved, for"
-            f" example {differing[0]!r}"
-        )
+    prove(bool(saved.digests), "nothing was saved")
+    missing = sorted(saved.digests.keys() ^ loaded.digests.keys())
+    prove(not missing, f"{len(missing)} keys are only in one state: {first_few(missing, 3)}")
+    differ = sorted(key for key in saved.digests if saved.digests[key] != loaded.digests[key])
+    prove(
+        not differ,
+        f"{len(differ)} of {len(saved.digests)} values differ from what was saved:"
+        f" {first_few(differ, 3)}",
+    )
     return f"state bit-identical: all {len(saved.digests)} SHA-256 digests agree"
 
 
 def same_loss(saved: State, loaded: State) -> str:
     """Prove that the loss on the fixed batch, computed again, is the one that was recorded."""
     now = loaded.fixed_loss
-    if now is None or abs(saved.recorded_loss - now) > _LOSS_TOLERANCE:
-        raise ProofFailedError(
-            f"the loss on the same batch was {saved.recorded_loss:.6f} when saved and is"
-            f" {now} after the load"
-        )
+    prove(
+        now is not None and abs(saved.recorded_loss - now) <= _LOSS_TOLERANCE,
+        f"the loss on the same batch was {saved.recorded_loss:.6f} when saved and is {now} after"
+        " the load",
+    )
     return (
         f"loss on the same batch: {saved.recorded_loss:.4f} when it was saved, {now:.4f} after the"
         " load"
@@ -80,15 +82,12 @@ def same_loss(saved: State, loaded: State) -> str:
 
 def falling(before: State, after: State) -> str:
     """Prove that training went on from where it was."""
-    if not after.recorded_loss < before.recorded_loss:
-        raise ProofFailedError(
-            f"the loss did not go on falling: {before.recorded_loss:.4f} at step {before.step},"
-            f" {after.recorded_loss:.4f} at step {after.step}"
-        )
-    return (
-        f"loss goes on falling: {before.recorded_loss:.4f} at step {before.step},"
+    losses = (
+        f"{before.recorded_loss:.4f} at step {before.step},"
         f" {after.recorded_loss:.4f} at step {after.step}"
     )
+    prove(after.recorded_loss < before.recorded_loss, f"the loss did not go on falling: {losses}")
+    return f"loss goes on falling: {losses}"
 
 
 def same_path(killed: Mapping[int, float], resumed: Mapping[int, float]) -> str:
@@ -100,14 +99,13 @@ def same_path(killed: Mapping[int, float], resumed: Mapping[int, float]) -> str:
         resumed: the resumed run's loss by step.
     """
     steps = sorted(killed.keys() & resumed.keys())
-    if not steps:
-        raise ProofFailedError("the resumed run trained none of the steps of the killed one")
+    prove(bool(steps), "the resumed run trained none of the steps of the killed one")
     gap, step = max((abs(killed[step] - resumed[step]), step) for step in steps)
-    if gap > _PATH_TOLERANCE:
-        raise ProofFailedError(
-            f"the loss of step {step} was {killed[step]:.5f} before the kill and is"
-            f" {resumed[step]:.5f} after the resume"
-        )
+    prove(
+        gap <= _PATH_TOLERANCE,
+        f"the loss of step {step} was {killed[step]:.5f} before the kill and is"
+        f" {resumed[step]:.5f} after the resume",
+    )
     return (
         f"steps {steps[0]} to {steps[-1]} have the losses that they had before the kill, within"
         f" {gap:.0e}"
@@ -121,13 +119,10 @@ def ranks_that_wrote(keys: Collection[str]) -> set[int]:
 
 def torn(keys: Collection[str], ranks: int, held_key: str) -> str:
     """Prove that the objects of all ranks but one are there, and no marker."""
-    if MARKER_KEY in keys:
-        raise ProofFailedError("the save was committed although a rank had not finished it")
-    if held_key in keys:
-        raise ProofFailedError("the killed rank's object is complete: the kill came too late")
+    prove(MARKER_KEY not in keys, "the save was committed although a rank had not finished it")
+    prove(held_key not in keys, "the killed rank's object is complete: the kill came too late")
     done = len(ranks_that_wrote(keys))
-    if done < ranks - 1:
-        raise ProofFailedError(f"only {done} of {ranks - 1} surviving ranks' objects are there")
+    prove(done >= ranks - 1, f"only {done} of {ranks - 1} surviving ranks' objects are there")
     left = sum(parse_data_key(key) is not None for key in keys)
     return f"the torn save left {counted(left, 'data object')} and no {MARKER_KEY} marker"
 
@@ -135,19 +130,20 @@ def torn(keys: Collection[str], ranks: int, held_key: str) -> str:
 def ended_cleanly(survivors: Sequence[Outcome]) -> str:
     """Prove that every surviving rank raised a `DcpObjstoreError` by itself."""
     others = [one for one in survivors if not isinstance(one.error, DcpObjstoreError)]
-    if others:
-        raise ProofFailedError(
-            f"{len(others)} of {counted(len(survivors), 'surviving rank')} ended without a typed"
-            f" error, for example: {others[0].reason}"
-        )
+    prove(
+        not others,
+        f"{len(others)} of {counted(len(survivors), 'surviving rank')} ended without a typed"
+        f" error: {', '.join(one.reason for one in others)}",
+    )
     kinds = ", ".join(sorted({type(one.error).__name__ for one in survivors}))
     return f"typed error ({kinds}) on {len(survivors)} of {len(survivors)} surviving ranks"
 
 
 def invisible(load: Outcome) -> str:
     """Prove that the load of the torn checkpoint has found none."""
-    if not load.failed:
-        raise ProofFailedError("the torn checkpoint was loaded")
-    if not isinstance(load.error, CheckpointNotFoundError):
-        raise ProofFailedError(f"the load of the torn checkpoint failed otherwise: {load.reason}")
+    prove(load.failed, "the torn checkpoint was loaded")
+    prove(
+        isinstance(load.error, CheckpointNotFoundError),
+        f"the load of the torn checkpoint failed otherwise: {load.reason}",
+    )
     return f"so it does not exist: dos.load raises {type(load.error).__name__}"

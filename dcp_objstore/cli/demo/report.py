@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import textwrap
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from typing import TextIO
+
+from dcp_objstore.cli.terminal import aligned, columns, wrapped
 
 _GREEN, _RED, _BOLD, _PLAIN = "\x1b[32m", "\x1b[31m", "\x1b[1m", "\x1b[0m"
 _HEAD = ("phase", "ranks", "step", "MiB", "s", "GiB/s", "proof")
@@ -32,11 +33,13 @@ class Printer:
     def __post_init__(self) -> None:
         """Find out what the stream can show."""
         self._colour = self.stream.isatty()
+        self._tick, self._cross = "✓", "✗"
         try:
             "✓✗…".encode(self.stream.encoding or "ascii")
-            self._tick, self._cross = "✓", "✗"
         except UnicodeEncodeError:
             self._tick, self._cross = "ok", "FAILED"
+            if isinstance(self.stream, TextIOWrapper):
+                self.stream.reconfigure(errors="replace")
 
     def headline(self, text: str) -> None:
         """Print a line at the margin."""
@@ -71,24 +74,22 @@ class Printer:
         step: int,
         proof: str,
         *,
-        total_bytes: int | None = None,
-        seconds: float | None = None,
+        total_bytes: int = 0,
+        seconds: float = 0.0,
     ) -> None:
         """Add a line to the table; `total_bytes` are those of all ranks together."""
-        rate = None if not total_bytes or not seconds else f"{total_bytes / GIB / seconds:.3f}"
-        size = None if total_bytes is None else f"{total_bytes / MIB:.1f}"
-        time = None if seconds is None else f"{seconds:.2f}"
-        figures = (cell or "-" for cell in (size, time, rate))
-        self.rows.append((phase, str(ranks), str(step), *figures, proof))
+        size = f"{total_bytes / MIB:.1f}" if total_bytes else "-"
+        time = f"{seconds:.2f}" if seconds else "-"
+        rate = f"{total_bytes / GIB / seconds:.3f}" if total_bytes and seconds else "-"
+        self.rows.append((phase, str(ranks), str(step), size, time, rate, proof))
 
     def table(self) -> None:
         """Print all rows: as columns or, on a narrow terminal, as several lines for each row."""
         lines = [_HEAD, *self.rows]
-        widths = [max(len(line[at]) for line in lines) for at in range(len(_HEAD))]
+        shown = list(aligned(lines, _HEAD[1:-1]))
         self.stream.write("\n")
-        if sum(widths) + 2 * len(widths) <= self._width():
-            for number, line in enumerate(lines):
-                text = "  ".join(_aligned(line, widths)).rstrip()
+        if max(map(len, shown)) <= self._width():
+            for number, text in enumerate(shown):
                 self._write(text, _BOLD if number == 0 else "")
             return
         for line in lines[1:]:
@@ -100,43 +101,20 @@ class Printer:
     def _width(self) -> int:
         if not self.stream.isatty():
             return _WIDEST
-        return max(20, min(shutil.get_terminal_size().columns, _WIDEST))
+        return max(20, min(columns(), _WIDEST))
 
     def _print(self, text: str, lead: str, colour: str = "") -> None:
         """Write text with a lead, and wrap it under the text rather than under the lead."""
-        wrapped = textwrap.wrap(
-            text,
-            self._width(),
-            initial_indent=lead,
-            subsequent_indent=" " * len(lead),
-            break_on_hyphens=False,
-        )
-        for number, line in enumerate(wrapped):
-            whole = not lead.strip()
-            if whole or number:
-                self._write(line, colour if whole else "")
-            else:
-                mark = colour + lead + _PLAIN if self._colour else lead
-                self._write(mark + line[len(lead) :])
+        first, *rest = wrapped(lead + text, self._width(), " " * len(lead))
+        if lead.strip():
+            mark = f"{colour}{lead}{_PLAIN}" if self._colour else lead
+            self._write(mark + first.removeprefix(lead))
+            colour = ""
+        else:
+            self._write(first, colour)
+        for line in rest:
+            self._write(line, colour)
 
     def _write(self, line: str, colour: str = "") -> None:
-        if not self._can_encode(line):
-            line = line.encode("ascii", "replace").decode()
         self.stream.write(f"{colour}{line}{_PLAIN}\n" if colour and self._colour else f"{line}\n")
         self.stream.flush()
-
-    def _can_encode(self, line: str) -> bool:
-        try:
-            line.encode(self.stream.encoding or "ascii")
-        except UnicodeEncodeError:
-            return False
-        return True
-
-
-def _aligned(cells: tuple[str, ...], widths: list[int]) -> list[str]:
-    """Align text to the left and numbers to the right."""
-    last = len(cells) - 1
-    return [
-        cell.ljust(width) if at in {0, last} else cell.rjust(width)
-        for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]

@@ -7,22 +7,22 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dcp_objstore.checkpoint.names import MARKER_KEY
-from dcp_objstore.checkpoint.read import open_committed
 from dcp_objstore.cli.demo import proofs
 from dcp_objstore.cli.demo.place import Place, in_bucket, on_loopback
-from dcp_objstore.cli.demo.proofs import FinishedLoad, ProofFailedError, State
-from dcp_objstore.cli.demo.ranks import Job, Outcome, Ranks, Said, warm_up
+from dcp_objstore.cli.demo.proofs import FinishedLoad, ProofFailedError, State, prove
+from dcp_objstore.cli.demo.ranks import Job, Outcome, Ranks, warm_up
 from dcp_objstore.cli.demo.report import MIB, Printer
 from dcp_objstore.cli.exits import fail
 from dcp_objstore.cli.seaweedfs import SeaweedServer, find_weed
-from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError, UnsupportedError
+from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.observe.report import SaveReport, counted
+from dcp_objstore.run.steps import RunStep, step_number, steps
 from dcp_objstore.stores import ObjectStore
 
 _STEPS = (4, 8, 12)
@@ -53,17 +53,7 @@ class DemoFailedError(Exception):
 
 
 def run_demo(*, ranks: int, resume_ranks: int, url: str | None, keep: bool) -> None:
-    """Run the demo and print it; exit with status 1 if a proof does not hold.
-
-    Args:
-        ranks: number of ranks that train first.
-        resume_ranks: number of ranks that resume.
-        url: the URL below which to save; None to start a server on loopback.
-        keep: keep the checkpoints, or the server, for the user to look at.
-
-    Raises:
-        DcpObjstoreError: the place cannot be used, or a rank raised the error.
-    """
+    """Run the demo and print it; exit with status 1 if a proof does not hold."""
     began = time.monotonic()
     if importlib.util.find_spec("pydoc_data") is None:
         raise UnsupportedError("this Python has no pydoc_data, the text that the demo trains on")
@@ -73,8 +63,9 @@ def run_demo(*, ranks: int, resume_ranks: int, url: str | None, keep: bool) -> N
         find_weed()  # if it is missing, says how to install it, before anything starts
         warm_up(_PRELOAD)
     with on_loopback() if url is None else in_bucket(url, keep=keep) as place:
-        warm_up(_PRELOAD)
-        out.say(f"saving to {place.described}")
+        server = place.server
+        where = f"a SeaweedFS server at {server.endpoint_url}" if server else place.run.url
+        out.say(f"saving to {where}")
         try:
             Story(place, ranks, resume_ranks, out).run()
         except (ProofFailedError, DemoFailedError) as error:
@@ -84,10 +75,10 @@ def run_demo(*, ranks: int, resume_ranks: int, url: str | None, keep: bool) -> N
             fail(f"the demo failed: {error}")
         out.table()
         out.title(f"All {out.proofs} proofs hold, in {time.monotonic() - began:.0f} s.")
-        if keep and place.server is None:
-            out.say(f"kept: {place.run_url}")
-        elif keep and place.server is not None:
-            _wait_for_ctrl_c(place, place.server, out)
+        if keep and server is not None:
+            _wait_for_ctrl_c(place, server, out)
+        elif keep:
+            out.say(f"kept: {place.run.url}")
 
 
 class Story:
@@ -98,13 +89,7 @@ class Story:
         self.saved: dict[int, State] = {}
 
     def run(self) -> None:
-        """Run the whole demo.
-
-        Raises:
-            ProofFailedError: a statement does not hold.
-            DemoFailedError: a process ended before its job was done.
-            DcpObjstoreError: a rank raised it.
-        """
+        """Run the whole demo; raise if a statement does not hold or a process fails."""
         losses = self._train_and_kill()
         self._resume(losses)
         self._load_alone()
@@ -114,41 +99,37 @@ class Story:
         """Train until the last save, and kill a rank there; return the losses by step."""
         self.out.title(f"1. Train on {counted(self.ranks, 'rank')} (FSDP2, gloo), save on the way")
         losses: dict[int, float] = {}
-        held: tuple[str, int | None] | None = None
+        held: list[Any] = []
         with self._training(self.ranks, doomed_step=_DOOMED) as job:
-            for said in job.messages():
-                match said.message:
-                    case ("uploading", key, size_bytes):
-                        held = key, size_bytes
-                    case _:
-                        self._show(said, self.ranks, losses)
+            for message in self._shown(job, self.ranks, losses):
+                if message[0] == "uploading":
+                    _, *held = message
                 # Each rank has its own pipe, so the report of this upload may arrive first.
-                if held is not None and _COMMITTED in self.saved:
+                if held and _COMMITTED in self.saved:
                     self._kill_in_mid_save(job, *held)
                     break
             else:
                 _require_success(job)
                 raise DemoFailedError("the ranks ended before the last save began")
-        load = self._alone("load", self.place.step_url(_DOOMED), self.place.storage_options)
+        load = self._alone("load", *self._access(_DOOMED))
         self.out.proof(proofs.invisible(load))
         return losses
 
-    def _kill_in_mid_save(self, job: Job, held_key: str, held_bytes: int | None) -> None:
+    def _kill_in_mid_save(self, job: Job, held_key: str, held_bytes: int) -> None:
         """Kill the held rank when all others have written."""
         victim = self.ranks - 1
         self.out.title(f"2. SIGKILL rank {victim} in the middle of the save of step-{_DOOMED}")
-        store = self.place.open(_DOOMED)
+        store = self.place.step(_DOOMED).open()
         self._wait_for_the_others(store, held_key)
-        size = f" of {held_bytes / MIB:.1f} MiB" if held_bytes else ""
         self.out.say(
-            f"{counted(victim, 'rank')} wrote; rank {victim} is held in its upload{size}: kill"
+            f"{counted(victim, 'rank')} wrote; rank {victim} is held in its upload of"
+            f" {held_bytes / MIB:.1f} MiB: kill"
         )
         began = time.monotonic()
         job.kill(victim)
         *survivors, killed = job.end(within_seconds=_SURVIVORS_SECONDS)
         seconds = time.monotonic() - began
-        if killed.exit_signal != signal.SIGKILL:
-            raise ProofFailedError(f"rank {victim} was not ended by SIGKILL")
+        prove(killed.exit_signal == signal.SIGKILL, f"rank {victim} was not ended by SIGKILL")
         self.out.proof(f"{proofs.ended_cleanly(survivors)} in {seconds:.1f} s")
         keys = [meta.key for meta in store.list()]
         self.out.proof(proofs.torn(keys, self.ranks, held_key))
@@ -167,23 +148,18 @@ class Story:
 
     def _resume(self, losses_before: dict[int, float]) -> None:
         """Load the newest committed step on another number of ranks, and train on."""
-        ranks, step = self.resume_ranks, self._newest_committed()
+        ranks, step = self.resume_ranks, max(self._committed())
         self.out.title(f"3. Resume on {counted(ranks, 'rank')} from the newest committed step")
-        if step != _COMMITTED:
-            raise ProofFailedError(f"step {step} is the newest committed one, not {_COMMITTED}")
+        prove(step == _COMMITTED, f"step {step} is the newest committed one, not {_COMMITTED}")
         losses: dict[int, float] = {}
         loads: list[FinishedLoad] = []
         with self._training(ranks, resume_step=step) as job:
-            for said in job.messages():
-                match said.message:
-                    case ("loaded", FinishedLoad() as load):
-                        loads.append(load)
-                        if len(loads) == ranks:
-                            self._check_resume(loads)
-                    case ("ready", *_):
-                        pass
-                    case _:
-                        self._show(said, ranks, losses)
+            for message in self._shown(job, ranks, losses):
+                if message[0] == "loaded":
+                    loads.append(message[1])
+                    if len(loads) == ranks:
+                        proof = "bit-identical, loss goes on"
+                        self._check_loads("resume", step, self.ranks, loads, proof)
             _require_success(job)
         if len(loads) != ranks or _DOOMED not in self.saved:
             raise DemoFailedError("the resumed ranks ended before their job was done")
@@ -192,45 +168,34 @@ class Story:
             # Otherwise ranks have unequal shares, and the mean over ranks is not that of the batch.
             self.out.proof(proofs.same_path(losses_before, losses))
 
-    def _check_resume(self, loads: list[FinishedLoad]) -> None:
-        saved = self.saved[_COMMITTED]
-        shown = {
-            (proofs.identical(saved, load.state), proofs.same_loss(saved, load.state))
-            for load in loads
-        }
-        identical, same_loss = min(shown)
-        self.out.proof(f"step-{_COMMITTED}, saved by {counted(self.ranks, 'rank')}: {identical}")
-        self.out.proof(same_loss)
-        self.out.add_row(
-            "resume",
-            len(loads),
-            _COMMITTED,
-            "bit-identical, loss goes on",
-            total_bytes=sum(load.total_bytes for load in loads),
-            seconds=max(load.seconds for load in loads),
-        )
-
     def _load_alone(self) -> None:
         self.out.title("4. Load in one plain process, without a process group")
-        url, saved = self.place.step_url(_DOOMED), self.saved[_DOOMED]
-        load: FinishedLoad = _value(self._alone("load", url, self.place.storage_options))
-        identical = proofs.identical(saved, load.state)
-        saved_by = f"saved by {counted(self.resume_ranks, 'rank')}"
-        self.out.proof(f"step-{_DOOMED}, {saved_by}: {identical}")
-        self.out.proof(proofs.same_loss(saved, load.state))
+        load: FinishedLoad = _value(self._alone("load", *self._access(_DOOMED)))
+        proof = "bit-identical, no process group"
+        self._check_loads("load", _DOOMED, self.resume_ranks, [load], proof)
+
+    def _check_loads(
+        self, phase: str, step: int, saved_by: int, loads: list[FinishedLoad], proof: str
+    ) -> None:
+        """Prove that each rank has loaded what was saved."""
+        saved, states = self.saved[step], [load.state for load in loads]
+        identical, *_ = [proofs.identical(saved, state) for state in states]
+        same_loss, *_ = [proofs.same_loss(saved, state) for state in states]
+        self.out.proof(f"step-{step}, saved by {counted(saved_by, 'rank')}: {identical}")
+        self.out.proof(same_loss)
         self.out.add_row(
-            "load",
-            1,
-            _DOOMED,
-            "bit-identical, no process group",
-            total_bytes=load.total_bytes,
-            seconds=load.seconds,
+            phase,
+            len(loads),
+            step,
+            proof,
+            total_bytes=sum(load.total_bytes for load in loads),
+            seconds=max(load.seconds for load in loads),
         )
 
     def _load_with_stock(self) -> None:
         self.out.title("5. Read it with stock torch.distributed.checkpoint")
         with tempfile.TemporaryDirectory(prefix="dcp-objstore-demo-") as directory:
-            count, size = _download(self.place.open(_DOOMED), Path(directory))
+            count, size = _download(self.place.step(_DOOMED).open(), Path(directory))
             self.out.say(
                 f"downloaded as they are: {count} objects, {size / MIB:.1f} MiB, torn save included"
             )
@@ -249,9 +214,8 @@ class Story:
             yield processes.start(
                 ranks,
                 f"{_TRAINING}:train",
-                self.place.run_url,
-                self.place.storage_options,
-                None if resume_step is None else self.place.step_url(resume_step),
+                *self._access(),
+                None if resume_step is None else self.place.step(resume_step).url,
                 _SEQUENCES_PER_STEP,
                 _STEPS if resume_step is None else (_DOOMED,),
                 doomed_step,
@@ -267,30 +231,33 @@ class Story:
             )
             return job.end()[0]
 
-    def _show(self, said: Said, ranks: int, losses: dict[int, float]) -> None:
-        """Print what a training rank has said, and keep it."""
-        match said.message:
-            case ("ready", parameters, text_bytes):
-                self.out.say(
-                    f"a transformer of {parameters / 1e6:.1f} M parameters reads"
-                    f" {text_bytes:,} bytes: Python's own reference"
-                )
-            case ("step", step, loss):
-                losses[step] = loss
-                if step == 1 or step % 2 == 0:
-                    self.out.say(f"step {step:3}  loss {loss:.3f}")
-            case ("saved", State() as state, SaveReport() as report, steps_meanwhile):
-                self._note_save(state, report, steps_meanwhile, ranks)
+    def _shown(self, job: Job, ranks: int, losses: dict[int, float]) -> Iterator[tuple[Any, ...]]:
+        """Yield what training ranks say; print progress and saves, and keep the losses."""
+        for said in job.messages():
+            match said.message:
+                case ("ready", parameters, text_bytes):
+                    self.out.say(
+                        f"a transformer of {parameters / 1e6:.1f} M parameters reads"
+                        f" {text_bytes:,} bytes: Python's own reference"
+                    )
+                case ("step", step, loss):
+                    losses[step] = loss
+                    if step == 1 or step % 2 == 0:
+                        self.out.say(f"step {step:3}  loss {loss:.3f}")
+                case ("saved", state, report, steps_meanwhile):
+                    self._note_save(state, report, steps_meanwhile, ranks)
+            yield said.message
 
     def _note_save(
         self, state: State, report: SaveReport, steps_meanwhile: int, ranks: int
     ) -> None:
         self.saved[state.step] = state
-        marker, _ = open_committed(self.place.open(state.step))
-        if (marker.world_size, marker.user_metadata.get("step")) != (ranks, state.step):
-            raise ProofFailedError(
-                f"the marker of step {state.step} has a wrong world size or step"
-            )
+        step = self._committed().get(state.step)
+        prove(
+            step is not None
+            and (step.world_size, step.user_metadata.get("step")) == (ranks, state.step),
+            f"the marker of step {state.step} has a wrong world size or step",
+        )
         meanwhile = f", while {steps_meanwhile} more steps were trained" if steps_meanwhile else ""
         self.out.proof(
             f"step-{state.step} committed: {report.total_bytes / MIB:.1f} MiB in"
@@ -305,14 +272,17 @@ class Story:
             seconds=report.seconds,
         )
 
-    def _newest_committed(self) -> int:
-        for step in reversed(_STEPS):
-            try:
-                open_committed(self.place.open(step))
-            except CheckpointNotFoundError:
-                continue
-            return step
-        raise ProofFailedError("no checkpoint of this run is committed")
+    def _access(self, step: int | None = None) -> tuple[str, Mapping[str, object]]:
+        """Return URL and `storage_options` of the run or of a step. (Specs pickle no secrets.)"""
+        spec = self.place.run if step is None else self.place.step(step)
+        return spec.url, spec.storage_options
+
+    def _committed(self) -> dict[int, RunStep]:
+        """Return the committed steps by their numbers."""
+        url, options = self._access()
+        listed = steps(url, storage_options=options)
+        found = {step_number(one.name): one for one in listed}
+        return {number: one for number, one in found.items() if number is not None}
 
 
 def _require_success(job: Job) -> None:
@@ -333,11 +303,7 @@ def _value(outcome: Outcome) -> Any:
 
 
 def _download(store: ObjectStore, directory: Path) -> tuple[int, int]:
-    """Download every object under its own name, as `aws s3 sync` would.
-
-    Returns:
-        The number of objects and of bytes.
-    """
+    """Download all objects, as `aws s3 sync` would; return the numbers of objects and bytes."""
     count = size = 0
     for meta in store.list():
         body, _ = store.get(meta.key, max_size_bytes=meta.size_bytes)
@@ -356,7 +322,7 @@ def _wait_for_ctrl_c(place: Place, server: SeaweedServer, out: Printer) -> None:
             ("AWS_SECRET_ACCESS_KEY", server.secret_key),
         ):
             out.verbatim(f"export {name}={value}")
-        out.verbatim(f"dcp-objstore ls {place.run_url}")
+        out.verbatim(f"dcp-objstore ls {place.run.url}")
         while True:
             signal.pause()
     except KeyboardInterrupt:

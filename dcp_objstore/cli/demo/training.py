@@ -6,7 +6,7 @@ import hashlib
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint.names import parse_data_key
 from dcp_objstore.cli.demo.proofs import FinishedLoad, State
 from dcp_objstore.cli.demo.ranks import say
-from dcp_objstore.stores import ObjectStore, StoreSpec
-from dcp_objstore.stores.buffers import as_buffers
-from dcp_objstore.stores.wrappers import WrappedStore
+from dcp_objstore.write import upload_items
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -42,8 +39,6 @@ LAYERS = 3
 FIXED_SEQUENCES = 32
 _LEARNING_RATE = 1e-3
 _SAVE_TIMEOUT_SECONDS = 90.0
-# Far longer than the launching process needs to kill this one; then the upload goes on.
-_HOLD_SECONDS = 120.0
 
 
 def train(
@@ -70,9 +65,9 @@ def train(
     """
     # Another seed than that of the resumed run, whose values must come from the checkpoint.
     training = Training(1 if resume_url is None else 2, sharded=True)
-    if rank == 0:
+    if resume_url is None and rank == 0:
         say("ready", training.parameters, len(training.text))
-    if resume_url is not None:
+    elif resume_url is not None:
         say("loaded", training.load(resume_url, storage_options))
     save: tuple[dos.AsyncSaveHandle, State] | None = None
     while training.step < save_steps[-1]:
@@ -128,7 +123,7 @@ def load_with_stock(rank: int, world_size: int, directory: str) -> dict[str, Fin
 
 def _loaded(state: dict[str, Any], began: float) -> FinishedLoad:
     seconds = time.monotonic() - began
-    return FinishedLoad(state=_described(state, fixed_loss=None), total_bytes=0, seconds=seconds)
+    return FinishedLoad(_described(state, fixed_loss=None), 0, seconds)
 
 
 class Training:
@@ -193,9 +188,7 @@ class Training:
         values = self.values
         report = dos.load(values, url, storage_options=storage_options, progress=False)
         self.progress = values["progress"]
-        return FinishedLoad(
-            state=self.snapshot(), total_bytes=report.total_bytes, seconds=report.seconds
-        )
+        return FinishedLoad(self.snapshot(), report.total_bytes, report.seconds)
 
 
 def _described(state: dict[str, Any], fixed_loss: float | None) -> State:
@@ -311,35 +304,11 @@ def choose_batch(text: Tensor, number: int, count: int) -> Tensor:
     return torch.stack([text[start : start + CONTEXT + 1] for start in starts])
 
 
-# Slow uploads, so that a rank can be killed in the middle of one.
-
-
-class _SlowStore(WrappedStore):
-    """Says when the upload of a data object begins, and then waits very long."""
-
-    def put(self, key: str, data: Any, **settings: Any) -> Any:
-        """Hold the upload, if it is of a data object."""
-        _hold(key, sum(memoryview(piece).nbytes for piece in as_buffers(data)))
-        return super().put(key, data, **settings)
-
-    def put_stream(self, key: str, buffers: Iterator[Buffer], **settings: Any) -> Any:
-        """Hold the upload, if it is of a data object."""
-        _hold(key, None)
-        return super().put_stream(key, buffers, **settings)
-
-
-def _hold(key: str, size_bytes: int | None) -> None:
-    if parse_data_key(key):
-        say("uploading", key, size_bytes)
-        threading.Event().wait(_HOLD_SECONDS)
-
-
 def hold_uploads() -> None:
-    """Report and then hold all uploads of data objects in this process, from now on."""
-    open_fast = StoreSpec.open
+    """Report each upload of this process from now on, and hold it until the process is killed."""
 
-    def open_slow(spec: StoreSpec) -> ObjectStore:
-        return _SlowStore(open_fast(spec))
+    def hold(_store: object, key: str, buffers: Iterable[Buffer], *_: object, **__: object) -> None:
+        say("uploading", key, sum(memoryview(one).nbytes for one in buffers))
+        threading.Event().wait()
 
-    # The launching process is about to kill this one, so no other code will use the changed method.
-    StoreSpec.open = open_slow  # type: ignore[method-assign,assignment]
+    upload_items.upload_object = hold  # type: ignore[assignment,attr-defined]

@@ -1,0 +1,62 @@
+"""Options that several commands have, and those before the command's name, which all use.
+
+They never include credentials, because other users can see a command line. Credentials come from
+the environment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Annotated, TypeAlias
+
+import typer
+
+from dcp_objstore.errors import ConfigError
+
+Checkpoint: TypeAlias = Annotated[str, typer.Argument(help="URL of a checkpoint.", metavar="URL")]
+CheckpointOrRun: TypeAlias = Annotated[
+    str, typer.Argument(help="URL of a checkpoint or a run.", metavar="URL")
+]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Keys: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--keys", help="Only these keys; shell patterns. Repeatable.", metavar="PATTERN"),
+]
+TrustPickle: TypeAlias = Annotated[
+    bool, typer.Option("--trust-pickle", help="Unpickle any class. This may run code in it.")
+]
+Overwrite: TypeAlias = Annotated[bool, typer.Option("--overwrite", help="Replace what exists.")]
+
+_UNITS_BYTES = {
+    "": 1,
+    **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)},
+    **{unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)},
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([a-z]*)", re.IGNORECASE)
+
+_chosen: ContextVar[Mapping[str, str]] = ContextVar("storage_options")
+
+
+def choose(options: Mapping[str, str]) -> None:
+    """Keep these options for the command that follows."""
+    _chosen.set(options)
+
+
+def chosen() -> dict[str, str]:
+    """Return the `storage_options` for every store that a command opens."""
+    return dict(_chosen.get({}))
+
+
+def size_bytes(option: str, text: str) -> int:
+    """Return the number of bytes that a size such as 500MB or 2GiB means.
+
+    Raises:
+        ConfigError: it is no size; names the option.
+    """
+    found = _SIZE.fullmatch(text)
+    unit = None if found is None else _UNITS_BYTES.get(found[2].upper())
+    if found is None or unit is None or not float(found[1]):
+        raise ConfigError(f"{option} {text}: write a size such as 500MB, 5GB or 2GiB")
+    return int(float(found[1]) * unit)

@@ -1,0 +1,54 @@
+"""What commands print: tables, wrapped lines, JSON, and colours only where they are seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import typer
+
+
+def coloured(text: str, colour: str | None) -> str:
+    """Return the text in a colour, on a terminal and without `NO_COLOR` (no-color.org)."""
+    if colour is None or os.environ.get("NO_COLOR") or not sys.stdout.isatty():
+        return text
+    return typer.style(text, fg=colour)
+
+
+def print_json(report: Any, **more: object) -> None:
+    """Print a report, a dataclass, as one JSON object, and more fields after its own."""
+    print(json.dumps({**dataclasses.asdict(report), **more}))
+
+
+def columns() -> int:
+    """Return the width of the terminal; 80 if there is none."""
+    return shutil.get_terminal_size().columns
+
+
+def wrapped(text: str, width: int, indent: str = "", *, break_words: bool = True) -> list[str]:
+    """Cut a text into lines, at least one; all but the first begin with the indent."""
+    lines = textwrap.wrap(
+        text,
+        width,
+        subsequent_indent=indent,
+        break_long_words=break_words,
+        break_on_hyphens=False,
+    )
+    return lines or [""]
+
+
+def aligned(lines: Sequence[Sequence[str]], to_the_right: Collection[str]) -> Iterator[str]:
+    """Format the lines of a table; the first has the titles, some of which align to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (
+            cell.rjust(width) if title in to_the_right else cell.ljust(width)
+            for title, cell, width in zip(lines[0], line, widths, strict=True)
+        )
+        yield "  ".join(cells).rstrip()
