@@ -51,7 +51,7 @@ from typing import Any
 
 import msgspec
 
-from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, tries_until
+from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, pause_or_raise
 from dcp_objstore.checkpoint.compare_and_swap import SwapOutcome, compare_and_swap
 from dcp_objstore.checkpoint.marker import (
     ON_NOTHING,
@@ -72,10 +72,7 @@ from dcp_objstore.checkpoint.names import (
     new_nonce,
 )
 from dcp_objstore.checkpoint.publish import look
-from dcp_objstore.checkpoint.read import (
-    Found,
-    read_marker,
-)
+from dcp_objstore.checkpoint.read import Found, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -151,7 +148,6 @@ def begin(
     claim: int = 0,
     nonce: str | None = None,
     check: Callable[[], object] = lambda: None,
-    deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> BeginToken:
     """Put the beacon of a save and take its begin token (rule 2).
@@ -166,8 +162,7 @@ def begin(
         claim: number of the claim of the job that saves; 0 for none.
         nonce: the nonce of the save, which names the beacon. Default: a new one.
         check: called while the beacon is being put. What it raises ends the save.
-        deadline_seconds: no change of the marker begins later than this. Default 60.
-        clock: for tests.
+        clock: the time, and the deadline. Default: 60 s.
 
     Raises:
         SupersededError: the marker has a later claim than this job (rule C5 of `claim`).
@@ -180,7 +175,7 @@ def begin(
     beacon = beacon_key(nonce or new_nonce())
     try:
         *_, seen = workers.at_once(check, partial(_light, store, beacon), partial(look, store))
-        tries = tries_until(deadline_seconds, clock)
+        tries = clock.tries()
         token = _take_token(store, seen, tries, overwrite=overwrite, claim=claim)
     except (InputError, LostRaceError, CorruptDataError):
         # Not if the store does not answer: then the save would only fail later.
@@ -296,7 +291,6 @@ def commit(
     world_size: int,
     user_metadata: Mapping[str, object] | None,
     nonce: str,
-    deadline_seconds: float = DEADLINE_SECONDS,
     fenced: bool = True,
     clock: Clock = SYSTEM_CLOCK,
     on_retry: Callable[[int, Exception, float], None] | None = None,
@@ -312,10 +306,8 @@ def commit(
         world_size: number of ranks that saved.
         user_metadata: the user's own JSON values, or None.
         nonce: the nonce of this save, which names the index.
-        deadline_seconds: no PUT of the marker starts later than this after the first. A request
-            that is under way then may take up to the transport's time-out longer.
         fenced: False on a store without conditional writes (rule 11).
-        clock: for tests.
+        clock: the time, and the deadline. Default: 60 s.
         on_retry: called before each retry with the number of the try (from 2), the last error and
             the time of the first try.
 
@@ -357,7 +349,7 @@ def commit(
         raise
     if begin.marker is None and begin.version is not None:
         marker = msgspec.structs.replace(marker, put_on="")  # the damaged marker's is not known
-    token, tries = (begin.marker, begin.version), tries_until(deadline_seconds, clock, on_retry)
+    token, tries = (begin.marker, begin.version), clock.tries(on_retry)
     beaten = 0
     while True:
         outcome = put_marker(
@@ -486,18 +478,6 @@ def finish_deleting(store: ObjectStore, commit_id: str, tries: Tries) -> bool:
         if rewrite_marker(store, found, "the tombstone", tries, state="deleted", pins=()):
             return False
         pause_or_raise(store, tries)
-
-
-def pause_or_raise(store: ObjectStore, tries: Tries) -> None:
-    """Pause before the next try.
-
-    Raises:
-        RetryableError: the deadline has passed.
-    """
-    if not tries.pause():
-        raise RetryableError(
-            "others kept changing this checkpoint until the deadline; try again", url=store.url
-        )
 
 
 def put_tombstone(store: ObjectStore, tries: Tries) -> Marker | None:

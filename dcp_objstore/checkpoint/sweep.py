@@ -40,15 +40,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, tries_until
+from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock
 from dcp_objstore.checkpoint.commit import finish_deleting, put_tombstone, rewrite_marker
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
-from dcp_objstore.checkpoint.publish import Change, DotMetadata, align_dot_metadata, needed_change
-from dcp_objstore.checkpoint.read import Found, find_marker, read_index
+from dcp_objstore.checkpoint.publish import Aligned, Change, DotMetadata, align_dot_metadata
+from dcp_objstore.checkpoint.read import find_marker, read_index
 from dcp_objstore.checkpoint.sweep_plan import (
     GRACE_SECONDS,
     SweepOutcome,
@@ -61,6 +61,7 @@ from dcp_objstore.stores.retries import Tries
 
 # A marker, and the metadata of its object.
 _Seen: TypeAlias = tuple[Marker, ObjectMeta]
+_LOST: Any = {"outcome": "lost", "reason": "another job changed the marker"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,6 @@ def sweep(
     grace_seconds: float = GRACE_SECONDS,
     base: int = 0,
     dry_run: bool = False,
-    deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> CheckpointSweep:
     """Sweep the checkpoint at the store's root (rule 9). After a crash, the next sweep goes on.
@@ -129,8 +129,7 @@ def sweep(
         base: the oldest claim that counts in the run of this step; committed steps of earlier
             claims are deleted. Default 0: the run has no claims.
         dry_run: change nothing.
-        deadline_seconds: no change of the marker begins later than this.
-        clock: for tests.
+        clock: the time, and the deadline. Default: 60 s.
 
     Raises:
         ConfigError: the grace period is too short.
@@ -147,7 +146,7 @@ def sweep(
         grace_seconds,
         base,
         dry_run,
-        tries_until(deadline_seconds, clock),
+        clock.tries(),
     ).run(clock.utc_now())
 
 
@@ -198,7 +197,7 @@ class _Sweep:
         # next to a tombstone. No objects are removed, so this needs no fence.
         published = next((meta for meta in listing if meta.key == DOT_METADATA_KEY), None)
         if found is not None and _is_suspect(found, published):
-            return self._mend(done, found[0])
+            return self._mend(done, found)
         return done
 
     def _never_counts(self, found: _Seen, now: datetime) -> bool:
@@ -211,11 +210,9 @@ class _Sweep:
     def _delete_superseded(self, found: _Seen) -> CheckpointSweep:
         """Delete the step. A later sweep removes its objects, after the grace period."""
         if not self.dry_run:
-            token = _token(found)
+            token = found[0], found[1].version
             if not rewrite_marker(self.store, token, "the deletion", self.tries, state="deleting"):
-                return CheckpointSweep(
-                    url=self.store.url, outcome="lost", reason="another job changed the marker"
-                )
+                return CheckpointSweep(url=self.store.url, **_LOST)
             finish_deleting(self.store, token[0].commit_id, self.tries)
         return CheckpointSweep(
             url=self.store.url, outcome="mended", superseded=True, dry_run=self.dry_run
@@ -248,42 +245,40 @@ class _Sweep:
             dry_run=self.dry_run,
         )
 
-    def _mend(self, done: CheckpointSweep, marker: Marker) -> CheckpointSweep:
-        if self.dry_run:
-            change = needed_change(self.store, marker, self.dot_metadata)
-        else:
-            found = find_marker(self.store)
-            if found is None or found[0].write_id != marker.write_id:
-                return replace(done, outcome="lost", reason="another job changed the marker")
-            aligned = align_dot_metadata(
-                self.store, _token(found), self.dot_metadata, tries=self.tries
-            )
-            change = aligned.change
-            if change is not None:
-                rewrite_marker(self.store, aligned.found, "the fence", self.tries)
+    def _align(self, found: _Seen) -> Aligned:
+        """Bring `.metadata` into line; fence again if that changed it."""
+        store, tries = self.store, self.tries
+        token = found[0], found[1].version
+        aligned = align_dot_metadata(
+            store, token, self.dot_metadata, tries=tries, dry_run=self.dry_run
+        )
+        if aligned.change is not None and not self.dry_run:
+            rewrite_marker(store, aligned.found, "the fence", tries)
+        return aligned
+
+    def _mend(self, done: CheckpointSweep, found: _Seen) -> CheckpointSweep:
+        if not self.dry_run:
+            again = find_marker(self.store)
+            if again is None or again[0].write_id != found[0].write_id:
+                return replace(done, **_LOST)
+            found = again
+        change = self._align(found).change
         if change is None:
             return done
         outcome: SweepOutcome = "mended" if done.outcome == "clean" else done.outcome
         return replace(done, outcome=outcome, dot_metadata=change)
 
     def _remove(
-        self,
-        done: CheckpointSweep,
-        plan: SweepPlan,
-        found: _Seen | None,
+        self, done: CheckpointSweep, plan: SweepPlan, found: _Seen | None
     ) -> CheckpointSweep:
         if self.dry_run:
-            change = (
-                needed_change(self.store, found[0], self.dot_metadata)
-                if found is not None
-                else None
-            )
+            change = None if found is None else self._align(found).change
             if change is not None:
                 return replace(done, outcome="mended", dot_metadata=change)
             return _with_deleted(done, plan.candidates)
         fence = self._fence(found)
         if fence is None:
-            return replace(done, outcome="lost", reason="another job changed the marker")
+            return replace(done, **_LOST)
         done = replace(done, fenced=True)
         # From here on, only the store's own time counts.
         oldest_kept = fence[1].last_modified - timedelta(seconds=self.grace_seconds)
@@ -305,12 +300,11 @@ class _Sweep:
 
         Called behind the fence.
         """
-        aligned = align_dot_metadata(self.store, _token(fence), self.dot_metadata, tries=self.tries)
+        aligned = self._align(fence)
         if aligned.change is not None:
-            rewrite_marker(self.store, aligned.found, "the fence", self.tries)
             return replace(done, outcome="mended", dot_metadata=aligned.change)
         if aligned.found[0].write_id != fence[0].write_id:
-            return replace(done, outcome="lost", reason="another job changed the marker")
+            return replace(done, **_LOST)
         if aligned.written_at is not None and aligned.written_at >= oldest_kept:
             reason = "'.metadata' is younger than the grace period: stock readers may use the old"
             return replace(done, outcome="waiting", reason=reason)
@@ -322,7 +316,8 @@ class _Sweep:
         if found is None:
             written = put_tombstone(self.store, self.tries)
         else:
-            written = rewrite_marker(self.store, _token(found), "the fence", self.tries)
+            token = found[0], found[1].version
+            written = rewrite_marker(self.store, token, "the fence", self.tries)
         if written is None:
             return None
         fence = find_marker(self.store)
@@ -344,7 +339,3 @@ def _with_deleted(done: CheckpointSweep, metas: Collection[ObjectMeta]) -> Check
         deleted=done.deleted + len(metas),
         deleted_bytes=done.deleted_bytes + sum(meta.size_bytes for meta in metas),
     )
-
-
-def _token(found: _Seen) -> Found:
-    return found[0], found[1].version
