@@ -20,11 +20,12 @@ import numpy as np
 import torch
 import xxhash
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError, UnsupportedError
 from dcp_objstore.state import tensor_frame
-from dcp_objstore.state.dcp_metadata import constant_name
+from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject, constant_name
 from dcp_objstore.state.memory import lend
 from dcp_objstore.transfer.digests import block_digests, small_digest
 from dcp_objstore.transfer.parts import check_item_size
@@ -79,15 +80,20 @@ class Placed(msgspec.Struct, gc=False):
     length: int
     payload_offset: int
     payload_length: int
+    digests: bytes | list[Future[bytes]]
     pickled: bool
     dtype: str | None
-    digests: bytes | list[Future[bytes]]
 
-    def digest_bytes(self) -> bytes:
-        """Return all digests of the payload; wait for those still being computed."""
-        if isinstance(self.digests, bytes):
-            return self.digests
-        return b"".join(future.result() for future in self.digests)
+    def result(self, stored: StoredObject) -> WriteResult:
+        """Return the result of the item in this object; wait for its digests."""
+        digests = self.digests
+        if not isinstance(digests, bytes):
+            digests = b"".join(future.result() for future in digests)
+        place = StoredItem(
+            *(stored, self.offset, self.length, self.payload_offset, self.payload_length),
+            *(digests, self.pickled, self.dtype),
+        )
+        return WriteResult(self.item.index, self.length, place)
 
 
 def item_bytes(item: WriteItem, dtype: torch.dtype | None = None) -> int:
@@ -275,7 +281,7 @@ class Layout:
         length = self._position - offset
         name = constant_name(dtype)
         self.placed.append(
-            Placed(item, offset, length, payload_offset, size_bytes, False, name, digests)
+            Placed(item, offset, length, payload_offset, size_bytes, digests, False, name)
         )
 
     def _large_tensor(
@@ -320,13 +326,7 @@ class Layout:
     def _whole(
         self, item: WriteItem, body: ByteArray, dtype: torch.dtype | None
     ) -> Iterator[ByteArray]:
-        """Yield an item that is all payload: a pickled value, or a tensor pickled as a whole.
-
-        Args:
-            item: DCP's write item.
-            body: the pickled bytes.
-            dtype: dtype of the tensor; None for a value.
-        """
+        """Yield an item that is all payload: a pickled value, or a tensor pickled as a whole."""
         self._frame(bytes(tensor_frame.padding_before(self._position, 0)))
         offset = self._position
         if self._gathered:
@@ -341,7 +341,7 @@ class Layout:
         pickled = dtype is not None
         name = None if dtype is None else constant_name(dtype)
         self.placed.append(
-            Placed(item, offset, size_bytes, offset, size_bytes, pickled, name, digests)
+            Placed(item, offset, size_bytes, offset, size_bytes, digests, pickled, name)
         )
 
     def _begin(self, frame: tensor_frame.Frame) -> int:
