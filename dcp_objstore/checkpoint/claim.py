@@ -240,7 +240,6 @@ def go_back(
         open_step: returns the store of a step by its name; called from several threads.
         number: the number of this job's claim.
         keeps: returns whether a step, by its name, still counts.
-        clock: the time, and the deadline. Default: 60 s.
 
     Returns:
         The number of the new claim, which is this job's from now on.
@@ -365,12 +364,10 @@ def list_steps(
     has its index, which was put before the marker. So deleted steps cost no requests.
 
     Args:
-        run: rooted at the run.
         open_step: returns the store of a step by its name; called from several threads.
         newest: the number of steps to return, the newest ones. Default: all.
         on_damaged: called, from several threads, with the name of each step whose marker is
             damaged, and the error. Default: log a warning.
-        clock: the time, and the deadline. Default: 60 s.
 
     Raises:
         RetryableError: other jobs kept claiming the run until the deadline.
@@ -445,7 +442,6 @@ def refuse_uncounted(run: ObjectStore, number: int) -> None:
     """Refuse a save whose step would not count in the run (rule C4). One GET, before the save.
 
     Args:
-        run: rooted at the run.
         number: the number of the claim of the job that saves; 0 for none.
 
     Raises:

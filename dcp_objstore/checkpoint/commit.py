@@ -86,7 +86,7 @@ from dcp_objstore.errors import (
     SupersededError,
     UnsupportedError,
 )
-from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Precondition, Version
+from dcp_objstore.stores.protocol import IfAbsent, ObjectStore, Precondition, Version
 from dcp_objstore.stores.retries import Tries
 from dcp_objstore.transfer import workers
 
@@ -113,11 +113,6 @@ class BeginToken:
     claim: int = 0
     beacon: str = field(default="", compare=False)
     dot_metadata: Precondition | None = None
-
-    @property
-    def precondition(self) -> Precondition:
-        """The condition of the commit's PUT."""
-        return IfAbsent() if self.version is None else IfVersion(self.version)
 
 
 @dataclass(frozen=True)
@@ -156,13 +151,11 @@ def begin(
     also the requests that finish it (rule 8). A save that is refused leaves no beacon.
 
     Args:
-        store: rooted at the checkpoint.
         overwrite: replace a committed or damaged checkpoint. One that was committed under an
             earlier claim no longer counts and is replaced in any case (rule C5 of `claim`).
         claim: number of the claim of the job that saves; 0 for none.
         nonce: the nonce of the save, which names the beacon. Default: a new one.
         check: called while the beacon is being put. What it raises ends the save.
-        clock: the time, and the deadline. Default: 60 s.
 
     Raises:
         SupersededError: the marker has a later claim than this job (rule C5 of `claim`).
@@ -264,8 +257,6 @@ def refuse_later(store: ObjectStore, marker: Marker, claim: int) -> None:
     """Refuse to replace or delete a marker of a later claim (rule C5 of `claim`).
 
     Args:
-        store: rooted at the checkpoint.
-        marker: the marker that was read.
         claim: number of the claim of this job; 0 for none.
 
     Raises:
@@ -298,16 +289,12 @@ def commit(
     """Make the checkpoint exist (rules 4 and 5). Call once, after all ranks have reported.
 
     Args:
-        store: rooted at the checkpoint.
         begin: from `begin`, taken before the uploads.
         index: the encoded index.
         objects: key and size in bytes of every data object.
-        counts: a summary, for listings.
-        world_size: number of ranks that saved.
         user_metadata: the user's own JSON values, or None.
         nonce: the nonce of this save, which names the index.
         fenced: False on a store without conditional writes (rule 11).
-        clock: the time, and the deadline. Default: 60 s.
         on_retry: called before each retry with the number of the try (from 2), the last error and
             the time of the first try.
 
@@ -376,7 +363,6 @@ def check_objects(store: ObjectStore, objects: Sequence[tuple[str, int]]) -> Non
     """Check with a listing that every object is there with its size. Other keys may be there too.
 
     Args:
-        store: rooted at the checkpoint.
         objects: key and size in bytes of each object.
 
     Raises:
@@ -436,7 +422,6 @@ def rewrite_marker(
     """Rewrite a marker with other fields and a new write_id (rule 5).
 
     Args:
-        store: rooted at the checkpoint.
         found: the marker as it was read; the PUT is conditioned on its version.
         what: the change in words, for errors.
         tries: bounds when a PUT may start; the caller may use it for its own requests, too.
@@ -515,8 +500,6 @@ def put_marker(
     """Put a marker until the outcome is known (rules 4 and 5), by `compare_and_swap`.
 
     Args:
-        store: rooted at the checkpoint.
-        marker: the marker to put.
         version: of the marker to replace; None if there must be none.
         tries: bounds when a PUT may start.
         what: the change in words, for errors.

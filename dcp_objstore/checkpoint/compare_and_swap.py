@@ -59,8 +59,6 @@ def compare_and_swap(
     """Send one body until the outcome is known (rules 4 and 5 of `commit`).
 
     Args:
-        store: where the object is.
-        key: of the object.
         body: what to put. No two bodies are ever equal, because each has its own `write_id`.
         version: of the object to replace; None if there must be none.
         tries: bounds when a PUT may start.

@@ -12,7 +12,6 @@ import threading
 from dataclasses import replace
 
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock
-from dcp_objstore.checkpoint.commit import BeginToken
 from dcp_objstore.checkpoint.names import new_nonce
 from dcp_objstore.errors import (
     DcpObjstoreError,
@@ -57,7 +56,6 @@ def probe(
     Args:
         store: any store; needs the right to PUT and GET. Without the right to delete, the probe's
             objects stay (a few bytes each, which nothing reads).
-        clock: the time, and the deadline. Default: 60 s.
 
     Returns:
         The capabilities that the store has shown, never more than the adapter claims.
@@ -79,29 +77,25 @@ def probe(
 def require_fencing(
     store: ObjectStore,
     *,
-    overwrite: bool,
+    replaces: bool,
     allow_unfenced: bool,
-    begin: BeginToken | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Capabilities:
     """Refuse a save that this store could not fence (rule 11 of `commit`).
 
     Args:
-        store: rooted at the checkpoint.
-        overwrite: whether the save may overwrite a checkpoint.
+        replaces: whether there is, or may be, a marker to replace: a checkpoint's or a tombstone.
+            If there is none, overwriting is creating, which needs no conditional update.
         allow_unfenced: the user's promise that there is only one writer; accept a store without
             conditional creates. The caller then passes `fenced=result.conditional_create`, which is
             False, to `commit` and `publish_dot_metadata`.
-        begin: the begin token, if it is known. Then a conditional update is needed only if there
-            is something to replace: with nothing at the URL, overwriting is creating.
-        clock: the time, and the deadline. Default: 60 s.
 
     Returns:
         What the store can do, from `probe`. The result is kept for this process and bucket.
 
     Raises:
         UnsupportedError: the store has no conditional create and `allow_unfenced` is False; or it
-            has create but no update, and there is or may be something to overwrite.
+            has create but no update, and `replaces` is True.
     """
     found = _capabilities(store, clock)
     if not found.conditional_create:
@@ -117,7 +111,6 @@ def require_fencing(
             store.url,
         )
         return found
-    replaces = overwrite if begin is None else begin.version is not None
     if replaces and not found.conditional_update:
         raise UnsupportedError(
             "this store can create an object conditionally but not replace one, so a checkpoint"
@@ -134,7 +127,6 @@ def require_rewrites(store: ObjectStore, what: str, *, clock: Clock = SYSTEM_CLO
     Args:
         store: rooted where markers are.
         what: the beginning of the error message, such as "nothing can be deleted".
-        clock: the time, and the deadline. Default: 60 s.
 
     Raises:
         UnsupportedError: the store cannot replace an object conditionally (rule 11 of `commit`).

@@ -76,7 +76,6 @@ def publish_dot_metadata(
     a warning and goes on.
 
     Args:
-        store: rooted at the checkpoint.
         commit_id: the commit that `body` describes.
         body: the pickled `Metadata`.
         tries: bounds when a PUT may start. Default: 60 s from now.
@@ -179,9 +178,6 @@ def align_dot_metadata(
     """Bring `.metadata` into line with the marker, which must be committed or a tombstone.
 
     Args:
-        store: rooted at the checkpoint.
-        found: the marker as it was just read.
-        dot_metadata: makes and compares the content of `.metadata`.
         tries: bounds when a try may start.
         dry_run: only return the change that is needed.
 

@@ -74,8 +74,6 @@ class StepConsensus:
             nothing. A thread calls it every `look_every_seconds`; it may be slow. It is called
             again after an agreement that did not include the request.
         store: store for this purpose and these ranks only; None if there is only one rank.
-        rank: number of this rank, from 0.
-        world_size: number of ranks.
         peer_timeout_seconds: how long a rank waits for the others at its boundary.
         look_every_seconds: interval between two polls of the key. Default 0.25.
     """

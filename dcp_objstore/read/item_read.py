@@ -45,7 +45,6 @@ class ItemRead:
     went wrong. The read is then passed to `on_complete`. `take` returns the bytes of a value.
 
     Args:
-        item: DCP's read item.
         location: where the item lies; its payload is a whole `torch.save` blob or pickled value.
     """
 

@@ -43,8 +43,6 @@ def plan_load(
     """Determine what must be read for a plan, without looking at its tensors.
 
     Args:
-        checkpoint: the opened checkpoint.
-        items: the read items of the rank's plan.
         verify: whether arriving blocks will be checked against their digests.
         whole_blocks: whether to read whole digest blocks, which other ranks may need as well.
 

@@ -63,8 +63,6 @@ def run_load(
     A plan can be run only once.
 
     Args:
-        store: the store, rooted at the checkpoint.
-        planned: what to read.
         planner: DCP's planner, which gives destinations and takes values.
         config: sizes, concurrency, time-outs and the memory budget.
         trust_pickle: whether to unpickle values that `torch.load(weights_only=True)` refuses.

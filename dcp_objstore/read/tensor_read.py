@@ -68,7 +68,6 @@ class TensorRead:
     """A read of raw elements of a stored chunk into a destination tensor.
 
     Args:
-        item: DCP's read item.
         location: where the chunk lies; it must hold raw elements.
 
     Raises:
@@ -137,6 +136,12 @@ class TensorRead:
         """Whether the bytes go through a ring to a device."""
         return self._inbound is not None
 
+    def _place(self, copies: Iterable[Copy], elements: torch.Tensor) -> None:
+        for copy in copies:
+            source = elements[copy.start : copy.start + math.prod(copy.source_shape)]
+            source = narrow(source.view(copy.source_shape), copy.source)
+            narrow(self._view, copy.destination).copy_(source)
+
     def accept(self, position: int, block: Buffer) -> None:
         """Copy the needed elements of the payload bytes at `position`. Thread-safe."""
         arrived = np.frombuffer(block, dtype=np.uint8)
@@ -149,19 +154,19 @@ class TensorRead:
             work = functools.partial(self._send, position)
             self._inbound.send(self._view.device, block, work)
             return
-        elements = self._elements(arrived)
+        copies = self._selection.copies(position, position + arrived.nbytes)
         with torch.inference_mode(self._view.is_inference()), torch.no_grad():
-            for copy in self._selection.copies(position, position + arrived.nbytes):
-                source = elements[copy.start : copy.start + math.prod(copy.source_shape)]
-                source = narrow(source.view(copy.source_shape), copy.source)
-                narrow(self._view, copy.destination).copy_(source)
+            self._place(copies, self._elements(arrived))
 
     def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
         """Copy packed elements of the `size_bytes` payload bytes at `position`. Thread-safe."""
         copies = self._selection.copies(position, position + size_bytes)
         if self._inbound is not None:
-            work = functools.partial(self._send_packed, copies)
-            self._inbound.send(self._view.device, packed, work)
+
+            def unpack(arrived: torch.Tensor) -> None:
+                self._unpack(copies, self._staged(arrived))
+
+            self._inbound.send(self._view.device, packed, unpack)
             return
         self._unpack(copies, self._elements(np.frombuffer(packed, dtype=np.uint8)))
 
@@ -191,13 +196,7 @@ class TensorRead:
                 return
             start, end = self._selection.within(position, position + arrived.numel())
             elements = self._staged(arrived[start - position : end - position])
-            for copy in self._selection.copies(start, end):
-                source = elements[copy.start : copy.start + math.prod(copy.source_shape)]
-                source = narrow(source.view(copy.source_shape), copy.source)
-                narrow(self._view, copy.destination).copy_(source, non_blocking=True)
-
-    def _send_packed(self, copies: Iterable[Copy], packed: torch.Tensor) -> None:
-        self._unpack(copies, self._staged(packed))
+            self._place(self._selection.copies(start, end), elements)
 
     def _staged(self, arrived: torch.Tensor) -> torch.Tensor:
         """Copy elements to device memory, which is aligned for every dtype."""

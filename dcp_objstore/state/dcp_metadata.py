@@ -297,8 +297,6 @@ class Chunks(Sequence[ChunkStorageMetadata]):
     index instead of them.
 
     Args:
-        index: the index.
-        key: key of the tensor.
         made: the chunks that were made of this index.
     """
 

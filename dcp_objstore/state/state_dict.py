@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
@@ -117,8 +117,15 @@ class ConvertedState:
         try:
             for path, value in leaves:
                 self._leaves.append(self._convert(path, value, modules))
-            if loading:
-                _refuse_tensors_on_meta(self._leaves)
+            given = self._leaves if loading else []
+            on_meta = [name for leaf in given for name in _on_meta(leaf.given, leaf.path)]
+            if on_meta:
+                raise UnsupportedError(
+                    f"the state has tensors on the meta device, with no memory to load into"
+                    f" ({first_few(on_meta, 3)}); replace each with torch.empty_like(tensor,"
+                    " device=...)",
+                    key=on_meta[0],
+                )
             self._check_names_of_ranks()
             converted = {leaf.path: _plain(leaf.given, leaf.path) for leaf in self._leaves}
             self.state_dict = _rebuilt(state, converted)
@@ -263,18 +270,8 @@ def _refuse_module_on_meta(path: Path, module: torch.nn.Module) -> None:
     )
 
 
-def _refuse_tensors_on_meta(leaves: Iterable[_Leaf]) -> None:
-    """Raise if tensors of the state, or of a Stateful object's state, have no memory."""
-    names = [name for leaf in leaves for name in _on_meta(leaf.given, leaf.path)]
-    if names:
-        raise UnsupportedError(
-            f"the state has tensors on the meta device, with no memory to load into"
-            f" ({first_few(names, 3)}); replace each with torch.empty_like(tensor, device=...)",
-            key=names[0],
-        )
-
-
 def _on_meta(value: Any, path: Path) -> Iterator[str]:
+    """Yield the names of tensors without memory, in a value of the state or its state dict."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _on_meta(item, (*path, key))

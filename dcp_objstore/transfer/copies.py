@@ -60,7 +60,6 @@ def copy_objects(
     Args:
         store: where the objects are to be.
         objects: the sources of each object, by its key.
-        config: limits and time-outs.
         progress: receives the bytes that were copied; may stop the copies.
     """
     if not objects:

@@ -65,7 +65,6 @@ def worker_count(
     it is reading. Ranges that are open and not read yet take none.
 
     Args:
-        requests: all requests of the transfer.
         concurrency: the largest number of requests in flight.
         budget_bytes: the memory budget. One worker is always allowed.
         reading: how the store reads ranges.
@@ -103,7 +102,6 @@ def fetch_ranges(
     The first error that the store or `consume` raises ends the transfer and is raised here.
 
     Args:
-        store: where the objects are.
         object_keys: their keys, by object number.
         requests: what to fetch, in this order.
         consume: called in worker threads with a request and its body, for different requests at the
@@ -111,7 +109,6 @@ def fetch_ranges(
             is needed before the request is done, and None is yielded. If it raises
             `CorruptDataError`, the range is fetched once more from this piece on before the error
             counts, because a damaged transfer is not a damaged checkpoint.
-        config: limits and time-outs.
         progress: receives the bytes that were fetched; may stop the transfer.
         budget_bytes: memory for bodies. Default: `config.memory_budget_bytes`.
         admit: called in a worker before a request is fetched. It may wait, and it may return the

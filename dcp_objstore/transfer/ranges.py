@@ -86,7 +86,6 @@ def grown_request_size(total_bytes: int, least_bytes: int, *, is_near: bool = Tr
     store is far, it grows from 128 requests on, up to 16 MiB.
 
     Args:
-        total_bytes: of all requests.
         least_bytes: the configured request size.
         is_near: whether a few connections move all that the store or this machine can.
     """

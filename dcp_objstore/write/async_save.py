@@ -75,14 +75,11 @@ class _WatchedFuture(Future[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """Return the result, as `Future.result` does, and record that it was asked for."""
-        self._see(timeout)
+        self.exception(timeout)
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the error, as `Future.exception` does, and record that it was asked for."""
-        return self._see(timeout)
-
-    def _see(self, timeout: float | None) -> BaseException | None:
         error = super().exception(timeout)
         self.seen = True
         return error

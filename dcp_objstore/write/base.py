@@ -296,11 +296,8 @@ def find_unchanged(
     or are made by the planner.
 
     Args:
-        base: the base, with its index.
-        items: of the rank's plan.
         resolve: DCP's `planner.resolve_data`.
         known_digests: digests that staging has computed, by the address and size of the memory.
-        config: settings.
         digests_of: `block_digests` or a wrapper of it; called in the threads that hash.
     """
     assert base.index is not None

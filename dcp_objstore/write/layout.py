@@ -100,7 +100,6 @@ def item_bytes(item: WriteItem, dtype: torch.dtype | None = None) -> int:
     """Return the payload size of an item; 0 for a pickled value, whose size is not known yet.
 
     Args:
-        item: DCP's write item.
         dtype: the dtype that a planner converted the tensor to. Default: the dtype of the item.
     """
     if item.tensor_data is None:

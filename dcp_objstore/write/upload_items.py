@@ -61,9 +61,7 @@ def upload_items(
 
     Args:
         save: the save; its channel receives the events.
-        plan: the plan that the planner finished.
         planner: DCP's planner, which gives the data of each item.
-        config: sizes, concurrency and time-outs.
         warned_keys: keys of values that a warning was given for; new keys are added.
         base: the base of the save, if it can be copied from.
 

@@ -50,7 +50,7 @@ from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.write.base import Base, check_base, open_base, report_not_copied
 from dcp_objstore.write.layout import check_item
 from dcp_objstore.write.session import Save
-from dcp_objstore.write.staging.stager import KeptStager, OnBusy, note_children
+from dcp_objstore.write.staging.stager import KeptStager, OnBusy
 from dcp_objstore.write.upload_items import upload_items
 
 if TYPE_CHECKING:
@@ -265,10 +265,9 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                     found = wait_for(
                         probe.require_fencing,
                         store,
-                        overwrite=self._overwrite,
+                        replaces=save.begin.version is not None,
                         # A claim protects nothing without conditional writes.
                         allow_unfenced=self._allow_unfenced and number is None,
-                        begin=save.begin,
                         clock=self._clock,
                     )
                 except UnsupportedError:
@@ -557,6 +556,3 @@ def _read_back(index: ix.Index) -> tuple[ix.Index, bytes]:
             key=error.key,
             object_key=error.object_key,
         ) from error
-
-
-note_children(ObjectStoreWriter)

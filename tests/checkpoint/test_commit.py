@@ -125,8 +125,8 @@ def test_overwrite_logs_the_replaced_commit_and_uses_its_version(store: MemorySt
     assert marker == second.marker
     assert marker.generation == 2
     assert marker.log == (first.commit_id,)
-    assert marker_puts(store)[-1].precondition == token.precondition
-    assert isinstance(token.precondition, IfVersion)
+    assert token.version is not None
+    assert marker_puts(store)[-1].precondition == IfVersion(token.version)
 
 
 def test_pinned_checkpoint_is_not_overwritten(store: MemoryStore) -> None:

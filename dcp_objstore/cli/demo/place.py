@@ -85,7 +85,7 @@ def in_bucket(url: str, *, keep: bool) -> Iterator[Place]:
     store = spec.at(run_url).open()
     for _ in store.list():  # first, because the probe waits longer for a store that is away
         break
-    require_fencing(store, overwrite=True, allow_unfenced=False)
+    require_fencing(store, replaces=True, allow_unfenced=False)
     place = Place(run_url=run_url)
     try:
         yield place

@@ -206,8 +206,6 @@ def all_arrived(meeting: str, count: int, config: TransferConfig, url: str) -> b
     Args:
         meeting: unique name of the load, from its `Share`.
         count: number of ranks that load.
-        config: the settings; only `peer_timeout_seconds` is used.
-        url: URL of the checkpoint, for errors and the log.
 
     Raises:
         RankFailedError: the process that keeps the process group's store has died.
