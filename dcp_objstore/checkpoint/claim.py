@@ -143,8 +143,6 @@ class Step:
     """A step whose marker was read.
 
     Attributes:
-        name: the name of the step, below the run.
-        store: rooted at the step.
         found: its marker, in any state, with the version.
     """
 

@@ -120,7 +120,6 @@ class CommitResult:
     """A commit that took effect.
 
     Attributes:
-        commit_id: the id of this commit.
         superseded: another job replaced or deleted it before this save knew its outcome.
         marker: the marker as this commit wrote it.
         attempts: the number of PUTs of the marker that were sent.
@@ -289,8 +288,6 @@ def commit(
     """Make the checkpoint exist (rules 4 and 5). Call once, after all ranks have reported.
 
     Args:
-        begin: from `begin`, taken before the uploads.
-        index: the encoded index.
         objects: key and size in bytes of every data object.
         user_metadata: the user's own JSON values, or None.
         nonce: the nonce of this save, which names the index.
@@ -361,9 +358,6 @@ def commit(
 
 def check_objects(store: ObjectStore, objects: Sequence[tuple[str, int]]) -> None:
     """Check with a listing that every object is there with its size. Other keys may be there too.
-
-    Args:
-        objects: key and size in bytes of each object.
 
     Raises:
         CheckpointCorruptError: an object is missing or has another size; the error names it.
@@ -501,8 +495,6 @@ def put_marker(
 
     Args:
         version: of the marker to replace; None if there must be none.
-        tries: bounds when a PUT may start.
-        what: the change in words, for errors.
         landed: decides from a marker that was read later whether this PUT took effect. Default: by
             its write_id.
         fenced: whether to send the PUT with its condition (rule 11).

@@ -53,13 +53,7 @@ _DIGEST_SIZE_BYTES = len(',"digest":""}') + 64
 
 
 class IndexRef(msgspec.Struct, frozen=True, kw_only=True):
-    """The index that a marker names.
-
-    Attributes:
-        key: relative to the checkpoint.
-        size_bytes: its size.
-        sha256: of its bytes, hexadecimal.
-    """
+    """The index that a marker names."""
 
     key: str
     size_bytes: Annotated[int, Meta(ge=0, le=_MAX_INDEX_SIZE_BYTES)]
@@ -67,14 +61,7 @@ class IndexRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """A summary of a checkpoint, for listings; the index has the details.
-
-    Attributes:
-        tensors: tensors of the state dict.
-        blobs: pickled values.
-        objects: data objects.
-        total_bytes: the size of all data objects.
-    """
+    """A summary of a checkpoint, for listings; the index has the details."""
 
     tensors: _Count = 0
     blobs: _Count = 0
@@ -99,7 +86,6 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
         world_size: number of ranks that saved; 0 in a tombstone that never was a commit.
         created_at: time of the commit by the committing host's clock, timezone-aware. For
             information only; no rule relies on it.
-        user_metadata: the user's own JSON values.
         pins: names that protect the commit from deletion and from being overwritten.
         claim: number of the claim of the job that wrote or adopted this marker; 0 for none.
         put_on: the write_id of the marker that the commit replaced, or `nothing`. Empty after any

@@ -77,7 +77,6 @@ def publish_dot_metadata(
 
     Args:
         commit_id: the commit that `body` describes.
-        body: the pickled `Metadata`.
         tries: bounds when a PUT may start. Default: 60 s from now.
         seen: the `dot_metadata` of the commit's result. Default: not known.
         fenced: False on a store without conditional writes (rule 11 of `commit`).
@@ -178,7 +177,6 @@ def align_dot_metadata(
     """Bring `.metadata` into line with the marker, which must be committed or a tombstone.
 
     Args:
-        tries: bounds when a try may start.
         dry_run: only return the change that is needed.
 
     Raises:

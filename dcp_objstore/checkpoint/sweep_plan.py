@@ -37,7 +37,6 @@ class SweepPlan:
 
     Attributes:
         outcome: `swept` if there is something to remove now; otherwise why there is not.
-        reason: the same in words, or None.
         candidates: objects to remove, data before indexes.
         young: unnamed objects that are younger than the grace period.
         unknown: keys that do not have our form.

@@ -47,7 +47,6 @@ def shared_store(url: str, group: dist.ProcessGroup | None) -> dist.Store | None
     It has its own connection, because another thread may wait for long in the group's.
 
     Args:
-        url: URL of the run, for errors.
         group: the ranks that share the namespace; None if this process is alone.
     """
     token = on_first(lambda: secrets.token_hex(8), url, group)

@@ -63,10 +63,7 @@ def run_load(
     A plan can be run only once.
 
     Args:
-        planner: DCP's planner, which gives destinations and takes values.
-        config: sizes, concurrency, time-outs and the memory budget.
         trust_pickle: whether to unpickle values that `torch.load(weights_only=True)` refuses.
-        channel: channel for the events of this load, which began when the channel was made.
         exchange: the part of the load that the ranks do together; None if this rank loads alone.
 
     Raises:

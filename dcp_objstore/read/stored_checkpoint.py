@@ -171,9 +171,6 @@ class StoredCheckpoint:
     """A checkpoint that was opened for reading.
 
     Attributes:
-        metadata: metadata for DCP's planners.
-        object_keys: keys of its data objects.
-        items: where its items lie.
         marker: commit marker; None for a checkpoint that another library wrote.
         index: the index; None for a checkpoint that another library wrote.
     """

@@ -233,7 +233,6 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
     """Return the blocks that the reads need; a block that several reads need appears once.
 
     Args:
-        reads: the reads to plan.
         verify: attach digests to the blocks. Implies `whole_blocks`.
         whole_blocks: return whole digest blocks, which other ranks may need as well. If False,
             return only the runs of needed bytes, with gaps too small to be worth a request.

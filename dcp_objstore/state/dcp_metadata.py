@@ -44,9 +44,7 @@ class StoredObject(msgspec.Struct, frozen=True, array_like=True):
     """A data object that a rank has written.
 
     Attributes:
-        entry: its entry in the index.
         parts: number of requests that carried its bytes, or had the store copy them.
-        url: URL of the checkpoint.
         copied: whether the store has copied it from another checkpoint.
     """
 
@@ -60,12 +58,7 @@ class StoredItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The location of a stored item: `WriteResult.storage_data`.
 
     Attributes:
-        object: the data object that holds the item.
-        offset: offset of the item in its object.
         length: number of bytes of the item, framing included.
-        payload_offset: offset of the payload in the object.
-        payload_length: number of bytes of the payload.
-        digests: digests of the payload's blocks.
         pickled: whether the payload is a tensor pickled as a whole.
         dtype: name of the dtype of the stored elements, which a planner may have converted; None
             for a pickled value.

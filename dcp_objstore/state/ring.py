@@ -59,8 +59,6 @@ class Slot:
     """One buffer of a ring.
 
     Attributes:
-        memory: the bytes of the slot, as a tensor.
-        array: the bytes of the slot, as an array.
         tickets: tickets for the copies that were queued from or to the slot.
     """
 
@@ -98,7 +96,6 @@ class Ring:
 
     Args:
         count: largest number of slots; if 0, there is never a slot.
-        slot_bytes: size of a slot.
         allocate: callable that allocates host memory, such as `Lane.allocate`.
     """
 

@@ -46,8 +46,6 @@ class _Leaf:
     """A value of the state that is not a dict or a list to descend into.
 
     Attributes:
-        path: place of the value in the state.
-        value: the value.
         given: the original state dict of the value, which has the types of its containers and keys;
             the value itself if it is a plain value or a tensor.
         module: the module of an optimizer; otherwise None.

@@ -65,7 +65,6 @@ def worker_count(
     it is reading. Ranges that are open and not read yet take none.
 
     Args:
-        concurrency: the largest number of requests in flight.
         budget_bytes: the memory budget. One worker is always allowed.
         reading: how the store reads ranges.
         depth: the number of requests that a worker has in flight.
@@ -102,8 +101,6 @@ def fetch_ranges(
     The first error that the store or `consume` raises ends the transfer and is raised here.
 
     Args:
-        object_keys: their keys, by object number.
-        requests: what to fetch, in this order.
         consume: called in worker threads with a request and its body, for different requests at the
             same time, and once for each piece of a request. If it returns True, the calling thread
             is needed before the request is done, and None is yielded. If it raises
@@ -188,10 +185,8 @@ class _Begun(Generic[T]):
     """A request that is under way.
 
     Attributes:
-        request: the request.
         into: where to read it as a whole; None: in pieces, wherever its worker has memory.
         at: when it began (monotonic).
-        body: of the answer.
         worker: its number in a trace.
         rest: the pieces that were not consumed yet.
         again: how often it was asked for again, being slow.

@@ -69,8 +69,6 @@ def in_waves(do: Callable[[T], R], items: Sequence[T], wave: int = WAVE) -> Iter
     """Yield `do(item)` for each item, in their order; `AT_ONCE` calls run at a time.
 
     Args:
-        do: called in a daemon thread.
-        items: what to call it with.
         wave: the number of calls that are submitted before the first result is yielded.
     """
     if not items:

@@ -191,7 +191,6 @@ class Unchanged:
     """The part of a rank's plan that need not be uploaded.
 
     Attributes:
-        base: the base.
         items: all that have not changed, also what cannot be copied.
         objects: what the store is to make: for each object the runs of which it consists.
         refused: why other runs are not copied, and their size.
@@ -296,7 +295,6 @@ def find_unchanged(
     or are made by the planner.
 
     Args:
-        resolve: DCP's `planner.resolve_data`.
         known_digests: digests that staging has computed, by the address and size of the memory.
         digests_of: `block_digests` or a wrapper of it; called in the threads that hash.
     """

@@ -58,9 +58,6 @@ class ChangedSlice(NamedTuple):
     """A slice of a tensor that changed between its digest and the end of its upload.
 
     Attributes:
-        key: key of the tensor in the state.
-        offset: offset of the slice in the object.
-        size_bytes: size of the slice.
         digests: digests of the slice's blocks, as the index will have them.
     """
 
@@ -133,17 +130,12 @@ class Layout:
         pending: items that this rank still has to write, in order, each with its `item_bytes`. The
             object takes items from the left, and leaves what would exceed
             `plan.max_object_size_bytes` to the next object. A larger item gets its own object.
-        resolve: DCP's `planner.resolve_data`.
-        plan: sizes of parts, slices and objects.
-        hashers: threads that compute digests.
         on_value: callable that receives each pickled value's key and bytes.
-        rank: number of this rank, for errors.
         outbound: the path for slices out of a GPU's memory.
         digests_of: `block_digests` or a wrapper of it; called in the hashers.
         known_digests: digests that staging has computed, by the address and size of the memory.
 
     Attributes:
-        placed: the items that were placed, in order.
         changed: slices that were found to change during their upload.
         is_over: set when the upload has ended; the tensors' memory is not read after that.
     """

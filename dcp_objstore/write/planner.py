@@ -92,7 +92,6 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
     wrapper of that, so it is hashed as it is uploaded.
 
     Args:
-        url: URL of the checkpoint.
         state_dict: the state to save. (DCP passes a dict of its own to the planner.)
         ranks: number of ranks that save together. DCP itself believes that a rank is alone once its
             process group was destroyed.

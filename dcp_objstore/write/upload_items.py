@@ -60,8 +60,6 @@ def upload_items(
     Before that, the store copies what has not changed since the base.
 
     Args:
-        save: the save; its channel receives the events.
-        planner: DCP's planner, which gives the data of each item.
         warned_keys: keys of values that a warning was given for; new keys are added.
         base: the base of the save, if it can be copied from.
 

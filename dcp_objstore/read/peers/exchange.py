@@ -114,7 +114,6 @@ class Exchange:
     other ranks, where `prepare` or `advance` raises PeerFailedError.
 
     Args:
-        share: this rank's share, from the coordinator.
         group: a gloo group of the ranks that load, numbered as in the plan.
 
     Attributes:
