@@ -61,6 +61,11 @@ class ItemRead:
         """None: the read needs the whole payload."""
         return
 
+    @property
+    def needed_bytes(self) -> int:
+        """Number of payload bytes."""
+        return self.location.payload_length
+
     def bind(
         self, destination: torch.Tensor | None, on_complete: Callable[[ItemRead], None]
     ) -> None:

@@ -241,7 +241,7 @@ class Layout:
             payload = payload.cpu()
         frame = tensor_frame.frame(payload.dtype, tuple(payload.shape), self._options)
         body = tensor_frame.small_payload(payload, size_bytes)
-        # `_begin` and `_frame`, inlined: this runs once per tensor, and there may be tens of
+        # `_frame`, inlined: this runs once per tensor, and there may be tens of
         # thousands of them.
         padding = tensor_frame.padding_before(self._position, len(frame.header))
         lead = bytes(padding) + frame.header
@@ -279,8 +279,10 @@ class Layout:
         self, item: WriteItem, payload: torch.Tensor, size_bytes: int
     ) -> Iterator[ByteArray]:
         frame = tensor_frame.frame(payload.dtype, tuple(payload.shape), self._options)
-        offset = self._begin(frame)
-        payload_offset = offset + len(frame.header)
+        padding = tensor_frame.padding_before(self._position, len(frame.header))
+        self._frame(bytes(padding) + frame.header)
+        payload_offset = self._position
+        offset = payload_offset - len(frame.header)
         if self._gathered:
             yield self._take_gathered()
         known = self.known_digests.get((payload.data_ptr(), size_bytes))
@@ -334,12 +336,6 @@ class Layout:
         self.placed.append(
             Placed(item, offset, size_bytes, offset, size_bytes, digests, pickled, name)
         )
-
-    def _begin(self, frame: tensor_frame.Frame) -> int:
-        """Write padding and header; return the offset of the header."""
-        padding = tensor_frame.padding_before(self._position, len(frame.header))
-        self._frame(bytes(padding) + frame.header)
-        return self._position - len(frame.header)
 
     def _frame(self, framing: bytes) -> None:
         self._framing.update(framing)

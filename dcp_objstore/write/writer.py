@@ -183,6 +183,10 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         if self._target.url is not None:
             check_claim(claim, self._target.spec)
             check_base(base, self._target.spec)
+        self._forget_saves()
+
+    def _forget_saves(self) -> None:
+        """Be a writer that has not saved yet."""
         self._of_thread = threading.local()
         self._warned_keys: set[str] = set()
         self.last_save: SaveReport | None = None
@@ -198,10 +202,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """Restore a writer with these settings that has not saved yet."""
         self.__dict__.update(state)
         self._background = None
-        self._of_thread = threading.local()
-        self._warned_keys = set()
-        self.last_save = None
-        self.save_id = None
+        self._forget_saves()
 
     def __repr__(self) -> str:
         return f"ObjectStoreWriter({self.checkpoint_id!r}, overwrite={self._overwrite})"
