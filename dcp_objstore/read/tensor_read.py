@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -38,30 +38,14 @@ from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES, RangeRequest, Span
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from dcp_objstore.read.item_read import ItemRead
     from dcp_objstore.read.stored_checkpoint import ItemLocation, StoredCheckpoint
     from dcp_objstore.state.device import Inbound
     from dcp_objstore.state.geometry import Copy
     from dcp_objstore.transfer.upload import ByteArray
 
-
-class Read(Protocol):
-    """A consumer of one stored item's payload. It can be planned before it has a destination."""
-
-    item: ReadItem
-    location: ItemLocation
-
-    @property
-    def selection(self) -> Selection | None:
-        """The part of the payload that the read needs; None for all of it."""
-        ...
-
-    def accept(self, position: int, block: Buffer) -> None:
-        """Consume the needed part of the payload bytes at `position`. Thread-safe."""
-        ...
-
-    def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
-        """Consume what `Selection.pack` took out of the `size_bytes` bytes at `position`."""
-        ...
+    # What takes one stored item's payload. It can be planned before it has a destination.
+    Read: TypeAlias = "TensorRead | ItemRead"
 
 
 class TensorRead:

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Final, TypeVar, overload
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -326,13 +326,7 @@ class Chunks(Sequence[ChunkStorageMetadata]):
     def __iter__(self) -> Iterator[ChunkStorageMetadata]:
         return iter(self._chunks)
 
-    @overload
-    def __getitem__(self, number: int) -> ChunkStorageMetadata: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[ChunkStorageMetadata]: ...
-    def __getitem__(
-        self, number: int | slice
-    ) -> ChunkStorageMetadata | Sequence[ChunkStorageMetadata]:
+    def __getitem__(self, number: Any) -> Any:
         return self._chunks[number]
 
     def __eq__(self, other: object) -> bool:
