@@ -60,12 +60,7 @@ def repair(
     """
     tries = clock.tries()
     finished = False
-    while True:
-        found = read_marker(store)
-        if found is None:
-            raise not_committed(store, found)
-        if found[0].state != "deleting":
-            break
+    while (found := read_marker(store)) is not None and found[0].state == "deleting":
         finished = True
         if dry_run:
             return RepairReport(
@@ -77,6 +72,8 @@ def repair(
             )
         finish_deleting(store, found[0].commit_id, tries)
         pause_or_raise(store, tries)
+    if found is None:
+        raise not_committed(store, found)
     aligned = align_dot_metadata(store, found, dot_metadata, tries=tries, dry_run=dry_run)
     # So that a sweep waits for readers of the old `.metadata`. A store without conditional writes
     # has no sweeps, and there this PUT might undo a save.

@@ -125,8 +125,7 @@ class ConvertedState:
                     key=on_meta[0],
                 )
             self._check_names_of_ranks()
-            converted = {leaf.path: _plain(leaf.given, leaf.path) for leaf in self._leaves}
-            self.state_dict = _rebuilt(state, converted)
+            self.state_dict = _plain(state, {leaf.path: leaf.given for leaf in self._leaves})
         except BaseException:
             self.undo()
             raise
@@ -478,26 +477,19 @@ def _by_name(value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
     return keys
 
 
-def _rebuilt(value: Any, converted: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Rebuild the nesting in new dicts and lists, with converted leaves."""
-    if path in converted:
-        return converted[path]
+def _plain(value: Any, given: Mapping[Path, Any], path: Path = ()) -> Any:
+    """Rebuild the nesting in new dicts and lists, with the `given` leaves.
+
+    Keys become str: DCP names a value by `str(key)` and puts it back under that name.
+    """
+    value = given.get(path, value)
     if isinstance(value, Mapping):
         return {
-            name: _rebuilt(value[key], converted, (*path, key))
+            name: _plain(value[key], given, (*path, key))
             for name, key in _by_name(value, path).items()
         }
-    return [_rebuilt(item, converted, (*path, number)) for number, item in enumerate(value)]
-
-
-def _plain(value: Any, path: Path) -> Any:
-    """Convert keys to str: DCP names a value by `str(key)` and puts it back under that name."""
-    if isinstance(value, Mapping):
-        return {
-            name: _plain(value[key], (*path, key)) for name, key in _by_name(value, path).items()
-        }
     if isinstance(value, list) and not _is_whole(value):
-        return [_plain(item, (*path, number)) for number, item in enumerate(value)]
+        return [_plain(item, given, (*path, number)) for number, item in enumerate(value)]
     return value
 
 
