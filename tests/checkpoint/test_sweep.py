@@ -24,8 +24,7 @@ from dcp_objstore.checkpoint.names import (
 )
 from dcp_objstore.checkpoint.pins import pin, unpin
 from dcp_objstore.checkpoint.read import find_marker, open_committed
-from dcp_objstore.checkpoint.sweep import CheckpointSweep, sweep
-from dcp_objstore.checkpoint.sweep_plan import GRACE_SECONDS, plan_sweep
+from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, plan_sweep, sweep
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CommitLostError,
