@@ -61,7 +61,7 @@ def probe(
         The capabilities that the store has shown, never more than the adapter claims.
 
     Raises:
-        StoreUnavailableError: no clear answers before the deadline.
+        StoreUnavailableError: no clear answers for 30 s, or until the deadline of `clock`.
         InputError: there are no rights or credentials, or there is no bucket.
     """
     tries = clock.tries(most_seconds=_DEADLINE_SECONDS)

@@ -315,9 +315,8 @@ class Inbound:
         lane = self._lanes[device]
         arrived: ByteArray = np.frombuffer(block, dtype=np.uint8)
         slot: Slot | None = getattr(self._of_thread, "slot", None)
-        if slot is not None and slot.holds(arrived):
-            offset = slot.offset_of(arrived)
-            source = slot.memory[offset : offset + arrived.nbytes]
+        source = None if slot is None else slot.part_of(arrived)
+        if slot is not None and source is not None:
             slot.tickets.append(lane.queue(functools.partial(work, source)))
             return
         # Never wait for a slot: this may be the thread that the holders of all slots wait for.

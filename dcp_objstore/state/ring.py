@@ -79,14 +79,12 @@ class Slot:
             ticket.synchronize()
         self.tickets.clear()
 
-    def holds(self, part: ByteArray) -> bool:
-        """Whether these bytes lie in this slot."""
-        offset = self.offset_of(part)
-        return offset >= 0 and offset + part.nbytes <= self.array.nbytes
-
-    def offset_of(self, part: ByteArray) -> int:
-        """Return the offset of these bytes in this slot."""
-        return int(part.ctypes.data - self.array.ctypes.data)
+    def part_of(self, part: ByteArray) -> torch.Tensor | None:
+        """Return these bytes as a part of `memory`; None if they do not lie in this slot."""
+        offset = int(part.ctypes.data - self.array.ctypes.data)
+        if offset < 0 or offset + part.nbytes > self.array.nbytes:
+            return None
+        return self.memory[offset : offset + part.nbytes]
 
 
 class Ring:
