@@ -501,6 +501,20 @@ def test_dry_run_changes_nothing_and_tells_what_a_sweep_does(real: AgedStore) ->
     assert done.deleted == 3
 
 
+@pytest.mark.parametrize("torn", [False, True])
+def test_dry_run_leaves_the_marker_alone_where_dot_metadata_is_missing(
+    store: AgedStore, torn: bool
+) -> None:
+    save(store, publish=False)
+    if torn:
+        tear(store)
+    store.age()
+    before = {meta.key: meta.version for meta in store.list()}
+    planned = go(store, dry_run=True)
+    assert (planned.outcome, planned.dot_metadata) == ("mended", "written")
+    assert {meta.key: meta.version for meta in store.list()} == before
+
+
 @pytest.mark.parametrize("grace", [0, 3599.9, -1, float("nan"), float("inf"), "24h", True, None])
 def test_grace_of_less_than_an_hour_is_refused(store: AgedStore, grace: object) -> None:
     with pytest.raises(ConfigError, match="at least 3600"):
