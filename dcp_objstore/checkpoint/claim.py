@@ -31,26 +31,26 @@ The base only rises, and only steps that count are adopted: a step that does not
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, tries_until
+from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, pause_or_raise
 from dcp_objstore.checkpoint.commit import rewrite_marker
 from dcp_objstore.checkpoint.compare_and_swap import compare_and_swap
 from dcp_objstore.checkpoint.marker import (
     MAX_CLAIM,
     Marker,
-    check_checksum,
     damaged,
+    decode_record,
     new_id,
     with_checksum,
 )
 from dcp_objstore.checkpoint.names import CLAIM_KEY, natural_order, step_of
-from dcp_objstore.checkpoint.read import Found, read_marker
+from dcp_objstore.checkpoint.read import Found, find_record, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CommitUnknownError,
@@ -58,7 +58,6 @@ from dcp_objstore.errors import (
     CorruptDataError,
     DcpObjstoreError,
     InputError,
-    ObjectNotFoundError,
     RetryableError,
     SupersededError,
 )
@@ -144,8 +143,6 @@ class Step:
     """A step whose marker was read.
 
     Attributes:
-        name: the name of the step, below the run.
-        store: rooted at the step.
         found: its marker, in any state, with the version.
     """
 
@@ -165,17 +162,8 @@ def encode_claim(record: ClaimRecord) -> bytes:
 
 
 def decode_claim(body: bytes) -> ClaimRecord:
-    """Decode and check a stored `_CLAIM`.
-
-    Raises:
-        CheckpointCorruptError: it is too large or not JSON, or its digest or a field is wrong.
-        UnsupportedError: a newer version wrote it in a format that this one does not know.
-    """
-    check_checksum(body, what=_WHAT, newest_format=FORMAT, max_size_bytes=MAX_SIZE_BYTES)
-    try:
-        record = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise damaged(_WHAT, f"{error}") from error
+    """Decode and check a stored `_CLAIM`, with the errors of `decode_record`."""
+    record = decode_record(body, _decoder, _WHAT, FORMAT, MAX_SIZE_BYTES)
     if record.base > record.number:
         raise damaged(_WHAT, f"base {record.base} is beyond number {record.number}")
     return record
@@ -190,17 +178,8 @@ def read_claim(run: ObjectStore) -> tuple[ClaimRecord, Version] | None:
         CheckpointCorruptError: `_CLAIM` is damaged.
         UnsupportedError: a newer version wrote it in a format that this one does not know.
     """
-    try:
-        body, meta = run.get(CLAIM_KEY, max_size_bytes=MAX_SIZE_BYTES)
-    except ObjectNotFoundError:
-        return None
-    except CorruptDataError as error:
-        raise damaged(_WHAT, error.message).at(object_key=CLAIM_KEY, url=run.url) from error
-    try:
-        return decode_claim(body), meta.version
-    except DcpObjstoreError as error:
-        error.at(object_key=CLAIM_KEY, url=run.url)
-        raise
+    found = find_record(run, CLAIM_KEY, decode_claim, _WHAT, MAX_SIZE_BYTES)
+    return None if found is None else (found[0], found[1].version)
 
 
 def counts(marker: Marker, base: int) -> bool:
@@ -215,7 +194,6 @@ def claim_run(
     run: ObjectStore,
     open_step: OpenStep,
     *,
-    deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> int:
     """Claim the run (rule C2): from now on no other job's steps count.
@@ -225,9 +203,7 @@ def claim_run(
     Args:
         run: rooted at the run; needs conditional updates (`probe.require_rewrites`).
         open_step: returns the store of a step by its name; called from several threads.
-        deadline_seconds: no PUT is retried later than this after its first try, and the steps are
-            not listed again later than this.
-        clock: for tests.
+        clock: the time, and the deadline. Default: 60 s.
 
     Returns:
         The number of the new claim.
@@ -240,8 +216,8 @@ def claim_run(
             format. (A step whose marker is damaged is left out, with a warning.)
     """
     known = read_claim(run)
-    number = known[0].number + 1 if known else 1 + _last_claim(_read_steps(run, open_step))
-    return _take(run, open_step, known, number, _every, deadline_seconds, clock)
+    number = known[0].number + 1 if known else 1 + _last_claim(_steps_backwards(run, open_step))
+    return _take(run, open_step, known, number, lambda _: True, clock)
 
 
 def go_back(
@@ -250,7 +226,6 @@ def go_back(
     number: int,
     keeps: Callable[[str], bool],
     *,
-    deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> int:
     """Go back to earlier steps: all steps but those that `keeps` names stop counting (rule C2).
@@ -263,9 +238,6 @@ def go_back(
         open_step: returns the store of a step by its name; called from several threads.
         number: the number of this job's claim.
         keeps: returns whether a step, by its name, still counts.
-        deadline_seconds: no PUT is retried later than this after its first try, and the steps are
-            not listed again later than this.
-        clock: for tests.
 
     Returns:
         The number of the new claim, which is this job's from now on.
@@ -279,11 +251,7 @@ def go_back(
     """
     known = read_claim(run)
     _refuse_not_owned(run, known, number)
-    return _take(run, open_step, known, number + 1, keeps, deadline_seconds, clock)
-
-
-def _every(_name: str) -> bool:
-    return True
+    return _take(run, open_step, known, number + 1, keeps, clock)
 
 
 def _take(
@@ -292,11 +260,10 @@ def _take(
     known: tuple[ClaimRecord, Version] | None,
     number: int,
     keeps: Callable[[str], bool],
-    deadline_seconds: float,
     clock: Clock,
 ) -> int:
     base = known[0].base if known else 0
-    tries = tries_until(deadline_seconds, clock)
+    tries = clock.tries()
 
     def put(version: Version | None, new_base: int) -> Version:
         """Put `_CLAIM` with this base, and return its new version."""
@@ -306,19 +273,23 @@ def _take(
             CLAIM_KEY,
             encode_claim(record),
             version,
-            tries_until(deadline_seconds, clock),
+            clock.tries(),
             f"claim {number} of the run",
             read=read_claim,
             landed=lambda seen: seen.write_id == record.write_id,
         )
         again = read_claim(run) if outcome.landed else None
         if again is None or again[0].write_id != record.write_id:
-            raise _beaten(run, number)
+            raise SupersededError(
+                f"another job claimed this run at the same time as this one (claim {number}), and"
+                " goes on with it. Stop this job",
+                url=run.url,
+            )
         return again[1]
 
     claimed = put(known[1] if known else None, base)
     while True:
-        found = _read_steps(run, open_step)
+        found = list(_steps_backwards(run, open_step))
         later = _last_claim(found)
         if later > number:
             # `_CLAIM` still has our number, so no job of this run has a later one: the step was
@@ -328,24 +299,23 @@ def _take(
             continue
         counting = [step for step in found if counts(step.marker, base)]
         kept = [step for step in counting if keeps(step.name)]
-        if _adopt(kept, number, deadline_seconds, clock):
+        if _adopt(kept, number, clock):
             put(claimed, number)
             _log_dropped(run, [step for step in counting if not keeps(step.name)])
             return number
-        if not tries.pause():
-            raise RetryableError(
-                "others kept changing the steps of this run until the deadline; claim it again",
-                url=run.url,
-            )
+        pause_or_raise(
+            run,
+            tries,
+            "others kept changing the steps of this run until the deadline; claim it again",
+        )
 
 
-def _adopt(steps: Sequence[Step], number: int, deadline_seconds: float, clock: Clock) -> bool:
+def _adopt(steps: Sequence[Step], number: int, clock: Clock) -> bool:
     """Rewrite the markers of these steps; return False if another job changed one meanwhile."""
 
     def adopt(step: Step) -> bool:
-        tries = tries_until(deadline_seconds, clock)
         what = f"adopting the step as of claim {number}"
-        return rewrite_marker(step.store, step.found, what, tries, claim=number) is not None
+        return rewrite_marker(step.store, step.found, what, clock.tries(), claim=number) is not None
 
     return all(list(in_waves(adopt, [step for step in steps if step.marker.claim < number])))
 
@@ -369,16 +339,8 @@ def _log_dropped(run: ObjectStore, dropped: Sequence[Step]) -> None:
             )
 
 
-def _last_claim(found: Sequence[Step]) -> int:
+def _last_claim(found: Iterable[Step]) -> int:
     return max((step.marker.claim for step in found), default=0)
-
-
-def _beaten(run: ObjectStore, number: int) -> SupersededError:
-    return SupersededError(
-        f"another job claimed this run at the same time as this one (claim {number}), and goes on"
-        " with it. Stop this job",
-        url=run.url,
-    )
 
 
 # --- C3
@@ -390,7 +352,6 @@ def list_steps(
     *,
     newest: int | None = None,
     on_damaged: OnDamaged | None = None,
-    deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> list[Step]:
     """List the steps that count, in natural order of their names, the newest last (rule C3).
@@ -401,20 +362,17 @@ def list_steps(
     has its index, which was put before the marker. So deleted steps cost no requests.
 
     Args:
-        run: rooted at the run.
         open_step: returns the store of a step by its name; called from several threads.
         newest: the number of steps to return, the newest ones. Default: all.
         on_damaged: called, from several threads, with the name of each step whose marker is
             damaged, and the error. Default: log a warning.
-        deadline_seconds: the steps are not listed again later than this.
-        clock: for tests.
 
     Raises:
         RetryableError: other jobs kept claiming the run until the deadline.
         CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read, or a step is in a newer
             format. (A step whose marker is damaged is left out.)
     """
-    tries = tries_until(deadline_seconds, clock)
+    tries = clock.tries()
     while True:
         before = read_claim(run)
         base = before[0].base if before else 0
@@ -427,10 +385,9 @@ def list_steps(
         after = read_claim(run)
         if (before and before[0]) == (after and after[0]):
             return found[::-1]
-        if not tries.pause():
-            raise RetryableError(
-                "other jobs kept claiming this run until the deadline; try again", url=run.url
-            )
+        pause_or_raise(
+            run, tries, "other jobs kept claiming this run until the deadline; try again"
+        )
 
 
 def _steps_backwards(
@@ -444,11 +401,8 @@ def _steps_backwards(
     """Yield the steps that have a marker, the last name first.
 
     Args:
-        run: rooted at the run.
-        open_step: returns the store of a step by its name; called from several threads.
         newest: read markers in batches of at most this size.
         but_bare: leave out steps that have nothing but a marker.
-        on_damaged: as for `list_steps`.
     """
 
     def read(name: str) -> Step | None:
@@ -479,10 +433,6 @@ def _warn(_name: str, error: CheckpointCorruptError) -> None:
     _log.warning("a step is left out because its marker cannot be read: %s", error)
 
 
-def _read_steps(run: ObjectStore, open_step: OpenStep) -> list[Step]:
-    return list(_steps_backwards(run, open_step))
-
-
 # --- C4
 
 
@@ -490,7 +440,6 @@ def refuse_uncounted(run: ObjectStore, number: int) -> None:
     """Refuse a save whose step would not count in the run (rule C4). One GET, before the save.
 
     Args:
-        run: rooted at the run.
         number: the number of the claim of the job that saves; 0 for none.
 
     Raises:
@@ -515,7 +464,6 @@ def confirm(
     run: ObjectStore,
     number: int,
     *,
-    deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> None:
     """Check after a commit that the run still has this claim, so that the step counts (rule C4).
@@ -525,7 +473,7 @@ def confirm(
         CommitUnknownError: `_CLAIM` could not be read before the deadline.
         CheckpointCorruptError: `_CLAIM` was removed or damaged.
     """
-    tries = tries_until(deadline_seconds, clock)
+    tries = clock.tries()
     while True:
         try:
             found = read_claim(run)

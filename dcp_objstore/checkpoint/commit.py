@@ -51,7 +51,7 @@ from typing import Any
 
 import msgspec
 
-from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, tries_until
+from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, pause_or_raise
 from dcp_objstore.checkpoint.compare_and_swap import SwapOutcome, compare_and_swap
 from dcp_objstore.checkpoint.marker import (
     ON_NOTHING,
@@ -72,10 +72,7 @@ from dcp_objstore.checkpoint.names import (
     new_nonce,
 )
 from dcp_objstore.checkpoint.publish import look
-from dcp_objstore.checkpoint.read import (
-    Found,
-    read_marker,
-)
+from dcp_objstore.checkpoint.read import Found, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -89,7 +86,7 @@ from dcp_objstore.errors import (
     SupersededError,
     UnsupportedError,
 )
-from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Precondition, Version
+from dcp_objstore.stores.protocol import IfAbsent, ObjectStore, Precondition, Version
 from dcp_objstore.stores.retries import Tries
 from dcp_objstore.transfer import workers
 
@@ -117,18 +114,12 @@ class BeginToken:
     beacon: str = field(default="", compare=False)
     dot_metadata: Precondition | None = None
 
-    @property
-    def precondition(self) -> Precondition:
-        """The condition of the commit's PUT."""
-        return IfAbsent() if self.version is None else IfVersion(self.version)
-
 
 @dataclass(frozen=True)
 class CommitResult:
     """A commit that took effect.
 
     Attributes:
-        commit_id: the id of this commit.
         superseded: another job replaced or deleted it before this save knew its outcome.
         marker: the marker as this commit wrote it.
         attempts: the number of PUTs of the marker that were sent.
@@ -151,7 +142,6 @@ def begin(
     claim: int = 0,
     nonce: str | None = None,
     check: Callable[[], object] = lambda: None,
-    deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> BeginToken:
     """Put the beacon of a save and take its begin token (rule 2).
@@ -160,14 +150,11 @@ def begin(
     also the requests that finish it (rule 8). A save that is refused leaves no beacon.
 
     Args:
-        store: rooted at the checkpoint.
         overwrite: replace a committed or damaged checkpoint. One that was committed under an
             earlier claim no longer counts and is replaced in any case (rule C5 of `claim`).
         claim: number of the claim of the job that saves; 0 for none.
         nonce: the nonce of the save, which names the beacon. Default: a new one.
         check: called while the beacon is being put. What it raises ends the save.
-        deadline_seconds: no change of the marker begins later than this. Default 60.
-        clock: for tests.
 
     Raises:
         SupersededError: the marker has a later claim than this job (rule C5 of `claim`).
@@ -180,7 +167,7 @@ def begin(
     beacon = beacon_key(nonce or new_nonce())
     try:
         *_, seen = workers.at_once(check, partial(_light, store, beacon), partial(look, store))
-        tries = tries_until(deadline_seconds, clock)
+        tries = clock.tries()
         token = _take_token(store, seen, tries, overwrite=overwrite, claim=claim)
     except (InputError, LostRaceError, CorruptDataError):
         # Not if the store does not answer: then the save would only fail later.
@@ -269,8 +256,6 @@ def refuse_later(store: ObjectStore, marker: Marker, claim: int) -> None:
     """Refuse to replace or delete a marker of a later claim (rule C5 of `claim`).
 
     Args:
-        store: rooted at the checkpoint.
-        marker: the marker that was read.
         claim: number of the claim of this job; 0 for none.
 
     Raises:
@@ -296,7 +281,6 @@ def commit(
     world_size: int,
     user_metadata: Mapping[str, object] | None,
     nonce: str,
-    deadline_seconds: float = DEADLINE_SECONDS,
     fenced: bool = True,
     clock: Clock = SYSTEM_CLOCK,
     on_retry: Callable[[int, Exception, float], None] | None = None,
@@ -304,18 +288,10 @@ def commit(
     """Make the checkpoint exist (rules 4 and 5). Call once, after all ranks have reported.
 
     Args:
-        store: rooted at the checkpoint.
-        begin: from `begin`, taken before the uploads.
-        index: the encoded index.
         objects: key and size in bytes of every data object.
-        counts: a summary, for listings.
-        world_size: number of ranks that saved.
         user_metadata: the user's own JSON values, or None.
         nonce: the nonce of this save, which names the index.
-        deadline_seconds: no PUT of the marker starts later than this after the first. A request
-            that is under way then may take up to the transport's time-out longer.
         fenced: False on a store without conditional writes (rule 11).
-        clock: for tests.
         on_retry: called before each retry with the number of the try (from 2), the last error and
             the time of the first try.
 
@@ -357,7 +333,7 @@ def commit(
         raise
     if begin.marker is None and begin.version is not None:
         marker = msgspec.structs.replace(marker, put_on="")  # the damaged marker's is not known
-    token, tries = (begin.marker, begin.version), tries_until(deadline_seconds, clock, on_retry)
+    token, tries = (begin.marker, begin.version), clock.tries(on_retry)
     beaten = 0
     while True:
         outcome = put_marker(
@@ -382,10 +358,6 @@ def commit(
 
 def check_objects(store: ObjectStore, objects: Sequence[tuple[str, int]]) -> None:
     """Check with a listing that every object is there with its size. Other keys may be there too.
-
-    Args:
-        store: rooted at the checkpoint.
-        objects: key and size in bytes of each object.
 
     Raises:
         CheckpointCorruptError: an object is missing or has another size; the error names it.
@@ -444,7 +416,6 @@ def rewrite_marker(
     """Rewrite a marker with other fields and a new write_id (rule 5).
 
     Args:
-        store: rooted at the checkpoint.
         found: the marker as it was read; the PUT is conditioned on its version.
         what: the change in words, for errors.
         tries: bounds when a PUT may start; the caller may use it for its own requests, too.
@@ -488,18 +459,6 @@ def finish_deleting(store: ObjectStore, commit_id: str, tries: Tries) -> bool:
         pause_or_raise(store, tries)
 
 
-def pause_or_raise(store: ObjectStore, tries: Tries) -> None:
-    """Pause before the next try.
-
-    Raises:
-        RetryableError: the deadline has passed.
-    """
-    if not tries.pause():
-        raise RetryableError(
-            "others kept changing this checkpoint until the deadline; try again", url=store.url
-        )
-
-
 def put_tombstone(store: ObjectStore, tries: Tries) -> Marker | None:
     """Put a tombstone where there is no marker, so that no save that began before can commit.
 
@@ -535,11 +494,7 @@ def put_marker(
     """Put a marker until the outcome is known (rules 4 and 5), by `compare_and_swap`.
 
     Args:
-        store: rooted at the checkpoint.
-        marker: the marker to put.
         version: of the marker to replace; None if there must be none.
-        tries: bounds when a PUT may start.
-        what: the change in words, for errors.
         landed: decides from a marker that was read later whether this PUT took effect. Default: by
             its write_id.
         fenced: whether to send the PUT with its condition (rule 11).

@@ -59,13 +59,9 @@ def compare_and_swap(
     """Send one body until the outcome is known (rules 4 and 5 of `commit`).
 
     Args:
-        store: where the object is.
-        key: of the object.
         body: what to put. No two bodies are ever equal, because each has its own `write_id`.
         version: of the object to replace; None if there must be none.
-        tries: bounds when a PUT may start.
         what: the thing that is put, in words, for the error.
-        read: returns the object as it is now, or None.
         landed: decides from an object that was read later whether this PUT took effect.
         fenced: whether to send the PUT with its condition (rule 11).
 

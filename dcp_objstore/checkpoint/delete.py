@@ -18,10 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, tries_until
+from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, pause_or_raise
 from dcp_objstore.checkpoint.commit import (
     finish_deleting,
-    pause_or_raise,
     refuse_later,
     rewrite_marker,
 )
@@ -73,7 +72,6 @@ def delete(
     now: bool = False,
     dry_run: bool = False,
     claim: int | None = None,
-    deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> DeleteReport:
     """Delete the checkpoint at the store's root (rule 8). After a crash, call it again to go on.
@@ -85,8 +83,7 @@ def delete(
         dry_run: change nothing, but refuse what would be refused.
         claim: number of the claim of the job that deletes, 0 if it has none (rule C5 of `claim`);
             None if the caller is no such job, so that claims do not matter.
-        deadline_seconds: no change of the marker begins later than this.
-        clock: for tests.
+        clock: the time, and the deadline. Default: 60 s.
 
     Raises:
         CheckpointNotFoundError: nothing is committed here (any more).
@@ -96,7 +93,7 @@ def delete(
         CommitUnknownError: no clear answer before the deadline; the same call goes on from there.
         CheckpointCorruptError, UnsupportedError: the marker cannot be read.
     """
-    tries = tries_until(deadline_seconds, clock)
+    tries = clock.tries()
     found = read_marker(store)
     if found is None:
         raise not_committed(store, found)

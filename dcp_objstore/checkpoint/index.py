@@ -64,8 +64,6 @@ class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
     """One data object.
 
     Attributes:
-        key: relative to the checkpoint.
-        size_bytes: its size.
         e_tag: the ETag that the store reported after the upload, or None.
         framing_digest: XXH3-128 over all its bytes that are not payload, in order.
     """
@@ -158,7 +156,6 @@ class Group(NamedTuple):
     """The chunks of all tensors that have the same number of dimensions, one row a chunk.
 
     Attributes:
-        tensors: the tensors.
         owner: position of the chunk's tensor in `tensors`.
         number: number of the chunk in its tensor.
         rows: the chunk's row in the columns.
@@ -195,13 +192,10 @@ class Index:
     """The whole checkpoint.
 
     Attributes:
-        objects: the data objects.
         tensors: the tensors, by state-dict key (DCP's fqn).
         blobs: keys of the pickled values, whose items are exactly what DCP's planner gave
             (BYTE_IO).
-        columns: where the items lie.
         flatten_mapping: the place of each flattened key in the nested state dict, or None.
-        storage: DCP's storage_meta.
     """
 
     objects: tuple[ObjectEntry, ...]
@@ -300,7 +294,6 @@ class Index:
         """Return the row of a chunk, or None if there is none.
 
         Args:
-            key: the state-dict key.
             offset: the chunk's offset in its tensor; None for a pickled value.
             hint: which of the tensor's chunks it probably is.
         """
@@ -443,8 +436,6 @@ def _refuse(
     """Raise CheckpointCorruptError for the first bad row, if there is one.
 
     Args:
-        index: the index, to name the row's key.
-        bad: whether each row is bad.
         what: describes a row, by its position in `bad`.
         rows: the rows that `bad` is about, if they are not all.
     """

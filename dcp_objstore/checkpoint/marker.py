@@ -20,13 +20,15 @@ import re
 import secrets
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from dcp_objstore.checkpoint.names import check_object_key
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
+
+T = TypeVar("T")
 
 FORMAT: Final = 2
 MAX_MARKER_SIZE_BYTES: Final = 64 * 1024
@@ -37,6 +39,7 @@ MAX_PIN_LENGTH: Final = 200
 # A claim with a larger number is damage; a run is claimed some thousand times at most.
 MAX_CLAIM: Final = 2**53
 ON_NOTHING: Final = "nothing"
+MARKER_NAME: Final = "the marker"  # in errors
 
 # An index of 2 GiB would describe petabytes; a marker that claims more is damaged.
 _MAX_INDEX_SIZE_BYTES = 2 * 1024**3
@@ -45,19 +48,12 @@ _Id = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 _Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _Pin = Annotated[str, Meta(min_length=1, max_length=MAX_PIN_LENGTH)]
 _MAX_DEPTH = 32
-_WHAT = "the marker"
 _DIGEST = re.compile(rb',"digest":"([0-9a-f]{64})"\}\Z')
 _DIGEST_SIZE_BYTES = len(',"digest":""}') + 64
 
 
 class IndexRef(msgspec.Struct, frozen=True, kw_only=True):
-    """The index that a marker names.
-
-    Attributes:
-        key: relative to the checkpoint.
-        size_bytes: its size.
-        sha256: of its bytes, hexadecimal.
-    """
+    """The index that a marker names."""
 
     key: str
     size_bytes: Annotated[int, Meta(ge=0, le=_MAX_INDEX_SIZE_BYTES)]
@@ -65,14 +61,7 @@ class IndexRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """A summary of a checkpoint, for listings; the index has the details.
-
-    Attributes:
-        tensors: tensors of the state dict.
-        blobs: pickled values.
-        objects: data objects.
-        total_bytes: the size of all data objects.
-    """
+    """A summary of a checkpoint, for listings; the index has the details."""
 
     tensors: _Count = 0
     blobs: _Count = 0
@@ -97,7 +86,6 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
         world_size: number of ranks that saved; 0 in a tombstone that never was a commit.
         created_at: time of the commit by the committing host's clock, timezone-aware. For
             information only; no rule relies on it.
-        user_metadata: the user's own JSON values.
         pins: names that protect the commit from deletion and from being overwritten.
         claim: number of the claim of the job that wrote or adopted this marker; 0 for none.
         put_on: the write_id of the marker that the commit replaced, or `nothing`. Empty after any
@@ -169,21 +157,12 @@ def encode_marker(marker: Marker) -> bytes:
 
 
 def decode_marker(body: bytes) -> Marker:
-    """Decode and check a stored marker.
-
-    Raises:
-        CheckpointCorruptError: it is too large or not JSON, or its digest or a field is wrong.
-        UnsupportedError: a newer version wrote it in a format that this one does not know.
-    """
-    check_checksum(body, what=_WHAT, newest_format=FORMAT, max_size_bytes=MAX_MARKER_SIZE_BYTES)
-    try:
-        marker = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise damaged(_WHAT, f"{error}") from error
+    """Decode and check a stored marker, with the errors of `decode_record`."""
+    marker = decode_record(body, _decoder, MARKER_NAME, FORMAT, MAX_MARKER_SIZE_BYTES)
     if marker.index is not None:
         check_object_key(marker.index.key)
     elif marker.state != "deleted":
-        raise damaged(_WHAT, "it names no index")
+        raise damaged(MARKER_NAME, "it names no index")
     return marker
 
 
@@ -213,47 +192,22 @@ def check_user_metadata(values: Mapping[str, object] | None) -> dict[str, Any]:
     return plain
 
 
-def next_marker(
-    old: Marker | None,
-    *,
-    commit_id: str,
-    index: IndexRef,
-    counts: Counts,
-    world_size: int,
-    user_metadata: Mapping[str, Any],
-    created_at: datetime,
-    claim: int = 0,
-) -> Marker:
-    """Make the marker of a new commit.
+def next_marker(old: Marker | None, *, claim: int = 0, **fields: Any) -> Marker:
+    """Make the marker of a new commit, with these other fields.
 
     Its generation is one higher than that of the marker it replaces, whose commit_id joins the log,
     even if it is a tombstone. Its write_id is new. Pins belong to the commit that they protect and
     are not carried over.
-
-    Args:
-        old: the marker of the begin token, or None if there was none.
-        commit_id: of the new commit.
-        index: its index.
-        counts: its summary, for listings.
-        world_size: number of ranks that saved.
-        user_metadata: as `check_user_metadata` returned it.
-        created_at: time of the commit, timezone-aware.
-        claim: number of the claim of the job that saves; 0 for none.
     """
     return Marker(
         format=format_of(claim),
         state="committed",
-        commit_id=commit_id,
         write_id=new_id(),
         generation=old.generation + 1 if old else 1,
         log=(*old.log, old.commit_id)[-LOG_LENGTH:] if old else (),
-        index=index,
-        counts=counts,
-        world_size=world_size,
-        created_at=created_at,
-        user_metadata=dict(user_metadata),
         claim=claim,
         put_on=old.write_id if old else ON_NOTHING,
+        **fields,
     )
 
 
@@ -262,25 +216,18 @@ def with_checksum(body: bytes) -> bytes:
     return body[:-1] + b',"digest":"%s"}' % hashlib.sha256(body).hexdigest().encode()
 
 
-def check_checksum(body: bytes, *, what: str, newest_format: int, max_size_bytes: int) -> None:
-    """Check size, format and digest, before anything else is decoded.
-
-    Args:
-        body: the bytes as they are stored.
-        what: the name of the thing, for errors.
-        newest_format: the largest `format` that this version knows.
-        max_size_bytes: the largest size that is accepted.
+def decode_record(
+    body: bytes, decoder: msgspec.json.Decoder[T], what: str, newest_format: int, max_bytes: int
+) -> T:
+    """Decode a marker or `_CLAIM`, after its size, format and digest were checked.
 
     Raises:
-        CheckpointCorruptError: it is too large or not JSON, or its digest is wrong.
+        CheckpointCorruptError: it is too large or not JSON, or its digest or a field is wrong.
         UnsupportedError: a newer version wrote it in a format that this one does not know.
     """
-    if len(body) > max_size_bytes:
-        raise damaged(what, f"it has {len(body)} bytes, at most {max_size_bytes} are allowed")
-    try:
-        found = _format_decoder.decode(body).format
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise damaged(what, f"{error}") from error
+    if len(body) > max_bytes:
+        raise damaged(what, f"it has {len(body)} bytes, at most {max_bytes} are allowed")
+    found = _decoded(body, _format_decoder, what).format
     # Before the digest, because a newer format may have another rule for it.
     if found > newest_format:
         raise UnsupportedError(
@@ -292,6 +239,14 @@ def check_checksum(body: bytes, *, what: str, newest_format: int, max_size_bytes
         raise damaged(what, "it does not end with its digest")
     if hashlib.sha256(body[: tail.start()] + b"}").hexdigest().encode() != tail[1]:
         raise damaged(what, "it differs from its own digest")
+    return _decoded(body, decoder, what)
+
+
+def _decoded(body: bytes, decoder: msgspec.json.Decoder[T], what: str) -> T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise damaged(what, f"{error}") from error
 
 
 def damaged(what: str, reason: str) -> CheckpointCorruptError:

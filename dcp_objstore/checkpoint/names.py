@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from dcp_objstore.errors import CheckpointCorruptError, InputError
 
@@ -29,7 +28,6 @@ CLAIM_KEY: Final = "_CLAIM"
 MAX_KEY_SIZE_BYTES: Final = 1024
 
 _NONCE_BYTES = 12
-_NONCE = re.compile(r"[0-9a-f]{16,64}\Z")
 _DATA = re.compile(r"__(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,8})\.([0-9a-f]{16,64})\.distcp\Z")
 _INDEX = re.compile(r"index\.([0-9a-f]{16,64})\.msgpack\Z")
 _BEACON = re.compile(r"\.save-[0-9a-f]{16,64}\Z")
@@ -38,15 +36,8 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
-@dataclass(frozen=True, slots=True)
-class DataName:
-    """The parts of a data object's key.
-
-    Attributes:
-        rank: the rank that wrote it.
-        n: its number among the objects of that rank in that save, from 0.
-        nonce: the random part that this rank uses in this save.
-    """
+class DataName(NamedTuple):
+    """The parts of a data object's key: the rank that wrote it, and its number in that save."""
 
     rank: int
     n: int
@@ -76,9 +67,7 @@ def index_key(nonce: str) -> str:
     Raises:
         InputError: the nonce is not one that `new_nonce` gives.
     """
-    if not _NONCE.match(nonce):
-        raise InputError(f"not a nonce: {nonce!r}")
-    return f"index.{nonce}.msgpack"
+    return _with_nonce(f"index.{nonce}.msgpack", _INDEX, nonce)
 
 
 def beacon_key(nonce: str) -> str:
@@ -87,8 +76,11 @@ def beacon_key(nonce: str) -> str:
     Raises:
         InputError: the nonce is not one that `new_nonce` gives.
     """
-    key = f".save-{nonce}"
-    if not is_beacon_key(key):
+    return _with_nonce(f".save-{nonce}", _BEACON, nonce)
+
+
+def _with_nonce(key: str, form: re.Pattern[str], nonce: str) -> str:
+    if not form.match(key):
         raise InputError(f"not a nonce: {nonce!r}")
     return key
 

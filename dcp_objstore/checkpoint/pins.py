@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, tries_until
-from dcp_objstore.checkpoint.commit import pause_or_raise, rewrite_marker
+from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, pause_or_raise
+from dcp_objstore.checkpoint.commit import rewrite_marker
 from dcp_objstore.checkpoint.marker import MAX_PIN_LENGTH, MAX_PINS
 from dcp_objstore.checkpoint.read import not_committed, read_marker
 from dcp_objstore.errors import ConfigError
@@ -25,7 +25,6 @@ def pin(
     store: ObjectStore,
     name: str,
     *,
-    deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> tuple[str, ...]:
     """Protect the commit at the store's root. If it already has this pin, nothing changes.
@@ -33,8 +32,7 @@ def pin(
     Args:
         store: rooted at the checkpoint; needs conditional updates (`probe.require_rewrites`).
         name: of the pin: 1 to 200 characters, none of them a control character.
-        deadline_seconds: no PUT begins later than this.
-        clock: for tests.
+        clock: the time, and the deadline. Default: 60 s.
 
     Returns:
         All pins of the commit.
@@ -53,14 +51,13 @@ def pin(
             raise ConfigError(f"a checkpoint has at most {MAX_PINS} pins", url=store.url)
         return (*pins, name)
 
-    return _change(store, added, tries_until(deadline_seconds, clock))
+    return _change(store, added, clock.tries())
 
 
 def unpin(
     store: ObjectStore,
     name: str,
     *,
-    deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> tuple[str, ...]:
     """Remove a pin, if it is there. Arguments, result and errors are those of `pin`."""
@@ -68,7 +65,7 @@ def unpin(
     return _change(
         store,
         lambda pins: tuple(other for other in pins if other != name),
-        tries_until(deadline_seconds, clock),
+        clock.tries(),
     )
 
 

@@ -11,8 +11,7 @@ import logging
 import threading
 from dataclasses import replace
 
-from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, tries_until
-from dcp_objstore.checkpoint.commit import BeginToken
+from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock
 from dcp_objstore.checkpoint.names import new_nonce
 from dcp_objstore.errors import (
     DcpObjstoreError,
@@ -33,7 +32,7 @@ from dcp_objstore.transfer.workers import DaemonPool
 
 _log = logging.getLogger(__name__)
 _RACERS = 4
-DEADLINE_SECONDS = 30.0
+_DEADLINE_SECONDS = 30.0
 
 _LOCAL_SCHEMES = ("file", "memory")
 
@@ -45,7 +44,6 @@ _known: dict[tuple[_Bucket, Capabilities], Capabilities] = {}
 def probe(
     store: ObjectStore,
     *,
-    deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Capabilities:
     """Test conditional writes with objects `.probe-…` under the store's root, and remove them.
@@ -58,17 +56,15 @@ def probe(
     Args:
         store: any store; needs the right to PUT and GET. Without the right to delete, the probe's
             objects stay (a few bytes each, which nothing reads).
-        deadline_seconds: no retry begins later than this. Default 30.
-        clock: for tests.
 
     Returns:
         The capabilities that the store has shown, never more than the adapter claims.
 
     Raises:
-        StoreUnavailableError: no clear answers before the deadline.
+        StoreUnavailableError: no clear answers for 30 s, or until the deadline of `clock`.
         InputError: there are no rights or credentials, or there is no bucket.
     """
-    tries = tries_until(deadline_seconds, clock)
+    tries = clock.tries(most_seconds=_DEADLINE_SECONDS)
     while True:
         try:
             return _probe_once(store, tries)
@@ -81,33 +77,27 @@ def probe(
 def require_fencing(
     store: ObjectStore,
     *,
-    overwrite: bool,
+    replaces: bool,
     allow_unfenced: bool,
-    begin: BeginToken | None = None,
-    deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Capabilities:
     """Refuse a save that this store could not fence (rule 11 of `commit`).
 
     Args:
-        store: rooted at the checkpoint.
-        overwrite: whether the save may overwrite a checkpoint.
+        replaces: whether there is, or may be, a marker to replace: a checkpoint's or a tombstone.
+            If there is none, overwriting is creating, which needs no conditional update.
         allow_unfenced: the user's promise that there is only one writer; accept a store without
             conditional creates. The caller then passes `fenced=result.conditional_create`, which is
             False, to `commit` and `publish_dot_metadata`.
-        begin: the begin token, if it is known. Then a conditional update is needed only if there
-            is something to replace: with nothing at the URL, overwriting is creating.
-        deadline_seconds: no retry of the probe begins later than this.
-        clock: for tests.
 
     Returns:
         What the store can do, from `probe`. The result is kept for this process and bucket.
 
     Raises:
         UnsupportedError: the store has no conditional create and `allow_unfenced` is False; or it
-            has create but no update, and there is or may be something to overwrite.
+            has create but no update, and `replaces` is True.
     """
-    found = _capabilities(store, clock, deadline_seconds)
+    found = _capabilities(store, clock)
     if not found.conditional_create:
         if not allow_unfenced:
             raise UnsupportedError(
@@ -121,7 +111,6 @@ def require_fencing(
             store.url,
         )
         return found
-    replaces = overwrite if begin is None else begin.version is not None
     if replaces and not found.conditional_update:
         raise UnsupportedError(
             "this store can create an object conditionally but not replace one, so a checkpoint"
@@ -138,14 +127,12 @@ def require_rewrites(store: ObjectStore, what: str, *, clock: Clock = SYSTEM_CLO
     Args:
         store: rooted where markers are.
         what: the beginning of the error message, such as "nothing can be deleted".
-        clock: for tests.
 
     Raises:
         UnsupportedError: the store cannot replace an object conditionally (rule 11 of `commit`).
     """
-    found = _capabilities(store, clock)
-    if not (found.conditional_create and found.conditional_update):
-        lacks = "replace" if found.conditional_create else "create or replace"
+    if not can_rewrite(store, clock=clock):
+        lacks = "replace" if _capabilities(store, clock).conditional_create else "create or replace"
         raise UnsupportedError(
             f"{what} here: this store cannot {lacks} an object conditionally, so nothing would keep"
             " a save that is under way from committing onto what is being removed. Use a store with"
@@ -160,16 +147,14 @@ def can_rewrite(store: ObjectStore, *, clock: Clock = SYSTEM_CLOCK) -> bool:
     return found.conditional_create and found.conditional_update
 
 
-def _capabilities(
-    store: ObjectStore, clock: Clock, deadline_seconds: float = DEADLINE_SECONDS
-) -> Capabilities:
+def _capabilities(store: ObjectStore, clock: Clock) -> Capabilities:
     """Return what `probe` found, now or earlier in this process."""
     bucket = bucket_of(store)
     claims = store.capabilities
     found = _known.get((bucket, claims))
     if found is None:
         # No lock is needed: two threads that probe at once find the same.
-        found = probe(store, deadline_seconds=deadline_seconds, clock=clock)
+        found = probe(store, clock=clock)
         _known[bucket, claims] = found
     return found
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, Protocol, TypeAlias
 
-from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, tries_until
+from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, pause_or_raise
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
 from dcp_objstore.checkpoint.read import Found, read_index, read_marker
@@ -66,10 +66,9 @@ def publish_dot_metadata(
     commit_id: str,
     body: bytes,
     *,
+    tries: Tries | None = None,
     seen: Precondition | None = None,
-    deadline_seconds: float = DEADLINE_SECONDS,
     fenced: bool = True,
-    clock: Clock = SYSTEM_CLOCK,
 ) -> bool:
     """Write `.metadata` for stock torch readers, while `commit_id` is the current commit (rule 6).
 
@@ -77,13 +76,10 @@ def publish_dot_metadata(
     a warning and goes on.
 
     Args:
-        store: rooted at the checkpoint.
         commit_id: the commit that `body` describes.
-        body: the pickled `Metadata`.
+        tries: bounds when a PUT may start. Default: 60 s from now.
         seen: the `dot_metadata` of the commit's result. Default: not known.
-        deadline_seconds: no PUT starts later than this after the first.
         fenced: False on a store without conditional writes (rule 11 of `commit`).
-        clock: for tests.
 
     Returns:
         True if it was written. False if the marker no longer belongs to this commit; the job that
@@ -93,28 +89,7 @@ def publish_dot_metadata(
         RetryableError: no success before the deadline.
         DcpObjstoreError: the store refused for good.
     """
-    tries = tries_until(deadline_seconds, clock)
-    return publish_until(store, commit_id, body, seen=seen, tries=tries, fenced=fenced)
-
-
-def look(store: ObjectStore) -> Precondition:
-    """Return the condition that `.metadata` is still what it is now. One HEAD."""
-    try:
-        return IfVersion(store.head(DOT_METADATA_KEY).version)
-    except ObjectNotFoundError:
-        return IfAbsent()
-
-
-def publish_until(
-    store: ObjectStore,
-    commit_id: str,
-    body: bytes,
-    *,
-    tries: Tries,
-    seen: Precondition | None = None,
-    fenced: bool = True,
-) -> bool:
-    """Do what `publish_dot_metadata` does, within a deadline that the caller shares."""
+    tries = SYSTEM_CLOCK.tries() if tries is None else tries
     may_be_there = False
     while True:
         if seen is None:
@@ -138,6 +113,14 @@ def publish_until(
             return not _take_back(store, read_marker(store))
 
 
+def look(store: ObjectStore) -> Precondition:
+    """Return the condition that `.metadata` is still what it is now. One HEAD."""
+    try:
+        return IfVersion(store.head(DOT_METADATA_KEY).version)
+    except ObjectNotFoundError:
+        return IfAbsent()
+
+
 def _take_back(store: ObjectStore, found: Found | None) -> bool:
     """Remove our `.metadata` if the checkpoint was deleted; return whether it was.
 
@@ -149,25 +132,10 @@ def _take_back(store: ObjectStore, found: Found | None) -> bool:
     return True
 
 
-def needed_change(store: ObjectStore, marker: Marker, dot_metadata: DotMetadata) -> Change | None:
-    """Return the change that brings `.metadata` into line with a marker, or None. Changes nothing.
-
-    Raises:
-        CheckpointCorruptError, CheckpointGoneError, UnsupportedError: the index cannot be read.
-    """
-    return _judge(store, marker, dot_metadata).change
-
-
-@dataclass(frozen=True)
-class _Judgement:
-    """The change that is needed, the body to write, and when the present body was written."""
-
-    change: Change | None
-    body: bytes = b""
-    written_at: datetime | None = None
-
-
-def _judge(store: ObjectStore, marker: Marker, dot_metadata: DotMetadata) -> _Judgement:
+def _judge(
+    store: ObjectStore, marker: Marker, dot_metadata: DotMetadata
+) -> tuple[Change | None, bytes, datetime | None]:
+    """Return the change that is needed, the body to write, and when the present one was written."""
     index = read_index(store, marker) if marker.is_committed else None
     try:
         body, meta = store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_SIZE_BYTES)
@@ -175,10 +143,10 @@ def _judge(store: ObjectStore, marker: Marker, dot_metadata: DotMetadata) -> _Ju
         body = None  # missing, or larger than this package writes
     if index is None:
         removed = body is not None and dot_metadata.is_ours(body)
-        return _Judgement("removed" if removed else None)
+        return ("removed" if removed else None), b"", None
     if body is not None and dot_metadata.describes(body, index):
-        return _Judgement(None, written_at=meta.last_modified)
-    return _Judgement("written", dot_metadata.derive(index))
+        return None, body, meta.last_modified
+    return "written", dot_metadata.derive(index), None
 
 
 @dataclass(frozen=True)
@@ -204,14 +172,12 @@ def align_dot_metadata(
     dot_metadata: DotMetadata,
     *,
     tries: Tries,
+    dry_run: bool = False,
 ) -> Aligned:
     """Bring `.metadata` into line with the marker, which must be committed or a tombstone.
 
     Args:
-        store: rooted at the checkpoint.
-        found: the marker as it was just read.
-        dot_metadata: makes and compares the content of `.metadata`.
-        tries: bounds when a try may start.
+        dry_run: only return the change that is needed.
 
     Raises:
         CheckpointCorruptError, CheckpointGoneError, UnsupportedError: the index cannot be read.
@@ -219,14 +185,14 @@ def align_dot_metadata(
     """
     change: Change | None = None
     while found[0].state != "deleting":
-        needed = _judge(store, found[0], dot_metadata)
-        if needed.change is None:
-            return Aligned(found, change, needed.written_at)
-        if needed.change == "removed":
+        needed, body, written_at = _judge(store, found[0], dot_metadata)
+        if needed is None or dry_run:
+            return Aligned(found, needed or change, written_at)
+        if needed == "removed":
             store.delete(DOT_METADATA_KEY)
-            change = needed.change
-        elif publish_until(store, found[0].commit_id, needed.body, tries=tries):
-            change = needed.change
+            change = needed
+        elif publish_dot_metadata(store, found[0].commit_id, body, tries=tries):
+            change = needed
         again = read_marker(store)
         if again is None:
             raise CheckpointCorruptError(
@@ -235,8 +201,5 @@ def align_dot_metadata(
         if again[0].commit_id == found[0].commit_id and again[0].state == found[0].state:
             return Aligned(again, change)
         found = again
-        if not tries.pause():
-            raise RetryableError(
-                "others kept changing this checkpoint until the deadline; try again", url=store.url
-            )
+        pause_or_raise(store, tries)
     raise RetryableError("this checkpoint is being deleted; try again", url=store.url)

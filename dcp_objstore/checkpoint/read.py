@@ -11,10 +11,17 @@ The rule of `commit` that this module implements:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from dcp_objstore.checkpoint.marker import MAX_MARKER_SIZE_BYTES, Marker, decode_marker
+from dcp_objstore.checkpoint.marker import (
+    MARKER_NAME,
+    MAX_MARKER_SIZE_BYTES,
+    Marker,
+    damaged,
+    decode_marker,
+)
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, is_beacon_key, is_ours
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -29,6 +36,8 @@ from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
     from dcp_objstore.stores import StoreSpec
+
+T = TypeVar("T")
 
 _LOOK_AROUND_LIMIT = 1000  # keys listed to explain an absence: one page on S3
 # A marker and its version, from one response.
@@ -50,18 +59,23 @@ def read_marker(store: ObjectStore) -> Found | None:
 
 def find_marker(store: ObjectStore) -> tuple[Marker, ObjectMeta] | None:
     """Read the marker like `read_marker`, with all metadata of the object, such as its time."""
+    return find_record(store, MARKER_KEY, decode_marker, MARKER_NAME, MAX_MARKER_SIZE_BYTES)
+
+
+def find_record(
+    store: ObjectStore, key: str, decode: Callable[[bytes], T], what: str, max_bytes: int
+) -> tuple[T, ObjectMeta] | None:
+    """Read a marker or a run's `_CLAIM`, or return None if there is none. One GET."""
     try:
-        body, meta = store.get(MARKER_KEY, max_size_bytes=MAX_MARKER_SIZE_BYTES)
+        body, meta = store.get(key, max_size_bytes=max_bytes)
     except ObjectNotFoundError:
         return None
     except CorruptDataError as error:
-        raise CheckpointCorruptError(
-            f"the marker is damaged: {error.message}", object_key=MARKER_KEY, url=store.url
-        ) from error
+        raise damaged(what, error.message).at(object_key=key, url=store.url) from error
     try:
-        return decode_marker(body), meta
+        return decode(body), meta
     except DcpObjstoreError as error:
-        error.at(object_key=MARKER_KEY, url=store.url)
+        error.at(object_key=key, url=store.url)
         raise
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, tries_until
-from dcp_objstore.checkpoint.commit import finish_deleting, pause_or_raise, rewrite_marker
+from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, pause_or_raise
+from dcp_objstore.checkpoint.commit import finish_deleting, rewrite_marker
 from dcp_objstore.checkpoint.probe import can_rewrite
-from dcp_objstore.checkpoint.publish import Change, DotMetadata, align_dot_metadata, needed_change
+from dcp_objstore.checkpoint.publish import Change, DotMetadata, align_dot_metadata
 from dcp_objstore.checkpoint.read import not_committed, read_marker
 from dcp_objstore.stores.protocol import ObjectStore
 
@@ -39,7 +39,6 @@ def repair(
     *,
     dot_metadata: DotMetadata,
     dry_run: bool = False,
-    deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> RepairReport:
     """Finish a deletion that was begun, and bring `.metadata` into line with the marker (rule 6).
@@ -50,8 +49,7 @@ def repair(
         store: rooted at the checkpoint.
         dot_metadata: makes and compares the content of `.metadata`.
         dry_run: change nothing.
-        deadline_seconds: no change begins later than this.
-        clock: for tests.
+        clock: the time, and the deadline. Default: 60 s.
 
     Raises:
         CheckpointNotFoundError: there is no marker: another library wrote the checkpoint, or none
@@ -60,14 +58,9 @@ def repair(
         CheckpointGoneError: it was replaced or deleted meanwhile; repair it again.
         CommitUnknownError, RetryableError: no success before the deadline; repair it again.
     """
-    tries = tries_until(deadline_seconds, clock)
+    tries = clock.tries()
     finished = False
-    while True:
-        found = read_marker(store)
-        if found is None:
-            raise not_committed(store, found)
-        if found[0].state != "deleting":
-            break
+    while (found := read_marker(store)) is not None and found[0].state == "deleting":
         finished = True
         if dry_run:
             return RepairReport(
@@ -79,20 +72,18 @@ def repair(
             )
         finish_deleting(store, found[0].commit_id, tries)
         pause_or_raise(store, tries)
-    if dry_run:
-        change = needed_change(store, found[0], dot_metadata)
-    else:
-        aligned = align_dot_metadata(store, found, dot_metadata, tries=tries)
-        found, change = aligned.found, aligned.change
-        # So that a sweep waits for readers of the old `.metadata`. A store without conditional
-        # writes has no sweeps, and there this PUT might undo a save.
-        if change is not None and can_rewrite(store, clock=clock):
-            rewrite_marker(store, found, "the fence", tries)
+    if found is None:
+        raise not_committed(store, found)
+    aligned = align_dot_metadata(store, found, dot_metadata, tries=tries, dry_run=dry_run)
+    # So that a sweep waits for readers of the old `.metadata`. A store without conditional writes
+    # has no sweeps, and there this PUT might undo a save.
+    if aligned.change is not None and not dry_run and can_rewrite(store, clock=clock):
+        rewrite_marker(store, aligned.found, "the fence", tries)
     return RepairReport(
         url=store.url,
-        state=found[0].state,
-        commit_id=found[0].commit_id,
+        state=aligned.found[0].state,
+        commit_id=aligned.found[0].commit_id,
         finished_delete=finished,
-        dot_metadata=change,
+        dot_metadata=aligned.change,
         dry_run=dry_run,
     )

@@ -40,27 +40,38 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, SYSTEM_CLOCK, Clock, tries_until
+from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock
 from dcp_objstore.checkpoint.commit import finish_deleting, put_tombstone, rewrite_marker
 from dcp_objstore.checkpoint.marker import Marker
-from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
-from dcp_objstore.checkpoint.publish import Change, DotMetadata, align_dot_metadata, needed_change
-from dcp_objstore.checkpoint.read import Found, find_marker, read_index
-from dcp_objstore.checkpoint.sweep_plan import (
-    GRACE_SECONDS,
-    SweepOutcome,
-    SweepPlan,
-    check_grace,
-    plan_sweep,
+from dcp_objstore.checkpoint.names import (
+    CLAIM_KEY,
+    DOT_METADATA_KEY,
+    MARKER_KEY,
+    is_beacon_key,
+    is_ours,
+    is_probe_key,
+    is_upload_key,
+    parse_index_key,
 )
-from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, Uploads
+from dcp_objstore.checkpoint.publish import Aligned, Change, DotMetadata, align_dot_metadata
+from dcp_objstore.checkpoint.read import find_marker, read_index
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, UnfinishedUpload, Uploads
 from dcp_objstore.stores.retries import Tries
+
+GRACE_SECONDS: Final = 24 * 3600.0
+LEAST_GRACE_SECONDS: Final = 3600.0
+
+SweepOutcome: TypeAlias = Literal[
+    "clean", "swept", "waiting", "mended", "lost", "foreign", "damaged"
+]
 
 # A marker, and the metadata of its object.
 _Seen: TypeAlias = tuple[Marker, ObjectMeta]
+_LOST: Any = {"outcome": "lost", "reason": "another job changed the marker"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +126,6 @@ def sweep(
     grace_seconds: float = GRACE_SECONDS,
     base: int = 0,
     dry_run: bool = False,
-    deadline_seconds: float = DEADLINE_SECONDS,
     clock: Clock = SYSTEM_CLOCK,
 ) -> CheckpointSweep:
     """Sweep the checkpoint at the store's root (rule 9). After a crash, the next sweep goes on.
@@ -129,8 +139,7 @@ def sweep(
         base: the oldest claim that counts in the run of this step; committed steps of earlier
             claims are deleted. Default 0: the run has no claims.
         dry_run: change nothing.
-        deadline_seconds: no change of the marker begins later than this.
-        clock: for tests.
+        clock: the time, and the deadline. Default: 60 s.
 
     Raises:
         ConfigError: the grace period is too short.
@@ -147,8 +156,114 @@ def sweep(
         grace_seconds,
         base,
         dry_run,
-        tries_until(deadline_seconds, clock),
+        clock.tries(),
     ).run(clock.utc_now())
+
+
+def check_grace(grace_seconds: float) -> float:
+    """Check and return a grace period, which must let a slow save and a slow reader finish.
+
+    Raises:
+        ConfigError: it is not a number, or less than an hour.
+    """
+    number = isinstance(grace_seconds, (int, float)) and not isinstance(grace_seconds, bool)
+    if not number or not LEAST_GRACE_SECONDS <= grace_seconds < float("inf"):
+        raise ConfigError(
+            f"grace_seconds must be a number of at least {LEAST_GRACE_SECONDS:.0f} (an hour), got"
+            f" {grace_seconds!r}: what is younger may belong to a save that is under way"
+        )
+    return grace_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPlan:
+    """What a sweep would do at one checkpoint.
+
+    Attributes:
+        outcome: `swept` if there is something to remove now; otherwise why there is not.
+        candidates: objects to remove, data before indexes.
+        young: unnamed objects that are younger than the grace period.
+        unknown: keys that do not have our form.
+        passing: old beacons, and objects that `probe` left; removed whatever the outcome.
+        uploads: orphaned uploads; aborted whatever the outcome.
+        uploads_young: uploads in progress.
+    """
+
+    outcome: SweepOutcome
+    reason: str | None
+    candidates: tuple[ObjectMeta, ...]
+    young: tuple[ObjectMeta, ...]
+    unknown: tuple[str, ...]
+    passing: tuple[ObjectMeta, ...]
+    uploads: tuple[UnfinishedUpload, ...]
+    uploads_young: tuple[UnfinishedUpload, ...]
+
+
+def plan_sweep(
+    listing: Iterable[ObjectMeta],
+    *,
+    marker_written_at: datetime | None,
+    named: Collection[str],
+    uploads: Iterable[UnfinishedUpload],
+    now: datetime,
+    grace_seconds: float,
+) -> SweepPlan:
+    """Decide, without any request, what a sweep of one checkpoint may remove.
+
+    Args:
+        listing: all objects below the checkpoint. Keys with a slash belong to other checkpoints.
+        marker_written_at: when the marker was written, by the store's time; None if there is none.
+        named: the keys that the committed index names, and its own; empty for a tombstone.
+        uploads: uploads in progress or orphaned, with keys relative to the checkpoint.
+        now: the time to measure ages by.
+        grace_seconds: the age from which an object is old.
+    """
+    oldest_kept = now - timedelta(seconds=grace_seconds)
+    here = [meta for meta in listing if "/" not in meta.key]
+    loose = [meta for meta in here if is_ours(meta.key) and meta.key not in named]
+    candidates = [meta for meta in loose if meta.last_modified < oldest_kept]
+    passing = [meta for meta in here if is_beacon_key(meta.key) or is_probe_key(meta.key)]
+    # A young beacon shows a save that may have no objects yet. A young probe shows a job that is
+    # about to save or to sweep.
+    young = tuple(meta for meta in (*loose, *passing) if meta.last_modified >= oldest_kept)
+    # Uploads of data; on `file://` also the marker and `.metadata`, which a crash may leave half
+    # written there, like any object.
+    ours = [one for one in uploads if is_upload_key(one.key)]
+    uploads_young = tuple(upload for upload in ours if upload.initiated >= oldest_kept)
+    kept = {MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY, *named}
+    outcome: SweepOutcome = "waiting"
+    reason = None
+    if marker_written_at is None and any(meta.key == DOT_METADATA_KEY for meta in here):
+        outcome = "foreign"
+        reason = "there is a '.metadata' without a marker: another library's checkpoint"
+    elif young:
+        objects = "an object is" if len(young) == 1 else f"{len(young)} objects are"
+        reason = f"{objects} younger than the grace period: a save may be under way"
+    elif not candidates:
+        outcome = "clean"
+    elif uploads_young:
+        reason = "an upload is in progress"
+    elif marker_written_at is not None and marker_written_at >= oldest_kept:
+        reason = "the last change here is younger than the grace period"
+    else:
+        outcome = "swept"
+    return SweepPlan(
+        outcome=outcome,
+        reason=reason,
+        # The index last: as long as it exists, it names the other objects.
+        candidates=tuple(
+            sorted(candidates, key=lambda meta: parse_index_key(meta.key) is not None)
+        ),
+        young=young,
+        unknown=tuple(
+            meta.key
+            for meta in here
+            if not is_ours(meta.key) and meta not in passing and meta.key not in kept
+        ),
+        passing=tuple(meta for meta in passing if meta.last_modified < oldest_kept),
+        uploads=tuple(upload for upload in ours if upload.initiated < oldest_kept),
+        uploads_young=uploads_young,
+    )
 
 
 @dataclass(frozen=True)
@@ -198,7 +313,7 @@ class _Sweep:
         # next to a tombstone. No objects are removed, so this needs no fence.
         published = next((meta for meta in listing if meta.key == DOT_METADATA_KEY), None)
         if found is not None and _is_suspect(found, published):
-            return self._mend(done, found[0])
+            return self._mend(done, found)
         return done
 
     def _never_counts(self, found: _Seen, now: datetime) -> bool:
@@ -211,11 +326,9 @@ class _Sweep:
     def _delete_superseded(self, found: _Seen) -> CheckpointSweep:
         """Delete the step. A later sweep removes its objects, after the grace period."""
         if not self.dry_run:
-            token = _token(found)
+            token = found[0], found[1].version
             if not rewrite_marker(self.store, token, "the deletion", self.tries, state="deleting"):
-                return CheckpointSweep(
-                    url=self.store.url, outcome="lost", reason="another job changed the marker"
-                )
+                return CheckpointSweep(url=self.store.url, **_LOST)
             finish_deleting(self.store, token[0].commit_id, self.tries)
         return CheckpointSweep(
             url=self.store.url, outcome="mended", superseded=True, dry_run=self.dry_run
@@ -248,42 +361,40 @@ class _Sweep:
             dry_run=self.dry_run,
         )
 
-    def _mend(self, done: CheckpointSweep, marker: Marker) -> CheckpointSweep:
-        if self.dry_run:
-            change = needed_change(self.store, marker, self.dot_metadata)
-        else:
-            found = find_marker(self.store)
-            if found is None or found[0].write_id != marker.write_id:
-                return replace(done, outcome="lost", reason="another job changed the marker")
-            aligned = align_dot_metadata(
-                self.store, _token(found), self.dot_metadata, tries=self.tries
-            )
-            change = aligned.change
-            if change is not None:
-                rewrite_marker(self.store, aligned.found, "the fence", self.tries)
+    def _align(self, found: _Seen) -> Aligned:
+        """Bring `.metadata` into line; fence again if that changed it."""
+        store, tries = self.store, self.tries
+        token = found[0], found[1].version
+        aligned = align_dot_metadata(
+            store, token, self.dot_metadata, tries=tries, dry_run=self.dry_run
+        )
+        if aligned.change is not None and not self.dry_run:
+            rewrite_marker(store, aligned.found, "the fence", tries)
+        return aligned
+
+    def _mend(self, done: CheckpointSweep, found: _Seen) -> CheckpointSweep:
+        if not self.dry_run:
+            again = find_marker(self.store)
+            if again is None or again[0].write_id != found[0].write_id:
+                return replace(done, **_LOST)
+            found = again
+        change = self._align(found).change
         if change is None:
             return done
         outcome: SweepOutcome = "mended" if done.outcome == "clean" else done.outcome
         return replace(done, outcome=outcome, dot_metadata=change)
 
     def _remove(
-        self,
-        done: CheckpointSweep,
-        plan: SweepPlan,
-        found: _Seen | None,
+        self, done: CheckpointSweep, plan: SweepPlan, found: _Seen | None
     ) -> CheckpointSweep:
         if self.dry_run:
-            change = (
-                needed_change(self.store, found[0], self.dot_metadata)
-                if found is not None
-                else None
-            )
+            change = None if found is None else self._align(found).change
             if change is not None:
                 return replace(done, outcome="mended", dot_metadata=change)
             return _with_deleted(done, plan.candidates)
         fence = self._fence(found)
         if fence is None:
-            return replace(done, outcome="lost", reason="another job changed the marker")
+            return replace(done, **_LOST)
         done = replace(done, fenced=True)
         # From here on, only the store's own time counts.
         oldest_kept = fence[1].last_modified - timedelta(seconds=self.grace_seconds)
@@ -305,12 +416,11 @@ class _Sweep:
 
         Called behind the fence.
         """
-        aligned = align_dot_metadata(self.store, _token(fence), self.dot_metadata, tries=self.tries)
+        aligned = self._align(fence)
         if aligned.change is not None:
-            rewrite_marker(self.store, aligned.found, "the fence", self.tries)
             return replace(done, outcome="mended", dot_metadata=aligned.change)
         if aligned.found[0].write_id != fence[0].write_id:
-            return replace(done, outcome="lost", reason="another job changed the marker")
+            return replace(done, **_LOST)
         if aligned.written_at is not None and aligned.written_at >= oldest_kept:
             reason = "'.metadata' is younger than the grace period: stock readers may use the old"
             return replace(done, outcome="waiting", reason=reason)
@@ -322,7 +432,8 @@ class _Sweep:
         if found is None:
             written = put_tombstone(self.store, self.tries)
         else:
-            written = rewrite_marker(self.store, _token(found), "the fence", self.tries)
+            token = found[0], found[1].version
+            written = rewrite_marker(self.store, token, "the fence", self.tries)
         if written is None:
             return None
         fence = find_marker(self.store)
@@ -344,7 +455,3 @@ def _with_deleted(done: CheckpointSweep, metas: Collection[ObjectMeta]) -> Check
         deleted=done.deleted + len(metas),
         deleted_bytes=done.deleted_bytes + sum(meta.size_bytes for meta in metas),
     )
-
-
-def _token(found: _Seen) -> Found:
-    return found[0], found[1].version

@@ -131,7 +131,6 @@ def own_group(
     Args:
         purpose: which thread uses it.
         process_group: its ranks; None: all.
-        config: has the time-out.
         number: for its name: one below 2**62 that all ranks know and that no attempt of the job has
             used. Default: rank 0 draws one and sends it to the others.
 

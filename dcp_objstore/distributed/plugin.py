@@ -100,7 +100,6 @@ class Target:
     Args:
         url: the checkpoint, or None until `aim` gives it.
         storage_options: in fsspec spelling; checked when there is a URL.
-        config: settings of the transfers.
 
     Raises:
         InvalidUrlError, ConfigError: see `StoreSpec`.

@@ -47,7 +47,6 @@ def shared_store(url: str, group: dist.ProcessGroup | None) -> dist.Store | None
     It has its own connection, because another thread may wait for long in the group's.
 
     Args:
-        url: URL of the run, for errors.
         group: the ranks that share the namespace; None if this process is alone.
     """
     token = on_first(lambda: secrets.token_hex(8), url, group)
@@ -74,8 +73,6 @@ class StepConsensus:
             nothing. A thread calls it every `look_every_seconds`; it may be slow. It is called
             again after an agreement that did not include the request.
         store: store for this purpose and these ranks only; None if there is only one rank.
-        rank: number of this rank, from 0.
-        world_size: number of ranks.
         peer_timeout_seconds: how long a rank waits for the others at its boundary.
         look_every_seconds: interval between two polls of the key. Default 0.25.
     """

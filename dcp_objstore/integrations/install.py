@@ -32,7 +32,6 @@ from dcp_objstore.read.reader import ObjectStoreReader
 from dcp_objstore.stores.spec import StoreSpec, checked_config
 from dcp_objstore.stores.urls import parse_url
 from dcp_objstore.torch_private import ProcessExecutor, ThreadExecutor
-from dcp_objstore.write.staging.stager import note_children
 from dcp_objstore.write.writer import ObjectStoreWriter
 
 if TYPE_CHECKING:
@@ -120,10 +119,6 @@ class InstalledReader(ObjectStoreReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Aim at another checkpoint, whose URL may have become a path."""
         super().reset(_url(checkpoint_id) or checkpoint_id)
-
-
-# `multiprocessing` pickles by the exact class.
-note_children(InstalledWriter)
 
 
 class Installation:

@@ -45,7 +45,6 @@ class ItemRead:
     went wrong. The read is then passed to `on_complete`. `take` returns the bytes of a value.
 
     Args:
-        item: DCP's read item.
         location: where the item lies; its payload is a whole `torch.save` blob or pickled value.
     """
 
@@ -61,6 +60,11 @@ class ItemRead:
     def selection(self) -> None:
         """None: the read needs the whole payload."""
         return
+
+    @property
+    def needed_bytes(self) -> int:
+        """Number of payload bytes."""
+        return self.location.payload_length
 
     def bind(
         self, destination: torch.Tensor | None, on_complete: Callable[[ItemRead], None]

@@ -21,8 +21,6 @@ class PlannedLoad:
     """What a rank will read.
 
     Attributes:
-        checkpoint: the opened checkpoint.
-        items: the read items of the rank's plan.
         reads: one read for each item, in the same order.
         spans: the pieces of objects that the reads need.
     """
@@ -43,9 +41,6 @@ def plan_load(
     """Determine what must be read for a plan, without looking at its tensors.
 
     Args:
-        checkpoint: the opened checkpoint.
-        items: the read items of the rank's plan.
-        verify: whether arriving blocks will be checked against their digests.
         whole_blocks: whether to read whole digest blocks, which other ranks may need as well.
 
     Raises:

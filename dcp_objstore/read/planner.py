@@ -36,7 +36,6 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
     It also refuses ranks that load from different URLs.
 
     Args:
-        url: URL of the checkpoint.
         optimizers: place of each optimizer in the state, mapped to the place of its module.
         per_rank: place of each `PerRank` in the state, mapped to whether the values of all ranks
             are requested.

@@ -11,6 +11,7 @@ import dataclasses
 import threading
 import uuid
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -352,20 +353,29 @@ class ObjectStoreReader(StorageReader):
     def _read(self, load: _Load, plan: LoadPlan, planner: LoadPlanner) -> LoadReport:
         assert load.checkpoint is not None
         planned, load.planned = load.planned, None
-        plan_changed = planned is None or planned.items != plan.items
-        share = plan.storage_data
+        share, config = plan.storage_data, self._target.config
+        exchanging: AbstractContextManager[Exchange | None] = nullcontext()
         if isinstance(share, Share) and self._all_arrived(load, share):
-            with Exchange(share, self._group(share.meeting), load.spec.url) as exchange:
-                if planned is None or plan_changed:
+            exchanging = Exchange(share, self._group(share.meeting), load.spec.url)
+        with exchanging as exchange:
+            if planned is None or planned.items != plan.items:
+                if exchange is not None:
                     raise UnsupportedError(
                         "the planner's finish_plan has changed the items to read after the ranks"
                         " had planned who fetches them; pass read_once=False to the reader"
                     )
-                exchange.prepare(planned, self._target.config.memory_budget_bytes // 8)
-                return self._run(load, planned, planner, exchange)
-        if planned is None or plan_changed:
-            planned = plan_load(load.checkpoint, plan.items, verify=self._verify)
-        return self._run(load, planned, planner, None)
+                planned = plan_load(load.checkpoint, plan.items, verify=self._verify)
+            if exchange is not None:
+                exchange.prepare(planned, config.memory_budget_bytes // 8)
+            return run_load(
+                load.spec.open(),
+                planned,
+                planner,
+                config,
+                trust_pickle=self._trust_pickle,
+                channel=load.channel,
+                exchange=exchange,
+            )
 
     def _all_arrived(self, load: _Load, share: Share) -> bool:
         if load.met:
@@ -376,16 +386,3 @@ class ObjectStoreReader(StorageReader):
         load.met = True
         ranks = len(self._group_ranks())
         return all_arrived(share.meeting, ranks, self._target.config, load.spec.url)
-
-    def _run(
-        self, load: _Load, planned: PlannedLoad, planner: LoadPlanner, exchange: Exchange | None
-    ) -> LoadReport:
-        return run_load(
-            load.spec.open(),
-            planned,
-            planner,
-            self._target.config,
-            trust_pickle=self._trust_pickle,
-            channel=load.channel,
-            exchange=exchange,
-        )

@@ -24,7 +24,6 @@ from dcp_objstore.read.item_read import CompletionQueue, ItemRead
 from dcp_objstore.read.plan import PlannedLoad
 from dcp_objstore.read.tensor_read import (
     Block,
-    Read,
     TensorRead,
     check_destination,
     consume,
@@ -63,12 +62,7 @@ def run_load(
     A plan can be run only once.
 
     Args:
-        store: the store, rooted at the checkpoint.
-        planned: what to read.
-        planner: DCP's planner, which gives destinations and takes values.
-        config: sizes, concurrency, time-outs and the memory budget.
         trust_pickle: whether to unpickle values that `torch.load(weights_only=True)` refuses.
-        channel: channel for the events of this load, which began when the channel was made.
         exchange: the part of the load that the ranks do together; None if this rank loads alone.
 
     Raises:
@@ -164,7 +158,7 @@ def run_load(
     report = LoadReport(
         url=store.url,
         total_bytes=total_bytes,
-        needed_bytes=sum(_needed_bytes(read) for read in planned.reads),
+        needed_bytes=sum(read.needed_bytes for read in planned.reads),
         received_bytes=0 if exchange is None else exchange.received_bytes,
         seconds=time.monotonic() - channel.began_at,
         objects=objects,
@@ -275,9 +269,3 @@ def _explained(
     place = " to ".join(dict.fromkeys(blocks))
     error.message += f" (reading bytes [{request.start}, {request.end}) of the object, {place})"
     return error.at(key=request.spans[0].tag.key)
-
-
-def _needed_bytes(read: Read) -> int:
-    if isinstance(read, TensorRead):
-        return read.needed_bytes
-    return read.location.payload_length

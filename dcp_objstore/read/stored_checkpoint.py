@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -96,25 +96,8 @@ class ItemLocation:
         return body
 
 
-class Items(Protocol):
-    """Where the items of a checkpoint lie. Iteration gives each item's key and location."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[tuple[str, ItemLocation]]: ...
-
-    @property
-    def payload_bytes(self) -> int:
-        """Size of all tensors and pickled values in bytes, without framing."""
-        ...
-
-    def find(self, place: MetadataIndex) -> ItemLocation | None:
-        """Return the location of an item, or None if the checkpoint does not say it."""
-        ...
-
-
 class IndexItems:
-    """The items of an index, whose locations are made when they are asked for."""
+    """The items of an index: keys and locations, which are made when they are asked for."""
 
     def __init__(self, index: ix.Index) -> None:
         self._index = index
@@ -158,7 +141,7 @@ class IndexItems:
 
 
 class ForeignItems:
-    """The items of a checkpoint that another library wrote.
+    """The items of a checkpoint that another library wrote; used like `IndexItems`.
 
     Args:
         locations: location of each item, by key and the chunk's offsets (None for a value).
@@ -188,20 +171,20 @@ class StoredCheckpoint:
     """A checkpoint that was opened for reading.
 
     Attributes:
-        metadata: metadata for DCP's planners.
-        object_keys: keys of its data objects.
-        items: where its items lie.
-        commit_id: identifier of the commit; None for a checkpoint that another library wrote.
         marker: commit marker; None for a checkpoint that another library wrote.
         index: the index; None for a checkpoint that another library wrote.
     """
 
     metadata: Metadata
     object_keys: tuple[str, ...]
-    items: Items
-    commit_id: str | None
+    items: IndexItems | ForeignItems
     marker: Marker | None = None
     index: ix.Index | None = None
+
+    @property
+    def commit_id(self) -> str | None:
+        """Identifier of the commit; None for a checkpoint that another library wrote."""
+        return None if self.marker is None else self.marker.commit_id
 
     def item(self, place: MetadataIndex) -> ItemLocation:
         """Return the location of the item that a read plan asks for.
@@ -274,15 +257,7 @@ def open_stored_checkpoint(spec: StoreSpec, load_id: str | None = None) -> Store
 
 
 def open_rooted(store: ObjectStore, load_id: str | None = None) -> StoredCheckpoint:
-    """Open the checkpoint at the store's root.
-
-    Raises:
-        CheckpointNotFoundError: there is no checkpoint, or it was never committed.
-        UnsupportedError: a newer version wrote it, or stock torch with use_collectives=False.
-        CheckpointCorruptError: the marker, the index or `.metadata` is damaged.
-        CheckpointGoneError: the checkpoint was deleted or replaced while it was opened.
-        UntrustedPickleError: its `.metadata` needs classes that are not safe to unpickle.
-    """
+    """Open the checkpoint at the store's root, with the errors of `open_stored_checkpoint`."""
     try:
         return _open(store, load_id)
     except CheckpointCorruptError:
@@ -293,27 +268,21 @@ def open_rooted(store: ObjectStore, load_id: str | None = None) -> StoredCheckpo
 def _open(store: ObjectStore, load_id: str | None) -> StoredCheckpoint:
     found = read_marker(store)
     if found is None:
-        body = _dot_metadata(store)
-        if body is not None:
+        try:
+            body, _ = store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_DOT_METADATA_BYTES)
+        except ObjectNotFoundError:
+            _check_no_rank_metadata(store)
+        else:
             return _foreign(decode_metadata(body), load_id)
-        _check_no_rank_metadata(store)
     marker, body = open_found(store, found)
     index = ix.decode(body)
     return StoredCheckpoint(
         metadata=describe(index, load_id),
         object_keys=tuple(entry.key for entry in index.objects),
         items=IndexItems(index),
-        commit_id=marker.commit_id,
         marker=marker,
         index=index,
     )
-
-
-def _dot_metadata(store: ObjectStore) -> bytes | None:
-    try:
-        return store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_DOT_METADATA_BYTES)[0]
-    except ObjectNotFoundError:
-        return None
 
 
 def _check_no_rank_metadata(store: ObjectStore) -> None:
@@ -369,4 +338,4 @@ def _foreign(metadata: Metadata, load_id: str | None) -> StoredCheckpoint:
         )
     if not items and metadata.state_dict_metadata:
         raise CheckpointNotFoundError("the .metadata found describes items but not where they lie")
-    return StoredCheckpoint(metadata, tuple(numbers), ForeignItems(items), commit_id=None)
+    return StoredCheckpoint(metadata, tuple(numbers), ForeignItems(items))

@@ -15,7 +15,7 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -38,37 +38,20 @@ from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES, RangeRequest, Span
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from dcp_objstore.read.item_read import ItemRead
     from dcp_objstore.read.stored_checkpoint import ItemLocation, StoredCheckpoint
     from dcp_objstore.state.device import Inbound
     from dcp_objstore.state.geometry import Copy
     from dcp_objstore.transfer.upload import ByteArray
 
-
-class Read(Protocol):
-    """A consumer of one stored item's payload. It can be planned before it has a destination."""
-
-    item: ReadItem
-    location: ItemLocation
-
-    @property
-    def selection(self) -> Selection | None:
-        """The part of the payload that the read needs; None for all of it."""
-        ...
-
-    def accept(self, position: int, block: Buffer) -> None:
-        """Consume the needed part of the payload bytes at `position`. Thread-safe."""
-        ...
-
-    def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
-        """Consume what `Selection.pack` took out of the `size_bytes` bytes at `position`."""
-        ...
+    # What takes one stored item's payload. It can be planned before it has a destination.
+    Read: TypeAlias = "TensorRead | ItemRead"
 
 
 class TensorRead:
     """A read of raw elements of a stored chunk into a destination tensor.
 
     Args:
-        item: DCP's read item.
         location: where the chunk lies; it must hold raw elements.
 
     Raises:
@@ -137,6 +120,12 @@ class TensorRead:
         """Whether the bytes go through a ring to a device."""
         return self._inbound is not None
 
+    def _place(self, copies: Iterable[Copy], elements: torch.Tensor) -> None:
+        for copy in copies:
+            source = elements[copy.start : copy.start + math.prod(copy.source_shape)]
+            source = narrow(source.view(copy.source_shape), copy.source)
+            narrow(self._view, copy.destination).copy_(source)
+
     def accept(self, position: int, block: Buffer) -> None:
         """Copy the needed elements of the payload bytes at `position`. Thread-safe."""
         arrived = np.frombuffer(block, dtype=np.uint8)
@@ -149,19 +138,19 @@ class TensorRead:
             work = functools.partial(self._send, position)
             self._inbound.send(self._view.device, block, work)
             return
-        elements = self._elements(arrived)
+        copies = self._selection.copies(position, position + arrived.nbytes)
         with torch.inference_mode(self._view.is_inference()), torch.no_grad():
-            for copy in self._selection.copies(position, position + arrived.nbytes):
-                source = elements[copy.start : copy.start + math.prod(copy.source_shape)]
-                source = narrow(source.view(copy.source_shape), copy.source)
-                narrow(self._view, copy.destination).copy_(source)
+            self._place(copies, self._elements(arrived))
 
     def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
         """Copy packed elements of the `size_bytes` payload bytes at `position`. Thread-safe."""
         copies = self._selection.copies(position, position + size_bytes)
         if self._inbound is not None:
-            work = functools.partial(self._send_packed, copies)
-            self._inbound.send(self._view.device, packed, work)
+
+            def unpack(arrived: torch.Tensor) -> None:
+                self._unpack(copies, self._staged(arrived))
+
+            self._inbound.send(self._view.device, packed, unpack)
             return
         self._unpack(copies, self._elements(np.frombuffer(packed, dtype=np.uint8)))
 
@@ -191,13 +180,7 @@ class TensorRead:
                 return
             start, end = self._selection.within(position, position + arrived.numel())
             elements = self._staged(arrived[start - position : end - position])
-            for copy in self._selection.copies(start, end):
-                source = elements[copy.start : copy.start + math.prod(copy.source_shape)]
-                source = narrow(source.view(copy.source_shape), copy.source)
-                narrow(self._view, copy.destination).copy_(source, non_blocking=True)
-
-    def _send_packed(self, copies: Iterable[Copy], packed: torch.Tensor) -> None:
-        self._unpack(copies, self._staged(packed))
+            self._place(self._selection.copies(start, end), elements)
 
     def _staged(self, arrived: torch.Tensor) -> torch.Tensor:
         """Copy elements to device memory, which is aligned for every dtype."""
@@ -234,7 +217,6 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
     """Return the blocks that the reads need; a block that several reads need appears once.
 
     Args:
-        reads: the reads to plan.
         verify: attach digests to the blocks. Implies `whole_blocks`.
         whole_blocks: return whole digest blocks, which other ranks may need as well. If False,
             return only the runs of needed bytes, with gaps too small to be worth a request.

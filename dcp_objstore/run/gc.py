@@ -16,8 +16,7 @@ from dcp_objstore.checkpoint.names import (
     is_probe_key,
 )
 from dcp_objstore.checkpoint.probe import require_rewrites
-from dcp_objstore.checkpoint.sweep import CheckpointSweep
-from dcp_objstore.checkpoint.sweep_plan import GRACE_SECONDS, check_grace
+from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, check_grace
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.errors import (
     CorruptDataError,

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Final, TypeVar, overload
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -44,9 +44,7 @@ class StoredObject(msgspec.Struct, frozen=True, array_like=True):
     """A data object that a rank has written.
 
     Attributes:
-        entry: its entry in the index.
         parts: number of requests that carried its bytes, or had the store copy them.
-        url: URL of the checkpoint.
         copied: whether the store has copied it from another checkpoint.
     """
 
@@ -60,12 +58,7 @@ class StoredItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The location of a stored item: `WriteResult.storage_data`.
 
     Attributes:
-        object: the data object that holds the item.
-        offset: offset of the item in its object.
         length: number of bytes of the item, framing included.
-        payload_offset: offset of the payload in the object.
-        payload_length: number of bytes of the payload.
-        digests: digests of the payload's blocks.
         pickled: whether the payload is a tensor pickled as a whole.
         dtype: name of the dtype of the stored elements, which a planner may have converted; None
             for a pickled value.
@@ -297,8 +290,6 @@ class Chunks(Sequence[ChunkStorageMetadata]):
     index instead of them.
 
     Args:
-        index: the index.
-        key: key of the tensor.
         made: the chunks that were made of this index.
     """
 
@@ -335,13 +326,7 @@ class Chunks(Sequence[ChunkStorageMetadata]):
     def __iter__(self) -> Iterator[ChunkStorageMetadata]:
         return iter(self._chunks)
 
-    @overload
-    def __getitem__(self, number: int) -> ChunkStorageMetadata: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[ChunkStorageMetadata]: ...
-    def __getitem__(
-        self, number: int | slice
-    ) -> ChunkStorageMetadata | Sequence[ChunkStorageMetadata]:
+    def __getitem__(self, number: Any) -> Any:
         return self._chunks[number]
 
     def __eq__(self, other: object) -> bool:

@@ -152,7 +152,6 @@ class Outbound:
 
     Args:
         plan: sizes of the parts. A slice is at most `plan.slice_size_bytes`.
-        config: settings, which say how many parts are in flight.
         check_stopped: callable that raises if the save must end.
 
     Attributes:
@@ -243,7 +242,6 @@ class Inbound:
     When the block is left, all copies are complete, even after an error.
 
     Args:
-        lanes: the lane of each device.
         slots: largest number of slots; if 0, copies are synchronous.
         slot_bytes: size of a slot, which must hold the largest body.
     """
@@ -317,9 +315,8 @@ class Inbound:
         lane = self._lanes[device]
         arrived: ByteArray = np.frombuffer(block, dtype=np.uint8)
         slot: Slot | None = getattr(self._of_thread, "slot", None)
-        if slot is not None and slot.holds(arrived):
-            offset = slot.offset_of(arrived)
-            source = slot.memory[offset : offset + arrived.nbytes]
+        source = None if slot is None else slot.part_of(arrived)
+        if slot is not None and source is not None:
             slot.tickets.append(lane.queue(functools.partial(work, source)))
             return
         # Never wait for a slot: this may be the thread that the holders of all slots wait for.
@@ -340,8 +337,6 @@ def plan_ring(largest_bytes: int, concurrency: int, budget_bytes: int) -> tuple[
     counts once. If the budget does not allow one such request, there is no ring.
 
     Args:
-        largest_bytes: size of the largest request.
-        concurrency: largest number of requests in flight.
         budget_bytes: memory for the ring and the bodies together.
 
     Returns:

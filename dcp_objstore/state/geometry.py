@@ -56,8 +56,6 @@ class Selection:
 
     Attributes:
         shape: shape of the chunk, which is stored row-major.
-        wanted: the wanted box, within `shape`.
-        itemsize: number of bytes of one element.
     """
 
     shape: tuple[int, ...]
@@ -102,7 +100,6 @@ class Selection:
         """Copy the wanted bytes of a block into `into`, in the order in which they lie there.
 
         Args:
-            block: bytes of the chunk.
             position: offset of the block in the chunk.
             into: array of length `count_bytes(position, position + len(block))`.
         """
@@ -184,8 +181,6 @@ def plan_copies(shape: tuple[int, ...], wanted: Box, start: int, end: int) -> li
     """Plan the copies that move the elements of `wanted` in stretch `[start, end)` to their place.
 
     Args:
-        shape: sizes of the stored chunk.
-        wanted: the wanted box of the chunk.
         start: number of the stretch's first element, in row-major order.
         end: number of the element after the stretch's last.
     """

@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 
 class _Exposed:
-    """A tensor's memory in NumPy's array interface; an array made of it keeps the tensor alive."""
+    """Bytes in NumPy's array interface. It dies with the last array made of it, and keeps `owner`.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    (What owns the memory: a tensor, or another array.)
+    """
+
+    def __init__(self, owner: object, address: int, size_bytes: int) -> None:
+        self._owner = owner
         self.__array_interface__ = {
             "version": 3,
-            "data": (tensor.data_ptr(), False),
-            "shape": (tensor.numel() * tensor.element_size(),),
+            "data": (address, False),
+            "shape": (size_bytes,),
             "typestr": "|u1",
         }
 
@@ -38,7 +41,7 @@ def byte_memory(tensor: torch.Tensor) -> ByteArray | None:
     """
     if tensor.device.type != "cpu" or not _is_raw(tensor):
         return None
-    return np.asarray(_Exposed(tensor))
+    return np.asarray(_Exposed(tensor, tensor.data_ptr(), tensor.numel() * tensor.element_size()))
 
 
 def _is_raw(tensor: torch.Tensor) -> bool:
@@ -52,25 +55,12 @@ def _is_raw(tensor: torch.Tensor) -> bool:
     )
 
 
-class _Lent:
-    """An array's memory in NumPy's array interface; dies with the last array made of it."""
-
-    def __init__(self, array: ByteArray) -> None:
-        self._array = array
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (array.ctypes.data, False),
-            "shape": array.shape,
-            "typestr": "|u1",
-        }
-
-
 def lend(array: ByteArray, give_back: Callable[[], object]) -> ByteArray:
     """Return the same memory as a new array, and call `give_back` when its last view dies.
 
     `give_back` may run in any thread, at any point of that thread's code.
     """
-    lent = _Lent(array)
+    lent = _Exposed(array, array.ctypes.data, array.nbytes)
     weakref.finalize(lent, give_back).atexit = False
     return cast("ByteArray", np.asarray(cast("Any", lent)))
 

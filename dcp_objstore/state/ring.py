@@ -59,8 +59,6 @@ class Slot:
     """One buffer of a ring.
 
     Attributes:
-        memory: the bytes of the slot, as a tensor.
-        array: the bytes of the slot, as an array.
         tickets: tickets for the copies that were queued from or to the slot.
     """
 
@@ -81,14 +79,12 @@ class Slot:
             ticket.synchronize()
         self.tickets.clear()
 
-    def holds(self, part: ByteArray) -> bool:
-        """Whether these bytes lie in this slot."""
-        offset = self.offset_of(part)
-        return offset >= 0 and offset + part.nbytes <= self.array.nbytes
-
-    def offset_of(self, part: ByteArray) -> int:
-        """Return the offset of these bytes in this slot."""
-        return int(part.ctypes.data - self.array.ctypes.data)
+    def part_of(self, part: ByteArray) -> torch.Tensor | None:
+        """Return these bytes as a part of `memory`; None if they do not lie in this slot."""
+        offset = int(part.ctypes.data - self.array.ctypes.data)
+        if offset < 0 or offset + part.nbytes > self.array.nbytes:
+            return None
+        return self.memory[offset : offset + part.nbytes]
 
 
 class Ring:
@@ -98,7 +94,6 @@ class Ring:
 
     Args:
         count: largest number of slots; if 0, there is never a slot.
-        slot_bytes: size of a slot.
         allocate: callable that allocates host memory, such as `Lane.allocate`.
     """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
@@ -46,8 +46,6 @@ class _Leaf:
     """A value of the state that is not a dict or a list to descend into.
 
     Attributes:
-        path: place of the value in the state.
-        value: the value.
         given: the original state dict of the value, which has the types of its containers and keys;
             the value itself if it is a plain value or a tensor.
         module: the module of an optimizer; otherwise None.
@@ -117,11 +115,17 @@ class ConvertedState:
         try:
             for path, value in leaves:
                 self._leaves.append(self._convert(path, value, modules))
-            if loading:
-                _refuse_tensors_on_meta(self._leaves)
+            given = self._leaves if loading else []
+            on_meta = [name for leaf in given for name in _on_meta(leaf.given, leaf.path)]
+            if on_meta:
+                raise UnsupportedError(
+                    f"the state has tensors on the meta device, with no memory to load into"
+                    f" ({first_few(on_meta, 3)}); replace each with torch.empty_like(tensor,"
+                    " device=...)",
+                    key=on_meta[0],
+                )
             self._check_names_of_ranks()
-            converted = {leaf.path: _plain(leaf.given, leaf.path) for leaf in self._leaves}
-            self.state_dict = _rebuilt(state, converted)
+            self.state_dict = _plain(state, {leaf.path: leaf.given for leaf in self._leaves})
         except BaseException:
             self.undo()
             raise
@@ -263,18 +267,8 @@ def _refuse_module_on_meta(path: Path, module: torch.nn.Module) -> None:
     )
 
 
-def _refuse_tensors_on_meta(leaves: Iterable[_Leaf]) -> None:
-    """Raise if tensors of the state, or of a Stateful object's state, have no memory."""
-    names = [name for leaf in leaves for name in _on_meta(leaf.given, leaf.path)]
-    if names:
-        raise UnsupportedError(
-            f"the state has tensors on the meta device, with no memory to load into"
-            f" ({first_few(names, 3)}); replace each with torch.empty_like(tensor, device=...)",
-            key=names[0],
-        )
-
-
 def _on_meta(value: Any, path: Path) -> Iterator[str]:
+    """Yield the names of tensors without memory, in a value of the state or its state dict."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _on_meta(item, (*path, key))
@@ -483,26 +477,19 @@ def _by_name(value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
     return keys
 
 
-def _rebuilt(value: Any, converted: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Rebuild the nesting in new dicts and lists, with converted leaves."""
-    if path in converted:
-        return converted[path]
+def _plain(value: Any, given: Mapping[Path, Any], path: Path = ()) -> Any:
+    """Rebuild the nesting in new dicts and lists, with the `given` leaves.
+
+    Keys become str: DCP names a value by `str(key)` and puts it back under that name.
+    """
+    value = given.get(path, value)
     if isinstance(value, Mapping):
         return {
-            name: _rebuilt(value[key], converted, (*path, key))
+            name: _plain(value[key], given, (*path, key))
             for name, key in _by_name(value, path).items()
         }
-    return [_rebuilt(item, converted, (*path, number)) for number, item in enumerate(value)]
-
-
-def _plain(value: Any, path: Path) -> Any:
-    """Convert keys to str: DCP names a value by `str(key)` and puts it back under that name."""
-    if isinstance(value, Mapping):
-        return {
-            name: _plain(value[key], (*path, key)) for name, key in _by_name(value, path).items()
-        }
     if isinstance(value, list) and not _is_whole(value):
-        return [_plain(item, (*path, number)) for number, item in enumerate(value)]
+        return [_plain(item, given, (*path, number)) for number, item in enumerate(value)]
     return value
 
 

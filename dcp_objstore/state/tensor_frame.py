@@ -76,8 +76,6 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], options: tuple[object, ...
     """Return the header and trailer for a contiguous tensor that does not require grad.
 
     Args:
-        dtype: dtype of the tensor.
-        shape: shape of the tensor.
         options: the result of `save_options()`.
 
     Raises:

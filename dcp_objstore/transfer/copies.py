@@ -58,9 +58,7 @@ def copy_objects(
     Nothing is visible under the key of one that failed, unless its answer was lost.
 
     Args:
-        store: where the objects are to be.
         objects: the sources of each object, by its key.
-        config: limits and time-outs.
         progress: receives the bytes that were copied; may stop the copies.
     """
     if not objects:

@@ -22,11 +22,6 @@ _HOLDING_BYTES = 64 * 1024
 BlockDigest = xxhash.xxh3_128
 
 
-def digest_count(size_bytes: int) -> int:
-    """Return the number of blocks of a payload of `size_bytes`; the last one may be short."""
-    return -(-size_bytes // BLOCK_SIZE_BYTES)
-
-
 def block_digest(block: Buffer) -> bytes:
     """Return the digest of one block: 16 bytes, big-endian (XXH3's canonical form)."""
     return xxhash.xxh3_128_digest(block)

@@ -65,8 +65,6 @@ def worker_count(
     it is reading. Ranges that are open and not read yet take none.
 
     Args:
-        requests: all requests of the transfer.
-        concurrency: the largest number of requests in flight.
         budget_bytes: the memory budget. One worker is always allowed.
         reading: how the store reads ranges.
         depth: the number of requests that a worker has in flight.
@@ -103,15 +101,11 @@ def fetch_ranges(
     The first error that the store or `consume` raises ends the transfer and is raised here.
 
     Args:
-        store: where the objects are.
-        object_keys: their keys, by object number.
-        requests: what to fetch, in this order.
         consume: called in worker threads with a request and its body, for different requests at the
             same time, and once for each piece of a request. If it returns True, the calling thread
             is needed before the request is done, and None is yielded. If it raises
             `CorruptDataError`, the range is fetched once more from this piece on before the error
             counts, because a damaged transfer is not a damaged checkpoint.
-        config: limits and time-outs.
         progress: receives the bytes that were fetched; may stop the transfer.
         budget_bytes: memory for bodies. Default: `config.memory_budget_bytes`.
         admit: called in a worker before a request is fetched. It may wait, and it may return the
@@ -123,9 +117,6 @@ def fetch_ranges(
         ObjectNotFoundError: an object does not exist; the error has its `object_key`.
         CorruptDataError: an object ends before the range, or `consume` found damage twice.
     """
-    tasks = deque(requests)
-    done: queue.SimpleQueue[RangeRequest[T] | BaseException | None] = queue.SimpleQueue()
-    gate = _Gate(progress)
     slot = admission_slot(
         store,
         "open_range",
@@ -133,12 +124,6 @@ def fetch_ranges(
         config.download_concurrency,
         max((request.end - request.start for request in requests), default=0),
     )
-
-    def guarded(request: RangeRequest[T], body: Buffer) -> None:
-        with gate:
-            caller_is_needed = consume(request, body)
-        if caller_is_needed:
-            done.put(None)
 
     # With `admit` a body waits for memory, which may only be free once the body before it was read.
     reading = store.range_reading
@@ -151,33 +136,21 @@ def fetch_ranges(
         depth=depth,
     )
     shared = _Shared(
-        store,
-        object_keys,
-        guarded,
-        explain,
-        admit,
-        progress,
-        slot,
-        depth,
-        most,
-        tasks,
-        done,
-        Stragglers(len(requests)),
+        store, object_keys, requests, consume, explain, admit, progress, slot, depth, most
     )
-    look = _Watch(shared).look
     try:
         shared.staff()
         left = len(requests)
         while left:
-            look()
-            outcome = take(done, look=look, step_seconds=STEP_SECONDS)
+            shared.look()
+            outcome = take(shared.done, look=shared.look, step_seconds=STEP_SECONDS)
             if isinstance(outcome, BaseException):
                 raise outcome
             left -= outcome is not None
             yield outcome
     except BaseException as error:
         progress.stop(error)
-        gate.wait_empty()
+        shared.gate.wait_empty()
         raise
     finally:
         slot.close()
@@ -212,10 +185,8 @@ class _Begun(Generic[T]):
     """A request that is under way.
 
     Attributes:
-        request: the request.
         into: where to read it as a whole; None: in pieces, wherever its worker has memory.
         at: when it began (monotonic).
-        body: of the answer.
         worker: its number in a trace.
         rest: the pieces that were not consumed yet.
         again: how often it was asked for again, being slow.
@@ -234,22 +205,30 @@ class _Begun(Generic[T]):
 
 @dataclass
 class _Shared(Generic[T]):
-    """What the workers of one call of `fetch_ranges` share."""
+    """What the workers of one call of `fetch_ranges` share, and its thread looks after.
+
+    A request that takes far longer than the others is asked for again. If its transport can be
+    interrupted, its worker does that itself, in the same memory. Otherwise the worker is left to
+    wait, which takes memory until it ends, so another one goes on only if there is room.
+    """
 
     store: ObjectStore
     object_keys: Sequence[str]
-    consume: Callable[[RangeRequest[T], Buffer], None]
+    requests: Sequence[RangeRequest[T]]
+    consume: Callable[[RangeRequest[T], Buffer], bool | None]
     explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None
     admit: Callable[[RangeRequest[T], Progress], memoryview | None] | None
     progress: Progress
     slot: AdmissionSlot
     depth: int
     most: int
-    tasks: deque[RangeRequest[T]]
-    done: queue.SimpleQueue[RangeRequest[T] | BaseException | None]
-    stragglers: Stragglers[_Begun[T]]
 
     def __post_init__(self) -> None:
+        self.tasks = deque(self.requests)
+        self.done: queue.SimpleQueue[RangeRequest[T] | BaseException | None] = queue.SimpleQueue()
+        self.gate = _Gate(self.progress)
+        self.stragglers: Stragglers[_Begun[T]] = Stragglers(len(self.requests))
+        self._limiter = limiter_of(self.store)
         self._workers = 0
         self._threads: list[threading.Thread] = []
         self.staffing = threading.Lock()
@@ -272,7 +251,7 @@ class _Shared(Generic[T]):
         self._workers = min(self.most, self._workers + 1)
 
     @property
-    def has_room(self) -> bool:
+    def _has_room(self) -> bool:
         """Whether there is memory for one more worker. Hold `staffing`."""
         return sum(map(threading.Thread.is_alive, self._threads)) < self.most
 
@@ -283,43 +262,35 @@ class _Shared(Generic[T]):
         """Open a request from `start` on."""
         return self.store.open_range(self.key(request), start, request.end)
 
-
-class _Watch(Generic[T]):
-    """What the calling thread looks for while it waits.
-
-    A request that takes far longer than the others is asked for again. If its transport can be
-    interrupted, its worker does that itself, in the same memory. Otherwise the worker is left to
-    wait, which takes memory until it ends, so another one goes on only if there is room.
-    """
-
-    def __init__(self, shared: _Shared[T]) -> None:
-        self._shared = shared
-        self._limiter = limiter_of(shared.store)
+    def pass_on(self, request: RangeRequest[T], body: Buffer) -> None:
+        """Call `consume`, unless the transfer was stopped."""
+        with self.gate:
+            caller_is_needed = self.consume(request, body)
+        if caller_is_needed:
+            self.done.put(None)
 
     def look(self) -> None:
         """Raise if the transfer has stalled. Have a request asked for again, if one is slow."""
-        shared = self._shared
-        shared.progress.check_stalled("download")
+        self.progress.check_stalled("download")
         if not self._limiter.spares_retries:
             return
-        with shared.staffing:
-            begun = shared.stragglers.take(self._give_up)
+        with self.staffing:
+            begun = self.stragglers.take(self._give_up)
             if begun is None:
                 return
             if begun.is_left:
-                shared.start(begun.worker, replace(begun, is_left=False))
+                self.start(begun.worker, replace(begun, is_left=False))
         self._limiter.spend_retry()
         if (channel := current_channel()) is not None:
             text = "it takes far longer than the others"
             number = begun.again + 1
-            channel.retried("slow range", shared.key(begun.request), number, text, begun.at)
+            channel.retried("slow range", self.key(begun.request), number, text, begun.at)
 
     def _give_up(self, begun: _Begun[T]) -> bool:
         if begun.again == _MOST_AGAIN:
             return False
         # What it is left with must be its own memory, and no other request.
-        alone = begun.into is None and self._shared.depth == 1
-        may_be_left = alone and self._shared.has_room
+        may_be_left = begun.into is None and self.depth == 1 and self._has_room
         cancelled = begun.body.cancel(at_once=not may_be_left)
         begun.again += cancelled or may_be_left
         begun.is_left = may_be_left and not cancelled
@@ -440,7 +411,7 @@ class _Worker(Generic[T]):
                     if shared.explain is None:
                         raise
                     raise shared.explain(piece, error) from error
-                shared.consume(piece, came)
+                shared.pass_on(piece, came)
                 rest.popleft()
                 shared.slot.moved(len(came))
                 shared.staff()

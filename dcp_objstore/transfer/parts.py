@@ -65,8 +65,6 @@ def plan_parts(
 
     Args:
         total_bytes: payload of all items.
-        least_part_size_bytes: the configured part size.
-        max_object_size_bytes: the configured limit of an object.
         largest_item_bytes: payload of the largest item, which is never split.
         is_near: whether a few connections move all that the store or this machine can.
     """

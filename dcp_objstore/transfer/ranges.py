@@ -57,7 +57,6 @@ def plan_requests(
     single span is.
 
     Args:
-        spans: what to read, in any order.
         request_size_bytes: the largest request.
         gap_bytes: the largest gap between two spans of one request.
     """
@@ -86,8 +85,6 @@ def grown_request_size(total_bytes: int, least_bytes: int, *, is_near: bool = Tr
     store is far, it grows from 128 requests on, up to 16 MiB.
 
     Args:
-        total_bytes: of all requests.
-        least_bytes: the configured request size.
         is_near: whether a few connections move all that the store or this machine can.
     """
     many, most_bytes = _NEAR if is_near else _FAR

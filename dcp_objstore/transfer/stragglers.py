@@ -35,12 +35,7 @@ class StragglerError(Exception):
 
 
 class Stragglers(Generic[T]):
-    """The waits of one transfer's workers. Safe to use from many threads.
-
-    Args:
-        requests: the number of requests of the transfer.
-        clock: monotonic seconds.
-    """
+    """The waits of one transfer's workers. Safe to use from many threads."""
 
     def __init__(self, requests: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._left = max(_LEAST, requests // _SHARE)

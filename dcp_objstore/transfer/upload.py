@@ -232,11 +232,8 @@ def upload_object(
     unchanged, unless the abort failed, too; then a `DcpObjstoreError` says so.
 
     Args:
-        store: where to write the object.
-        key: of the object.
         buffers: the content. Their memory must not change before this returns or raises.
         plan: how the object is cut into parts.
-        config: limits and time-outs.
         progress: receives the bytes that were uploaded; may stop the upload.
         most: largest number of parts in flight, if the number is not fixed.
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 from dcp_objstore.errors import StoreUnavailableError
@@ -54,12 +53,7 @@ class DaemonPool:
     def __enter__(self) -> DaemonPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         """Let the threads end after the submitted calls; do not wait for them."""
         for _ in range(self._threads):
             self._tasks.put(None)
@@ -69,8 +63,6 @@ def in_waves(do: Callable[[T], R], items: Sequence[T], wave: int = WAVE) -> Iter
     """Yield `do(item)` for each item, in their order; `AT_ONCE` calls run at a time.
 
     Args:
-        do: called in a daemon thread.
-        items: what to call it with.
         wave: the number of calls that are submitted before the first result is yielded.
     """
     if not items:

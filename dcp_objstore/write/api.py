@@ -133,10 +133,7 @@ def run_save(
     """Run `dcp.save`; raise the same typed error or return the coordinator's report on all ranks.
 
     Args:
-        writer: the writer of this rank.
-        state_dict: the state as a plain state dict.
         group: group of the ranks that save together; None if this process saves alone.
-        planner: the planner. Default: one for the state dict.
     """
     url, ranks = str(writer.checkpoint_id), count_ranks(group)
     single_process_is_fine()

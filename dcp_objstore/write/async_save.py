@@ -75,14 +75,11 @@ class _WatchedFuture(Future[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """Return the result, as `Future.result` does, and record that it was asked for."""
-        self._see(timeout)
+        self.exception(timeout)
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the error, as `Future.exception` does, and record that it was asked for."""
-        return self._see(timeout)
-
-    def _see(self, timeout: float | None) -> BaseException | None:
         error = super().exception(timeout)
         self.seen = True
         return error
@@ -309,9 +306,19 @@ def async_save(
         saves = own_group(SAVES, process_group, config)
     raise_on_all(refused, url_of(writer), calls, _EVERY_RANK, {"base": base})
     assert writer is not None
-    return _begin(
-        _StagedSave(writer, saves), state, on_busy, calls, wait_for_staging=bool(wait_for_staging)
-    )
+    save = _StagedSave(writer, saves)
+    handle = save.handle
+    try:
+        _wait_for_earlier(handle, on_busy, calls)
+        save.begin_staging(state)
+        if wait_for_staging:
+            save.finish_staging()
+        # Not a daemon thread: the interpreter waits for it at exit, so the last save is not lost.
+        threading.Thread(target=handle._run, args=(save,), name="dcp_objstore-async-save").start()
+    except BaseException as error:  # such as Ctrl-C, or no thread can be started
+        handle._fail(error)
+        raise
+    return handle
 
 
 class _StagedSave:
@@ -360,29 +367,6 @@ class _StagedSave:
     def forget_state(self) -> None:
         """Drop the references to the copy."""
         self._staging = None
-
-
-def _begin(
-    save: _StagedSave,
-    state: Mapping[str, Any],
-    on_busy: Literal["wait", "raise"],
-    calls: dist.ProcessGroup | None,
-    *,
-    wait_for_staging: bool,
-) -> AsyncSaveHandle:
-    """Wait for the earlier save, copy the state and start the thread that saves it."""
-    handle = save.handle
-    try:
-        _wait_for_earlier(handle, on_busy, calls)
-        save.begin_staging(state)
-        if wait_for_staging:
-            save.finish_staging()
-        # Not a daemon thread: the interpreter waits for it at exit, so the last save is not lost.
-        threading.Thread(target=handle._run, args=(save,), name="dcp_objstore-async-save").start()
-    except BaseException as error:  # such as Ctrl-C, or no thread can be started
-        handle._fail(error)
-        raise
-    return handle
 
 
 def _wait_for_earlier(

@@ -191,7 +191,6 @@ class Unchanged:
     """The part of a rank's plan that need not be uploaded.
 
     Attributes:
-        base: the base.
         items: all that have not changed, also what cannot be copied.
         objects: what the store is to make: for each object the runs of which it consists.
         refused: why other runs are not copied, and their size.
@@ -260,15 +259,10 @@ class Unchanged:
             moved_by = begin - run.start
             for item, _, there, dtype in run.items:
                 self.copied.add(item.index)
+                offset, payload_offset = there.offset + moved_by, there.payload_offset + moved_by
                 place = StoredItem(
-                    stored,
-                    there.offset + moved_by,
-                    there.length,
-                    there.payload_offset + moved_by,
-                    there.payload_length,
-                    there.digests,
-                    False,
-                    dtype,
+                    *(stored, offset, there.length, payload_offset, there.payload_length),
+                    *(there.digests, False, dtype),
                 )
                 self.results.append(WriteResult(item.index, there.length, place))
 
@@ -301,31 +295,50 @@ def find_unchanged(
     or are made by the planner.
 
     Args:
-        base: the base, with its index.
-        items: of the rank's plan.
-        resolve: DCP's `planner.resolve_data`.
         known_digests: digests that staging has computed, by the address and size of the memory.
-        config: settings.
         digests_of: `block_digests` or a wrapper of it; called in the threads that hash.
     """
     assert base.index is not None
     stop = Progress(config.stall_timeout_seconds)
+    outbound = Outbound(plan_parts(0, config.part_size_bytes), config, stop.check_stopped)
     same: list[_Kept] = []
+    waiting: deque[tuple[_Kept, bool | Future[bool]]] = deque()
+
+    def compare(kept: _Kept) -> bool | Future[bool]:
+        """Compare an item: large host memory in a thread, the rest at once."""
+        size_bytes, digests = kept.stored.payload_length, kept.stored.digests
+        data = resolve(kept.item)
+        if isinstance(data, io.BytesIO):
+            return False
+        payload = tensor_frame.raw_payload(data)
+        dtype = None if payload is None else constant_name(payload.dtype)
+        if payload is None or (dtype, payload.nbytes) != (kept.dtype, size_bytes):
+            return False
+        if known := known_digests.get((payload.data_ptr(), size_bytes)):
+            return known == digests
+        if payload.is_cpu and size_bytes <= SMALL_BYTES:
+            return small_digest(tensor_frame.small_payload(payload, size_bytes)) == digests
+        copied = outbound.slices(payload)
+        slices = copied or tensor_frame.payload_slices(payload, BLOCK_SIZE_BYTES)
+        if copied is not None or not payload.is_cpu:
+            return _have(digests, slices, digests_of)
+        return hashers.submit(_have, digests, slices, digests_of)
+
+    def settle() -> None:
+        kept, is_same = waiting.popleft()
+        if is_same if isinstance(is_same, bool) else result_of(is_same):
+            same.append(kept)
+
     with DaemonPool(config.hash_threads, "hash") as hashers:
-        outbound = Outbound(plan_parts(0, config.part_size_bytes), config, stop.check_stopped)
-        comparison = _Comparison(resolve, known_digests, outbound, hashers, digests_of)
-        waiting: deque[tuple[_Kept, Future[bool]]] = deque()
-        candidates = _candidates(base.index, items)
-        while True:
-            one = next(candidates, None)
-            if one is not None:
-                waiting.append((one, comparison.of(one)))
-            if one is None or len(waiting) > 2 * config.hash_threads:
-                if not waiting:
-                    break
-                compared, is_same = waiting.popleft()
-                if result_of(is_same):
-                    same.append(compared)
+        for one in _candidates(base.index, items):
+            try:
+                waiting.append((one, compare(one)))
+            except Exception:  # noqa: BLE001 - raised again, with its place, when it is uploaded
+                waiting.append((one, False))
+            if len(waiting) > 2 * config.hash_threads:
+                settle()
+        while waiting:
+            settle()
     found = Unchanged(base, {one.item.index for one in same})
     most_bytes = config.max_object_size_bytes
     runs = _runs(base.index, same, found, most_bytes)
@@ -362,48 +375,6 @@ def _candidates(index: ix.Index, items: Iterable[WriteItem]) -> Iterator[_Kept]:
         sizes = index.box(tensor.key, row - index.rows(tensor.key).start)[1]
         if sizes == list(data.chunk.sizes) and not stored.pickled:
             yield _Kept(item, row, stored, tensor.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _Comparison:
-    """Compares items with the base; the arguments of `find_unchanged` say how."""
-
-    resolve: Callable[[WriteItem], torch.Tensor | io.BytesIO]
-    known_digests: Mapping[tuple[int, int], bytes]
-    outbound: Outbound
-    hashers: DaemonPool
-    digests_of: Callable[[ByteArray], bytes]
-
-    def of(self, kept: _Kept) -> Future[bool]:
-        """Compare an item: large host memory in a thread, the rest at once."""
-        found: Future[bool] = Future()
-        try:
-            same = self._compared(kept)
-        except Exception:  # noqa: BLE001 - raised again, with its place, when the item is uploaded
-            same = False
-        if isinstance(same, Future):
-            return same
-        found.set_result(same)
-        return found
-
-    def _compared(self, kept: _Kept) -> bool | Future[bool]:
-        size_bytes, digests = kept.stored.payload_length, kept.stored.digests
-        data = self.resolve(kept.item)
-        if isinstance(data, io.BytesIO):
-            return False
-        payload = tensor_frame.raw_payload(data)
-        dtype = None if payload is None else constant_name(payload.dtype)
-        if payload is None or (dtype, payload.nbytes) != (kept.dtype, size_bytes):
-            return False
-        if known := self.known_digests.get((payload.data_ptr(), size_bytes)):
-            return known == digests
-        if payload.is_cpu and size_bytes <= SMALL_BYTES:
-            return small_digest(tensor_frame.small_payload(payload, size_bytes)) == digests
-        copied = self.outbound.slices(payload)
-        slices = copied or tensor_frame.payload_slices(payload, BLOCK_SIZE_BYTES)
-        if copied is not None or not payload.is_cpu:
-            return _have(digests, slices, self.digests_of)
-        return self.hashers.submit(_have, digests, slices, self.digests_of)
 
 
 def _have(

@@ -20,11 +20,12 @@ import numpy as np
 import torch
 import xxhash
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError, UnsupportedError
 from dcp_objstore.state import tensor_frame
-from dcp_objstore.state.dcp_metadata import constant_name
+from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject, constant_name
 from dcp_objstore.state.memory import lend
 from dcp_objstore.transfer.digests import block_digests, small_digest
 from dcp_objstore.transfer.parts import check_item_size
@@ -57,9 +58,6 @@ class ChangedSlice(NamedTuple):
     """A slice of a tensor that changed between its digest and the end of its upload.
 
     Attributes:
-        key: key of the tensor in the state.
-        offset: offset of the slice in the object.
-        size_bytes: size of the slice.
         digests: digests of the slice's blocks, as the index will have them.
     """
 
@@ -79,22 +77,26 @@ class Placed(msgspec.Struct, gc=False):
     length: int
     payload_offset: int
     payload_length: int
+    digests: bytes | list[Future[bytes]]
     pickled: bool
     dtype: str | None
-    digests: bytes | list[Future[bytes]]
 
-    def digest_bytes(self) -> bytes:
-        """Return all digests of the payload; wait for those still being computed."""
-        if isinstance(self.digests, bytes):
-            return self.digests
-        return b"".join(future.result() for future in self.digests)
+    def result(self, stored: StoredObject) -> WriteResult:
+        """Return the result of the item in this object; wait for its digests."""
+        digests = self.digests
+        if not isinstance(digests, bytes):
+            digests = b"".join(future.result() for future in digests)
+        place = StoredItem(
+            *(stored, self.offset, self.length, self.payload_offset, self.payload_length),
+            *(digests, self.pickled, self.dtype),
+        )
+        return WriteResult(self.item.index, self.length, place)
 
 
 def item_bytes(item: WriteItem, dtype: torch.dtype | None = None) -> int:
     """Return the payload size of an item; 0 for a pickled value, whose size is not known yet.
 
     Args:
-        item: DCP's write item.
         dtype: the dtype that a planner converted the tensor to. Default: the dtype of the item.
     """
     if item.tensor_data is None:
@@ -128,17 +130,12 @@ class Layout:
         pending: items that this rank still has to write, in order, each with its `item_bytes`. The
             object takes items from the left, and leaves what would exceed
             `plan.max_object_size_bytes` to the next object. A larger item gets its own object.
-        resolve: DCP's `planner.resolve_data`.
-        plan: sizes of parts, slices and objects.
-        hashers: threads that compute digests.
         on_value: callable that receives each pickled value's key and bytes.
-        rank: number of this rank, for errors.
         outbound: the path for slices out of a GPU's memory.
         digests_of: `block_digests` or a wrapper of it; called in the hashers.
         known_digests: digests that staging has computed, by the address and size of the memory.
 
     Attributes:
-        placed: the items that were placed, in order.
         changed: slices that were found to change during their upload.
         is_over: set when the upload has ended; the tensors' memory is not read after that.
     """
@@ -244,7 +241,7 @@ class Layout:
             payload = payload.cpu()
         frame = tensor_frame.frame(payload.dtype, tuple(payload.shape), self._options)
         body = tensor_frame.small_payload(payload, size_bytes)
-        # `_begin` and `_frame`, inlined: this runs once per tensor, and there may be tens of
+        # `_frame`, inlined: this runs once per tensor, and there may be tens of
         # thousands of them.
         padding = tensor_frame.padding_before(self._position, len(frame.header))
         lead = bytes(padding) + frame.header
@@ -275,15 +272,17 @@ class Layout:
         length = self._position - offset
         name = constant_name(dtype)
         self.placed.append(
-            Placed(item, offset, length, payload_offset, size_bytes, False, name, digests)
+            Placed(item, offset, length, payload_offset, size_bytes, digests, False, name)
         )
 
     def _large_tensor(
         self, item: WriteItem, payload: torch.Tensor, size_bytes: int
     ) -> Iterator[ByteArray]:
         frame = tensor_frame.frame(payload.dtype, tuple(payload.shape), self._options)
-        offset = self._begin(frame)
-        payload_offset = offset + len(frame.header)
+        padding = tensor_frame.padding_before(self._position, len(frame.header))
+        self._frame(bytes(padding) + frame.header)
+        payload_offset = self._position
+        offset = payload_offset - len(frame.header)
         if self._gathered:
             yield self._take_gathered()
         known = self.known_digests.get((payload.data_ptr(), size_bytes))
@@ -320,13 +319,7 @@ class Layout:
     def _whole(
         self, item: WriteItem, body: ByteArray, dtype: torch.dtype | None
     ) -> Iterator[ByteArray]:
-        """Yield an item that is all payload: a pickled value, or a tensor pickled as a whole.
-
-        Args:
-            item: DCP's write item.
-            body: the pickled bytes.
-            dtype: dtype of the tensor; None for a value.
-        """
+        """Yield an item that is all payload: a pickled value, or a tensor pickled as a whole."""
         self._frame(bytes(tensor_frame.padding_before(self._position, 0)))
         offset = self._position
         if self._gathered:
@@ -341,14 +334,8 @@ class Layout:
         pickled = dtype is not None
         name = None if dtype is None else constant_name(dtype)
         self.placed.append(
-            Placed(item, offset, size_bytes, offset, size_bytes, pickled, name, digests)
+            Placed(item, offset, size_bytes, offset, size_bytes, digests, pickled, name)
         )
-
-    def _begin(self, frame: tensor_frame.Frame) -> int:
-        """Write padding and header; return the offset of the header."""
-        padding = tensor_frame.padding_before(self._position, len(frame.header))
-        self._frame(bytes(padding) + frame.header)
-        return self._position - len(frame.header)
 
     def _frame(self, framing: bytes) -> None:
         self._framing.update(framing)

@@ -6,20 +6,76 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+import torch
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
+from dcp_objstore import torch_private
 from dcp_objstore.distributed.groups import gone_error
 from dcp_objstore.distributed.plugin import same_url
 from dcp_objstore.observe.report import logger
 from dcp_objstore.state.state_dict import AgreeingPlanner
 from dcp_objstore.write.layout import item_bytes
 from dcp_objstore.write.staging.state import StagedState
-from dcp_objstore.write.write_items import WriteItems
 
 # So small that which rank saves it does not matter for the balance.
 _TINY_BYTES = 4096
+
+_Kept = dict[str, tuple[tuple[Any, ...], list[WriteItem]]]
+
+
+class WriteItems:
+    """The write items of the latest staged state, kept from one save to the next.
+
+    A write item says what a tensor is and where it belongs, and is the same in each save. DCP makes
+    the items in the saving thread, with calls that release the GIL. In a program that is busy in
+    Python, each such call waits up to 5 ms to get the GIL back, and interrupts the program.
+    """
+
+    def __init__(self) -> None:
+        self._kept: _Kept = {}
+
+    def of(self, state_dict: Mapping[str, Any], *, is_coordinator: bool) -> list[WriteItem]:
+        """Return the items that `create_default_local_save_plan` makes of a flat, staged state.
+
+        Whether a tensor is pinned may be reported as it was for an earlier copy.
+        """
+        before, kept = self._kept, _Kept()
+        items: list[WriteItem] = []
+        for key, value in state_dict.items():
+            signature = _signature(value)
+            if signature is None:
+                items += _made(key, value, is_coordinator)
+                continue
+            known = before.get(key)
+            if known is None or known[0] != signature:
+                known = signature, _made(key, value, is_coordinator)
+            kept[key] = known
+            items += known[1]
+        self._kept = kept
+        return items
+
+
+def _made(key: str, value: Any, is_coordinator: bool) -> list[WriteItem]:
+    return create_default_local_save_plan({key: value}, is_coordinator).items
+
+
+def _signature(value: Any) -> tuple[Any, ...] | None:
+    """Return a key that is equal for values with the same items; None to make them each time."""
+    if type(value) is torch.Tensor:
+        return None, value.dtype, value.layout, value.requires_grad, value.size()
+    if type(value) is DTensor:
+        local, spec = torch_private.local_tensor(value), torch_private.spec_of(value)
+        # The identical spec object, which the key keeps alive: with an equal spec, this process may
+        # have another coordinate in the mesh.
+        return id(spec), spec, local.dtype, local.layout, value.requires_grad, value.size()
+    return None
+
 
 # One for the process: `dcp_objstore.async_save` runs one save at a time.
 _staged_items = WriteItems()
@@ -36,7 +92,6 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
     wrapper of that, so it is hashed as it is uploaded.
 
     Args:
-        url: URL of the checkpoint.
         state_dict: the state to save. (DCP passes a dict of its own to the planner.)
         ranks: number of ranks that save together. DCP itself believes that a rank is alone once its
             process group was destroyed.

@@ -22,14 +22,10 @@ class Save:
     """One save on one rank.
 
     Attributes:
-        spec: the store and prefix of the checkpoint.
-        rank: number of this rank.
         is_coordinator: whether this rank commits the save.
-        channel: channel for the events of this save.
         nonce: random part of the names of this save's objects and of its commit.
         begin: what was at the URL before the save; None until the coordinator has read it.
         fenced: whether the store keeps two writers of one checkpoint apart.
-        world_size: number of ranks that save together.
     """
 
     spec: StoreSpec

@@ -12,15 +12,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from torch.distributed.checkpoint.storage import WriteResult
-
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import data_key
 from dcp_objstore.compat.values import warn_unsafe_value
 from dcp_objstore.config import AUTO_MOST, COPIED_MOST_BYTES
 from dcp_objstore.errors import InputError
 from dcp_objstore.observe.events import Hashed, Planned
-from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject, WriteResults
+from dcp_objstore.state.dcp_metadata import StoredObject, WriteResults
 from dcp_objstore.state.device import Outbound, settle_streams
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.ranges import read_range
@@ -62,10 +60,6 @@ def upload_items(
     Before that, the store copies what has not changed since the base.
 
     Args:
-        save: the save; its channel receives the events.
-        plan: the plan that the planner finished.
-        planner: DCP's planner, which gives the data of each item.
-        config: sizes, concurrency and time-outs.
         warned_keys: keys of values that a warning was given for; new keys are added.
         base: the base of the save, if it can be copied from.
 
@@ -140,7 +134,7 @@ def upload_items(
             )
             stored = StoredObject(entry, uploaded.parts, save.spec.url)
             objects.append(stored)
-            results.extend(_write_results(stored, layout))
+            results.extend(placed.result(stored) for placed in layout.placed)
     return results, objects
 
 
@@ -218,23 +212,3 @@ def _emitting(channel: Channel) -> Callable[[ByteArray], bytes]:
         return digests
 
     return digests_of
-
-
-def _write_results(stored: StoredObject, layout: Layout) -> list[WriteResult]:
-    return [
-        WriteResult(
-            index=placed.item.index,
-            size_in_bytes=placed.length,
-            storage_data=StoredItem(
-                stored,
-                placed.offset,
-                placed.length,
-                placed.payload_offset,
-                placed.payload_length,
-                placed.digest_bytes(),
-                placed.pickled,
-                placed.dtype,
-            ),
-        )
-        for placed in layout.placed
-    ]

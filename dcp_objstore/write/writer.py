@@ -8,6 +8,7 @@ save is kept in a `Save`, so a writer can be used for one save after another.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -19,8 +20,11 @@ from torch.futures import Future
 
 from dcp_objstore.checkpoint import commit, index as ix, probe
 from dcp_objstore.checkpoint.claim import check_claim, confirm, refuse_uncounted
-from dcp_objstore.checkpoint.clock import deadline_seconds_for
-from dcp_objstore.checkpoint.marker import check_user_metadata
+from dcp_objstore.checkpoint.clock import Clock
+from dcp_objstore.checkpoint.marker import Counts, check_user_metadata
+from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.checkpoint.publish import publish_dot_metadata
+from dcp_objstore.compat.dot_metadata import encode_metadata
 from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.groups import rank_and_world_size
 from dcp_objstore.distributed.plugin import (
@@ -37,17 +41,16 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.observe.dispatch import EventSettings
-from dcp_objstore.observe.events import Saved
+from dcp_objstore.observe.events import Committed, Saved
 from dcp_objstore.observe.report import SaveReport, logger
 from dcp_objstore.state.dcp_metadata import build_index, describe
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.transfer import workers
 from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.write.base import Base, check_base, open_base, report_not_copied
-from dcp_objstore.write.finish import commit_save, publish_for_stock_readers
 from dcp_objstore.write.layout import check_item
 from dcp_objstore.write.session import Save
-from dcp_objstore.write.staging.stager import KeptStager, OnBusy, note_children
+from dcp_objstore.write.staging.stager import KeptStager, OnBusy
 from dcp_objstore.write.upload_items import upload_items
 
 if TYPE_CHECKING:
@@ -61,7 +64,7 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.state.dcp_metadata import StoredObject
-    from dcp_objstore.stores import StoreSpec
+    from dcp_objstore.stores import ObjectStore, StoreSpec
 
 
 class ObjectStoreWriter(KeptStager, StorageWriter):
@@ -180,6 +183,10 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         if self._target.url is not None:
             check_claim(claim, self._target.spec)
             check_base(base, self._target.spec)
+        self._forget_saves()
+
+    def _forget_saves(self) -> None:
+        """Be a writer that has not saved yet."""
         self._of_thread = threading.local()
         self._warned_keys: set[str] = set()
         self.last_save: SaveReport | None = None
@@ -195,10 +202,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """Restore a writer with these settings that has not saved yet."""
         self.__dict__.update(state)
         self._background = None
-        self._of_thread = threading.local()
-        self._warned_keys = set()
-        self.last_save = None
-        self.save_id = None
+        self._forget_saves()
 
     def __repr__(self) -> str:
         return f"ObjectStoreWriter({self.checkpoint_id!r}, overwrite={self._overwrite})"
@@ -256,17 +260,16 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                     claim=number or 0,
                     nonce=save.nonce,
                     check=partial(_refuse_uncounted, self._claim, save.spec),
-                    deadline_seconds=self._deadline_seconds,
+                    clock=self._clock,
                 )
                 try:
                     found = wait_for(
                         probe.require_fencing,
                         store,
-                        overwrite=self._overwrite,
+                        replaces=save.begin.version is not None,
                         # A claim protects nothing without conditional writes.
                         allow_unfenced=self._allow_unfenced and number is None,
-                        begin=save.begin,
-                        deadline_seconds=min(probe.DEADLINE_SECONDS, self._deadline_seconds),
+                        clock=self._clock,
                     )
                 except UnsupportedError:
                     wait_for(commit.remove_beacon, store, save.begin.beacon)
@@ -274,8 +277,8 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                 save.fenced = found.conditional_create
 
     @property
-    def _deadline_seconds(self) -> float:
-        return deadline_seconds_for(self._target.config.stall_timeout_seconds)
+    def _clock(self) -> Clock:
+        return Clock.of_job(self._target.config.stall_timeout_seconds)
 
     def _begin_save(self, rank: int, is_coordinator: bool, channel: Channel) -> Save:
         self._of_thread.save = save = Save(self._target.begin(), rank, is_coordinator, channel)
@@ -416,28 +419,22 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         store, channel = save.open(), save.channel
         index, index_body = _read_back(built)
         assert save.begin is not None
-        committed = commit_save(
-            save,
-            store,
-            index,
-            index_body,
-            user_metadata=self._user_metadata,
-            deadline_seconds=self._deadline_seconds,
-        )
+        clock = self._clock
+        committed = commit_save(save, store, index, index_body, self._user_metadata, clock)
         report = save.report(objects, committed.commit_id)
         if self._claim is None:
             # Set now: the checkpoint is committed, and what follows may be interrupted.
             self.last_save = report
         last: list[Callable[..., object]] = []
         if self._stock_metadata:
-            last.append(partial(publish_for_stock_readers, save, store, committed, index))
+            last.append(partial(publish_for_stock_readers, save, store, committed, index, clock))
         if self._claim is not None:
             run = save.spec.at(self._claim.run_url).open()
-            last.append(partial(confirm, run, self._claim.number))
+            last.append(partial(confirm, run, self._claim.number, clock=clock))
         wait_for(
             workers.at_once,
             partial(commit.remove_beacon, store, save.begin.beacon),
-            *(partial(each, deadline_seconds=self._deadline_seconds) for each in last),
+            *last,
         )
         self.last_save = report
         channel.emit(
@@ -451,6 +448,73 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             commit_id=committed.commit_id,
         )
         return index
+
+
+def commit_save(
+    save: Save,
+    store: ObjectStore,
+    index: ix.Index,
+    index_body: bytes,
+    user_metadata: Mapping[str, object] | None,
+    clock: Clock,
+) -> commit.CommitResult:
+    """Make the checkpoint exist, with the errors of `commit.commit`."""
+    assert save.begin is not None
+    began_at = time.monotonic()
+
+    def retried(attempt: int, error: Exception, first_at: float) -> None:
+        text = f"{type(error).__name__}: {error}"
+        save.channel.retried("commit", MARKER_KEY, attempt, text, first_at)
+
+    committed = wait_for(
+        commit.commit,
+        store,
+        save.begin,
+        index=index_body,
+        objects=[(entry.key, entry.size_bytes) for entry in index.objects],
+        counts=Counts(
+            tensors=len(index.tensors),
+            blobs=len(index.blobs),
+            objects=len(index.objects),
+            total_bytes=sum(entry.size_bytes for entry in index.objects),
+        ),
+        world_size=save.world_size,
+        user_metadata=user_metadata,
+        nonce=save.nonce,
+        fenced=save.fenced,
+        clock=clock,
+        on_retry=retried,
+    )
+    save.channel.emit(
+        Committed, began_at, commit_id=committed.commit_id, attempts=committed.attempts
+    )
+    return committed
+
+
+def publish_for_stock_readers(
+    save: Save,
+    store: ObjectStore,
+    committed: commit.CommitResult,
+    index: ix.Index,
+    clock: Clock,
+) -> None:
+    """Write `.metadata`. The checkpoint is committed already, so a failure only warns."""
+    try:
+        publish_dot_metadata(
+            store,
+            committed.commit_id,
+            encode_metadata(index),
+            tries=clock.tries(),
+            seen=committed.dot_metadata,
+            fenced=save.fenced,
+        )
+    except Exception as error:  # noqa: BLE001 - whatever it is, the save has succeeded
+        logger.warning(
+            "%s is committed, but its .metadata, which stock torch readers need, could not be"
+            " written: %s",
+            store.url,
+            error,
+        )
 
 
 def _refuse_uncounted(claim: RunClaim | None, step: StoreSpec) -> None:
@@ -493,6 +557,3 @@ def _read_back(index: ix.Index) -> tuple[ix.Index, bytes]:
             key=error.key,
             object_key=error.object_key,
         ) from error
-
-
-note_children(ObjectStoreWriter)

@@ -125,8 +125,8 @@ def test_overwrite_logs_the_replaced_commit_and_uses_its_version(store: MemorySt
     assert marker == second.marker
     assert marker.generation == 2
     assert marker.log == (first.commit_id,)
-    assert marker_puts(store)[-1].precondition == token.precondition
-    assert isinstance(token.precondition, IfVersion)
+    assert token.version is not None
+    assert marker_puts(store)[-1].precondition == IfVersion(token.version)
 
 
 def test_pinned_checkpoint_is_not_overwritten(store: MemoryStore) -> None:
@@ -521,7 +521,7 @@ def test_unfenced_commit_sends_no_condition(store: MemoryStore) -> None:
 
 
 def publish(store: MemoryStore, commit_id: str, body: bytes) -> bool:
-    return publish_dot_metadata(store, commit_id, body, clock=TickingClock())
+    return publish_dot_metadata(store, commit_id, body, tries=TickingClock().tries())
 
 
 def test_dot_metadata_is_written_and_replaced_by_the_next_commit(store: MemoryStore) -> None:
@@ -589,7 +589,7 @@ def test_dot_metadata_that_has_changed_since_is_replaced_only_by_the_newest_comm
         store.put(DOT_METADATA_KEY, b"of a repair")
     seen = token.dot_metadata
     published = publish_dot_metadata(
-        store, done.commit_id, b"second", seen=seen, clock=TickingClock()
+        store, done.commit_id, b"second", seen=seen, tries=TickingClock().tries()
     )
     assert published != newer
     assert store.body(DOT_METADATA_KEY) == (b"third" if newer else b"second")

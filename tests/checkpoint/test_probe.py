@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 from dcp_objstore.checkpoint import commit as commits, probe as probes
-from dcp_objstore.checkpoint.commit import BeginToken
 from dcp_objstore.errors import (
     BucketNotFoundError,
     PermissionDeniedError,
@@ -18,7 +17,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.protocol import Capabilities, IfAbsent, IfVersion, Version
+from dcp_objstore.stores.protocol import Capabilities, IfAbsent, IfVersion
 from tests.support.memory_store import LOST, MemoryStore, Put, TickingClock
 from tests.support.servers import Bucket
 
@@ -119,7 +118,7 @@ def test_store_that_never_answers_is_unavailable(store: MemoryStore) -> None:
     clock = TickingClock()
     store.on_put = lambda put: LOST
     with pytest.raises(StoreUnavailableError):
-        probes.require_fencing(store, overwrite=False, allow_unfenced=True, clock=clock)
+        probes.require_fencing(store, replaces=False, allow_unfenced=True, clock=clock)
     assert 30 <= clock.now < 40
 
 
@@ -127,9 +126,9 @@ def test_store_that_never_answers_is_unavailable(store: MemoryStore) -> None:
 def test_refusal_is_passed_on_and_not_remembered(store: MemoryStore, kind: type[Exception]) -> None:
     store.on_put = lambda put: kind("no")
     with pytest.raises(kind):
-        probes.require_fencing(store, overwrite=False, allow_unfenced=True)
+        probes.require_fencing(store, replaces=False, allow_unfenced=True)
     store.on_put = None
-    assert probes.require_fencing(store, overwrite=True, allow_unfenced=False).conditional_update
+    assert probes.require_fencing(store, replaces=True, allow_unfenced=False).conditional_update
 
 
 def test_writer_that_may_not_delete_leaves_only_a_debug_line(
@@ -150,18 +149,14 @@ def test_writer_that_may_not_delete_leaves_only_a_debug_line(
 # --- rule 11
 
 
-def token(store: MemoryStore, *, present: bool) -> BeginToken:
-    return BeginToken(store.url, None, Version("x") if present else None)
-
-
 def test_store_without_conditions_is_refused_unless_allowed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = careless()
     with pytest.raises(UnsupportedError, match="allow_unfenced"):
-        probes.require_fencing(store, overwrite=False, allow_unfenced=False)
+        probes.require_fencing(store, replaces=False, allow_unfenced=False)
     assert not caplog.records
-    found = probes.require_fencing(store, overwrite=True, allow_unfenced=True)
+    found = probes.require_fencing(store, replaces=True, allow_unfenced=True)
     assert not found.conditional_create
     assert "second writer" in caplog.text
 
@@ -169,35 +164,28 @@ def test_store_without_conditions_is_refused_unless_allowed(
 def test_create_only_store_is_refused_where_something_would_be_replaced() -> None:
     store = create_only()
 
-    def require(*, overwrite: bool, begin: BeginToken | None = None) -> None:
-        probes.require_fencing(store, overwrite=overwrite, allow_unfenced=True, begin=begin)
-
-    require(overwrite=False)
-    require(overwrite=False, begin=token(store, present=False))
-    require(overwrite=True, begin=token(store, present=False))
+    probes.require_fencing(store, replaces=False, allow_unfenced=True)
     with pytest.raises(UnsupportedError, match="another URL"):
-        require(overwrite=True)
-    with pytest.raises(UnsupportedError, match="another URL"):
-        require(overwrite=False, begin=token(store, present=True))  # a tombstone
+        probes.require_fencing(store, replaces=True, allow_unfenced=True)
 
 
 def test_bucket_is_probed_once_per_process(store: MemoryStore) -> None:
     for _ in range(3):
-        probes.require_fencing(store, overwrite=True, allow_unfenced=False)
+        probes.require_fencing(store, replaces=True, allow_unfenced=False)
     again = MemoryStore("s3://bucket/run/step-2")
-    probes.require_fencing(again, overwrite=False, allow_unfenced=False)
+    probes.require_fencing(again, replaces=False, allow_unfenced=False)
     assert len(store.requests) == 11
     assert again.requests == []
 
 
 def test_bucket_of_the_same_name_elsewhere_is_probed_for_itself(store: MemoryStore) -> None:
-    probes.require_fencing(store, overwrite=False, allow_unfenced=False)
+    probes.require_fencing(store, replaces=False, allow_unfenced=False)
     elsewhere = careless()
     elsewhere.endpoint_url = "http://127.0.0.1:1"
     with pytest.raises(UnsupportedError):
-        probes.require_fencing(elsewhere, overwrite=False, allow_unfenced=False)
+        probes.require_fencing(elsewhere, replaces=False, allow_unfenced=False)
     other_bucket = MemoryStore("s3://bucket2/run/step-1")
-    probes.require_fencing(other_bucket, overwrite=False, allow_unfenced=False)
+    probes.require_fencing(other_bucket, replaces=False, allow_unfenced=False)
     assert other_bucket.requests
 
 

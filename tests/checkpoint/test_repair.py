@@ -30,8 +30,10 @@ def in_line(store: ObjectStore) -> bool:
 
 def test_missing_dot_metadata_is_written(real: ObjectStore) -> None:
     done = save(real, publish=False)
+    before = read_marker(real)
     assert go(real, dry_run=True).dot_metadata == "written"
     assert DOT_METADATA_KEY not in keys(real)
+    assert read_marker(real) == before
     report = go(real)
     assert (report.state, report.commit_id) == ("committed", done.commit_id)
     assert report.dot_metadata == "written"

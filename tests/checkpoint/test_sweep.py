@@ -24,8 +24,7 @@ from dcp_objstore.checkpoint.names import (
 )
 from dcp_objstore.checkpoint.pins import pin, unpin
 from dcp_objstore.checkpoint.read import find_marker, open_committed
-from dcp_objstore.checkpoint.sweep import CheckpointSweep, sweep
-from dcp_objstore.checkpoint.sweep_plan import GRACE_SECONDS, plan_sweep
+from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, plan_sweep, sweep
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CommitLostError,
@@ -500,6 +499,20 @@ def test_dry_run_changes_nothing_and_tells_what_a_sweep_does(real: AgedStore) ->
     done = go(real, uploads=uploads)
     assert planned == replace(done, dry_run=True, fenced=False)
     assert done.deleted == 3
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_dry_run_leaves_the_marker_alone_where_dot_metadata_is_missing(
+    store: AgedStore, torn: bool
+) -> None:
+    save(store, publish=False)
+    if torn:
+        tear(store)
+    store.age()
+    before = {meta.key: meta.version for meta in store.list()}
+    planned = go(store, dry_run=True)
+    assert (planned.outcome, planned.dot_metadata) == ("mended", "written")
+    assert {meta.key: meta.version for meta in store.list()} == before
 
 
 @pytest.mark.parametrize("grace", [0, 3599.9, -1, float("nan"), float("inf"), "24h", True, None])

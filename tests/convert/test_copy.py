@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint.clock import tries_until
+from dcp_objstore.checkpoint.clock import Clock
 from dcp_objstore.checkpoint.commit import put_tombstone
 from dcp_objstore.cli import convert
 from dcp_objstore.cli.seaweedfs import SeaweedServer
@@ -437,7 +437,7 @@ def test_a_sweep_defeats_a_copy_that_names_what_the_sweep_may_remove(
 
     def fence(verb: str, key: str, nth: int) -> Fault | None:
         if verb == "list" and not fences:
-            fences.append(put_tombstone(store, tries_until(10)))
+            fences.append(put_tombstone(store, Clock(10).tries()))
         return None
 
     for plan, error in ((interrupt, KeyboardInterrupt), (fence, CommitLostError)):

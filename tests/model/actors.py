@@ -152,7 +152,7 @@ class Actor:
         after = me._replace(at="put", body=body, then=then, writes=me.writes + 1)
         return after._replace(denied=False, unsure=False)
 
-    # --- rule 6, `publishing.publish_until`: `.metadata` of commit `me.body`
+    # --- rule 6, `publish.publish_dot_metadata`: `.metadata` of commit `me.body`
 
     def publish(self, was: Me, store: Store) -> Iterator[Move]:
         for event, answered, me in self.look_at_dot(was, store, "head"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dcp_objstore.checkpoint import commit as commits
-from dcp_objstore.checkpoint.clock import tries_until
 from dcp_objstore.checkpoint.read import read_marker
 from tests.model.programs import FAILED, UNKNOWN, Program, deleter, pinner, saver
 from tests.model.stage import HOUR_SECONDS, ROOT, Actor, Stage, StageClock
@@ -51,9 +50,7 @@ def deleting(stage: Stage) -> None:
     store, clock = Actor(stage, "before").connect(), StageClock(stage.bucket)
     found = read_marker(store)
     assert found
-    assert commits.rewrite_marker(
-        store, found, "the deletion", tries_until(60.0, clock), state="deleting"
-    )
+    assert commits.rewrite_marker(store, found, "the deletion", clock.tries(), state="deleting")
     stage.bucket.seconds += 72 * HOUR_SECONDS
 
 

@@ -87,8 +87,7 @@ def _saying(
 def _settings(
     actor: Actor, deadline_seconds: float, ahead: timedelta = timedelta()
 ) -> dict[str, Any]:
-    clock = StageClock(actor.stage.bucket, ahead)
-    return {"clock": clock, "deadline_seconds": deadline_seconds}
+    return {"clock": StageClock(actor.stage.bucket, deadline_seconds, ahead)}
 
 
 def saver(*, overwrite: bool, deadline_seconds: float = 60.0, ranks: int = 2) -> Program:
@@ -106,8 +105,8 @@ def saver(*, overwrite: bool, deadline_seconds: float = 60.0, ranks: int = 2) ->
 
         def publish() -> None:
             with suppress(DcpObjstoreError):  # it is committed all the same
-                seen = done.dot_metadata
-                publish_dot_metadata(store, done.commit_id, body, seen=seen, **settings)
+                seen, tries = done.dot_metadata, settings["clock"].tries()
+                publish_dot_metadata(store, done.commit_id, body, seen=seen, tries=tries)
 
         workers.at_once(partial(commits.remove_beacon, store, token.beacon), publish)
         return Answer(SUCCESS, actor, done.commit_id)

@@ -151,11 +151,17 @@ class StageClock(TickingClock):
 
     Args:
         bucket: whose time it tells.
+        deadline_seconds: how long it tries.
         ahead: by how much it is wrong.
     """
 
-    def __init__(self, bucket: WatchedBucket, ahead: timedelta = timedelta()) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        bucket: WatchedBucket,
+        deadline_seconds: float = 60.0,
+        ahead: timedelta = timedelta(),
+    ) -> None:
+        super().__init__(deadline_seconds)
         self.bucket, self.ahead = bucket, ahead
 
     def utc_now(self) -> datetime:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, tries_until
+from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK
 from dcp_objstore.checkpoint.commit import put_tombstone
 from dcp_objstore.checkpoint.names import beacon_key, data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
@@ -57,7 +57,7 @@ def run(bucket: Bucket) -> Iterator[Bucket]:
     begin_upload(bucket, "run/step-4/.metadata")
     begin_upload(bucket, "run/step-4/theirs.bin")
     step = open_store(bucket.at("run/step-5"), bucket.storage_options)
-    assert put_tombstone(step, tries_until(60, SYSTEM_CLOCK)) is not None
+    assert put_tombstone(step, SYSTEM_CLOCK.tries()) is not None
     bucket.put("run/step-6/.metadata", b"theirs")
     bucket.put("run/step-6/__0_0.distcp", b"theirs")
     bucket.put("run/logs/log.txt", b"theirs")

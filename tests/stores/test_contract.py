@@ -103,7 +103,7 @@ class TestUnfenced(BucketContract):
 
     def assert_refused(self, store: ObjectStore, key: str, precondition: Precondition) -> None:
         with pytest.raises(UnsupportedError, match="does not keep two writers apart"):
-            require_fencing(store, overwrite=True, allow_unfenced=False)
+            require_fencing(store, replaces=True, allow_unfenced=False)
 
     def test_a_prefix_of_keys_is_no_object(self, bucket: Bucket) -> None:
         # rclone answers 500 where it should say that there is no such object.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from dcp_objstore.checkpoint.clock import Clock
+from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, Clock
 from dcp_objstore.errors import (
     CorruptDataError,
     PreconditionFailedError,
@@ -79,7 +79,8 @@ def in_turn(key: str, *fates: Fate | BaseException | Callable[[Put], object] | N
 class TickingClock(Clock):
     """Time passes only in `sleep`, and there at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline_seconds: float = DEADLINE_SECONDS) -> None:
+        super().__init__(deadline_seconds)
         self.now = 0.0
 
     def monotonic(self) -> float:

@@ -29,7 +29,6 @@ from dcp_objstore.observe.events import AnyEvent, Hashed
 from dcp_objstore.observe.report import size_text
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.write import (
-    finish as committing,
     layout,
     upload_items as uploading,
     writer as writer_module,
@@ -88,7 +87,7 @@ def test_metadata_that_cannot_be_encoded_only_warns(
     def fail(_: object) -> bytes:
         raise TypeError("no such field")
 
-    monkeypatch.setattr(committing, "encode_metadata", fail)
+    monkeypatch.setattr(writer_module, "encode_metadata", fail)
     url = memory_url()
     dcp.save({"t": torch.ones(5)}, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
     assert "no such field" in logged.text
@@ -99,7 +98,7 @@ def test_an_interrupt_after_the_commit_leaves_the_report(monkeypatch: pytest.Mon
     def interrupt(_: object) -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(committing, "encode_metadata", interrupt)
+    monkeypatch.setattr(writer_module, "encode_metadata", interrupt)
     url = memory_url()
     writer = dos.ObjectStoreWriter(url)
     with pytest.raises((KeyboardInterrupt, CheckpointException)):

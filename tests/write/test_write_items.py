@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dcp_objstore as dos
-from dcp_objstore.write import write_items
-from dcp_objstore.write.write_items import WriteItems
+from dcp_objstore.write import planner
+from dcp_objstore.write.planner import WriteItems
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def world() -> Iterator[None]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Keys of the items that were made, in their order."""
     keys: list[str] = []
-    make = write_items._made
+    make = planner._made
 
     def telling(key: str, value: Any, is_coordinator: bool) -> Any:
         keys.append(key)
         return make(key, value, is_coordinator)
 
-    monkeypatch.setattr(write_items, "_made", telling)
+    monkeypatch.setattr(planner, "_made", telling)
     return keys
 
 

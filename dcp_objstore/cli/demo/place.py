@@ -61,7 +61,7 @@ def in_bucket(url: str, *, keep: bool) -> Iterator[Place]:
     store = replace(run, config=_IMPATIENT).open()
     for _ in store.list():  # first, because the probe waits longer for a store that is away
         break
-    require_fencing(store, overwrite=True, allow_unfenced=False)
+    require_fencing(store, replaces=True, allow_unfenced=False)
     try:
         yield Place(run)
     finally:

@@ -114,9 +114,7 @@ class Exchange:
     other ranks, where `prepare` or `advance` raises PeerFailedError.
 
     Args:
-        share: this rank's share, from the coordinator.
         group: a gloo group of the ranks that load, numbered as in the plan.
-        url: URL of the checkpoint, for errors.
 
     Attributes:
         requests: the requests that this rank fetches for itself and others, in the order of the
@@ -174,7 +172,6 @@ class Exchange:
         """Allocate the memory and find out which ranks can read whose slots. A collective.
 
         Args:
-            planned: this rank's load.
             ahead_bytes: number of bytes that may be fetched, or in flight, before their round.
 
         Raises:

@@ -49,16 +49,10 @@ class Offer:
     """What a rank sends the coordinator with its plan.
 
     Attributes:
-        url: URL of the checkpoint that the rank has opened.
-        commit_id: commit of the checkpoint that the rank has opened.
-        rank: the global rank.
         group: `group_digest` of the ranks among which the rank would exchange blocks; None if it
             loads by itself.
         needs: the bytes that the rank needs, as `needs_of` returns them.
         selections: the selections of the rank's packed reads, by the number of the read.
-        verify: whether the rank verifies what it fetches.
-        memory_budget_bytes: the rank's setting of this name.
-        request_size_bytes: the rank's setting of this name.
     """
 
     url: str | None
@@ -205,9 +199,6 @@ def all_arrived(meeting: str, count: int, config: TransferConfig, url: str) -> b
 
     Args:
         meeting: unique name of the load, from its `Share`.
-        count: number of ranks that load.
-        config: the settings; only `peer_timeout_seconds` is used.
-        url: URL of the checkpoint, for errors and the log.
 
     Raises:
         RankFailedError: the process that keeps the process group's store has died.

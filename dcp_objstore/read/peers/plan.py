@@ -38,8 +38,6 @@ class Segment:
     """A piece of a message: bytes `[start, end)` of the object, unchanged or packed.
 
     Attributes:
-        start: offset of the first byte in the object.
-        end: offset after the last byte in the object.
         packed_bytes: length of the pieces that the receiver needs of block `[start, end)`, packed
             in the order in which they lie there; 0 for unchanged bytes.
         read: the receiver's number for the read that needs the packed pieces; -1 for unchanged
@@ -62,9 +60,6 @@ class SharedRequest:
     """A ranged GET of bytes `[start, end)` that one rank makes for itself and others.
 
     Attributes:
-        object_number: number of the object to read.
-        start: offset of the first byte in the object.
-        end: offset after the last byte in the object.
         fetcher: number of the rank that makes the request; it needs all of its blocks as well.
         sequence: number of requests that this rank makes before this one.
         blocks: `(start, end)` of each block in the request.
@@ -114,7 +109,6 @@ def plan_exchange(
         request_size_bytes: size of the largest request, unless a single block is larger.
         round_size_bytes: largest total size of the requests of a round, unless the round has only
             one request.
-        gap_bytes: largest gap between two blocks of one request.
 
     Returns:
         The part of each rank. It has no rounds if nothing is shared.

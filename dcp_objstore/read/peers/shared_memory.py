@@ -25,14 +25,6 @@ class SharedMemoryAddress:
 
     The device and inode must match what is found there, because a process of another container may
     have the same number.
-
-    Attributes:
-        boot_id: boot id of the host.
-        process_id: number of the process that shares the memory.
-        descriptor: file descriptor of the memory in that process.
-        device: device number that the descriptor must lead to.
-        inode: inode number that the descriptor must lead to.
-        size_bytes: size of all slots together.
     """
 
     boot_id: str
@@ -48,7 +40,6 @@ class SharedMemory:
 
     Attributes:
         address: address for other processes; None if the memory cannot be shared.
-        size_bytes: size of all slots together.
     """
 
     def __init__(self, count: int, slot_bytes: int) -> None:

@@ -34,14 +34,9 @@ class Region:
     """Bytes of a storage that are copied together.
 
     Attributes:
-        device: device of the storage.
         storage: storage to copy the bytes from; None to copy the elements of `tensor`, closely
             packed.
-        start: offset of the first byte in the storage.
-        end: offset after the last byte in the storage.
         tensor: tensor to copy if `storage` is None.
-        array: memory to copy to.
-        address: address of `array`.
         is_payload: whether these are the bytes of one contiguous tensor, as they are uploaded.
     """
 

@@ -114,6 +114,12 @@ class KeptStager(StagesAtOnce):
         ConfigError: `on_busy` is neither "wait" nor "raise".
     """
 
+    def __init_subclass__(cls) -> None:
+        """Make writers of a class notice when a process-mode save sends them to its child."""
+        super().__init_subclass__()
+        # For each class, because `multiprocessing` pickles by the exact class.
+        ForkingPickler.register(cls, _reduce_for_child)
+
     def __init__(self, on_busy: OnBusy = "wait") -> None:
         if on_busy not in ("wait", "raise"):
             raise ConfigError(f"on_busy must be 'wait' or 'raise', got {on_busy!r}")
@@ -193,8 +199,3 @@ class KeptStager(StagesAtOnce):
 def _reduce_for_child(writer: KeptStager) -> Any:
     writer._runs_here(in_child=True)
     return writer.__reduce_ex__(2)
-
-
-def note_children(kind: type[KeptStager]) -> None:
-    """Make writers of this class notice when a process-mode save sends them to its child."""
-    ForkingPickler.register(kind, _reduce_for_child)

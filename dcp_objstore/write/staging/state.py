@@ -57,7 +57,6 @@ class Staging:
     Args:
         state_dict: nested dicts, lists and tuples of anything. Tensors are copied, scalars are used
             as they are, and all other values are deep-copied together.
-        memory: memory to copy into.
 
     Attributes:
         state: the copy, complete once `finish` has returned.
