@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tests.model.checker import Weak
 from tests.model.world import Event
 
 BY_NUMBER = "the last step instead of adopting"
@@ -81,7 +82,6 @@ class Me(NamedTuple):
 
 
 Move = tuple[Event, Me, Run]
-Weak = frozenset[str]
 
 
 def counting(claim: Claim, steps: Steps, weak: frozenset[str]) -> dict[int, Step]:

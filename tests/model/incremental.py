@@ -79,8 +79,8 @@ class IncrementalWriter(Writer):
 class Stranger(Actor):
     """Another program, which overwrites the data of save 0, once."""
 
-    def __init__(self) -> None:
-        super().__init__("stranger")
+    def __init__(self, **options: Any) -> None:
+        super().__init__("stranger", **options)
 
     def begin(self, me: Me, store: Store) -> Iterator[Move]:
         if store.data & 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from tests.model.actors import Actor
 from tests.model.world import (
@@ -88,15 +89,12 @@ class StockReader(Actor):
 
 
 class Clock(Actor):
-    """The grace period passes since the marker was written; no stock reader takes that long.
+    """The grace period passes since the marker was written; no stock reader takes that long."""
 
-    Args:
-        rounds: how many times.
-    """
+    rounds = 3  # how many times
 
-    def __init__(self, *, rounds: int = 3) -> None:
-        super().__init__("time")
-        self.rounds = rounds
+    def __init__(self, **options: Any) -> None:
+        super().__init__("time", **options)
 
     def begin(self, me: Me, store: Store) -> Iterator[Move]:
         if not (store.aged and store.dot_aged) and not store.loading:
