@@ -191,9 +191,8 @@ def fake_gcs() -> Iterator[FakeGcsServer]:
 
 @pytest.fixture(scope="session")
 def moto_server() -> Iterator[MotoServer]:
-    server = MotoServer()
-    yield server
-    server.stop()
+    with MotoServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
