@@ -18,12 +18,11 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer
-from dcp_objstore.stores import StoreSpec, spec
+from dcp_objstore.stores import ObjectStore, StoreSpec, spec
 from dcp_objstore.stores.admission import limiter
 from dcp_objstore.stores.obstore import makers
 from dcp_objstore.stores.retries import RetryPolicy
@@ -38,7 +37,7 @@ from tests.support.servers import (
     MotoServer,
     RcloneServer,
 )
-from tests.support.wrapped_stores import RecordingStore
+from tests.support.wrapped_stores import RecordingStore, Request, Through
 
 DEFAULT_BACKENDS = ("seaweed", "moto")
 pytest_plugins = ("tests.support.guarantees",)
@@ -285,25 +284,19 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def through(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], None]:
+def through(monkeypatch: pytest.MonkeyPatch) -> Through:
     """Puts a wrapper around every store that is opened from now on."""
     opened = StoreSpec.open
 
-    def wrap(wrapper: Callable[[Any], Any]) -> None:
+    def wrap(wrapper: Callable[[ObjectStore], ObjectStore]) -> None:
         monkeypatch.setattr(StoreSpec, "open", lambda spec: wrapper(opened(spec)))
 
     return wrap
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordingStore]:
-    """The stores that are opened from now on, each of which records its requests."""
-    opened: list[RecordingStore] = []
-    really_open = StoreSpec.open
-
-    def recording(spec: StoreSpec) -> RecordingStore:
-        opened.append(RecordingStore(really_open(spec)))
-        return opened[-1]
-
-    monkeypatch.setattr(StoreSpec, "open", recording)
-    return opened
+def requests(through: Through) -> list[Request]:
+    """All requests of the stores that are opened from now on, in the order in which they end."""
+    made: list[Request] = []
+    through(lambda store: RecordingStore(store, made))
+    return made

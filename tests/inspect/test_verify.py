@@ -12,10 +12,9 @@ import torch.distributed.checkpoint as dcp
 import dcp_objstore as dos
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import UnsupportedError
-from dcp_objstore.stores.spec import StoreSpec
 from tests.support.servers import Bucket
 from tests.support.states import seeded
-from tests.support.wrapped_stores import ChangingStore
+from tests.support.wrapped_stores import ChangingStore, Through
 
 BLOCK = 4 * MIB
 SIZE = 9 * MIB // 4  # elements of a tensor of two blocks and a bit
@@ -89,7 +88,7 @@ def test_an_object_that_has_grown_is_reported(large: tuple[dos.Checkpoint, Path]
 
 
 def test_a_block_that_differs_only_once_is_not_damaged(
-    large: tuple[dos.Checkpoint, Path], monkeypatch: pytest.MonkeyPatch
+    large: tuple[dos.Checkpoint, Path], through: Through
 ) -> None:
     ckpt, _ = large
     seen: set[int] = set()
@@ -99,10 +98,7 @@ def test_a_block_that_differs_only_once_is_not_damaged(
             seen.add(at)
             body[100] ^= 1
 
-    opened = StoreSpec.open
-    monkeypatch.setattr(
-        StoreSpec, "open", lambda spec: ChangingStore(opened(spec), damage_at_first)
-    )
+    through(lambda store: ChangingStore(store, damage_at_first))
     assert ckpt.verify().ok
     assert seen
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+# What the fixture `through` takes: a wrapper around every store that is opened from now on.
+Through = Callable[[Callable[[ObjectStore], ObjectStore]], None]
 Verb = Literal["put", "put_stream", "copy", "get", "open_range", "head", "list", "delete"]
 
 
@@ -227,12 +229,12 @@ class RecordingStore(WatchedStore):
     """Keeps a record of every request, in the order in which they ended.
 
     Attributes:
-        requests: the record; safe to read while requests run.
+        requests: the record, which stores may share; safe to read while requests run.
     """
 
-    def __init__(self, inner: ObjectStore) -> None:
+    def __init__(self, inner: ObjectStore, requests: list[Request] | None = None) -> None:
         super().__init__(inner)
-        self.requests: list[Request] = []
+        self.requests = [] if requests is None else requests
 
     @contextmanager
     def _around(self, request: Request) -> Iterator[None]:
