@@ -222,17 +222,6 @@ def test_a_key_that_is_missing_is_an_error_unless_a_partial_load_was_asked_for(a
     assert larger.more.eq(3).all()
 
 
-def test_a_tensor_of_another_size_is_an_error_and_stays() -> None:
-    url, other = memory_url(), nn.Linear(3, 2)
-    weight = other.weight.detach().clone()
-    save({"module": nn.Linear(2, 2)}, url)
-    with pytest.raises(CheckpointException, match=r"[Ss]ize mismatch|module\.weight"):
-        load({"module": other}, url)
-    with pytest.raises(dos.StateMismatchError, match=r"module\.weight"):
-        dos.load({"module": other}, url)
-    assert torch.equal(other.weight, weight)
-
-
 def test_the_metadata_has_torchs_version_and_the_ids_of_save_and_load(tmp_path: Path) -> None:
     url, planner = memory_url(), DefaultLoadPlanner()
     writer, reader = dos.ObjectStoreWriter(url), dos.ObjectStoreReader(url)
@@ -730,22 +719,6 @@ def test_the_order_of_keys_may_differ_from_rank_to_rank(bucket: Bucket, api: str
 
 
 # A checkpoint that is there.
-
-
-def overwrite(rank: int, world: int, url: str, options: Options) -> None:
-    one, two = torch.ones(10), torch.full((10,), 2.0)
-    save({"t": one}, url, options)
-    save({"t": two}, url, options, overwrite=True)
-    state = {"t": torch.zeros(10)}
-    load(state, url, options)
-    assert torch.equal(state["t"], two)
-    with pytest.raises(CheckpointException, match="CheckpointExistsError"):
-        save({"t": one}, url, options, overwrite=False)
-
-
-def test_a_checkpoint_is_replaced_if_that_was_asked_for_and_else_refused(bucket: Bucket) -> None:
-    run_ranks(2, overwrite, bucket.at("step-1"), bucket.storage_options)
-    assert_whole(bucket, "step-1")
 
 
 def test_a_url_is_recognized_and_what_nobody_knows_is_refused(

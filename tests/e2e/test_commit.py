@@ -50,23 +50,27 @@ from tests.support.wrapped_stores import Request, WatchedStore
 MIB = 1024 * 1024
 
 
-def save_and_die(rank: int, world_size: int, victim: int, url: str, options: Options) -> None:
+def save_and_fail(
+    rank: int, world_size: int, victim: int, dies: bool, url: str, options: Options
+) -> None:
     """Two tensors of 6 MiB per rank, so a multipart upload is under way at the second."""
 
-    def die(item: int) -> None:
+    def fail(item: int) -> None:
         if rank == victim and item == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("the tensor cannot be staged")
 
     config = dos.TransferConfig(part_size_bytes=5 * MIB)
     writer = dos.ObjectStoreWriter(url, storage_options=options, config=config)
     state = {f"{rank}.{number}": torch.full((6 * MIB // 4,), float(rank)) for number in range(2)}
-    dcp.save(dict(state), storage_writer=writer, planner=HookPlanner(die))
+    dcp.save(dict(state), storage_writer=writer, planner=HookPlanner(fail))
 
 
 @pytest.mark.parametrize("victim", [0, 2], ids=["coordinator", "other-rank"])
 def test_sigkill_of_a_rank_in_mid_save_leaves_no_checkpoint(bucket: Bucket, victim: int) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
-    outcomes = try_ranks(3, save_and_die, victim, url, options, timeout_seconds=120)
+    outcomes = try_ranks(3, save_and_fail, victim, True, url, options, timeout_seconds=120)
     for rank, outcome in enumerate(outcomes):
         if rank == victim:
             assert outcome.exit_signal == signal.SIGKILL
@@ -104,25 +108,12 @@ def test_sigkill_between_the_last_upload_and_the_commit_leaves_the_old_checkpoin
     assert bucket.keys("step-1"), "all data was uploaded before the kill"
 
 
-def save_with_a_failing_rank(
-    rank: int, world_size: int, bad: int, url: str, options: Options
-) -> None:
-    def fail(item: int) -> None:
-        if rank == bad and item == 1:
-            raise ValueError("the tensor cannot be staged")
-
-    config = dos.TransferConfig(part_size_bytes=5 * MIB)
-    writer = dos.ObjectStoreWriter(url, storage_options=options, config=config)
-    state = {f"{rank}.{number}": torch.full((6 * MIB // 4,), float(rank)) for number in range(2)}
-    dcp.save(dict(state), storage_writer=writer, planner=HookPlanner(fail))
-
-
 @pytest.mark.parametrize("bad", [0, 1], ids=["coordinator", "other-rank"])
 def test_a_rank_that_fails_fails_the_save_on_every_rank_with_its_name(
     bucket: Bucket, bad: int
 ) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
-    for outcome in try_ranks(3, save_with_a_failing_rank, bad, url, options):
+    for outcome in try_ranks(3, save_and_fail, bad, False, url, options):
         (error,) = causes(outcome.error)
         assert isinstance(error, DcpObjstoreError)
         assert error.rank == bad

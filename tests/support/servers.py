@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote, urlsplit
 
-from botocore.exceptions import ClientError
-
 BUCKET = "dcp-tests"
 # Storage options of the identity that may read and list, on SeaweedFS.
 READ_ONLY = {"key": "reader", "secret": "reader-secret-0123456789"}
@@ -198,13 +196,14 @@ class Bucket:
 
     def part_sizes(self, key: str) -> list[int] | None:
         """Of the upload that made the object; None if nobody tells."""
+        client = self.client()
         found: list[int] = []
         while True:
             try:
-                part = self.client().head_object(
+                part = client.head_object(
                     Bucket=self.name, Key=self._full(key), PartNumber=len(found) + 1
                 )
-            except ClientError:
+            except client.exceptions.ClientError:
                 return found
             if "PartsCount" not in part:
                 return None
