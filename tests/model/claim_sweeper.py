@@ -29,7 +29,6 @@ class RunSweeper(Job):
         yield self.event("get", "_CLAIM", str(run.claim[:2])), after, run
 
     def read_step(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.claim
         found = run.steps[self.step]
         base = me.claim.number if SWEEPS_BY_NUMBER in self.weak else me.claim.base
         after = self.end("clean")

@@ -43,17 +43,14 @@ class Reader(Actor):
         yield self.event("list", EVERYTHING), self.end(me, "absent"), store
 
     def index(self, me: Me, store: Store) -> Iterator[Move]:
-        assert me.token
         event, there = self.get(me, store, INDEX, me.token.commit)
         yield event, me._replace(at="data" if there else "why"), store
 
     def data(self, me: Me, store: Store) -> Iterator[Move]:
-        assert me.token
         event, there = self.get(me, store, DATA, me.token.commit)
         yield event, self.end(me, "whole") if there else me._replace(at="why"), store
 
     def why(self, was: Me, store: Store) -> Iterator[Move]:
-        assert was.token
         for event, found, me in self.get_marker(was, store):
             if found == NO_ANSWER:
                 answer = "failed"
@@ -83,7 +80,6 @@ class StockReader(Actor):
                 yield event, me._replace(at="data"), store._replace(loading=True)
 
     def data(self, me: Me, store: Store) -> Iterator[Move]:
-        assert me.dot_token is not None
         event, there = self.get(me, store, DATA, me.dot_token)
         yield event, self.end(me, "whole" if there else "torn"), store._replace(loading=False)
 
