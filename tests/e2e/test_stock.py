@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -124,8 +125,12 @@ def upload(directory: Path, bucket: Bucket, name: str) -> None:
 def save_stock(rank: int, world_size: int, kind: str, directory: str) -> None:
     state = mixed_state("shard0")
     fill(state)
-    writer = FileSystemWriter(directory) if kind == "file" else FsspecWriter(f"file://{directory}")
-    dcp.save(state, storage_writer=writer)
+    writers = {
+        "file": lambda: FileSystemWriter(directory),
+        "fsspec": lambda: FsspecWriter(f"file://{directory}"),
+        "zstd": lambda: FileSystemWriter(directory, _extensions=[ZStandard()]),
+    }
+    dcp.save(state, storage_writer=writers[kind]())
 
 
 def load_ours_sharded(rank: int, world_size: int, url: str, options: Options) -> None:
@@ -134,9 +139,12 @@ def load_ours_sharded(rank: int, world_size: int, url: str, options: Options) ->
     check(state)
 
 
-@pytest.mark.parametrize("kind", ["file", "fsspec"])
+@pytest.mark.parametrize("kind", ["file", "fsspec", "zstd"])
 def test_ours_reads_what_stock_writers_wrote(bucket: Bucket, kind: str, tmp_path: Path) -> None:
     run_ranks(3, save_stock, kind, str(tmp_path / "stock"))
+    metadata = pickle.loads((tmp_path / "stock" / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        assert info.transform_descriptors == (["stream.zstd/1"] if kind == "zstd" else None)
     upload(tmp_path / "stock", bucket, "stock")
     run_ranks(2, load_ours_sharded, bucket.at("stock"), bucket.storage_options)
     state = fresh()

@@ -103,10 +103,11 @@ def test_a_block_that_differs_only_once_is_not_damaged(
     assert seen
 
 
-def test_a_checkpoint_without_digests_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_checkpoint_without_digests_says_so(tmp_path: Path, quick: bool) -> None:
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "stock")
     with pytest.raises(UnsupportedError, match="without digests"):
-        dos.open((tmp_path / "stock").as_uri()).verify()
+        dos.open((tmp_path / "stock").as_uri()).verify(quick=quick)
 
 
 @pytest.mark.backends("seaweed")

@@ -9,14 +9,13 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.checkpoint.read import open_committed
 from dcp_objstore.config import MIB
-from dcp_objstore.errors import CheckpointNotFoundError, ConfigError, UnsupportedError
+from dcp_objstore.errors import CheckpointNotFoundError, ConfigError
 from dcp_objstore.inspect.verify import _elements
 from dcp_objstore.stores import open_store
 from tests.support.servers import Bucket
@@ -113,12 +112,6 @@ def test_wrong_calls_say_what_is_wrong(tmp_path) -> None:
         dos.verify_run(url, before="step-1")
     with pytest.raises(CheckpointNotFoundError, match="no committed step"):
         dos.verify_run(f"{url}/step-1")
-
-
-def test_a_step_that_another_library_wrote_has_no_digests(tmp_path) -> None:
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "run" / "step-1")
-    with pytest.raises(UnsupportedError, match="without digests"):
-        dos.open((tmp_path / "run" / "step-1").as_uri()).verify(quick=True)
 
 
 def test_a_step_that_is_deleted_meanwhile_is_left_out(tmp_path) -> None:

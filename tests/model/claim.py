@@ -324,8 +324,8 @@ class Job:
 class Lister(Job):
     """Lists the run, as a resuming or evaluating job does: C3."""
 
-    def __init__(self, name: str = "lister", *, weak: Weak = frozenset()) -> None:
-        super().__init__(name, weak=weak)
+    def __init__(self, *, weak: Weak = frozenset()) -> None:
+        super().__init__("lister", weak=weak)
 
     def start(self) -> Me:
         return Me("first")
