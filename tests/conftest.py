@@ -207,57 +207,25 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RcloneServer]:
 
 
 @pytest.fixture
-def bucket(request: pytest.FixtureRequest) -> Bucket:
+def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Bucket:
     kind: str = request.param
     name = re.sub(r"[^a-z0-9]+", "-", request.node.originalname.lower())[:60]
-    return _BUCKETS[kind](request, f"{name}-{secrets.token_hex(4)}")
+    prefix = f"{name}-{secrets.token_hex(4)}"
+    if kind == "user":
+        root = request.config.getoption("--bucket-url").rstrip("/")
+        return Bucket(kind, f"{root}/{prefix}", {})
+    if kind == "file":
+        return Folder(kind, f"file://{tmp_path}/{prefix}", {})
+    server = request.getfixturevalue(_SERVERS.get(kind, kind))
+    options = server.storage_options
+    if kind == "azure":
+        return AzureBucket(kind, f"az://{BUCKET}/{prefix}", options, server=server)
+    if kind == "gcs":
+        return Bucket(kind, f"gs://{BUCKET}/{prefix}", server.gcs_storage_options, options)
+    return Bucket(kind, f"s3://{BUCKET}/{prefix}", options, options)
 
 
-def _of_the_user(request: pytest.FixtureRequest, prefix: str) -> Bucket:
-    root = request.config.getoption("--bucket-url").rstrip("/")
-    return Bucket("user", f"{root}/{prefix}", {})
-
-
-def _azure(request: pytest.FixtureRequest, prefix: str) -> Bucket:
-    azure: Azurite = request.getfixturevalue("azurite")
-    return AzureBucket("azure", f"az://{BUCKET}/{prefix}", azure.storage_options, server=azure)
-
-
-def _file(request: pytest.FixtureRequest, prefix: str) -> Bucket:
-    return Folder("file", f"file://{request.getfixturevalue('tmp_path')}/{prefix}", {})
-
-
-def _seaweed(request: pytest.FixtureRequest, prefix: str) -> Bucket:
-    options = request.getfixturevalue("seaweed").storage_options
-    return Bucket("seaweed", f"s3://{BUCKET}/{prefix}", options, options)
-
-
-def _rclone(request: pytest.FixtureRequest, prefix: str) -> Bucket:
-    unfenced: RcloneServer = request.getfixturevalue("rclone")
-    options = unfenced.storage_options
-    return Bucket("rclone", f"s3://{unfenced.bucket}/{prefix}", options, options)
-
-
-def _moto(request: pytest.FixtureRequest, prefix: str) -> Bucket:
-    options = request.getfixturevalue("moto_server").storage_options
-    return Bucket("moto", f"s3://{BUCKET}/{prefix}", options, options)
-
-
-def _gcs(request: pytest.FixtureRequest, prefix: str) -> Bucket:
-    moto: MotoServer = request.getfixturevalue("moto_server")
-    options = moto.gcs_storage_options
-    return Bucket("gcs", f"gs://{BUCKET}/{prefix}", options, moto.storage_options)
-
-
-_BUCKETS: dict[str, Callable[[pytest.FixtureRequest, str], Bucket]] = {
-    "user": _of_the_user,
-    "seaweed": _seaweed,
-    "moto": _moto,
-    "gcs": _gcs,
-    "azure": _azure,
-    "file": _file,
-    "rclone": _rclone,
-}
+_SERVERS = {"azure": "azurite", "moto": "moto_server", "gcs": "moto_server"}
 
 
 @pytest.fixture

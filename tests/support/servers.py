@@ -257,7 +257,7 @@ class Folder(Bucket):
 class RcloneServer(Server):
     """`rclone serve s3` over a folder: an S3 server that ignores conditions of a PUT."""
 
-    bucket = "unfenced"
+    bucket = BUCKET
 
     def __init__(self, directory: Path) -> None:
         (directory / self.bucket).mkdir()
