@@ -71,18 +71,6 @@ def sockets_of(ports: list[str]) -> list[Path]:
     return [path for port in ports for path in Path("/tmp").glob(f"seaweedfs-*-grpc-{port}.sock")]
 
 
-def test_seaweedfs_keeps_its_data_over_a_kill() -> None:
-    from dcp_objstore.cli.seaweedfs import SeaweedServer
-
-    with SeaweedServer() as server:
-        url = server.create_bucket("kept-data")
-        place = Bucket("seaweed", url + "/x", server.storage_options, server.storage_options)
-        place.put("k", b"still here")
-        server.kill()
-        server.restart()
-        assert place.get("k") == b"still here"
-
-
 def test_seaweedfs_that_refuses_its_owner_is_given_up_at_once_with_its_log(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -64,7 +64,7 @@ from tests.support.campaign import cases
 from tests.support.checkpoints import Options, assert_nothing_visible, memory_url
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
-from tests.support.states import same_bits, seeded
+from tests.support.states import TrainingJob, same_bits, seeded
 from tests.support.training_jobs import assert_whole
 
 pytestmark = [
@@ -417,8 +417,10 @@ SPREADS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-class Job:
+class Job(TrainingJob):
     """A model, spread, with Adam; a Stateful object as torch's tutorials write it."""
+
+    state_dict, load_state_dict = TrainingJob.state, TrainingJob.adopt
 
     def __init__(self, kind: str, seed: int = 0) -> None:
         self.model = SPREADS[kind](Net(seed))
@@ -436,18 +438,6 @@ class Job:
         options = StateDictOptions(full_state_dict=True, cpu_offload=False)
         found: dict[str, torch.Tensor] = get_model_state_dict(self.model, options=options)
         return found
-
-    def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
 
 
 def seeded_rows(number: int) -> torch.Tensor:

@@ -120,6 +120,7 @@ def container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
         yield f"{server.endpoint_url}/"
 
 
+@pytest.mark.campaign  # another source of them; see the test before
 def test_a_save_outlives_the_credentials_of_a_container(
     sink: SlowSink, guard: Guard, container: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
