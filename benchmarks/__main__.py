@@ -39,11 +39,12 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from importlib import import_module
 
 from benchmarks.conditions import Conditions
 from benchmarks.peers import OPTIONAL, PEERS, RESUME_PEERS
 from benchmarks.prices import DEFAULT, Prices
-from benchmarks.settings import MIB, Settings
+from benchmarks.settings import Settings
 from benchmarks.table import Result, Table
 from dcp_objstore.config import Concurrency
 
@@ -167,7 +168,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("action", choices=["save", "load"])
     command.add_argument("--processes", type=_positive, default=8)
     command.add_argument("--seconds", type=_positive, default=20)
-    command.set_defaults(target="sink")
     _add_settings(command)
     Conditions.add_options(
         command, latency_ms=30.0, rate_mib_per_connection=60.0, gib_per_second=0.25
@@ -193,115 +193,42 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _saved_layout(layout: str) -> str:
-    """A model's state has keys of its own: it is loaded from one."""
-    return layout if layout == "fsdp2" else "shard0"
-
-
 def _conditions(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Conditions:
     """Return the conditions of the sink; only the sink can keep to what was asked for."""
     given = Conditions.from_options(options)
-    if options.target == "sink":
+    target = getattr(options, "target", "sink")
+    if target == "sink":
         return given
     if given != Conditions.from_options(parser.parse_args([options.command])):
-        parser.error(f"--target {options.target} takes no conditions: they are the sink's")
+        parser.error(f"--target {target} takes no conditions: they are the sink's")
     return Conditions()
 
 
-def _run(options: argparse.Namespace, conditions: Conditions) -> tuple[Table, Result]:
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[Table, Result]:
+    """Call the function of the command, in the module of its name, with its options."""
+    arguments = {**vars(options)}
+    del arguments["command"], arguments["json"]
+    if hasattr(options, "gib"):
+        arguments["settings"] = Settings(
+            **{f.name: arguments.pop(f.name) for f in fields(Settings)}
+        )
+    if hasattr(options, "latency_ms"):
+        arguments["conditions"] = _conditions(parser, options)
+        for field in fields(Conditions):
+            del arguments[field.name]
+    module = name = options.command.replace("-", "_")
+    if name in _COMPARED:
+        arguments["action"], module, name = name, "rounds", "compare"
     # Each command imports what it needs: the sink and `startup` do without torch.
-    if options.command == "small":
-        from benchmarks.small import small
-
-        return small(options.tensors, options.tensor_bytes, options.rounds)
-    if options.command == "startup":
-        from benchmarks.startup import startup
-
-        return startup(options.rounds)
-    if options.command == "digests":
-        from benchmarks.digests import digests
-
-        return digests(options.rounds)
-    if options.command == "index":
-        from benchmarks.index import index
-
-        return index(options.ranks, options.tensors, options.rounds)
-    if options.command == "scale":
-        from benchmarks.scale import scale
-
-        return scale(
-            options.model,
-            options.ranks,
-            options.tensors,
-            options.measured_ranks,
-            options.prices,
-            options.plot,
-            collector=options.collector,
-        )
-    return _run_with(Settings.from_options(options), options, conditions)
-
-
-def _run_with(
-    settings: Settings, options: argparse.Namespace, conditions: Conditions
-) -> tuple[Table, Result]:
-    if options.command == "gpu":
-        from benchmarks.gpu import gpu
-
-        budget_bytes = options.memory_budget_mib * MIB
-        return gpu(settings, options.target, options.rounds, budget_bytes)
-    if options.command == "link":
-        from benchmarks.link import link
-
-        return link(options.action, settings, conditions, options.processes, options.seconds)
-    if options.command == "stage":
-        from benchmarks.stage import stage
-
-        return stage(settings, options.rounds)
-    return _run_on_target(settings, options, conditions)
-
-
-def _run_on_target(
-    settings: Settings, options: argparse.Namespace, conditions: Conditions
-) -> tuple[Table, Result]:
-    if options.command == "convert":
-        from benchmarks.convert import convert
-
-        return convert(settings, options.target, options.rounds, conditions)
-    if options.command == "incremental":
-        from benchmarks.incremental import incremental
-
-        return incremental(settings, options.target, options.rounds, conditions)
-    if options.command == "async-loop":
-        from benchmarks.async_loop import async_loop
-
-        return async_loop(options.peers, settings, options.target, options.rounds, conditions)
-    if options.command == "resume":
-        from benchmarks.resume import resume
-
-        return resume(
-            options.peers,
-            settings,
-            options.target,
-            options.rounds,
-            conditions,
-            saved_by=options.saved_by,
-            loaded_by=options.loaded_by,
-            saved_layout=options.saved_layout or _saved_layout(options.layout),
-            layout=options.layout,
-        )
-    from benchmarks.rounds import compare
-
-    return compare(
-        options.command, options.peers, settings, options.target, options.rounds, conditions
-    )
+    found: tuple[Table, Result] = getattr(import_module(f"benchmarks.{module}"), name)(**arguments)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 unless something that is installed failed."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    compared = hasattr(options, "latency_ms")
-    table, result = _run(options, _conditions(parser, options) if compared else Conditions())
+    table, result = _run(parser, options)
     if options.json:
         print(json.dumps(result, indent=2))
     else:

@@ -14,12 +14,9 @@ copy of the state to tensors whose memory has been touched.
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
-import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,9 +31,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from benchmarks.child import Job, make_state
 from benchmarks.conditions import Conditions
 from benchmarks.peers import PEERS, AsyncPeer, DcpPeer, State, absent
-from benchmarks.processes import ChildFailedError, run_module
+from benchmarks.processes import answer, in_turns, medians
 from benchmarks.settings import GIB, MIB, Settings
-from benchmarks.table import Result, Table, number
+from benchmarks.table import Result, Table
 from benchmarks.targets import Place, open_target
 
 _MODULE = "benchmarks.async_loop"
@@ -44,6 +41,16 @@ _STEP_ITERATIONS = 10_000  # about a millisecond
 _ALONE_SECONDS = 1.5  # before and after each save
 _SAVES = 6
 _MATRIX = 64
+_COLUMNS = {
+    "steps/s alone": ("alone_per_second", ".0f"),
+    "during": ("during_per_second", ".0f"),
+    "ratio": ("ratio", ".2f"),
+    "ran, ratio": ("ran_ratio", ".2f"),
+    "longest ms": ("during_longest_ms", ".0f"),
+    "upload s": ("upload_seconds", ".2f"),
+    "call ms": ("blocked_ms", ".0f"),
+    "/ plain copy": ("blocked_ratio", ".2f"),
+}
 
 
 @dataclass(frozen=True)
@@ -106,59 +113,35 @@ def async_loop(
 ) -> tuple[Table, Result]:
     """Every peer once per round in a fresh process; medians of the rounds."""
     problems = absent(peers)
-    found: dict[str, list[dict[str, float]]] = {n: [] for n in peers if n not in problems}
     with open_target(target, keep=False, conditions=conditions) as root:
-        for turn in range(rounds):
-            for name in list(found):
-                place = root.at(f"{name}-{turn}")
+
+        def measure_one(name: str, turn: int) -> dict[str, float | None]:
+            place = root.at(f"{name}-{turn}")
+            try:
                 job = Job(peer=name, action="async", place=place, settings=settings)
-                try:
-                    found[name].append(run_module(_MODULE, job.dumps()))
-                except ChildFailedError as error:
-                    problems[name] = f"failed:\n{error}"
-                    del found[name]
+                found: dict[str, float | None] = job.run(_MODULE)
+            finally:
                 place.clear()
-    medians = {
-        name: {key: statistics.median(one[key] for one in all_) for key in all_[0]}
-        for name, all_ in found.items()
-    }
-    rows = [
-        [
-            PEERS[name].label,
-            number(row["alone_per_second"], ".0f"),
-            number(row["during_per_second"], ".0f"),
-            number(row["ratio"]),
-            number(row["ran_ratio"]),
-            number(row["during_longest_ms"], ".0f"),
-            number(row["upload_seconds"]),
-            number(row["blocked_ms"], ".0f"),
-            number(row["blocked_ratio"]),
-        ]
-        for name, row in medians.items()
-    ]
-    table = Table(
+            return found
+
+        found = medians(in_turns(peers, rounds, measure_one, problems))
+    table = Table.of(
         f"steps of a Python loop during async_save of {settings.gib:g} GiB to"
         f" {conditions.described(target)}, medians of {rounds} rounds",
-        [
-            "peer",
-            "steps/s alone",
-            "during",
-            "ratio",
-            "ran, ratio",
-            "longest ms",
-            "upload s",
-            "call ms",
-            "/ plain copy",
-        ],
-        rows,
+        "peer",
+        _COLUMNS,
+        {PEERS[name].label: figures for name, figures in found.items()},
         [f"{PEERS[name].label}: {problem}" for name, problem in problems.items()],
     )
-    return table, {"command": "async-loop", "peers": medians, "problems": problems}
+    return table, {"command": "async-loop", "peers": found, "problems": problems}
 
 
-def measure(job: Job) -> dict[str, float]:
+def measure(fields: dict[str, Any]) -> dict[str, float]:
     """Steps per second without and with uploads under way, in this process."""
+    job = Job.of(fields)
     settings = job.settings
+    # async_save works in a process group only.
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     warm_up = dataclasses.replace(settings, gib=32 * MIB / GIB, tensors=2)
     begin = _begin_raw if job.peer == "raw" else _begin_async
     begin(job, make_state(warm_up, blank=False), job.place.at("warm-up")).wait()
@@ -175,6 +158,7 @@ def measure(job: Job) -> dict[str, float]:
         during.append(Pace.until(save.ended.is_set))
         save.wait()
         alone.append(_alone())
+    dist.destroy_process_group()
     # Against what was made just before and after: the machine's own pace drifts by more than the
     # uploads cost.
     around = list(zip(during, pairwise(alone), strict=True))
@@ -262,17 +246,5 @@ def _step() -> int:
     return total
 
 
-def main() -> None:
-    """Read a job from stdin, measure, print the result as JSON."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    job = Job.loads(sys.stdin.read())
-    # async_save works in a process group only.
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    result = measure(job)
-    dist.destroy_process_group()
-    print(json.dumps(result))
-
-
 if __name__ == "__main__":
-    main()
+    answer(measure)

@@ -8,11 +8,8 @@ measured one: imports and first-use work are not part of it.
 from __future__ import annotations
 
 import dataclasses
-import json
 import resource
-import sys
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers import PEERS, Peer, State
+from benchmarks.processes import answer, run_module
 from benchmarks.settings import GIB, MIB, Settings
 from benchmarks.targets import Place
 
@@ -44,17 +42,15 @@ class Job:
     place: Place
     settings: Settings
 
-    def dumps(self) -> str:
-        """As JSON."""
-        return json.dumps(dataclasses.asdict(self))
-
     @classmethod
-    def loads(cls, text: str) -> Job:
-        """From JSON."""
-        fields: dict[str, Any] = json.loads(text)
-        fields["place"] = Place(**fields["place"])
-        fields["settings"] = Settings(**fields["settings"])
-        return cls(**fields)
+    def of(cls, fields: dict[str, Any]) -> Job:
+        """From what `dataclasses.asdict` has made of one."""
+        place, settings = Place(**fields["place"]), Settings(**fields["settings"])
+        return cls(**{**fields, "place": place, "settings": settings})
+
+    def run(self, module: str) -> Any:
+        """Do it in a fresh process; see `run_module`."""
+        return run_module(module, dataclasses.asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,20 +117,22 @@ def measure(act: Callable[[], None], settings: Settings, place: Place) -> Measur
     )
 
 
-def run(job: Job) -> Measured | None:
-    """Do the job in this process."""
+def run(fields: dict[str, Any]) -> dict[str, Any] | None:
+    """Do a job in this process; the fields of what was `Measured`."""
+    job = Job.of(fields)
     peer, settings = PEERS[job.peer].load(), job.settings
     warm_up = dataclasses.replace(settings, gib=32 * MIB / GIB, tensors=2)
     warm_place, place = job.place.at(_WARM_UP), job.place.at(_MEASURED)
     if job.action == "load":
         _load(peer, warm_up, warm_place)
-        return _load(peer, settings, place)
+        return dataclasses.asdict(_load(peer, settings, place))
     peer.save(make_state(warm_up, blank=False), warm_place, warm_up)
     state = make_state(settings, blank=False)
     if job.action == "prepare":
         peer.save(state, place, settings)
         return None
-    return measure(lambda: peer.save(state, place, settings), settings, place)
+    saved = measure(lambda: peer.save(state, place, settings), settings, place)
+    return dataclasses.asdict(saved)
 
 
 def _load(peer: Peer, settings: Settings, place: Place) -> Measured:
@@ -168,14 +166,5 @@ def status_mib(name: str) -> float | None:
     return int(fields[name].split()[0]) / 1024
 
 
-def main() -> None:
-    """Read a job from stdin, do it, and print the measurement as the last line of stdout."""
-    warnings.simplefilter("ignore")
-    # As torchrun sets it for each rank; idle OpenMP threads would else spin during the transfer.
-    torch.set_num_threads(1)
-    measured = run(Job.loads(sys.stdin.read()))
-    print(json.dumps(None if measured is None else dataclasses.asdict(measured)))
-
-
 if __name__ == "__main__":
-    main()
+    answer(run)

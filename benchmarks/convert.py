@@ -6,16 +6,16 @@ A conversion loads and saves, so it is compared with the slower of the two in th
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import dcp_objstore as dos
 from benchmarks.child import make_state
 from benchmarks.conditions import Conditions
+from benchmarks.processes import median, medians
 from benchmarks.settings import Settings
-from benchmarks.steps import main, medians, run_steps
-from benchmarks.table import Result, Table, number
+from benchmarks.steps import main, run_steps
+from benchmarks.table import Result, Table
 from benchmarks.targets import Place
 
 _CONVERSIONS: dict[str, Callable[..., object]] = {
@@ -39,6 +39,12 @@ _CONVERSIONS: dict[str, Callable[..., object]] = {
         f"{url}/saved", f"{url}/streamed", streamed=True, **options
     ),
 }
+_COLUMNS = {
+    "GiB/s": ("gib_per_second", ".2f"),
+    "x the slower of save and load": ("share", ".2f"),
+    "CPU-s/GiB": ("cpu_seconds_per_gib", ".2f"),
+    "extra MiB": ("extra_mib", ".0f"),
+}
 _STEPS = ("save", "load", *_CONVERSIONS)
 
 
@@ -47,28 +53,18 @@ def convert(
 ) -> tuple[Table, Result]:
     """Measure every step once a round; medians of the rounds."""
     found, problems = run_steps("benchmarks.convert", _STEPS, settings, target, rounds, conditions)
-    both = zip(found["save"], found["load"], strict=False)
+    both = zip(found.get("save", []), found.get("load", []), strict=False)
     slower = [min(one["gib_per_second"], other["gib_per_second"]) for one, other in both]
     steps = medians(found)
     for step, one in steps.items():
         pairs = zip(found[step], slower, strict=False)
-        one["share"] = statistics.median(each["gib_per_second"] / most for each, most in pairs)
-    table = Table(
-        f"conversions on {conditions.described(target)}: {settings.gib:g} GiB in "
-        f"{settings.tensors} tensors, medians of {rounds}",
-        ["step", "GiB/s", "x the slower of save and load", "CPU-s/GiB", "extra MiB"],
-        [
-            [
-                step,
-                number(one["gib_per_second"]),
-                number(one["share"]),
-                number(one["cpu_seconds_per_gib"]),
-                number(one["extra_mib"], ".0f"),
-            ]
-            for step, one in steps.items()
-        ],
-        [f"{step}: {problem}" for step, problem in problems.items()],
+        one["share"] = median(each["gib_per_second"] / most for each, most in pairs)
+    title = (
+        f"conversions on {conditions.described(target)}: {settings.gib:g} GiB in"
+        f" {settings.tensors} tensors, medians of {rounds}"
     )
+    notes = [f"{step}: {problem}" for step, problem in problems.items()]
+    table = Table.of(title, "step", _COLUMNS, steps, notes)
     return table, {
         "command": "convert",
         "target": target,

@@ -60,7 +60,7 @@ CASES = [
 
 def digests(rounds: int) -> tuple[Table, Result]:
     """Every case once per round, in one fresh process; medians of the rounds."""
-    found = run_module(_MODULE, json.dumps({"rounds": rounds}))
+    found = run_module(_MODULE, {"rounds": rounds})
     medians = [statistics.median(speeds) for speeds in found["gib_per_second"]]
     table = Table(
         f"XXH3-128 of {_DATA_BYTES // MIB} MiB, medians of {rounds} rounds",

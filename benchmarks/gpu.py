@@ -8,11 +8,8 @@ process of its own) or to `memory://`. Without a GPU nothing is measured, and it
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
-import sys
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -22,13 +19,20 @@ import torch
 
 import dcp_objstore as dos
 from benchmarks.child import cpu_seconds, reset_peak_mib, status_mib
-from benchmarks.processes import run_module
+from benchmarks.processes import answer, medians, run_module
 from benchmarks.settings import GIB, MIB, Settings
 from benchmarks.sink import Sink
-from benchmarks.table import Result, Table, number
+from benchmarks.table import Result, Table
 
 _MODULE = "benchmarks.gpu"
 _PINNED_BYTES = 64 * MIB
+_COLUMNS = {
+    "GiB/s": ("gib_per_second", ".2f"),
+    "to floor": ("to_floor", ".2f"),
+    "CPU-s/GiB": ("cpu_seconds_per_gib", ".2f"),
+    "extra MiB": ("extra_mib", ".0f"),
+    "pinned MiB": ("pinned_mib", ".0f"),
+}
 _ROWS = {
     "floor_out": "pinned copies, GPU to host",
     "save": "save",
@@ -38,58 +42,42 @@ _ROWS = {
 
 
 def gpu(
-    settings: Settings, target: str, rounds: int, memory_budget_bytes: int
+    settings: Settings, target: str, rounds: int, memory_budget_mib: int
 ) -> tuple[Table, Result]:
     """Measure in a fresh process; medians of the rounds.
 
     Args:
         settings: sizes of the state and of the requests.
         target: `sink` or `memory`.
-        memory_budget_bytes: as in `TransferConfig`.
+        memory_budget_mib: as `memory_budget_bytes` of `TransferConfig`.
     """
     job = {
         "settings": dataclasses.asdict(settings),
         "target": target,
         "rounds": rounds,
-        "memory_budget_bytes": memory_budget_bytes,
+        "memory_budget_bytes": memory_budget_mib * MIB,
     }
     result: Result = {"command": "gpu", **job}
     if not torch.cuda.is_available():
         reason = "no GPU here: torch.cuda.is_available() is False, nothing was measured"
         return Table(reason, ["what", "GiB/s"], []), {**result, "gpu": None, "reason": reason}
-    found = run_module(_MODULE, json.dumps(job))
-    medians = {name: _medians(runs) for name, runs in found["rounds"].items()}
+    found = run_module(_MODULE, job)
+    measured = medians(found["rounds"])
     for name, floor in (("save", "floor_out"), ("load", "floor_in")):
-        medians[name]["to_floor"] = (
-            medians[name]["gib_per_second"] / medians[floor]["gib_per_second"]
-        )
-    rows = [[what, *_cells(medians[name])] for name, what in _ROWS.items()]
-    table = Table(
+        speeds = [
+            statistics.median(one["gib_per_second"] for one in found["rounds"][each])
+            for each in (name, floor)
+        ]
+        measured[name]["to_floor"], measured[floor]["to_floor"] = speeds[0] / speeds[1], None
+    table = Table.of(
         f"{settings.gib:g} GiB in {settings.tensors} tensors on {found['gpu']}, {target},"
         f" medians of {rounds} rounds",
-        ["what", "GiB/s", "to floor", "CPU-s/GiB", "extra MiB", "pinned MiB"],
-        rows,
+        "what",
+        _COLUMNS,
+        {what: measured[name] for name, what in _ROWS.items()},
         ["Extra: resident memory of this process; pinned: what torch has allocated of it."],
     )
-    return table, {**result, "gpu": found["gpu"], "measured": medians, "raw": found["rounds"]}
-
-
-def _medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each figure; None where it was not measured."""
-    return {
-        figure: None if one is None else statistics.median(run[figure] for run in runs)
-        for figure, one in runs[0].items()
-    }
-
-
-def _cells(figures: dict[str, Any]) -> list[str | None]:
-    return [
-        number(figures["gib_per_second"]),
-        number(figures.get("to_floor")),
-        number(figures["cpu_seconds_per_gib"]),
-        number(figures["extra_mib"], ".0f"),
-        number(figures["pinned_mib"], ".0f"),
-    ]
+    return table, {**result, "gpu": found["gpu"], "measured": measured, "raw": found["rounds"]}
 
 
 def _make_state(settings: Settings, *, blank: bool) -> dict[str, torch.Tensor]:
@@ -191,12 +179,5 @@ def _forget(root: str, name: str, options: dict[str, object] | None) -> None:
         store.delete(meta.key)
 
 
-def main() -> None:
-    """Read the job from stdin, measure, print the figures of every round as JSON."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    print(json.dumps(_run(json.loads(sys.stdin.read()))))
-
-
 if __name__ == "__main__":
-    main()
+    answer(_run)

@@ -7,7 +7,6 @@ One tensor in 20 changes, or all of them. What the store needs for the copies is
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,9 +14,10 @@ from typing import Any
 import dcp_objstore as dos
 from benchmarks.child import make_state
 from benchmarks.conditions import Conditions
+from benchmarks.processes import median, medians
 from benchmarks.settings import MIB, Settings
-from benchmarks.steps import main, medians, run_steps
-from benchmarks.table import Result, Table, number
+from benchmarks.steps import main, run_steps
+from benchmarks.table import Result, Table
 from benchmarks.targets import Place
 
 _FULL, _FROZEN, _CHANGED, _PLAIN, _BY_HAND = (
@@ -28,6 +28,13 @@ _FULL, _FROZEN, _CHANGED, _PLAIN, _BY_HAND = (
     "UploadPartCopy of 95 %, by hand",
 )
 _STEPS = (_FULL, _FROZEN, _CHANGED, _PLAIN, _BY_HAND)
+_COLUMNS = {
+    "seconds": ("seconds", ".2f"),
+    "x full": ("time", ".2f"),
+    "CPU-s/GiB": ("cpu_seconds_per_gib", ".2f"),
+    "CPU x full": ("cpu", ".2f"),
+    "extra MiB": ("extra_mib", ".0f"),
+}
 _CHANGES_EACH = 20
 _PART_SIZE_BYTES = 32 * MIB
 _PARTS_AT_ONCE = 16
@@ -42,27 +49,16 @@ def incremental(
     )
     steps = medians(found)
     for step, one in steps.items():
-        compared = found[_PLAIN if step == _CHANGED else _FULL]
-        pairs = list(zip(found[step], compared, strict=False))
+        full = found.get(_PLAIN if step == _CHANGED else _FULL, [])
+        pairs = list(zip(found[step], full, strict=False))
         for ratio, key in (("time", "seconds"), ("cpu", "cpu_seconds_per_gib")):
-            one[ratio] = statistics.median(each[key] / other[key] for each, other in pairs)
-    table = Table(
-        f"saves on {conditions.described(target)}: {settings.gib:g} GiB in "
-        f"{settings.tensors} tensors, medians of {rounds}",
-        ["step", "seconds", "x full", "CPU-s/GiB", "CPU x full", "extra MiB"],
-        [
-            [
-                step,
-                number(one["seconds"]),
-                number(one["time"]),
-                number(one["cpu_seconds_per_gib"]),
-                number(one["cpu"]),
-                number(one["extra_mib"], ".0f"),
-            ]
-            for step, one in steps.items()
-        ],
-        [f"{step}: {problem}" for step, problem in problems.items()],
+            one[ratio] = median(each[key] / other[key] for each, other in pairs)
+    title = (
+        f"saves on {conditions.described(target)}: {settings.gib:g} GiB in"
+        f" {settings.tensors} tensors, medians of {rounds}"
     )
+    notes = [f"{step}: {problem}" for step, problem in problems.items()]
+    table = Table.of(title, "step", _COLUMNS, steps, notes)
     return table, {
         "command": "incremental",
         "target": target,

@@ -9,13 +9,10 @@ repeated with fewer tensors, for the growth in chunks. Each size has a process o
 
 from __future__ import annotations
 
-import json
 import pickle
 import statistics
-import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_objstore as dos
-from benchmarks.processes import run_module
-from benchmarks.table import Result, Table, number
+from benchmarks.processes import answer, run_module
+from benchmarks.table import Result, Table
 from dcp_objstore.checkpoint import commit, index as ix
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import data_key, new_nonce
@@ -44,17 +41,16 @@ _SMALL_SHARDS = ((1, 16), (2, 8), (4, 4), (16,))
 _LEAD, _TRAIL, _ITEMSIZE = 960, 320, 2
 _PARTS = (8, 4, 2, 1)  # of the tensors
 _RANK = 1
-_COLUMNS = (
-    "chunks",
-    "size to stock",
-    "decode s",
-    "unpickle stock s",
-    "times",
-    "load s",
-    "outside of DCP s",
-    "of unpickle",
-    "make .metadata s",
-)
+_COLUMNS = {
+    "size to stock": ("size", ".2f"),
+    "decode s": ("decode_seconds", ".3f"),
+    "unpickle stock s": ("unpickle_seconds", ".3f"),
+    "times": ("times", ".1f"),
+    "load s": ("load_seconds", ".3f"),
+    "outside of DCP s": ("own_seconds", ".3f"),
+    "of unpickle": ("of_unpickle", ".2f"),
+    "make .metadata s": ("publish_seconds", ".3f"),
+}
 
 
 def index(ranks: int, tensors: int, rounds: int) -> tuple[Table, Result]:
@@ -62,27 +58,23 @@ def index(ranks: int, tensors: int, rounds: int) -> tuple[Table, Result]:
     found: list[dict[str, Any]] = []
     for part in _PARTS:
         job = {"ranks": ranks, "tensors": max(1, tensors // part), "rounds": rounds}
-        found.append(run_module(_MODULE, json.dumps(job)))
-    rows = [
-        [
-            str(one["chunks"]),
-            number(one["index_bytes"] / one["stock_bytes"]),
-            number(one["decode_seconds"], ".3f"),
-            number(one["unpickle_seconds"], ".3f"),
-            number(one["unpickle_seconds"] / one["decode_seconds"], ".1f"),
-            number(one["load_seconds"], ".3f"),
-            number(one["own_seconds"], ".3f"),
-            number(one["own_seconds"] / one["unpickle_seconds"]),
-            number(one["publish_seconds"], ".3f"),
-        ]
+        found.append(run_module(_MODULE, job))
+    ratios = {
+        str(one["chunks"]): one
+        | {
+            "size": one["index_bytes"] / one["stock_bytes"],
+            "times": one["unpickle_seconds"] / one["decode_seconds"],
+            "of_unpickle": one["own_seconds"] / one["unpickle_seconds"],
+        }
         for one in found
-    ]
+    }
     names = ("decode_seconds", "own_seconds", "publish_seconds", "unpickle_seconds")
     fits = {name: _fit([(one["chunks"], one[name]) for one in found]) for name in names}
-    table = Table(
+    table = Table.of(
         f"index of {ranks} ranks x {tensors} tensors, processor time, medians of {rounds} rounds",
+        "chunks",
         _COLUMNS,
-        rows,
+        ratios,
         [
             f"{name}: {1e6 * slope:.2f} us per chunk, grows as chunks ** {exponent:.2f}"
             for name, (slope, exponent) in fits.items()
@@ -204,11 +196,8 @@ def _planning_seconds(url: str, state: dict[str, Any], rounds: int) -> float:
     return _seconds(lambda: create_default_local_load_plan(state, metadata), rounds)
 
 
-def main() -> None:
-    """Read the job from stdin, measure, print the figures as JSON."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    job = json.loads(sys.stdin.read())
+def measure(job: dict[str, int]) -> dict[str, float]:
+    """The figures of one size, in this process."""
     ranks, tensors, rounds = job["ranks"], job["tensors"], job["rounds"]
     body = ix.encode(_made(ranks, tensors, _SHARDS))
     stored = ix.decode(body)
@@ -232,8 +221,8 @@ def main() -> None:
     assert not any(tensor.to_local().any() for tensor in state.values())
     found["load_seconds"] = loading
     found["own_seconds"] = loading - planning
-    print(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    answer(measure)

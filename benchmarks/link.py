@@ -19,15 +19,14 @@ import torch.distributed as dist
 from benchmarks.child import make_state
 from benchmarks.conditions import Conditions
 from benchmarks.peers.ours import Ours
-from benchmarks.processes import ChildFailedError
+from benchmarks.processes import ChildFailedError, run_ranks
 from benchmarks.settings import GIB, Settings
 from benchmarks.table import Result, Table, number
 from benchmarks.targets import Place, open_target
-from dcp_objstore.cli.demo.ranks import Ranks
 from dcp_objstore.observe.events import Event, PartUploaded, RangeRead
 
 _PRELOAD = ["benchmarks.link"]
-_GROUP_SECONDS = 1800
+_JOB_SECONDS = 1800
 # From one beginning to the next.
 _APART_SECONDS = 0.5
 
@@ -85,22 +84,9 @@ def link(
     Raises:
         ChildFailedError: a process failed, or none has moved a part or a range in time.
     """
-    with (
-        open_target("sink", keep=action == "load", conditions=conditions) as place,
-        Ranks(preload=_PRELOAD) as ranks,
-    ):
+    with open_target("sink", keep=action == "load", conditions=conditions) as place:
         job = LinkJob(action=action, place=place, settings=settings, seconds=seconds)
-        outcomes = ranks.start(
-            processes,
-            run,
-            job,
-            timeout_seconds=_GROUP_SECONDS,
-            group_timeout_seconds=_GROUP_SECONDS,
-        ).end()
-    for outcome in outcomes:
-        if outcome.failed:
-            raise ChildFailedError(str(outcome))
-    moved: list[int] = [outcome.value for outcome in outcomes]
+        moved: list[int] = run_ranks(processes, run, job, preload=_PRELOAD, seconds=_JOB_SECONDS)
     if not sum(moved):
         raise ChildFailedError(f"nothing was moved in {seconds:g} s: give them more --seconds")
     shares = sorted(each * processes / sum(moved) for each in moved)

@@ -1,13 +1,20 @@
-"""Measurements run in fresh processes; this starts one and reads its result."""
+"""Measurements run in fresh processes: start them, read their results, take turns."""
 
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from dcp_objstore.cli.demo.ranks import Ranks
+
+T = TypeVar("T")
+Figures = Mapping[str, float | None]
 _ROOT = Path(__file__).parent.parent
 
 
@@ -15,13 +22,13 @@ class ChildFailedError(Exception):
     """A measured process ended with an error; the message is the end of what it said."""
 
 
-def run_module(module: str, job: str) -> Any:
-    """Run `python -m module` with `job` on stdin; the JSON in its last line of stdout.
+def run_module(module: str, job: object) -> Any:
+    """Run `python -m module` with `job` on stdin; what it answers.
 
     Raises:
         ChildFailedError: it ended with an error.
     """
-    return json.loads(run_python(["-m", module], job).splitlines()[-1])
+    return json.loads(run_python(["-m", module], json.dumps(job)).splitlines()[-1])
 
 
 def run_python(arguments: list[str], text: str = "") -> str:
@@ -42,3 +49,63 @@ def run_python(arguments: list[str], text: str = "") -> str:
         said = child.stderr.strip()[-2000:]
         raise ChildFailedError(f"{said}\nended with status {child.returncode}".lstrip())
     return child.stdout
+
+
+def answer(measure: Callable[[dict[str, Any]], object]) -> None:
+    """In the process of `run_module`: read the job, measure, and print the result last."""
+    import torch
+
+    warnings.simplefilter("ignore")
+    # As torchrun sets it for each rank; idle OpenMP threads would else spin during the transfer.
+    torch.set_num_threads(1)
+    print(json.dumps(measure(json.loads(sys.stdin.read()))))
+
+
+def run_ranks(
+    world_size: int, act: Callable[..., Any], job: object, *, preload: list[str], seconds: float
+) -> list[Any]:
+    """Call `act(rank, world_size, job)` in a fresh process for each rank; what they return.
+
+    Raises:
+        ChildFailedError: a rank failed, or was not done after so many seconds.
+    """
+    with Ranks(preload=preload) as ranks:
+        outcomes = ranks.start(
+            world_size, act, job, timeout_seconds=seconds, group_timeout_seconds=1800
+        ).end()
+    for outcome in outcomes:
+        if outcome.failed:
+            raise ChildFailedError(str(outcome))
+    return [outcome.value for outcome in outcomes]
+
+
+def in_turns(
+    names: Iterable[str], rounds: int, measure: Callable[[str, int], T], problems: dict[str, str]
+) -> dict[str, list[T]]:
+    """Measure each name once per round, by `measure(name, round)`.
+
+    What fails takes part in no further round, and is among the problems instead of the results.
+    """
+    found: dict[str, list[T]] = {name: [] for name in names if name not in problems}
+    for turn in range(rounds):
+        for name in list(found):
+            try:
+                found[name].append(measure(name, turn))
+            except ChildFailedError as error:
+                problems[name] = f"failed:\n{error}"
+                del found[name]
+    return found
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """The median of what was measured; None if nothing was."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def medians(found: Mapping[str, Sequence[Figures]]) -> dict[str, dict[str, float | None]]:
+    """By name, the median of each figure over the rounds."""
+    return {
+        name: {key: median(one[key] for one in rounds) for key in rounds[0]}
+        for name, rounds in found.items()
+    }

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.conditions import Conditions
 from benchmarks.peers import RESUME_PEERS, absent
-from benchmarks.processes import ChildFailedError
+from benchmarks.processes import median, run_ranks
 from benchmarks.rank import RankJob, run
+from benchmarks.resume_state import FSDP2
 from benchmarks.settings import GIB, Settings
-from benchmarks.table import Result, Table, number
+from benchmarks.table import Result, Table
 from benchmarks.targets import open_target
-from dcp_objstore.cli.demo.ranks import Ranks
 
 Measurements = dict[str, list[dict[str, Any]]]
 _PRELOAD = ["benchmarks.resume_state", "torch.distributed.checkpoint"]
-_JOB_SECONDS, _GROUP_SECONDS = 86_400, 1800
+_JOB_SECONDS = 86_400
+_COLUMNS = {
+    "seconds": ("seconds", ".2f"),
+    "x first": ("to_first", ".2f"),
+    "CPU-s/GiB": ("cpu_seconds_per_gib", ".2f"),
+    "fetched/needed": ("fetched_to_needed", ".3f"),
+    "fetched/saved": ("fetched_to_saved", ".3f"),
+    "GETs": ("requests", ".0f"),
+    "extra MiB": ("extra_mib", ".0f"),
+}
 
 
 def resume(
@@ -30,7 +38,7 @@ def resume(
     *,
     saved_by: int,
     loaded_by: int,
-    saved_layout: str,
+    saved_layout: str | None,
     layout: str,
 ) -> tuple[Table, Result]:
     """Measure the load of a job of `loaded_by` ranks; each peer loads what it saved itself.
@@ -40,6 +48,8 @@ def resume(
     Raises:
         ChildFailedError: a rank ended without an answer.
     """
+    # A model's state has keys of its own: it is loaded from one.
+    saved_layout = saved_layout or (layout if layout == FSDP2 else "shard0")
     problems = absent(peers)
     size = {"total_bytes": settings.total_bytes, "tensors": settings.tensors}
     with open_target(target, keep=True, conditions=conditions) as place:
@@ -56,7 +66,7 @@ def resume(
                 place=place,
                 settings=settings,
             )
-            found = _run_ranks(world_size, job)
+            found = run_ranks(world_size, run, job, preload=_PRELOAD, seconds=_JOB_SECONDS)[0]
             problems.update(found["problems"])
             size.update({name: found[name] for name in size})
             return {name: found["measured"][name] for name in able if name not in problems}
@@ -70,7 +80,9 @@ def resume(
         f" saved by {saved_by} ranks ({saved_layout}), loaded by {loaded_by} ({layout}), medians of"
         f" {rounds} rounds"
     )
-    return _table(title, shown, problems), {
+    figures = {RESUME_PEERS[name].label: own for name, own in shown.items()}
+    notes = [f"{RESUME_PEERS[name].label}: {why}" for name, why in problems.items()]
+    return Table.of(title, "peer", _COLUMNS, figures, notes), {
         "command": "resume",
         "target": target,
         "conditions": dataclasses.asdict(conditions),
@@ -85,64 +97,22 @@ def resume(
     }
 
 
-def _run_ranks(world_size: int, job: RankJob) -> dict[str, Any]:
-    """Do the job in fresh processes; what rank 0 found."""
-    with Ranks(preload=_PRELOAD) as ranks:
-        outcomes = ranks.start(
-            world_size,
-            run,
-            job,
-            timeout_seconds=_JOB_SECONDS,
-            group_timeout_seconds=_GROUP_SECONDS,
-        ).end()
-    for outcome in outcomes:
-        if outcome.failed:
-            raise ChildFailedError(str(outcome))
-    found: dict[str, Any] = outcomes[0].value
-    return found
-
-
 def _summary(measured: Measurements, name: str, total_bytes: int) -> dict[str, float | None]:
     """Medians, and the median of the ratios to the first peer in the same round."""
     own = measured[name]
     first = next(iter(measured.values()))
     gib = total_bytes / GIB
 
-    def median(values: list[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return statistics.median(known) if len(known) == len(values) and known else None
-
-    def ratio(figures: dict[str, Any], bytes_: float) -> float | None:
+    def ratio(figures: dict[str, Any], size_bytes: float) -> float | None:
         fetched = figures["fetched_bytes"]
-        return None if fetched is None else fetched / bytes_
+        return None if fetched is None else fetched / size_bytes
 
     return {
-        "seconds": median([f["seconds"] for f in own]),
-        "to_first": median([f["seconds"] / g["seconds"] for f, g in zip(own, first, strict=True)]),
-        "cpu_seconds_per_gib": median([f["cpu_seconds"] / gib for f in own]),
-        "fetched_to_needed": median([ratio(f, f["needed_bytes"]) for f in own]),
-        "fetched_to_saved": median([ratio(f, total_bytes) for f in own]),
-        "requests": median([f["requests"] for f in own]),
-        "extra_mib": median([f["extra_mib"] for f in own]),
+        "seconds": median(f["seconds"] for f in own),
+        "to_first": median(f["seconds"] / g["seconds"] for f, g in zip(own, first, strict=True)),
+        "cpu_seconds_per_gib": median(f["cpu_seconds"] / gib for f in own),
+        "fetched_to_needed": median(ratio(f, f["needed_bytes"]) for f in own),
+        "fetched_to_saved": median(ratio(f, total_bytes) for f in own),
+        "requests": median(f["requests"] for f in own),
+        "extra_mib": median(f["extra_mib"] for f in own),
     }
-
-
-def _table(
-    title: str, shown: dict[str, dict[str, float | None]], problems: dict[str, str]
-) -> Table:
-    columns = ["peer", "seconds", "x first", "CPU-s/GiB", "fetched/needed", "fetched/saved"]
-    forms = {
-        "seconds": ".2f",
-        "to_first": ".2f",
-        "cpu_seconds_per_gib": ".2f",
-        "fetched_to_needed": ".3f",
-        "fetched_to_saved": ".3f",
-        "requests": ".0f",
-        "extra_mib": ".0f",
-    }
-    rows = [
-        [RESUME_PEERS[name].label, *(number(figures[key], form) for key, form in forms.items())]
-        for name, figures in shown.items()
-    ]
-    notes = [f"{RESUME_PEERS[name].label}: {why}" for name, why in problems.items()]
-    return Table(title, [*columns, "GETs", "extra MiB"], rows, notes)

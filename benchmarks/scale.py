@@ -7,7 +7,6 @@ of ranks. A straight line through these gives the figures beyond what was measur
 from __future__ import annotations
 
 import importlib.util
-import json
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -147,9 +146,7 @@ def _measure(model: str, state: ScaledState, *, collector: bool) -> dict[str, An
         }
 
         def run(what: str, rank: int = 0) -> dict[str, Any]:
-            found: dict[str, Any] = run_module(
-                _JOB, json.dumps({**job, "what": what, "rank": rank})
-            )
+            found: dict[str, Any] = run_module(_JOB, {**job, "what": what, "rank": rank})
             return found
 
         save, load = run("save"), run("load")

@@ -8,10 +8,7 @@ inside one call of the writer are timed where it calls them.
 from __future__ import annotations
 
 import gc
-import json
 import pickle
-import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,12 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan
 
 import dcp_objstore as dos
 from benchmarks.child import cpu_seconds, reset_peak_mib, status_mib
+from benchmarks.processes import answer
 from benchmarks.scale_state import ScaledState, fake_group, needs_of_rows
 from dcp_objstore.checkpoint import index as ix, read
 from dcp_objstore.config import TransferConfig
@@ -316,21 +313,16 @@ def be_rank(state: ScaledState, url: str, rank: int) -> Found:
     return {"stages": stages.found, "open_requests": opened, "data_gets": gets}
 
 
-def main() -> None:
-    """Read the job from stdin, do it, print what was found as JSON."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    job = json.loads(sys.stdin.read())
+def run(job: dict[str, Any]) -> Found:
+    """Do a job in this process."""
     if not job["collector"]:
         gc.disable()
     state = ScaledState.of(job["model"], job["ranks"], job["tensors"])
     if job["what"] == "rank":
-        found = be_rank(state, job["url"], job["rank"])
-    else:
-        act = {"save": coordinate_save, "load": coordinate_load}[job["what"]]
-        found = act(state, job["url"])
-    print(json.dumps(found))
+        return be_rank(state, job["url"], job["rank"])
+    act = {"save": coordinate_save, "load": coordinate_load}[job["what"]]
+    return act(state, job["url"])
 
 
 if __name__ == "__main__":
-    main()
+    answer(run)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from dcp_objstore.config import Concurrency, TransferConfig
-
-if TYPE_CHECKING:
-    import argparse
 
 GIB = 1024**3
 MIB = 1024**2
@@ -44,8 +40,3 @@ class Settings:
     def total_bytes(self) -> int:
         """Bytes of all tensors together."""
         return 4 * self.tensor_elements * self.tensors
-
-    @classmethod
-    def from_options(cls, options: argparse.Namespace) -> Settings:
-        """From parsed command-line options of the same names."""
-        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})

@@ -103,6 +103,15 @@ class Sink:
         self.stop()
 
 
+def connect(endpoint_url: str, certificate: str | None) -> http.client.HTTPConnection:
+    """Make a connection to a sink; `certificate` is the file to trust, if it has TLS."""
+    place = urlsplit(endpoint_url).netloc
+    if certificate is None:
+        return http.client.HTTPConnection(place, timeout=60)
+    context = ssl.create_default_context(cafile=certificate)
+    return http.client.HTTPSConnection(place, timeout=60, context=context)
+
+
 def fetch_stats(
     endpoint_url: str, certificate: str | None = None, *, reset: bool = False
 ) -> dict[str, Any]:
@@ -113,15 +122,7 @@ def fetch_stats(
         certificate: the file to trust, if the sink has TLS.
         reset: count from zero from now on.
     """
-    place = urlsplit(endpoint_url).netloc
-    connection = (
-        http.client.HTTPConnection(place, timeout=10)
-        if certificate is None
-        else http.client.HTTPSConnection(
-            place, timeout=10, context=ssl.create_default_context(cafile=certificate)
-        )
-    )
-    with contextlib.closing(connection):
+    with contextlib.closing(connect(endpoint_url, certificate)) as connection:
         connection.request("DELETE" if reset else "GET", "/__stats")
         stats: dict[str, Any] = json.loads(connection.getresponse().read())
     return stats

@@ -247,8 +247,7 @@ class Connection:
             raise RefusedError("501 Not Implemented", "NotImplemented")
         handlers[verb](request, body)
 
-    def _bucket(self, request: _Request, body: Body | bytearray) -> None:
-        del request, body
+    def _bucket(self, _request: _Request, _body: Body | bytearray) -> None:
         self._reply("200 OK", headers="x-amz-bucket-region: us-east-1\r\n")
 
     def _put(self, request: _Request, body: Body | bytearray) -> None:
@@ -264,16 +263,14 @@ class Connection:
     def _kept(self, body: Body | bytearray) -> Body:
         return body if isinstance(body, Body) else self._objects.blocks.keep(body)
 
-    def _copy(self, request: _Request, body: Body | bytearray) -> None:
-        del body
+    def _copy(self, request: _Request, _body: Body | bytearray) -> None:
         source = unquote(request.headers["x-amz-copy-source"]).lstrip("/")
         copied = self._objects.get(source).body
         stored = self._objects.put(request.place, copied, **request.conditions)
         tags = f"<ETag>{escape(stored.e_tag)}</ETag><LastModified>{_LIST_DATE}</LastModified>"
         self._reply("200 OK", f"<CopyObjectResult>{tags}</CopyObjectResult>")
 
-    def _begin(self, request: _Request, body: Body | bytearray) -> None:
-        del body
+    def _begin(self, request: _Request, _body: Body | bytearray) -> None:
         upload_id = self._objects.begin_upload(request.place)
         self._reply("200 OK", _result("InitiateMultipartUpload", request, UploadId=upload_id))
 
@@ -286,13 +283,11 @@ class Connection:
         )
         self._reply("200 OK", _result("CompleteMultipartUpload", request, ETag=stored.e_tag))
 
-    def _abort(self, request: _Request, body: Body | bytearray) -> None:
-        del body
+    def _abort(self, request: _Request, _body: Body | bytearray) -> None:
         self._objects.abort_upload(request.place, request.query["uploadId"])
         self._reply("204 No Content")
 
-    def _delete(self, request: _Request, body: Body | bytearray) -> None:
-        del body
+    def _delete(self, request: _Request, _body: Body | bytearray) -> None:
         self._objects.delete(request.place)
         self._reply("204 No Content")
 
@@ -303,8 +298,7 @@ class Connection:
                 self._objects.delete(f"{request.bucket}/{element.text}")
         self._reply("200 OK", "<DeleteResult></DeleteResult>")
 
-    def _get(self, request: _Request, body: Body | bytearray) -> None:
-        del body
+    def _get(self, request: _Request, _body: Body | bytearray) -> None:
         stored = self._objects.get(request.place)
         size = stored.body.size_bytes
         start, end, status, extra = 0, size, "200 OK", ""
@@ -325,8 +319,7 @@ class Connection:
             self._wire.begin_body(self._factor)
             self._wire.send_body(stored.body.views(start, end))
 
-    def _list(self, request: _Request, body: Body | bytearray) -> None:
-        del body
+    def _list(self, request: _Request, _body: Body | bytearray) -> None:
         query = request.query
         page = self._objects.list_page(
             request.bucket,

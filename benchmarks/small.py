@@ -6,17 +6,14 @@ by the number of tensors, is the cost of one. No network is involved.
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
-import warnings
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_objstore as dos
-from benchmarks.processes import run_module
+from benchmarks.processes import answer, run_module
 from benchmarks.table import Result, Table, number
 
 _MODULE = "benchmarks.small"
@@ -25,7 +22,7 @@ _MODULE = "benchmarks.small"
 def small(tensors: int, tensor_bytes: int, rounds: int) -> tuple[Table, Result]:
     """Measure in a fresh process; medians of the rounds."""
     job = {"tensors": tensors, "tensor_bytes": tensor_bytes, "rounds": rounds}
-    found: dict[str, list[float]] = run_module(_MODULE, json.dumps(job))
+    found: dict[str, list[float]] = run_module(_MODULE, job)
     wall, cpu = (statistics.median(found[name]) for name in ("wall_us", "cpu_us"))
     table = Table(
         f"write_data of {tensors} tensors of {tensor_bytes} bytes, medians of {rounds} rounds",
@@ -52,11 +49,8 @@ def _write_seconds(state: dict[str, torch.Tensor]) -> tuple[float, float]:
     return seconds
 
 
-def main() -> None:
-    """Read the job from stdin, measure, print the figures of every round as JSON."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    job = json.loads(sys.stdin.read())
+def measure(job: dict[str, int]) -> dict[str, list[float]]:
+    """The figures of every round, in this process."""
     count, elements = job["tensors"], max(1, job["tensor_bytes"] // 4)
     many = {f"layer.{i}.weight": torch.randn(elements) for i in range(count)}
     one = {"weight": torch.randn(elements * count)}
@@ -67,8 +61,8 @@ def main() -> None:
         (wall, cpu), (wall_one, cpu_one) = _write_seconds(many), _write_seconds(one)
         found["wall_us"].append((wall - wall_one) / count * 1e6)
         found["cpu_us"].append((cpu - cpu_one) / count * 1e6)
-    print(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    answer(measure)

@@ -7,11 +7,8 @@ allocates; `later` is the median of those after it. What a save would hold is dr
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -21,14 +18,21 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from benchmarks.child import Job, make_state, reset_peak_mib, status_mib
 from benchmarks.peers import State
-from benchmarks.processes import ChildFailedError, run_module
+from benchmarks.processes import answer, in_turns, medians
 from benchmarks.settings import Settings
-from benchmarks.table import Result, Table, number
+from benchmarks.table import Result, Table
 from benchmarks.targets import Place
 
 _MODULE = "benchmarks.stage"
 _COPIES = 6
 OURS, FRESH = "dcp_objstore", "DefaultStager, new for each save"
+_COLUMNS = {
+    "plain copy ms": ("copy_ms", ".0f"),
+    "first ms": ("first_ms", ".0f"),
+    "later ms": ("later_ms", ".0f"),
+    "later / plain": ("ratio", ".2f"),
+    "extra MiB": ("grown_mib", ".0f"),
+}
 _OPTIONS = ("use_pinned_memory", "use_shared_memory", "use_async_staging", "use_non_blocking_copy")
 
 
@@ -42,33 +46,24 @@ def _kept() -> Iterator[tuple[str, StagingOptions]]:
 
 def stage(settings: Settings, rounds: int) -> tuple[Table, Result]:
     """Every stager once per round in a fresh process; medians of the rounds."""
-    names = [OURS, FRESH, *(name for name, _ in _kept())]
-    place = Place(bucket="none", prefix="none")
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     problems: dict[str, str] = {}
-    for _ in range(rounds):
-        for name in list(found):
-            job = Job(peer=name, action="stage", place=place, settings=settings)
-            try:
-                found[name].append(run_module(_MODULE, job.dumps()))
-            except ChildFailedError as error:
-                problems[name] = f"failed:\n{error}"
-                del found[name]
-    medians = {
-        name: {key: statistics.median(one[key] for one in all_) for key in all_[0]}
-        for name, all_ in found.items()
-    }
-    columns = ["copy_ms", "first_ms", "later_ms", "ratio", "grown_mib"]
-    table = Table(
+
+    def measure_one(name: str, _turn: int) -> dict[str, float | None]:
+        place = Place(bucket="none", prefix="none")
+        job = Job(peer=name, action="stage", place=place, settings=settings)
+        found: dict[str, float | None] = job.run(_MODULE)
+        return found
+
+    names = [OURS, FRESH, *(name for name, _ in _kept())]
+    found = medians(in_turns(names, rounds, measure_one, problems))
+    table = Table.of(
         f"staging of {settings.gib:g} GiB in {settings.tensors} tensors, medians of {rounds}",
-        ["stager", "plain copy ms", "first ms", "later ms", "later / plain", "extra MiB"],
-        [
-            [name, *(number(row[key], ".2f" if key == "ratio" else ".0f") for key in columns)]
-            for name, row in medians.items()
-        ],
+        "stager",
+        _COLUMNS,
+        found,
         [f"{name}: {problem}" for name, problem in problems.items()],
     )
-    return table, {"command": "stage", "stagers": medians, "problems": problems}
+    return table, {"command": "stage", "stagers": found, "problems": problems}
 
 
 def _fresh(state: State) -> Any:
@@ -95,8 +90,9 @@ def _stager(name: str) -> Callable[[State], Any]:
     return staged
 
 
-def measure(job: Job) -> dict[str, float]:
+def measure(fields: dict[str, Any]) -> dict[str, float]:
     """Copies in turn with plain ones, in this process."""
+    job = Job.of(fields)
     state = make_state(job.settings, blank=False)
     touched = make_state(job.settings, blank=True)
     act = _stager(job.peer)
@@ -122,12 +118,5 @@ def measure(job: Job) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Read a job from stdin, measure, print the result as JSON."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    print(json.dumps(measure(Job.loads(sys.stdin.read()))))
-
-
 if __name__ == "__main__":
-    main()
+    answer(measure)

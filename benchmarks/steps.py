@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import statistics
-import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-
-import torch
+from typing import Any
 
 from benchmarks.child import Job, measure, status_mib
 from benchmarks.conditions import Conditions
-from benchmarks.processes import ChildFailedError, run_module
+from benchmarks.processes import answer, in_turns
 from benchmarks.settings import GIB, MIB, Settings
 from benchmarks.targets import Place, open_target
 
@@ -35,28 +30,19 @@ def run_steps(
     conditions: Conditions,
 ) -> tuple[Found, dict[str, str]]:
     """Run every step once a round, in order; return the rounds of each, and what failed."""
-    found: Found = {step: [] for step in steps}
     problems: dict[str, str] = {}
     with open_target(target, keep=True, conditions=conditions) as root:
-        for turn in range(rounds):
+
+        def run(step: str, turn: int) -> dict[str, float]:
             place = root.at(f"round-{turn}")
-            for step in [step for step in steps if step not in problems]:
-                job = Job(peer=step, action="step", place=place, settings=settings)
-                try:
-                    found[step].append(run_module(module, job.dumps()))
-                except ChildFailedError as error:
-                    problems[step] = f"failed:\n{error}"
-            place.clear()
-    return found, problems
+            found: dict[str, float] = Job(
+                peer=step, action="step", place=place, settings=settings
+            ).run(module)
+            if step == steps[-1]:
+                place.clear()
+            return found
 
-
-def medians(found: Found) -> dict[str, dict[str, float]]:
-    """Return the median of each figure of each step."""
-    return {
-        step: {key: statistics.median(one[key] for one in all_) for key in all_[0]}
-        for step, all_ in found.items()
-        if all_
-    }
+        return in_turns(steps, rounds, run, problems), problems
 
 
 def main(steps: Sequence[str], prepare: Prepare) -> None:
@@ -64,22 +50,23 @@ def main(steps: Sequence[str], prepare: Prepare) -> None:
 
     Extra memory is anonymous memory: files that are mapped do not count.
     """
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    job = Job.loads(sys.stdin.read())
-    small = dataclasses.replace(job.settings, gib=32 * MIB / GIB)
-    for step in steps[: steps.index(job.peer) + 1]:
-        prepare(step, small, job.place.at(f"small-{job.peer}"))()
-    act = prepare(job.peer, job.settings, job.place)
-    with _peak_mib() as peak:
-        measured = measure(act, job.settings, job.place)
-    figures = {
-        "seconds": measured.seconds,
-        "gib_per_second": measured.gib_per_second,
-        "cpu_seconds_per_gib": measured.cpu_seconds / measured.gib_moved,
-        "extra_mib": peak[-1],
-    }
-    print(json.dumps(figures))
+
+    def run(fields: dict[str, Any]) -> dict[str, float]:
+        job = Job.of(fields)
+        small = dataclasses.replace(job.settings, gib=32 * MIB / GIB)
+        for step in steps[: steps.index(job.peer) + 1]:
+            prepare(step, small, job.place.at(f"small-{job.peer}"))()
+        act = prepare(job.peer, job.settings, job.place)
+        with _peak_mib() as peak:
+            measured = measure(act, job.settings, job.place)
+        return {
+            "seconds": measured.seconds,
+            "gib_per_second": measured.gib_per_second,
+            "cpu_seconds_per_gib": measured.cpu_seconds / measured.gib_moved,
+            "extra_mib": peak[-1],
+        }
+
+    answer(run)
 
 
 @contextlib.contextmanager

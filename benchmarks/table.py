@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,30 @@ class Table:
     rows: Sequence[Sequence[str | None]]
     notes: Sequence[str] = field(default=())
     below: Sequence[Table] = field(default=())
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        what: str,
+        columns: Mapping[str, tuple[str, str]],
+        figures: Mapping[str, Mapping[str, float | None]],
+        notes: Sequence[str] = (),
+    ) -> Table:
+        """Make one of figures.
+
+        Args:
+            title: above it.
+            what: heading of the first column.
+            columns: the figure and its format, by the heading of the column.
+            figures: of each row, by what the row says first.
+            notes: lines below it.
+        """
+        rows = [
+            [label, *(number(own[key], form) for key, form in columns.values())]
+            for label, own in figures.items()
+        ]
+        return cls(title, [what, *columns], rows, notes)
 
     def show(self) -> None:
         """Print it; the first column to the left, the others to the right."""

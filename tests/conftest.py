@@ -18,12 +18,11 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer
-from dcp_objstore.stores import StoreSpec, spec
+from dcp_objstore.stores import ObjectStore, StoreSpec, spec
 from dcp_objstore.stores.admission import limiter
 from dcp_objstore.stores.obstore import makers
 from dcp_objstore.stores.retries import RetryPolicy
@@ -38,7 +37,7 @@ from tests.support.servers import (
     MotoServer,
     RcloneServer,
 )
-from tests.support.wrapped_stores import RecordingStore
+from tests.support.wrapped_stores import RecordingStore, Request, Through
 
 DEFAULT_BACKENDS = ("seaweed", "moto")
 pytest_plugins = ("tests.support.guarantees",)
@@ -191,9 +190,8 @@ def fake_gcs() -> Iterator[FakeGcsServer]:
 
 @pytest.fixture(scope="session")
 def moto_server() -> Iterator[MotoServer]:
-    server = MotoServer()
-    yield server
-    server.stop()
+    with MotoServer() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -209,57 +207,25 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RcloneServer]:
 
 
 @pytest.fixture
-def bucket(request: pytest.FixtureRequest) -> Bucket:
+def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Bucket:
     kind: str = request.param
     name = re.sub(r"[^a-z0-9]+", "-", request.node.originalname.lower())[:60]
-    return _BUCKETS[kind](request, f"{name}-{secrets.token_hex(4)}")
+    prefix = f"{name}-{secrets.token_hex(4)}"
+    if kind == "user":
+        root = request.config.getoption("--bucket-url").rstrip("/")
+        return Bucket(kind, f"{root}/{prefix}", {})
+    if kind == "file":
+        return Folder(kind, f"file://{tmp_path}/{prefix}", {})
+    server = request.getfixturevalue(_SERVERS.get(kind, kind))
+    options = server.storage_options
+    if kind == "azure":
+        return AzureBucket(kind, f"az://{BUCKET}/{prefix}", options, server=server)
+    if kind == "gcs":
+        return Bucket(kind, f"gs://{BUCKET}/{prefix}", server.gcs_storage_options, options)
+    return Bucket(kind, f"s3://{BUCKET}/{prefix}", options, options)
 
 
-def _of_the_user(request: pytest.FixtureRequest, prefix: str) -> Bucket:
-    root = request.config.getoption("--bucket-url").rstrip("/")
-    return Bucket("user", f"{root}/{prefix}", {})
-
-
-def _azure(request: pytest.FixtureRequest, prefix: str) -> Bucket:
-    azure: Azurite = request.getfixturevalue("azurite")
-    return AzureBucket("azure", f"az://{BUCKET}/{prefix}", azure.storage_options, server=azure)
-
-
-def _file(request: pytest.FixtureRequest, prefix: str) -> Bucket:
-    return Folder("file", f"file://{request.getfixturevalue('tmp_path')}/{prefix}", {})
-
-
-def _seaweed(request: pytest.FixtureRequest, prefix: str) -> Bucket:
-    options = request.getfixturevalue("seaweed").storage_options
-    return Bucket("seaweed", f"s3://{BUCKET}/{prefix}", options, options)
-
-
-def _rclone(request: pytest.FixtureRequest, prefix: str) -> Bucket:
-    unfenced: RcloneServer = request.getfixturevalue("rclone")
-    options = unfenced.storage_options
-    return Bucket("rclone", f"s3://{unfenced.bucket}/{prefix}", options, options)
-
-
-def _moto(request: pytest.FixtureRequest, prefix: str) -> Bucket:
-    options = request.getfixturevalue("moto_server").storage_options
-    return Bucket("moto", f"s3://{BUCKET}/{prefix}", options, options)
-
-
-def _gcs(request: pytest.FixtureRequest, prefix: str) -> Bucket:
-    moto: MotoServer = request.getfixturevalue("moto_server")
-    options = moto.gcs_storage_options
-    return Bucket("gcs", f"gs://{BUCKET}/{prefix}", options, moto.storage_options)
-
-
-_BUCKETS: dict[str, Callable[[pytest.FixtureRequest, str], Bucket]] = {
-    "user": _of_the_user,
-    "seaweed": _seaweed,
-    "moto": _moto,
-    "gcs": _gcs,
-    "azure": _azure,
-    "file": _file,
-    "rclone": _rclone,
-}
+_SERVERS = {"azure": "azurite", "moto": "moto_server", "gcs": "moto_server"}
 
 
 @pytest.fixture
@@ -286,25 +252,19 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def through(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], None]:
+def through(monkeypatch: pytest.MonkeyPatch) -> Through:
     """Puts a wrapper around every store that is opened from now on."""
     opened = StoreSpec.open
 
-    def wrap(wrapper: Callable[[Any], Any]) -> None:
+    def wrap(wrapper: Callable[[ObjectStore], ObjectStore]) -> None:
         monkeypatch.setattr(StoreSpec, "open", lambda spec: wrapper(opened(spec)))
 
     return wrap
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordingStore]:
-    """The stores that are opened from now on, each of which records its requests."""
-    opened: list[RecordingStore] = []
-    really_open = StoreSpec.open
-
-    def recording(spec: StoreSpec) -> RecordingStore:
-        opened.append(RecordingStore(really_open(spec)))
-        return opened[-1]
-
-    monkeypatch.setattr(StoreSpec, "open", recording)
-    return opened
+def requests(through: Through) -> list[Request]:
+    """All requests of the stores that are opened from now on, in the order in which they end."""
+    made: list[Request] = []
+    through(lambda store: RecordingStore(store, made))
+    return made

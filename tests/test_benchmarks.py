@@ -17,7 +17,7 @@ import dcp_objstore as dos
 from benchmarks.resume_state import blank, expected_digests, fill, wrong_tensors
 from benchmarks.sink import Sink
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Version
+from dcp_objstore.stores.protocol import ObjectStore
 from dcp_objstore.stores.ranges import read_range
 from tests.support.command_line import printed_by_benchmark
 
@@ -91,50 +91,11 @@ def test_ranges_cross_the_parts_they_were_sent_in(keeping: Sink) -> None:
         assert read_range(store, "o", start, end) == whole[start:end]
 
 
-def test_conditional_puts_hold(keeping: Sink) -> None:
-    store = _store(keeping, "conditions")
-    first = store.put("o", b"1", precondition=IfAbsent())
-    with pytest.raises(dos.PreconditionFailedError):
-        store.put("o", b"2", precondition=IfAbsent())
-    second = store.put("o", b"3", precondition=IfVersion(first))
-    with pytest.raises(dos.PreconditionFailedError):
-        store.put("o", b"4", precondition=IfVersion(first))
-    assert second != first
-    assert store.get("o", max_size_bytes=10)[0] == b"3"
-    with pytest.raises(dos.DcpObjstoreError):
-        store.put("absent", b"5", precondition=IfVersion(Version(e_tag='"none"')))
-    store.delete("o")
-    assert list(store.list()) == []
-
-
-def test_an_upload_that_fails_is_aborted_and_leaves_nothing(keeping: Sink) -> None:
-    store = _store(keeping, "aborted")
-
-    def buffers() -> Iterator[bytes]:
-        yield from _parts(2, 5 * MIB)
-        raise ValueError("no more")
-
-    with pytest.raises(ValueError, match="no more"):
-        store.put_stream("o", buffers(), part_size_bytes=5 * MIB, max_concurrency=2)
-    assert list(store.list()) == []
-    assert keeping.stats()["open_uploads"] == 0
-
-
 def test_listing_goes_on_past_a_thousand_keys(keeping: Sink) -> None:
     store = _store(keeping, "many")
     for number in range(1001):
         store.put(f"{number:04d}", b"")
     assert [meta.key for meta in store.list()] == [f"{number:04d}" for number in range(1001)]
-
-
-def test_requests_and_bytes_are_counted() -> None:
-    with Sink() as sink:
-        store = _store(sink, "counted")
-        store.put("a", b"x" * (2 * MIB))
-        store.head("a")
-        stats = sink.stats()
-    assert stats["requests"] == {"PUT": 1, "HEAD": 1}
-    assert stats["received_bytes"] == 2 * MIB
 
 
 def test_chunked_bodies_with_trailing_checksums_are_stored_without_their_framing(

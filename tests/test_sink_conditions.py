@@ -18,7 +18,7 @@ import torch
 import dcp_objstore as dos
 from benchmarks.__main__ import main
 from benchmarks.conditions import Conditions
-from benchmarks.sink import Sink
+from benchmarks.sink import Sink, connect
 from benchmarks.sink_server import SlowAnswers
 
 MIB = 1024**2
@@ -27,16 +27,8 @@ _BODY = bytes(range(256)) * (4 * MIB // 256)
 
 @contextlib.contextmanager
 def connected(sink: Sink) -> Iterator[http.client.HTTPConnection]:
-    place = urlsplit(sink.endpoint_url).netloc
-    connection = (
-        http.client.HTTPConnection(place, timeout=60)
-        if sink.certificate is None
-        else http.client.HTTPSConnection(
-            place, timeout=60, context=ssl.create_default_context(cafile=sink.certificate)
-        )
-    )
-    connection.connect()
-    with contextlib.closing(connection):
+    with contextlib.closing(connect(sink.endpoint_url, sink.certificate)) as connection:
+        connection.connect()
         yield connection
 
 

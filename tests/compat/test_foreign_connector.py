@@ -18,6 +18,7 @@ from s3torchconnector.dcp.s3_prefix_strategy import RoundRobinPrefixStrategy
 
 import dcp_objstore as dos
 from tests.support.checkpoints import Options
+from tests.support.command_line import environment
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 from tests.support.states import fill, tensor_state, wrong_keys
@@ -44,9 +45,8 @@ def save_by_connector(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # The client underneath takes endpoint and credentials from nowhere else.
-        patch.setenv("AWS_ENDPOINT_URL", str(options["endpoint_url"]))
-        patch.setenv("AWS_ACCESS_KEY_ID", str(options["key"]))
-        patch.setenv("AWS_SECRET_ACCESS_KEY", str(options["secret"]))
+        for name, value in environment(options).items():
+            patch.setenv(name, value)
         state = {"sharded": tensor_state("shard0"), "same": tensor_state("plain"), "step": 7}
         fill(state)
         writer = S3StorageWriter(

@@ -32,10 +32,9 @@ from dcp_objstore.errors import (
     UnsupportedError,
     UntrustedPickleError,
 )
-from tests.support.checkpoints import Options, cause
+from tests.support.checkpoints import cause
 from tests.support.ranks import run_ranks
-from tests.support.servers import Bucket
-from tests.support.states import ALL_DTYPES, fill, same_bits, seeded, tensor_state, wrong_keys
+from tests.support.states import ALL_DTYPES, same_bits, seeded
 
 ZSTD = ["stream.zstd/1"]
 LIMIT = 1 << 20
@@ -132,33 +131,6 @@ def test_a_view_that_was_saved_with_all_of_its_storage_loads(tmp_path: Path) -> 
 
 
 # --- zstd ----------------------------------------------------------------------------------------
-
-
-def save_compressed(rank: int, world_size: int, directory: str) -> None:
-    state = {"sharded": tensor_state("shard0"), "same": tensor_state("plain"), "step": 7}
-    fill(state)
-    dcp.save(state, storage_writer=FileSystemWriter(directory, _extensions=[ZStandard()]))
-
-
-def load_compressed(rank: int, world_size: int, url: str, options: Options) -> None:
-    state = {"sharded": tensor_state("shard1"), "same": tensor_state("plain"), "step": 0}
-    dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=options))
-    assert wrong_keys(state) == []
-    assert state["step"] == 7
-
-
-@pytest.mark.backends("seaweed")
-def test_a_compressed_checkpoint_of_three_ranks_loads_on_two(
-    bucket: Bucket, tmp_path: Path
-) -> None:
-    run_ranks(3, save_compressed, str(tmp_path / "stock"))
-    metadata = pickle.loads((tmp_path / "stock" / ".metadata").read_bytes())
-    assert {tuple(one.transform_descriptors) for one in metadata.storage_data.values()} == {
-        ("stream.zstd/1",)
-    }
-    for one in (tmp_path / "stock").iterdir():
-        bucket.put(f"stock/{one.name}", one.read_bytes())
-    run_ranks(2, load_compressed, bucket.at("stock"), bucket.storage_options)
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="zstd comes with Python")

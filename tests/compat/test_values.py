@@ -30,6 +30,7 @@ from dcp_objstore.compat.values import check_safe, warn_unsafe_value
 from dcp_objstore.compat.vet import vet
 from dcp_objstore.errors import CheckpointCorruptError, UntrustedPickleError
 from tests.support import hostile, hostile_cases
+from tests.support.hostile import saved
 
 
 @dataclasses.dataclass
@@ -50,12 +51,6 @@ class HostileState:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return setattr, (collections.OrderedDict, "hijacked", True)
-
-
-def saved(value: object, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer, **options)
-    return buffer.getvalue()
 
 
 # torch warns where a body's pickle protocol is not the one that it writes.

@@ -44,7 +44,7 @@ from tests.support.proxy import Asked, NetworkProxy
 from tests.support.ranks import run_ranks
 from tests.support.servers import BUCKET, Bucket, Folder, MotoServer
 from tests.support.states import same_bits, seeded
-from tests.support.wrapped_stores import Fault, FaultStore, Plan, RecordingStore
+from tests.support.wrapped_stores import Fault, FaultStore, Plan, Request
 
 # Several objects, and one of several parts.
 CONFIG = dos.TransferConfig(part_size_bytes=5 * MIB, max_object_size_bytes=5 * MIB)
@@ -110,7 +110,7 @@ def test_a_copy_has_the_same_bytes_and_each_is_fetched_once(
     remote: Bucket,
     local: Folder,
     request: pytest.FixtureRequest,
-    recorded: list[RecordingStore],
+    requests: list[Request],
 ) -> None:
     source, target = {
         "s3 to file": lambda: (remote, local),
@@ -120,14 +120,9 @@ def test_a_copy_has_the_same_bytes_and_each_is_fetched_once(
     save(source.at("step-7"), source.storage_options)
     dos.pin(source.at("step-7"), "paper", storage_options=source.storage_options)
     before = dos.open(source.at("step-7"), storage_options=source.storage_options)
-    recorded.clear()
+    requests.clear()
     report = copy(source, target)
-    ranges = [
-        (one.key, one.start, one.end)
-        for store in recorded
-        for one in store.requests
-        if one.verb == "open_range"
-    ]
+    ranges = [(one.key, one.start, one.end) for one in requests if one.verb == "open_range"]
     ckpt = dos.open(target.at("step-7"), storage_options=target.storage_options)
     assert_same(ckpt)
     assert ckpt.verify(deep=True, progress=False).ok
@@ -255,26 +250,26 @@ def test_a_source_that_is_deleted_meanwhile_is_gone(
 
 @pytest.mark.parametrize("scheme", ["s3", "file"])
 def test_between_urls_of_one_store_no_byte_of_data_is_read(
-    scheme: str, remote: Bucket, local: Folder, recorded: list[RecordingStore]
+    scheme: str, remote: Bucket, local: Folder, requests: list[Request]
 ) -> None:
     source = remote if scheme == "s3" else local
     target = (Bucket if scheme == "s3" else Folder)(
         source.kind, source.at("kept"), source.storage_options, source.s3_options
     )
     save(source.at("step-7"), source.storage_options)
-    recorded.clear()
+    requests.clear()
     report = copy(source, target)
     assert report.copied_bytes == report.sent_bytes == report.total_bytes
-    asked = {one.verb for store in recorded for one in store.requests}
+    asked = {one.verb for one in requests}
     assert {"copy"} == asked & {"copy", "open_range", "put_stream"}
     assert target.uploads() == []
     ckpt = dos.open(report.url, storage_options=target.storage_options)
     assert ckpt.verify(deep=True, progress=False).ok
     assert_same(ckpt)
-    recorded.clear()
+    requests.clear()
     again = copy(source, target, streamed=True, overwrite=True)
     assert (again.copied_bytes, again.sent_bytes) == (0, report.total_bytes)
-    assert "copy" not in {one.verb for store in recorded for one in store.requests}
+    assert "copy" not in {one.verb for one in requests}
 
 
 def test_an_object_that_was_overwritten_is_read_and_found_damaged(local: Folder) -> None:

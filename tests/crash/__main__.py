@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from tests.crash.jobs import in_memory
-from tests.crash.judging import Verdict, cuts, judge, quiet
+from tests.crash.judging import Verdict, quiet, verdicts
 from tests.crash.scenes import Scene, large_scenes, scenes
 
 _COLUMNS = [one.name for one in fields(Verdict)]
@@ -17,15 +17,14 @@ _COLUMNS = [one.name for one in fields(Verdict)]
 def measure(scene: Scene, *, shown: bool = False) -> tuple[int, dict[str, int]]:
     """How many cuts there are, and after how many of them each thing was wrong."""
     found = dict.fromkeys(_COLUMNS, 0)
-    first = scene.begin()
-    places = cuts(scene, first.copy())
-    for where in places:
-        verdict = judge(scene, where, first.copy())
+    total = 0
+    for where, verdict in verdicts(scene):
+        total += 1
         for name in _COLUMNS:
             found[name] += bool(getattr(verdict, name))
         if shown and verdict != Verdict():
             print(f"  {where}: {verdict}")
-    return len(places), found
+    return total, found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

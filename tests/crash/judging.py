@@ -120,6 +120,13 @@ def cuts(scene: Scene, bucket: Bucket) -> list[Where]:
     ]
 
 
+def verdicts(scene: Scene) -> Iterator[tuple[Where, Verdict]]:
+    """Every cut of a scene, and what was found wrong after it."""
+    first = scene.begin()
+    for where in cuts(scene, first.copy()):
+        yield where, judge(scene, where, first.copy())
+
+
 def judge(scene: Scene, where: Where, bucket: Bucket) -> Verdict:
     """Cut the operation there, beginning with this bucket, and look at what is left.
 

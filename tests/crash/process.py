@@ -8,26 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from dcp_objstore.errors import (
-    CorruptDataError,
-    InputError,
-)
-from dcp_objstore.stores.protocol import (
-    Capabilities,
-    IfVersion,
-    ObjectMeta,
-    Precondition,
-    RangeReading,
-    UnfinishedUpload,
-    Version,
-)
-from dcp_objstore.stores.ranges import FetchedSource, Range
-from tests.support.memory_bucket import Bucket
+from dcp_objstore.stores.protocol import UnfinishedUpload, Version
+from tests.support.memory_bucket import Bucket, BucketStore
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -139,33 +125,15 @@ def uploads(key: str) -> bool:
     return key.endswith(".distcp")
 
 
-class Connection:
-    """An `ObjectStore` rooted in a bucket, as one process has it."""
+class Connection(BucketStore):
+    """A bucket as one process has it."""
 
     def __init__(self, bucket: Bucket, process: Process, url: str) -> None:
-        self.bucket, self.process, self.url = bucket, process, url
-        self.capabilities = Capabilities()
-        self.endpoint_url: str | None = None
-        self.reports_throttling = ()
-        self.range_reading = RangeReading()
-        self.root = url.partition("://")[2].partition("/")[2] + "/"
+        super().__init__(bucket, url, url.partition("://")[2].partition("/")[2] + "/")
+        self.process = process
 
     def _request(self, verb: str, key: str, effect: Callable[[], T]) -> T:
         return self.process.request(verb, key, effect)
-
-    def put(
-        self,
-        key: str,
-        data: Buffer | Sequence[Buffer],
-        *,
-        precondition: Precondition | None = None,
-        retry: bool = True,
-    ) -> Version:
-        body = b"".join(map(bytes, data)) if isinstance(data, (list, tuple)) else bytes(data)
-        full = self.root + key
-        if isinstance(precondition, IfVersion) and precondition.version.e_tag is None:
-            raise InputError("a conditional write needs the ETag")  # as our adapter says
-        return self._request("put", full, lambda: self.bucket.put(full, body, precondition))
 
     def put_stream(
         self, key: str, buffers: Iterator[Buffer], *, part_size_bytes: int, max_concurrency: int
@@ -190,38 +158,6 @@ class Connection:
 
     def _part(self, name: str, full: str, number: int, body: bytes) -> None:
         self._request("part", full, lambda: self.bucket.part(name, number, body))
-
-    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        full = self.root + key
-        body, meta = self._request("get", full, lambda: self.bucket.get(full))
-        if len(body) > max_size_bytes:
-            raise CorruptDataError("too large", object_key=key)
-        return body, replace(meta, key=key)
-
-    def open_range(self, key: str, start: int, end: int) -> Range:
-        full = self.root + key
-
-        def fetch(start: int, end: int) -> memoryview:
-            body, _ = self._request("get", full, lambda: self.bucket.get(full))
-            if end > len(body):
-                raise CorruptDataError("too short", object_key=key)
-            return memoryview(body)[start:end]
-
-        return Range(FetchedSource(fetch), start, end, nullcontext)
-
-    def head(self, key: str) -> ObjectMeta:
-        full = self.root + key
-        _, meta = self._request("head", full, lambda: self.bucket.get(full))
-        return replace(meta, key=key)
-
-    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        full = self.root + prefix
-        found = self._request("list", full, lambda: self.bucket.list(full))
-        return iter([replace(meta, key=meta.key.removeprefix(self.root)) for meta in found])
-
-    def delete(self, key: str) -> None:
-        full = self.root + key
-        self._request("delete", full, lambda: self.bucket.delete(full))
 
     def uploads(self) -> ConnectionUploads:
         """Its multipart uploads."""

@@ -19,13 +19,16 @@ import torch.distributed.checkpoint.state_dict_loader as dcp_loader
 import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 import torch.distributed.checkpoint.storage as dcp_storage
 from torch import nn
+from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint.index import ObjectEntry
 from dcp_objstore.observe.events import PartUploaded, RangeRead
+from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject, build_index
 from dcp_objstore.write import async_save as async_api
-from tests.support.checkpoints import memory_url
+from tests.support.checkpoints import cause, memory_url
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import Bucket
 
@@ -222,37 +225,6 @@ def test_writers_with_different_urls_commit_nothing_and_say_so(tmp_path: Path) -
         assert type(refused) is dos.InvalidUrlError
         assert f"rank 0 has {url}-0 and rank 1 {url}-1" in str(refused)
     assert not list(tmp_path.glob("*/_COMMIT"))
-
-
-def load_while_it_is_replaced(rank: int, world: int, url: str, options: Options) -> list[float]:
-    read_metadata = dos.ObjectStoreReader.read_metadata
-
-    def late(reader: dos.ObjectStoreReader, *args: Any, **kwargs: Any) -> Any:
-        if rank == 0:
-            opened = read_metadata(reader, *args, **kwargs)
-            dist.barrier()
-            return opened
-        dist.barrier()  # rank 0 has opened the old one
-        writer = dos.ObjectStoreWriter(url, storage_options=options, overwrite=True)
-        dcp_saver.save({"w": torch.full((2,), 2.0)}, storage_writer=writer, no_dist=True)
-        return read_metadata(reader, *args, **kwargs)
-
-    dos.ObjectStoreReader.read_metadata = late  # type: ignore[method-assign]
-    state = {"w": torch.zeros(2)}
-    try:
-        dos.load(state, url, storage_options=options, read_once=False)  # each rank opens it
-    finally:
-        dos.ObjectStoreReader.read_metadata = read_metadata  # type: ignore[method-assign]
-        assert state["w"].tolist() == [0.0, 0.0]
-    return state["w"].tolist()
-
-
-@pytest.mark.backends("seaweed")
-def test_ranks_never_load_one_half_of_each_of_two_checkpoints(bucket: Bucket) -> None:
-    url, options = bucket.at("step-1"), bucket.storage_options
-    dos.save({"w": torch.ones(2)}, url, storage_options=options)
-    for outcome in try_ranks(2, load_while_it_is_replaced, url, options):
-        assert type(outcome.error) is dos.CheckpointGoneError, outcome
 
 
 def in_a_subgroup(rank: int, world: int, url: str, options: Options) -> Any:
@@ -595,46 +567,6 @@ def test_settings_and_metadata_of_the_wrong_kind_are_refused_before_anything_is_
         dos.ObjectStoreWriter(url, user_metadata={"x": object()})
 
 
-def test_a_tensor_of_which_only_a_part_would_be_saved_is_refused() -> None:
-    from torch.distributed.checkpoint import metadata as described
-
-    from dcp_objstore.checkpoint.index import ObjectEntry
-    from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject, build_index
-
-    half = described.ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
-    whole = described.TensorStorageMetadata(
-        described.TensorProperties(), torch.Size([8]), chunks=[half]
-    )
-    stored = StoredObject(ObjectEntry("o", 100, None, b"d" * 16), 1, "memory://o")
-    item = StoredItem(stored, 0, 16, 0, 16, b"d" * 16, False)
-    result = dcp_storage.WriteResult(described.MetadataIndex("g", (0,)), 16, item)
-    with pytest.raises(dos.StateMismatchError, match="only 4 of this tensor's 8 elements"):
-        build_index(described.Metadata({"g": whole}), [[result]])
-
-
-def test_parts_of_one_tensor_in_different_dtypes_are_refused() -> None:
-    from torch.distributed.checkpoint import metadata as described
-
-    from dcp_objstore.checkpoint.index import ObjectEntry
-    from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject, build_index
-
-    halves = [described.ChunkStorageMetadata(torch.Size([n]), torch.Size([4])) for n in (0, 4)]
-    whole = described.TensorStorageMetadata(
-        described.TensorProperties(), torch.Size([8]), chunks=halves
-    )
-    stored = StoredObject(ObjectEntry("o", 100, None, b"d" * 16), 1, "memory://o")
-    results = [
-        dcp_storage.WriteResult(
-            described.MetadataIndex("g", (offset,)),
-            8,
-            StoredItem(stored, 0, 8, 0, 8, b"d" * 16, False, dtype),
-        )
-        for offset, dtype in ((0, "float16"), (4, "bfloat16"))
-    ]
-    with pytest.raises(dos.UnsupportedError, match="bfloat16, float16"):
-        build_index(described.Metadata({"g": whole}), [results])
-
-
 @pytest.mark.parametrize("count", [10, 100_000])
 def test_a_tensor_whose_memory_was_freed_is_neither_saved_nor_loaded_into(count: int) -> None:
     url = memory_url()
@@ -648,29 +580,66 @@ def test_a_tensor_whose_memory_was_freed_is_neither_saved_nor_loaded_into(count:
         dos.load({"w": torch.zeros(count)}, url + "-2")
 
 
-def opens_another_commit(rank: int, world: int, url: str, options: Options) -> None:
+def opens_another_commit(rank: int, world: int, api: str, url: str, options: Options) -> None:
     """Rank 1 opens the checkpoint only when it has been replaced."""
-    reader = dos.ObjectStoreReader(url, storage_options=options)
-    read = reader.read_metadata
+    read_metadata = dos.ObjectStoreReader.read_metadata
 
-    def late(*args: Any, **kwargs: Any) -> Any:
+    def late(reader: dos.ObjectStoreReader, *args: Any, **kwargs: Any) -> Any:
         if rank == 0:
-            opened = read(*args, **kwargs)
-            writer = dos.ObjectStoreWriter(url, overwrite=True, storage_options=options)
-            dcp_saver.save({"w": torch.full((4,), 2.0)}, storage_writer=writer, no_dist=True)
+            opened = read_metadata(reader, *args, **kwargs)
             dist.barrier()
             return opened
-        dist.barrier()
-        return read(*args, **kwargs)
+        dist.barrier()  # rank 0 has opened the old one
+        writer = dos.ObjectStoreWriter(url, storage_options=options, overwrite=True)
+        dcp_saver.save({"w": torch.full((2,), 2.0)}, storage_writer=writer, no_dist=True)
+        return read_metadata(reader, *args, **kwargs)
 
-    reader.read_metadata = late  # type: ignore[method-assign]
-    dcp_loader.load({"w": torch.zeros(4)}, storage_reader=reader)
+    dos.ObjectStoreReader.read_metadata = late  # type: ignore[method-assign]
+    state = {"w": torch.zeros(2)}
+    try:
+        if api == "dos":  # each rank opens it, as with dcp.load
+            dos.load(state, url, storage_options=options, read_once=False)
+        else:
+            reader = dos.ObjectStoreReader(url, storage_options=options)
+            dcp_loader.load(state, storage_reader=reader)
+    finally:
+        dos.ObjectStoreReader.read_metadata = read_metadata  # type: ignore[method-assign]
+        assert state["w"].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.backends("seaweed")
-def test_dcp_load_does_not_mix_two_commits(bucket: Bucket) -> None:
+@pytest.mark.parametrize("api", ["dos", "dcp"])
+def test_ranks_never_load_one_half_of_each_of_two_checkpoints(bucket: Bucket, api: str) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
-    dos.save({"w": torch.ones(4)}, url, storage_options=options)
-    for outcome in try_ranks(2, opens_another_commit, url, options):
-        failures = getattr(outcome.error, "failures", {})
-        assert [type(failure[0]) for failure in failures.values()] == [dos.CheckpointGoneError]
+    dos.save({"w": torch.ones(2)}, url, storage_options=options)
+    for outcome in try_ranks(2, opens_another_commit, api, url, options):
+        error = outcome.error if api == "dos" else cause(outcome.error)
+        assert type(error) is dos.CheckpointGoneError, outcome
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "error", "says"),
+    [
+        (["float32"], dos.StateMismatchError, "only 4 of this tensor's 8 elements"),
+        (["float16", "bfloat16"], dos.UnsupportedError, "bfloat16, float16"),
+    ],
+)
+def test_a_tensor_saved_in_part_or_in_parts_of_different_dtypes_is_refused(
+    dtypes: list[str], error: type[dos.DcpObjstoreError], says: str
+) -> None:
+    stored = StoredObject(ObjectEntry("o", 100, None, b"d" * 16), 1, "memory://o")
+    places = [4 * number for number in range(len(dtypes))]
+    chunks = [described.ChunkStorageMetadata(torch.Size([at]), torch.Size([4])) for at in places]
+    whole = described.TensorStorageMetadata(
+        described.TensorProperties(), torch.Size([8]), chunks=chunks
+    )
+    results = [
+        dcp_storage.WriteResult(
+            described.MetadataIndex("g", (at,)),
+            8,
+            StoredItem(stored, 0, 8, 0, 8, b"d" * 16, False, dtype),
+        )
+        for at, dtype in zip(places, dtypes, strict=True)
+    ]
+    with pytest.raises(error, match=says):
+        build_index(described.Metadata({"g": whole}), [results])

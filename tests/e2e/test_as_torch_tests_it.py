@@ -64,7 +64,7 @@ from tests.support.campaign import cases
 from tests.support.checkpoints import Options, assert_nothing_visible, memory_url
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
-from tests.support.states import same_bits, seeded
+from tests.support.states import TrainingJob, same_bits, seeded
 from tests.support.training_jobs import assert_whole
 
 pytestmark = [
@@ -220,17 +220,6 @@ def test_a_key_that_is_missing_is_an_error_unless_a_partial_load_was_asked_for(a
             dos.load({"module": larger}, url)
     assert torch.equal(larger.weight, model.weight)
     assert larger.more.eq(3).all()
-
-
-def test_a_tensor_of_another_size_is_an_error_and_stays() -> None:
-    url, other = memory_url(), nn.Linear(3, 2)
-    weight = other.weight.detach().clone()
-    save({"module": nn.Linear(2, 2)}, url)
-    with pytest.raises(CheckpointException, match=r"[Ss]ize mismatch|module\.weight"):
-        load({"module": other}, url)
-    with pytest.raises(dos.StateMismatchError, match=r"module\.weight"):
-        dos.load({"module": other}, url)
-    assert torch.equal(other.weight, weight)
 
 
 def test_the_metadata_has_torchs_version_and_the_ids_of_save_and_load(tmp_path: Path) -> None:
@@ -428,8 +417,10 @@ SPREADS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-class Job:
+class Job(TrainingJob):
     """A model, spread, with Adam; a Stateful object as torch's tutorials write it."""
+
+    state_dict, load_state_dict = TrainingJob.state, TrainingJob.adopt
 
     def __init__(self, kind: str, seed: int = 0) -> None:
         self.model = SPREADS[kind](Net(seed))
@@ -447,18 +438,6 @@ class Job:
         options = StateDictOptions(full_state_dict=True, cpu_offload=False)
         found: dict[str, torch.Tensor] = get_model_state_dict(self.model, options=options)
         return found
-
-    def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
 
 
 def seeded_rows(number: int) -> torch.Tensor:
@@ -730,22 +709,6 @@ def test_the_order_of_keys_may_differ_from_rank_to_rank(bucket: Bucket, api: str
 
 
 # A checkpoint that is there.
-
-
-def overwrite(rank: int, world: int, url: str, options: Options) -> None:
-    one, two = torch.ones(10), torch.full((10,), 2.0)
-    save({"t": one}, url, options)
-    save({"t": two}, url, options, overwrite=True)
-    state = {"t": torch.zeros(10)}
-    load(state, url, options)
-    assert torch.equal(state["t"], two)
-    with pytest.raises(CheckpointException, match="CheckpointExistsError"):
-        save({"t": one}, url, options, overwrite=False)
-
-
-def test_a_checkpoint_is_replaced_if_that_was_asked_for_and_else_refused(bucket: Bucket) -> None:
-    run_ranks(2, overwrite, bucket.at("step-1"), bucket.storage_options)
-    assert_whole(bucket, "step-1")
 
 
 def test_a_url_is_recognized_and_what_nobody_knows_is_refused(

@@ -29,7 +29,7 @@ from tests.support.proxy import Asked, NetworkProxy
 from tests.support.ranks import pause, run_ranks, start_workers, try_ranks
 from tests.support.servers import Bucket
 from tests.support.upkeep import finish, upload
-from tests.support.wrapped_stores import Fault, FaultStore, RecordingStore
+from tests.support.wrapped_stores import Fault, FaultStore, Request
 
 Options = Mapping[str, object]
 
@@ -216,12 +216,12 @@ def save_two(rank: int, world_size: int, run: str, options: Options) -> None:
         )
 
 
-def asked(stores: list[RecordingStore]) -> list[str]:
-    return [f"{one.verb} {one.key}" for store in stores for one in store.requests]
+def asked(requests: list[Request]) -> list[str]:
+    return [f"{one.verb} {one.key}" for one in requests]
 
 
 def test_a_save_that_would_not_count_is_refused_before_its_upload_and_leaves_nothing(
-    bucket: Bucket, recorded: list[RecordingStore]
+    bucket: Bucket, requests: list[Request]
 ) -> None:
     run, options = bucket.at("run"), bucket.storage_options
     old = dos.claim_run(run, storage_options=options)
@@ -229,10 +229,10 @@ def test_a_save_that_would_not_count_is_refused_before_its_upload_and_leaves_not
     before = bucket.keys("run")
     url = f"{run}/step-1"
     for claim in (None, old):
-        recorded.clear()
+        requests.clear()
         with pytest.raises(SupersededError, match="no claim" if claim is None else "Stop this job"):
             saver(claim, options)(1, **({} if claim else {"run": run}))
-        verbs = sorted(each.partition("-")[0] for each in asked(recorded))
+        verbs = sorted(each.partition("-")[0] for each in asked(requests))
         assert verbs == ["delete .save", "get _CLAIM", "head .metadata", "put .save"]
         with pytest.raises(SupersededError):
             dos.async_save(state(), url, claim=claim, storage_options=options).result()
@@ -245,11 +245,11 @@ def test_a_save_that_would_not_count_is_refused_before_its_upload_and_leaves_not
 
 
 def test_a_save_outside_of_runs_looks_once_above_it_and_goes_on_where_it_may_not(
-    bucket: Bucket, recorded: list[RecordingStore], monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = bucket.storage_options
     saver(None, options)(1, run=bucket.at("plain"))
-    assert asked(recorded).count("get _CLAIM") == 1
+    assert asked(requests).count("get _CLAIM") == 1
     assert names(bucket.at("plain"), options) == ["step-1"]
 
     def refuse(verb: str, key: str, nth: int) -> Fault | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -50,23 +50,27 @@ from tests.support.wrapped_stores import Request, WatchedStore
 MIB = 1024 * 1024
 
 
-def save_and_die(rank: int, world_size: int, victim: int, url: str, options: Options) -> None:
+def save_and_fail(
+    rank: int, world_size: int, victim: int, dies: bool, url: str, options: Options
+) -> None:
     """Two tensors of 6 MiB per rank, so a multipart upload is under way at the second."""
 
-    def die(item: int) -> None:
+    def fail(item: int) -> None:
         if rank == victim and item == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("the tensor cannot be staged")
 
     config = dos.TransferConfig(part_size_bytes=5 * MIB)
     writer = dos.ObjectStoreWriter(url, storage_options=options, config=config)
     state = {f"{rank}.{number}": torch.full((6 * MIB // 4,), float(rank)) for number in range(2)}
-    dcp.save(dict(state), storage_writer=writer, planner=HookPlanner(die))
+    dcp.save(dict(state), storage_writer=writer, planner=HookPlanner(fail))
 
 
 @pytest.mark.parametrize("victim", [0, 2], ids=["coordinator", "other-rank"])
 def test_sigkill_of_a_rank_in_mid_save_leaves_no_checkpoint(bucket: Bucket, victim: int) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
-    outcomes = try_ranks(3, save_and_die, victim, url, options, timeout_seconds=120)
+    outcomes = try_ranks(3, save_and_fail, victim, True, url, options, timeout_seconds=120)
     for rank, outcome in enumerate(outcomes):
         if rank == victim:
             assert outcome.exit_signal == signal.SIGKILL
@@ -83,46 +87,12 @@ def test_sigkill_of_a_rank_in_mid_save_leaves_no_checkpoint(bucket: Bucket, vict
     assert edition_in(url, options, ["again"]) == "again"
 
 
-class DiesBeforeCommit(dos.ObjectStoreWriter):
-    def finish(self, metadata: Any, results: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_before_commit(rank: int, world_size: int, url: str, options: Options) -> None:
-    writer = DiesBeforeCommit(url, storage_options=options)
-    dcp.save(dict(edition("lost", "shard0")), storage_writer=writer)
-
-
-def test_sigkill_between_the_last_upload_and_the_commit_leaves_the_old_checkpoint(
-    bucket: Bucket,
-) -> None:
-    url, options = bucket.at("step-1"), bucket.storage_options
-    outcomes = try_ranks(2, die_before_commit, url, options, timeout_seconds=120)
-    assert outcomes[0].exit_signal == signal.SIGKILL
-    assert outcomes[1].error is not None, str(outcomes[1])
-    assert_nothing_visible(bucket, "step-1")
-    assert bucket.keys("step-1"), "all data was uploaded before the kill"
-
-
-def save_with_a_failing_rank(
-    rank: int, world_size: int, bad: int, url: str, options: Options
-) -> None:
-    def fail(item: int) -> None:
-        if rank == bad and item == 1:
-            raise ValueError("the tensor cannot be staged")
-
-    config = dos.TransferConfig(part_size_bytes=5 * MIB)
-    writer = dos.ObjectStoreWriter(url, storage_options=options, config=config)
-    state = {f"{rank}.{number}": torch.full((6 * MIB // 4,), float(rank)) for number in range(2)}
-    dcp.save(dict(state), storage_writer=writer, planner=HookPlanner(fail))
-
-
 @pytest.mark.parametrize("bad", [0, 1], ids=["coordinator", "other-rank"])
 def test_a_rank_that_fails_fails_the_save_on_every_rank_with_its_name(
     bucket: Bucket, bad: int
 ) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
-    for outcome in try_ranks(3, save_with_a_failing_rank, bad, url, options):
+    for outcome in try_ranks(3, save_and_fail, bad, False, url, options):
         (error,) = causes(outcome.error)
         assert isinstance(error, DcpObjstoreError)
         assert error.rank == bad
@@ -165,45 +135,6 @@ def test_of_two_jobs_racing_for_a_checkpoint_exactly_one_wins_and_is_whole(bucke
     winner = f"job-{ends.index('won') // 2}"
     assert edition_in(url, options, ["job-0", "job-1"]) == winner
     assert bucket.uploads() == []
-
-
-@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_of_many_writers_of_one_checkpoint_exactly_one_wins(bucket: Bucket) -> None:
-    """Plain processes without a group: threads of this one."""
-    url, options = bucket.at("step-1"), bucket.storage_options
-    count = 6
-    begun = threading.Barrier(count)
-    ends: dict[int, BaseException | None] = {}
-
-    def save(number: int) -> None:
-        def wait(item: int) -> None:
-            if item == 0:
-                begun.wait(timeout=30)
-
-        writer = dos.ObjectStoreWriter(url, storage_options=options)
-        try:
-            dcp.save(
-                dict(edition(f"writer-{number}")),
-                storage_writer=writer,
-                planner=HookPlanner(wait),
-                no_dist=True,
-            )
-        except BaseException as error:  # noqa: BLE001 - DCP's is a BaseException
-            ends[number] = error
-        else:
-            ends[number] = None
-
-    threads = [threading.Thread(target=save, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    winners = [number for number, error in ends.items() if error is None]
-    assert len(winners) == 1
-    for number, error in ends.items():
-        assert number in winners or isinstance(cause(error), CommitLostError), repr(error)
-    names = [f"writer-{number}" for number in range(count)]
-    assert edition_in(url, options, names) == names[winners[0]]
 
 
 def test_a_committed_checkpoint_is_refused_on_every_rank_and_stays(bucket: Bucket) -> None:

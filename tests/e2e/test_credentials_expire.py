@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +20,10 @@ import dcp_objstore as dos
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.credentials.renewal import Renewing
-from dcp_objstore.stores.ranges import read_range
 from tests.support.proxy import Asked, Fault, Refuse
 from tests.support.scripted import Answer, ScriptedServer
 from tests.support.slow_sink import SlowSink
+from tests.support.verbs import VERBS
 
 pytestmark = pytest.mark.usefixtures("bare_environment")
 MIB = 1024 * 1024
@@ -120,6 +120,7 @@ def container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
         yield f"{server.endpoint_url}/"
 
 
+@pytest.mark.campaign  # another source of them; see the test before
 def test_a_save_outlives_the_credentials_of_a_container(
     sink: SlowSink, guard: Guard, container: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,18 +130,7 @@ def test_a_save_outlives_the_credentials_of_a_container(
     assert guard.refused == []
 
 
-VERBS: dict[str, Callable[[dos.stores.ObjectStore], object]] = {
-    "get": lambda store: store.get("k", max_size_bytes=100),
-    "open_range": lambda store: read_range(store, "k", 0, 1),
-    "head": lambda store: store.head("k"),
-    "list": lambda store: list(store.list()),
-    "put": lambda store: store.put("k", b"x"),
-    "put once": lambda store: store.put("k", b"x", retry=False),
-    "delete": lambda store: store.delete("k"),
-}
-
-
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "put_stream"])
 def test_credentials_that_are_refused_before_their_time_are_renewed_once(
     sink: SlowSink, guard: Guard, tmp_path: Path, verb: str
 ) -> None:
@@ -153,7 +143,7 @@ def test_credentials_that_are_refused_before_their_time_are_renewed_once(
     assert len(guard.refused) == (2 if verb == "head" else 1)
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "put_stream"])
 def test_fresh_credentials_that_are_refused_too_say_what_to_do(
     sink: SlowSink, guard: Guard, tmp_path: Path, verb: str
 ) -> None:

@@ -14,27 +14,16 @@ from tests.support.checkpoints import cause
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import BUCKET, Bucket, FakeGcsServer
 from tests.support.states import TrainingJob, fill, tensor_state, wrong_keys
+from tests.support.training_jobs import load_job, resume, save_job
 
-FSSPEC = dos.TransferConfig(transport="fsspec", part_size_bytes=5 * 1024 * 1024)
 Options = Mapping[str, object]
 
 
-def save_job(rank: int, world_size: int, url: str, options: Options) -> None:
-    state = TrainingJob(sharded=True, lr=0.25).state()
-    fill(state)
-    writer = dos.ObjectStoreWriter(url, storage_options=options, config=FSSPEC)
-    dcp.save(state, storage_writer=writer)
-
-
-def load_job(rank: int, world_size: int, url: str, options: Options) -> None:
-    state = TrainingJob(sharded=True).state()
-    assert wrong_keys(state)
-    reader = dos.ObjectStoreReader(url, storage_options=options, config=FSSPEC)
-    dcp.load(state, storage_reader=reader)
-    assert wrong_keys(state) == []
+FSSPEC = {"transport": "fsspec"}
 
 
 def saved_on_4_resumes_on_2(url: str, options: Options) -> None:
+    options = {**options, **FSSPEC}
     run_ranks(4, save_job, url, options)
     run_ranks(2, load_job, url, options)
     # What is there is fenced by the conditional create: nobody saves over it unasked.
@@ -48,9 +37,7 @@ def test_a_local_folder(tmp_path: Path) -> None:
     assert {"_COMMIT", ".metadata"} < names
     assert not any(name.startswith(".dcp-objstore.") for name in names)
     # Written through fsspec, read by our own adapter.
-    state = TrainingJob(sharded=False).state()
-    dcp.load(state, storage_reader=dos.ObjectStoreReader(f"file://{tmp_path}/run/step-1"))
-    assert wrong_keys(state) == []
+    resume(TrainingJob(sharded=False), f"file://{tmp_path}/run/step-1", {})
 
 
 @pytest.mark.backends("seaweed")
@@ -59,10 +46,7 @@ def test_s3fs(bucket: Bucket) -> None:
     saved_on_4_resumes_on_2(bucket.at("step-1"), bucket.storage_options)
     assert {"_COMMIT", ".metadata"} < set(bucket.keys("step-1"))
     assert bucket.uploads() == []
-    state = TrainingJob(sharded=False).state()
-    reader = dos.ObjectStoreReader(bucket.at("step-1"), storage_options=bucket.storage_options)
-    dcp.load(state, storage_reader=reader)
-    assert wrong_keys(state) == []
+    resume(TrainingJob(sharded=False), bucket.at("step-1"), bucket.storage_options)
 
 
 def test_gcsfs(fake_gcs: FakeGcsServer) -> None:
@@ -77,8 +61,8 @@ def test_overwriting_is_refused_where_nothing_can_be_replaced_conditionally(
     url = f"file://{tmp_path}/step-1"
     state = tensor_state("plain")
     fill(state)
-    dcp.save(dict(state), storage_writer=dos.ObjectStoreWriter(url, config=FSSPEC))
-    writer = dos.ObjectStoreWriter(url, config=FSSPEC, overwrite=True)
+    dcp.save(dict(state), storage_writer=dos.ObjectStoreWriter(url, storage_options=FSSPEC))
+    writer = dos.ObjectStoreWriter(url, storage_options=FSSPEC, overwrite=True)
     with pytest.raises(BaseException) as caught:
         dcp.save(dict(state), storage_writer=writer)
     assert isinstance(cause(caught.value), dos.UnsupportedError)
@@ -88,9 +72,9 @@ def test_memory_within_one_process() -> None:
     url = f"memory://{secrets.token_hex(4)}/step-1"
     state = tensor_state("plain")
     fill(state)
-    dcp.save(dict(state), storage_writer=dos.ObjectStoreWriter(url, config=FSSPEC))
+    dcp.save(dict(state), storage_writer=dos.ObjectStoreWriter(url, storage_options=FSSPEC))
     back = tensor_state("plain")
-    dcp.load(dict(back), storage_reader=dos.ObjectStoreReader(url, config=FSSPEC))
+    dcp.load(dict(back), storage_reader=dos.ObjectStoreReader(url, storage_options=FSSPEC))
     assert wrong_keys(back) == []
 
 

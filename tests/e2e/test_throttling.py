@@ -67,6 +67,12 @@ def save(
     dos.save(state, url, storage_options=at.storage_options, config=config, progress=False)
 
 
+def requests_of_save(sink: SlowSink, url: str) -> int:
+    before = len(sink.asked)
+    save(SAVED_BYTES, url, sink)
+    return len(sink.asked) - before
+
+
 def limiter_at(url: str, at: SlowSink | NetworkProxy) -> Limiter:
     return limiter_of(open_store(url, at.storage_options))
 
@@ -74,13 +80,9 @@ def limiter_at(url: str, at: SlowSink | NetworkProxy) -> Limiter:
 @pytest.mark.parametrize("status", [503, pytest.param(429, marks=pytest.mark.campaign)])
 def test_a_throttled_save_ends_well_with_few_more_requests(sink: SlowSink, status: int) -> None:
     save(PART_BYTES, "s3://bucket/first", sink)  # the store is tried out once
-    before = len(sink.asked)
-    save(SAVED_BYTES, "s3://bucket/step-1", sink)
-    usual = len(sink.asked) - before
+    usual = requests_of_save(sink, "s3://bucket/step-1")
     sink.plan = slow = Busy(20, 4, status)
-    before = len(sink.asked)
-    save(SAVED_BYTES, "s3://bucket/step-2", sink)
-    count = len(sink.asked) - before
+    count = requests_of_save(sink, "s3://bucket/step-2")
     print(f"{count} requests instead of {usual}, {len(slow.refused)} refused with {status}")
     assert slow.refused
     assert count <= MOST * usual
@@ -129,9 +131,7 @@ def test_a_throttled_load_ends_well_with_few_more_requests(status: int) -> None:
 @pytest.mark.campaign
 def test_two_saves_at_once_slow_down_together(sink: SlowSink) -> None:
     save(PART_BYTES, "s3://bucket/first", sink)
-    before = len(sink.asked)
-    save(SAVED_BYTES, "s3://bucket/step-1", sink)
-    usual = 2 * (len(sink.asked) - before)
+    usual = 2 * requests_of_save(sink, "s3://bucket/step-1")
     sink.plan = slow = Busy(30, 4)
     before = len(sink.asked)
     threads = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dcp_objstore as dos
-from dcp_objstore.cli.ls import print_checkpoints
+from tests.support.command_line import environment, run_here
 from tests.support.servers import Bucket
 
 # Large enough that it is read over signed URLs too, which quote such keys by themselves.
@@ -17,7 +17,7 @@ VALUES = 200_000
 
 @pytest.mark.parametrize("name", ["k?x=1", "k#part", "a b/100%25+c"])
 def test_a_checkpoint_under_a_key_that_looks_like_a_query_is_saved_listed_and_loaded(
-    bucket: Bucket, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bucket: Bucket, name: str
 ) -> None:
     url, options = bucket.at(name), bucket.storage_options
     dos.save({"w": torch.arange(VALUES)}, url, storage_options=options)
@@ -28,14 +28,6 @@ def test_a_checkpoint_under_a_key_that_looks_like_a_query_is_saved_listed_and_lo
     dos.load(state, url, storage_options=options)
     assert torch.equal(state["w"], torch.arange(VALUES))
 
-    if options:  # else they are in the environment already
-        for variable, option in {
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_ENDPOINT_URL": "endpoint_url",
-        }.items():
-            monkeypatch.setenv(variable, str(options[option]))
-    capsys.readouterr()
     for place in (url, bucket.url):
-        print_checkpoints(place, as_json=True)
-        assert json.loads(capsys.readouterr().out)["url"] == url
+        listed = run_here("ls", place, "--json", **environment(options))
+        assert json.loads(listed.stdout)["url"] == url

@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_objstore as dos
-from dcp_objstore.errors import CheckpointExistsError, SaveInProgressError
+from dcp_objstore.errors import SaveInProgressError
 from dcp_objstore.write.staging.state import staging_memory
-from tests.support.campaign import cases
 from tests.support.checkpoints import (
     HookPlanner,
     Options,
@@ -31,11 +30,11 @@ from tests.support.checkpoints import (
     edition,
     edition_in,
 )
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 
 
-def save_three(rank: int, world_size: int, root: str, options: Options) -> list[str]:
+def save_three(rank: int, world_size: int, cached: bool, root: str, options: Options) -> list[str]:
     writer = dos.ObjectStoreWriter(storage_options=options, progress=False)
     commit_ids = []
     for number in range(3):
@@ -43,6 +42,7 @@ def save_three(rank: int, world_size: int, root: str, options: Options) -> list[
             dict(edition(f"step-{number}", "shard0")),
             storage_writer=writer,
             checkpoint_id=f"{root}/step-{number}",
+            planner=DefaultSavePlanner(enable_plan_caching=cached),
         )
         report = writer.last_save
         assert report is not None
@@ -55,60 +55,20 @@ def save_three(rank: int, world_size: int, root: str, options: Options) -> list[
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_one_writer_saves_many_checkpoints_and_keeps_its_options(bucket: Bucket) -> None:
-    commit_ids, _ = run_ranks(2, save_three, bucket.url, bucket.storage_options)
+@pytest.mark.parametrize("cached", [False, True])
+def test_one_writer_saves_many_checkpoints_also_with_cached_plans(
+    bucket: Bucket, cached: bool
+) -> None:
+    commit_ids, _ = run_ranks(2, save_three, cached, bucket.url, bucket.storage_options)
     assert len(set(commit_ids)) == 3
-    for number in range(3):
-        found = edition_in(
-            bucket.at(f"step-{number}"), bucket.storage_options, [f"step-{n}" for n in range(3)]
-        )
-        assert found == f"step-{number}"
-    assert bucket.uploads() == []
-
-
-def save_twice_with_cached_plans(rank: int, world_size: int, root: str, options: Options) -> None:
-    writer = dos.ObjectStoreWriter(storage_options=options)
-    for number in range(3):
-        dcp.save(
-            dict(edition(f"step-{number}", "shard0")),
-            storage_writer=writer,
-            checkpoint_id=f"{root}/step-{number}",
-            planner=DefaultSavePlanner(enable_plan_caching=True),
-        )
-
-
-def test_cached_plans_do_not_carry_names_from_one_save_to_the_next(bucket: Bucket) -> None:
-    run_ranks(3, save_twice_with_cached_plans, bucket.url, bucket.storage_options)
     names = [f"step-{number}" for number in range(3)]
     seen: set[str] = set()
     for name in names:
         assert edition_in(bucket.at(name), bucket.storage_options, names) == name
         data = {key for key in bucket.keys(name) if key.endswith(".distcp")}
         assert data
-        assert not data & seen
+        assert not data & seen, "plans carry no names from one save to the next"
         seen |= data
-
-
-def save_async(rank: int, world_size: int, kind: str, url: str, options: Options) -> None:
-    writer = dos.ObjectStoreWriter(url, storage_options=options)
-    state = dict(edition("saved", "shard0"))
-    response = dcp.async_save(
-        state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType(kind)
-    )
-    future = getattr(response, "upload_completion", response)
-    staging = getattr(response, "staging_completion", None)
-    if staging is not None:
-        staging.result(timeout=50)
-    for value in state.values():  # training goes on: what is saved must be the staged state
-        value.zero_()
-    future.result(timeout=50)
-
-
-@pytest.mark.parametrize("kind", ["thread", "process"])
-def test_async_save_commits_the_state_of_the_moment_of_the_call(bucket: Bucket, kind: str) -> None:
-    url, options = bucket.at("step-1"), bucket.storage_options
-    run_ranks(2, save_async, kind, url, options, timeout_seconds=120)
-    assert edition_in(url, options, ["saved"]) == "saved"
     assert bucket.uploads() == []
 
 
@@ -126,7 +86,7 @@ def save_async_in_a_row(
             checkpoint_id=f"{root}/step-{number}",
             async_checkpointer_type=AsyncCheckpointerType(kind),
         )
-        for value in state.values():
+        for value in state.values():  # training goes on: what is saved must be the staged state
             value.zero_()
         made.append(staging_memory().allocations)
         futures.append(getattr(response, "upload_completion", response))
@@ -135,9 +95,9 @@ def save_async_in_a_row(
     return made
 
 
-@pytest.mark.parametrize("kind", cases(["thread", "process"], default=["thread"]))
+@pytest.mark.parametrize("kind", ["thread", "process"])
 @pytest.mark.backends("seaweed")
-def test_async_saves_begun_in_a_row_wait_for_one_another_in_the_memory_of_one(
+def test_async_saves_in_a_row_commit_the_states_of_their_calls_in_the_memory_of_one(
     bucket: Bucket, kind: str
 ) -> None:
     made = run_ranks(
@@ -148,18 +108,6 @@ def test_async_saves_begun_in_a_row_wait_for_one_another_in_the_memory_of_one(
         assert edition_in(bucket.at(name), bucket.storage_options, names) == name
     # How much the ranks had before is theirs: they are used by other tests, too.
     assert all(len(set(of_rank)) == 1 for of_rank in made), made
-
-
-def refuse_async(rank: int, world_size: int, url: str, options: Options) -> None:
-    writer = dos.ObjectStoreWriter(url, storage_options=options)
-    dcp.async_save(dict(edition("second", "shard0")), storage_writer=writer).result(timeout=50)
-
-
-def test_a_background_save_that_is_refused_says_so_through_its_future(bucket: Bucket) -> None:
-    url, options = bucket.at("step-1"), bucket.storage_options
-    run_ranks(2, refuse_async, url, options)
-    for outcome in try_ranks(2, refuse_async, url, options):
-        assert isinstance(cause(outcome.error), CheckpointExistsError)
 
 
 class PausedPlanner(HookPlanner):

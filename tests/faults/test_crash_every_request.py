@@ -14,7 +14,7 @@ import pytest
 
 from tests.crash import scenes
 from tests.crash.jobs import in_memory
-from tests.crash.judging import Verdict, cuts, judge, quiet
+from tests.crash.judging import Verdict, cuts, quiet, verdicts
 from tests.crash.process import Cut, KilledError, Process
 from tests.crash.scenes import OLD, OURS, ROOT, STOCK, Scene, Shape
 from tests.support.memory_bucket import Bucket
@@ -33,16 +33,10 @@ def memory() -> Iterator[None]:
 
 def harm(scene: Scene) -> dict[str, Verdict]:
     """The cuts after which anything was wrong."""
-    first = scene.begin()
-    found = {}
-    places = cuts(scene, first.copy())
+    found = list(verdicts(scene))
     # Both sides of every request, and each rank that makes any.
-    assert len(places) >= 2 * 6
-    for where in places:
-        verdict = judge(scene, where, first.copy())
-        if verdict != Verdict():
-            found[str(where)] = verdict
-    return found
+    assert len(found) >= 2 * 6
+    return {str(where): verdict for where, verdict in found if verdict != Verdict()}
 
 
 @pytest.mark.parametrize("scene", SMALL, ids=lambda one: f"{one.name}-{one.ranks}")

@@ -15,11 +15,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dcp_objstore as dos
 from dcp_objstore.errors import StateMismatchError, UntrustedPickleError
 from dcp_objstore.inspect import diff as diff_module, slabs
-from dcp_objstore.stores import ObjectStore
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 from tests.support.states import seeded
-from tests.support.wrapped_stores import RecordingStore, Request
+from tests.support.wrapped_stores import Request
 
 
 class Opaque:
@@ -49,21 +48,14 @@ def saved(tmp_path: Path) -> Callable[[str, dict[str, Any]], str]:
 
 @pytest.mark.backends("seaweed")
 def test_by_digests_only_markers_and_indices_are_fetched(
-    bucket: Bucket, through: Callable[[Callable[[ObjectStore], ObjectStore]], None]
+    bucket: Bucket, requests: list[Request]
 ) -> None:
     one, other, options = bucket.at("step-1"), bucket.at("step-2"), bucket.storage_options
     dos.save(state(), one, storage_options=options, progress=False)
     changed = state()
     changed["model"]["w"][599, 49] += 1
     dos.save(changed, other, storage_options=options, progress=False)
-    requests: list[Request] = []
-
-    def recording(store: ObjectStore) -> RecordingStore:
-        recorder = RecordingStore(store)
-        recorder.requests = requests
-        return recorder
-
-    through(recording)
+    requests.clear()
     report = dos.diff(one, other, storage_options=options)
     fetched = sorted((request.verb, request.key.partition(".")[0]) for request in requests)
     assert fetched == [("get", "_COMMIT"), ("get", "_COMMIT"), ("get", "index"), ("get", "index")]
@@ -166,20 +158,13 @@ def test_equal_nans_are_no_difference_and_a_new_nan_is_seen(saved: Callable[...,
 def test_a_checkpoint_of_stock_torch_is_read_once_and_compared(
     tmp_path: Path,
     saved: Callable[..., str],
-    through: Callable[[Callable[[ObjectStore], ObjectStore]], None],
+    requests: list[Request],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(slabs, "WINDOW_BYTES", 4096)
     dcp.save(state(), checkpoint_id=tmp_path / "stock")
     ours, stock = saved("ours", state()), (tmp_path / "stock").as_uri()
-    requests: list[Request] = []
-
-    def recording(store: ObjectStore) -> RecordingStore:
-        recorder = RecordingStore(store)
-        recorder.requests = requests
-        return recorder
-
-    through(recording)
+    requests.clear()
     assert dos.diff(ours, stock).same
     fetched = sum(r.end - r.start for r in requests if r.verb == "open_range")  # type: ignore[operator, misc]
     sizes = [path.stat().st_size for path in tmp_path.rglob("*.distcp")]

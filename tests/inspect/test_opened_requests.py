@@ -6,7 +6,6 @@ import pickle
 import secrets
 import sys
 import types
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,25 +19,11 @@ import dcp_objstore as dos
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
 from dcp_objstore.observe.dispatch import EventSettings
-from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores import StoreSpec
 from tests.support.states import same_bits, seeded
-from tests.support.wrapped_stores import RecordingStore, Request
+from tests.support.wrapped_stores import Request
 
 WIDE = (3000, 2000)  # 24 MB: six blocks of 524 rows and a bit
-
-
-@pytest.fixture
-def requests(through: Callable[[Callable[[ObjectStore], ObjectStore]], None]) -> list[Request]:
-    """All requests that are made from here on, of whatever store."""
-    made: list[Request] = []
-
-    def recording(store: ObjectStore) -> RecordingStore:
-        recorder = RecordingStore(store)
-        recorder.requests = made
-        return recorder
-
-    through(recording)
-    return made
 
 
 def entry_of(ckpt: dos.Checkpoint, key: str) -> dos.TensorEntry:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,9 +11,8 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.inspect import slabs, stats
-from dcp_objstore.stores import ObjectStore
 from tests.support.servers import Bucket
-from tests.support.wrapped_stores import RecordingStore, Request
+from tests.support.wrapped_stores import Request
 
 NAN, INF = float("nan"), float("inf")
 
@@ -94,19 +92,12 @@ def test_nan_and_inf_are_counted_and_left_out() -> None:
 
 @pytest.mark.backends("seaweed")
 def test_only_that_tensor_is_read_and_each_byte_once(
-    bucket: Bucket, through: Callable[[Callable[[ObjectStore], ObjectStore]], None]
+    bucket: Bucket, requests: list[Request]
 ) -> None:
     url, options = bucket.at("step-1"), bucket.storage_options
     state = {"before": normal(3000, 700), "w": normal(3000, 1024), "step": 1}
     dos.save(state, url, storage_options=options, progress=False)
-    requests: list[Request] = []
-
-    def recording(store: ObjectStore) -> RecordingStore:
-        recorder = RecordingStore(store)
-        recorder.requests = requests
-        return recorder
-
-    through(recording)
+    requests.clear()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(slabs, "WINDOW_BYTES", 4 * 1024**2)  # whole blocks
         entry = dos.open(url, storage_options=options)["w"]

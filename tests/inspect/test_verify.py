@@ -13,10 +13,9 @@ import torch.distributed.checkpoint as dcp
 import dcp_objstore as dos
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import ConfigError, UnsupportedError
-from dcp_objstore.stores.spec import StoreSpec
 from tests.support.servers import Bucket
 from tests.support.states import seeded
-from tests.support.wrapped_stores import ChangingStore
+from tests.support.wrapped_stores import ChangingStore, Through
 
 BLOCK = 4 * MIB
 SIZE = 9 * MIB // 4  # elements of a tensor of two blocks and a bit
@@ -90,7 +89,7 @@ def test_an_object_that_has_grown_is_reported(large: tuple[dos.Checkpoint, Path]
 
 
 def test_a_block_that_differs_only_once_is_not_damaged(
-    large: tuple[dos.Checkpoint, Path], monkeypatch: pytest.MonkeyPatch
+    large: tuple[dos.Checkpoint, Path], through: Through
 ) -> None:
     ckpt, _ = large
     seen: set[int] = set()
@@ -100,17 +99,14 @@ def test_a_block_that_differs_only_once_is_not_damaged(
             seen.add(at)
             body[100] ^= 1
 
-    opened = StoreSpec.open
-    monkeypatch.setattr(
-        StoreSpec, "open", lambda spec: ChangingStore(opened(spec), damage_at_first)
-    )
+    through(lambda store: ChangingStore(store, damage_at_first))
     assert ckpt.verify().ok
     assert seen
 
 
 @pytest.mark.parametrize("deep", [False, True])
 def test_an_interrupted_verification_goes_on_where_its_note_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deep: bool
+    tmp_path: Path, through: Through, deep: bool
 ) -> None:
     state = {"w": torch.arange(6 * MIB, dtype=torch.float32), "step": 5}  # six blocks
     _, path = saved(tmp_path / "step-1", state)
@@ -122,15 +118,16 @@ def test_an_interrupted_verification_goes_on_where_its_note_says(
     assert [one.block for one in whole.damaged] == [0, 5]
     fourth = place_of(path, 3 * MIB)
 
+    running = True
+
     def interrupt(key: str, at: int, body: memoryview) -> None:
-        if at >= fourth:
+        if running and at >= fourth:
             raise KeyboardInterrupt
 
-    opened = StoreSpec.open
-    with monkeypatch.context() as patched:
-        patched.setattr(StoreSpec, "open", lambda spec: ChangingStore(opened(spec), interrupt))
-        with pytest.raises(KeyboardInterrupt) as ended:
-            ckpt.verify(deep=deep)
+    through(lambda store: ChangingStore(store, interrupt))
+    with pytest.raises(KeyboardInterrupt) as ended:
+        ckpt.verify(deep=deep)
+    running = False
     where, damage = ended.value.__notes__
     found = re.search(r"up to byte (\d+) of (\d+); to go on there: from_byte=(\d+)", where)
     assert found is not None
@@ -149,10 +146,11 @@ def test_an_interrupted_verification_goes_on_where_its_note_says(
         ckpt.verify(quick=True, from_byte=position)
 
 
-def test_a_checkpoint_without_digests_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_checkpoint_without_digests_says_so(tmp_path: Path, quick: bool) -> None:
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "stock")
     with pytest.raises(UnsupportedError, match="without digests"):
-        dos.open((tmp_path / "stock").as_uri()).verify()
+        dos.open((tmp_path / "stock").as_uri()).verify(quick=quick)
 
 
 @pytest.mark.backends("seaweed")

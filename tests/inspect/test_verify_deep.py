@@ -15,10 +15,9 @@ from dcp_objstore.checkpoint.marker import decode_marker, encode_marker
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError, ObjectNotFoundError
 from dcp_objstore.inspect.verify import _Framing
-from dcp_objstore.stores import StoreSpec
 from tests.support.ranks import run_ranks
 from tests.support.states import seeded
-from tests.support.wrapped_stores import ChangingStore, Fault, FaultStore, Verb
+from tests.support.wrapped_stores import ChangingStore, Fault, FaultStore, Through, Verb
 
 
 def save_rows(rank: int, world: int, url: str, options: Mapping[str, object]) -> None:
@@ -41,7 +40,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 )
 def test_an_object_that_vanishes_while_it_is_read_is_reported_and_the_rest_compared(
     url: str,
-    monkeypatch: pytest.MonkeyPatch,
+    through: Through,
     kind: type[DcpObjstoreError],
     what: str,
     deep: bool,
@@ -50,14 +49,13 @@ def test_an_object_that_vanishes_while_it_is_read_is_reported_and_the_rest_compa
     ckpt = dos.open(url, config=config)
     assert ckpt.verify(deep=deep).blocks == 4
     lost = ckpt.objects[0]
-    open_spec = StoreSpec.open
 
     def plan(verb: Verb, key: str, nth: int) -> Fault | None:
         if (verb, key) != ("open_range", lost):
             return None
         return Fault("before", kind("gone or cut since", object_key=lost))
 
-    monkeypatch.setattr(StoreSpec, "open", lambda spec: FaultStore(open_spec(spec), plan))
+    through(lambda store: FaultStore(store, plan))
     report = ckpt.verify(deep=deep)
     (damage,) = report.damaged
     assert (damage.what, damage.object_key) == (what, lost)
@@ -65,7 +63,7 @@ def test_an_object_that_vanishes_while_it_is_read_is_reported_and_the_rest_compa
 
 
 def test_framing_that_differs_only_in_one_transfer_is_not_damaged(
-    url: str, monkeypatch: pytest.MonkeyPatch
+    url: str, through: Through
 ) -> None:
     ckpt = dos.open(url)
     damaged = []
@@ -75,10 +73,7 @@ def test_framing_that_differs_only_in_one_transfer_is_not_damaged(
             damaged.append(key)
             body[3] ^= 1  # in the header of the first item
 
-    opened = StoreSpec.open
-    monkeypatch.setattr(
-        StoreSpec, "open", lambda spec: ChangingStore(opened(spec), damage_at_first)
-    )
+    through(lambda store: ChangingStore(store, damage_at_first))
     assert ckpt.verify(deep=True).ok
     assert damaged
 

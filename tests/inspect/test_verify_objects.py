@@ -20,10 +20,9 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import ObjectStore
 from tests.support.ranks import run_ranks
 from tests.support.states import seeded
-from tests.support.wrapped_stores import Fault, FaultStore, RecordingStore, Request, Verb
+from tests.support.wrapped_stores import Fault, FaultStore, RecordingStore, Request, Through, Verb
 
 RANKS = 4
-Through = Callable[[Callable[[ObjectStore], ObjectStore]], None]
 
 
 def save_own_tensors(rank: int, world: int, url: str, options: Mapping[str, object]) -> None:

@@ -8,7 +8,7 @@ state is one integer with a field for the store and one for each actor.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,14 +25,12 @@ class Result:
         seconds: of the processor.
         wrong: the promise that was broken, or None.
         trace: the events that led there.
-        complete: False if `most_states` ended it.
     """
 
     states: int
     seconds: float
     wrong: str | None = None
     trace: list[Any] = field(default_factory=list)
-    complete: bool = True
 
 
 class BrokenPromiseError(Exception):
@@ -41,6 +39,40 @@ class BrokenPromiseError(Exception):
     def __init__(self, wrong: str, state: int, event: Any) -> None:
         super().__init__(wrong)
         self.wrong, self.state, self.event = wrong, state, event
+
+
+Weak = frozenset[str]  # the names of the rules that are weakened
+
+
+@dataclass(frozen=True)
+class Config:
+    """One search.
+
+    Attributes:
+        name: says who is there.
+        store: the first state.
+        actors: each makes one, of a set of weakened rules.
+        wrong, wrong_at_rest: see `Search`.
+    """
+
+    name: str
+    store: Any
+    actors: Sequence[Callable[..., Any]]
+    wrong: Callable[[Any], str | None]
+    wrong_at_rest: Callable[[Any], str | None] = lambda _: None
+
+    def search(self, weak: Weak = frozenset()) -> Result:
+        actors = [make(weak=weak) for make in self.actors]
+        return Search(actors, self.store, self.wrong, self.wrong_at_rest).run()
+
+
+def catch(configs: Iterable[Config], weak: Weak) -> tuple[str, Result] | None:
+    """The first configuration in which a weakened protocol breaks a promise; None: none."""
+    for config in configs:
+        result = config.search(weak)
+        if result.wrong:
+            return config.name, result
+    return None
 
 
 class _Numbers:
@@ -88,22 +120,22 @@ class Search:
             self.first += numbers.of(actor.start()) << shift
         self.all_ended = sum(1 << shift for shift in self.shifts)
 
-    def run(self, *, most_states: int = 10**9, parents: dict[int, int] | None = None) -> Result:
-        """Search until everything has been seen, a promise is broken, or `most_states`."""
+    def run(self, parents: dict[int, int] | None = None) -> Result:
+        """Search until everything has been seen, or a promise is broken."""
         started = time.process_time()
         seen = {self.first}
         try:
-            complete = self._search(seen, most_states, parents)
+            self._search(seen, parents)
         except BrokenPromiseError as broken:
             states, seconds = len(seen), time.process_time() - started
             if parents is None:  # the same way again, this time remembering it
-                trace = self.run(parents={}).trace
+                trace = self.run({}).trace
             else:
                 trace = [*self._trace(parents, broken.state), broken.event]
             return Result(states, seconds, broken.wrong, trace)
-        return Result(len(seen), time.process_time() - started, complete=complete)
+        return Result(len(seen), time.process_time() - started)
 
-    def _search(self, seen: set[int], most_states: int, parents: dict[int, int] | None) -> bool:
+    def _search(self, seen: set[int], parents: dict[int, int] | None) -> None:
         tables: list[tuple[int, int, dict[int, list[int]]]] = [
             (i, FIELD << shift | FIELD, {}) for i, shift in enumerate(self.shifts)
         ]
@@ -125,10 +157,7 @@ class Search:
                                 parents[new] = state
                             if new & ended == ended:
                                 self._check_rest(new, state)
-            if len(seen) >= most_states:
-                return False
             layer = following
-        return True
 
     def _deltas(self, i: int, state: int) -> list[int]:
         """What each move of actor `i` adds to the state; checks where they lead."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tests.model.checker import Weak
 from tests.model.world import Event
 
 BY_NUMBER = "the last step instead of adopting"
@@ -81,7 +82,6 @@ class Me(NamedTuple):
 
 
 Move = tuple[Event, Me, Run]
-Weak = frozenset[str]
 
 
 def counting(claim: Claim, steps: Steps, weak: frozenset[str]) -> dict[int, Step]:
@@ -145,7 +145,6 @@ class Job:
         )
 
     def claim(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.claim
         if run.claim != me.claim:
             yield self.event("put", "_CLAIM", "refused"), self.once_more(me), run
             return
@@ -156,7 +155,6 @@ class Job:
         yield self.event("put", "_CLAIM", f"{mine[:2]}"), after, run._replace(claim=mine)
 
     def look_back(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.claim
         event = self.event("get", "_CLAIM", f"{run.claim[:2]}, goes back")
         if run.claim.number != me.claim.number and STEALS not in self.weak:
             yield event, self.end("superseded"), run
@@ -169,7 +167,6 @@ class Job:
         return Me("look", tries=me.tries - 1) if me.tries else self.end("beaten")
 
     def list(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.claim
         event = self.event("list", "steps", _names(run.steps))
         if any(step and step.claim > me.claim.number for step in run.steps):
             yield event, self.end("beaten"), run
@@ -184,14 +181,12 @@ class Job:
         return me.back is not None and self.goes_back is not None and n > self.goes_back
 
     def next_to_adopt(self, me: Me, steps: Steps) -> int | None:
-        assert me.claim
         for n, step in counting(me.claim, steps, self.weak).items():
             if step.claim < me.claim.number and (not self.left(me, n) or KEEPS_LATER in self.weak):
                 return n
         return None
 
     def adopt(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.claim
         n = self.next_to_adopt(me, me.steps)
         assert n is not None
         old = me.steps[n]
@@ -211,7 +206,6 @@ class Job:
             yield self.event("adopt", f"step {n}", "refused"), me._replace(at="list", steps=()), run
 
     def complete(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.claim
         if run.claim != me.claim:
             yield self.event("put", "_CLAIM", "refused"), self.once_more(me), run
             return
@@ -247,7 +241,6 @@ class Job:
     # --- saving: C1, C4, C5
 
     def begin(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.claim
         found = run.steps[me.step]
         event = self.event("get", f"step {me.step}", str(found))
         mine = me.claim.number
@@ -262,7 +255,6 @@ class Job:
             yield event, me._replace(at="commit", token=found), run
 
     def commit(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.claim
         found = run.steps[me.step]
         if found == me.token:
             mine = Step(self.commit_of(me), me.claim.number)
@@ -285,7 +277,6 @@ class Job:
         return f"{self.name}/{me.step}" + ("" if me.back is None else " again")
 
     def verify(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.claim
         event = self.event("get", "_CLAIM", str(run.claim[:2]))
         commit = self.commit_of(me)
         if run.claim.number != me.claim.number and NO_READ_BACK not in self.weak:
@@ -306,8 +297,6 @@ class Job:
     # --- deleting: C5
 
     def look_at_old(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.claim
-        assert self.deletes is not None
         found = run.steps[self.deletes]
         after = me._replace(at="delete", token=found)
         if found is None or (found.claim > me.claim.number and REPLACES not in self.weak):
@@ -315,7 +304,6 @@ class Job:
         yield self.event("get", f"step {self.deletes}", str(found)), after, run
 
     def delete(self, me: Me, run: Run) -> Iterator[Move]:
-        assert self.deletes is not None
         done = run.steps[self.deletes] == me.token
         after = run
         if done:
@@ -336,8 +324,8 @@ class Job:
 class Lister(Job):
     """Lists the run, as a resuming or evaluating job does: C3."""
 
-    def __init__(self, name: str = "lister", *, weak: Weak = frozenset()) -> None:
-        super().__init__(name, weak=weak)
+    def __init__(self, *, weak: Weak = frozenset()) -> None:
+        super().__init__("lister", weak=weak)
 
     def start(self) -> Me:
         return Me("first")
@@ -349,7 +337,6 @@ class Lister(Job):
         yield self.event("get", "_CLAIM", str(run.claim[:2])), after, run
 
     def list(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.start
         at_list = me.start._replace(kept=run.kept, training=run.training)
         after = me._replace(at="second", steps=run.steps, start=at_list)
         if LISTS_ONCE in self.weak:
@@ -363,8 +350,6 @@ class Lister(Job):
         yield self.event("get", "_CLAIM", str(run.claim[:2])), after, run
 
     def listed(self, me: Me, run: Run) -> Me:
-        assert me.claim
-        assert me.start
         found = counting(me.claim, me.steps, self.weak)
         commits = {step.commit for step in found.values()}
         stray = {

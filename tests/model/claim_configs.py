@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
-from tests.model.checker import Result, Search
-from tests.model.claim import Claim, Job, Lister, Run, Step, Weak, wrong_with_run
+from tests.model.checker import Config
+from tests.model.claim import Claim, Job, Lister, Run, Step, wrong_with_run
+from tests.model.claim_sweeper import RunSweeper
 
 FIRST = Run(
     Claim(1, 1),
@@ -14,76 +16,42 @@ FIRST = Run(
     frozenset({"old/0"}),
 )
 
-# Name, who is there, and whether it belongs to the default test run.
-CONFIGS: list[tuple[str, Callable[[Weak], list[Job]], bool]] = [
-    (
-        "run: a zombie, a successor, a lister",
-        lambda weak: [Job("zombie", 1, weak=weak), Job("next", weak=weak), Lister(weak=weak)],
-        True,
+
+def _config(name: str, *jobs: Callable[..., Job]) -> Config:
+    return Config(f"run: {name}", FIRST, jobs, wrong_with_run)
+
+
+_zombie, _next = partial(partial, Job, "zombie", 1), partial(partial, Job, "next")
+_other = partial(Job, "other")
+
+SWEEPS = [
+    _config(
+        f"a zombie, a successor, a sweep of step {step}",
+        *(_zombie(), _next(), partial(RunSweeper, step)),
+    )
+    for step in (0, 1)
+]
+# Those that the default tests search.
+QUICK = [
+    _config("a zombie, a successor, a lister", _zombie(), _next(), Lister),
+    _config("a zombie, two successors", _zombie(), _next(), _other),
+    _config(
+        "a zombie that deletes, a successor, a lister",
+        *(_zombie(deletes=0), _next(saves=2), Lister),
     ),
-    (
-        "run: a zombie, two successors",
-        lambda weak: [Job("zombie", 1, weak=weak), Job("next", weak=weak), Job("other", weak=weak)],
-        True,
+    _config(
+        "a job that goes back, a successor, a lister",
+        *(partial(Job, "job", 1, saves=2, goes_back=0), _next(), Lister),
     ),
-    (
-        "run: a zombie that deletes, a successor, a lister",
-        lambda weak: [
-            Job("zombie", 1, deletes=0, weak=weak),
-            Job("next", saves=2, weak=weak),
-            Lister(weak=weak),
-        ],
-        True,
-    ),
-    (
-        "run: a job that goes back, a successor, a lister",
-        lambda weak: [
-            Job("job", 1, saves=2, goes_back=0, weak=weak),
-            Job("next", weak=weak),
-            Lister(weak=weak),
-        ],
-        True,
-    ),
-    (
-        "run: a zombie, a successor that goes back, another",
-        lambda weak: [
-            Job("zombie", 1, weak=weak),
-            Job("next", saves=2, goes_back=0, weak=weak),
-            Job("other", weak=weak),
-        ],
-        True,
-    ),
-    (
-        "run: two jobs that go back, a lister",
-        lambda weak: [
-            Job("zombie", 1, saves=2, goes_back=0, weak=weak),
-            Job("next", saves=3, goes_back=1, weak=weak),
-            Lister(weak=weak),
-        ],
-        False,
-    ),
-    (
-        "run: a zombie, two successors, a lister",
-        lambda weak: [
-            Job("zombie", 1, saves=2, weak=weak),
-            Job("next", weak=weak),
-            Job("other", weak=weak),
-            Lister(weak=weak),
-        ],
-        False,
+    _config(
+        "a zombie, a successor that goes back, another",
+        *(_zombie(), _next(saves=2, goes_back=0), _other),
     ),
 ]
-
-
-def search(jobs: Sequence[Job]) -> Result:
-    return Search(jobs, FIRST, wrong_with_run, lambda _: None).run()
-
-
-def catch(weak: Weak) -> tuple[str, Result] | None:
-    """The first of the quick configurations in which a weakened protocol breaks a promise."""
-    for name, jobs, quick in CONFIGS:
-        if quick:
-            result = search(jobs(weak))
-            if result.wrong:
-                return name, result
-    return None
+LARGE = [
+    _config(
+        "two jobs that go back, a lister",
+        *(_zombie(saves=2, goes_back=0), _next(saves=3, goes_back=1), Lister),
+    ),
+    _config("a zombie, two successors, a lister", _zombie(saves=2), _next(), _other, Lister),
+]

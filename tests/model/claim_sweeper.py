@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from tests.model.checker import Result
-from tests.model.claim import Job, Me, Move, Run, Weak
-from tests.model.claim_configs import search
+from tests.model.checker import Weak
+from tests.model.claim import Job, Me, Move, Run
 
-BY_NUMBER = "a sweep deletes what is of an earlier claim than the last"
-MUTANTS = [BY_NUMBER]
+SWEEPS_BY_NUMBER = "a sweep deletes what is of an earlier claim than the last"
 
 
 class RunSweeper(Job):
@@ -31,9 +29,8 @@ class RunSweeper(Job):
         yield self.event("get", "_CLAIM", str(run.claim[:2])), after, run
 
     def read_step(self, me: Me, run: Run) -> Iterator[Move]:
-        assert me.claim
         found = run.steps[self.step]
-        base = me.claim.number if BY_NUMBER in self.weak else me.claim.base
+        base = me.claim.number if SWEEPS_BY_NUMBER in self.weak else me.claim.base
         after = self.end("clean")
         if found and found.claim < base:
             after = me._replace(at="delete", token=found)
@@ -46,25 +43,3 @@ class RunSweeper(Job):
             steps = (*steps[: self.step], None, *steps[self.step + 1 :])
         event = self.event("delete", f"step {self.step}", "ok" if done else "refused")
         yield event, self.end("swept"), run._replace(steps=steps)
-
-
-CONFIGS: list[tuple[str, Callable[[Weak], list[Job]]]] = [
-    (
-        f"run: a zombie, a successor, a sweep of step {step}",
-        lambda weak, step=step: [
-            Job("zombie", 1, weak=weak),
-            Job("next", weak=weak),
-            RunSweeper(step, weak=weak),
-        ],
-    )
-    for step in (0, 1)
-]
-
-
-def catch(mutant: str) -> tuple[str, Result] | None:
-    """As `claim_configs.catch`."""
-    for name, jobs in CONFIGS:
-        result = search(jobs(frozenset({mutant})))
-        if result.wrong:
-            return name, result
-    return None

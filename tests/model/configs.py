@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 from tests.model.actors import BELIEVED, NO_LOOK, Actor
-from tests.model.checker import Result, Search
+from tests.model.checker import Config
 from tests.model.incremental import (
     BORROWED,
     PINNED_LATE,
@@ -21,8 +21,7 @@ from tests.model.sweepers import GOES_ON, NO_SECOND_FENCE, TRUSTS_YOUNG, UNFENCE
 from tests.model.world import Marker, Store
 from tests.model.writers import LATE_BEACON, LATE_LOOK, UNASKED, UNSEEN, Writer
 
-Weak = frozenset[str]
-NONE: Weak = frozenset()
+Make = Callable[..., Actor]
 
 _FIRST = ("before", 0)
 ABSENT = Store()
@@ -33,254 +32,138 @@ DELETING = COMMITTED._replace(marker=Marker("deleting", 0, _FIRST))
 ORPHAN = Store(data=8)  # of save 3, whose writer died
 
 
-@dataclass(frozen=True)
-class Config:
-    """One search.
-
-    Attributes:
-        name: says who is there.
-        store: the first state.
-        actors: made for a set of weakened rules.
-        at_rest: whether `.metadata` is checked when all actors have ended.
-        quick: belongs to the default test run.
-    """
-
-    name: str
-    store: Store
-    actors: Callable[[Weak], list[Actor]]
-    at_rest: bool = True
-    quick: bool = True
-
-    def search(self, weak: Weak = NONE, *, most_states: int = 10**9) -> Result:
-        at_rest = what_is_wrong_at_rest if self.at_rest else lambda _: None
-        search = Search(self.actors(weak), self.store, what_is_wrong, at_rest)
-        return search.run(most_states=most_states)
+def _config(name: str, store: Store, *actors: Make) -> Config:
+    return Config(name, store, actors, what_is_wrong, what_is_wrong_at_rest)
 
 
-def _writers(weak: Weak, *faults: int, overwrite: str = "12", beacon: bool = False) -> list[Actor]:
+def _writers(*faults: int, overwrite: str = "12", beacon: bool = False) -> list[Make]:
     """Saves 1 and up, as many as there are numbers of faults."""
     return [
-        Writer(n, overwrite=str(n) in overwrite, beacon=beacon, faults=each, weak=weak)
+        partial(Writer, n, overwrite=str(n) in overwrite, beacon=beacon, faults=each)
         for n, each in enumerate(faults, 1)
     ]
 
 
-CONFIGS = [
-    Config(
-        "two create, reader",
-        ABSENT,
-        lambda weak: [*_writers(weak, 1, 1, overwrite=""), Reader("reader", faults=1)],
-    ),
-    Config(
-        "create, overwrite, reader",
-        ABSENT,
-        lambda weak: [*_writers(weak, 2, 1, overwrite="2"), Reader("reader")],
-    ),
-    Config(
-        "two overwrite, reader",
-        COMMITTED,
-        lambda weak: [*_writers(weak, 1, 2), Reader("reader", faults=1)],
-    ),
-    Config(
+# How the other actors are made; a call gives the options of one.
+_deleter, _sweeper = partial(partial, Deleter), partial(partial, Sweeper)
+_patient = partial(_sweeper, patient=True)
+_incremental = partial(partial, IncrementalWriter, 1, overwrite=True)
+_reader, _faulty_reader = partial(Reader, "reader"), partial(Reader, "reader", faults=1)
+_stock = [partial(StockReader, "stock"), Clock]
+
+# Those that the default tests search.
+QUICK = [
+    _config("two create, reader", ABSENT, *_writers(1, 1, overwrite=""), _faulty_reader),
+    _config("create, overwrite, reader", ABSENT, *_writers(2, 1, overwrite="2"), _reader),
+    _config("two overwrite, reader", COMMITTED, *_writers(1, 2), _faulty_reader),
+    _config(
         "save after a deletion, deleter, reader",
         TOMBSTONE,
-        lambda weak: [
-            *_writers(weak, 1, overwrite=""),
-            Deleter(faults=1, weak=weak),
-            Reader("reader"),
-        ],
+        *(*_writers(1, overwrite=""), _deleter(faults=1), _reader),
     ),
-    Config(
-        "overwrite, deleter, reader",
-        COMMITTED,
-        lambda weak: [*_writers(weak, 1), Deleter(faults=1, weak=weak), Reader("reader")],
-    ),
-    Config(
-        "overwrite, deleter, both with faults, reader",
-        COMMITTED,
-        lambda weak: [*_writers(weak, 2), Deleter(faults=2, weak=weak), Reader("reader")],
-        quick=False,
-    ),
-    Config(
-        "create, overwrite, deleter",
-        ABSENT,
-        lambda weak: [*_writers(weak, 1, 0, overwrite="2"), Deleter(weak=weak)],
-    ),
-    Config(
+    _config("overwrite, deleter, reader", COMMITTED, *_writers(1), _deleter(faults=1), _reader),
+    _config("create, overwrite, deleter", ABSENT, *_writers(1, 0, overwrite="2"), _deleter()),
+    _config(
         "overwrite, sweeper twice, reader",
         COMMITTED,
-        lambda weak: [
-            *_writers(weak, 1, beacon=True),
-            Sweeper(faults=1, rounds=2, weak=weak),
-            Reader("reader"),
-        ],
+        *(*_writers(1, beacon=True), _sweeper(faults=1, rounds=2), _reader),
     ),
-    Config(
+    _config(
         "create, sweeper of an orphan",
         ORPHAN,
-        lambda weak: [
-            *_writers(weak, 1, overwrite="", beacon=True),
-            Sweeper(faults=1, rounds=2, weak=weak),
-        ],
+        *(*_writers(1, overwrite="", beacon=True), _sweeper(faults=1, rounds=2)),
     ),
-    Config(
+    _config(
         "two create where a deletion was left, reader",
         DELETING,
-        lambda weak: [*_writers(weak, 1, 1, overwrite=""), Reader("reader")],
+        *(*_writers(1, 1, overwrite=""), _reader),
     ),
-    Config(
+    _config(
         "create where a deletion is under way, deleter",
         DELETING,
-        lambda weak: [*_writers(weak, 2, overwrite=""), Deleter(faults=1, weak=weak)],
+        *(*_writers(2, overwrite=""), _deleter(faults=1)),
     ),
-    Config(
+    _config(
         "create, sweeper that cannot see uploads",
         ORPHAN,
-        lambda weak: [
-            *_writers(weak, 1, overwrite="", beacon=True),
-            Sweeper(old=8, rounds=2, weak=weak),
-        ],
+        *(*_writers(1, overwrite="", beacon=True), _sweeper(old=8, rounds=2)),
     ),
-    Config(
+    _config(
         "overwrite with itself as base, stranger, reader",
         COMMITTED,
-        lambda weak: [
-            IncrementalWriter(1, overwrite=True, faults=1, weak=weak),
-            Stranger(),
-            Reader("reader"),
-        ],
+        *(_incremental(faults=1), Stranger, _reader),
     ),
-    Config(
+    _config(
         "overwrite with itself as base, sweeper, stranger",
         COMMITTED,
-        lambda weak: [
-            IncrementalWriter(1, overwrite=True, weak=weak),
-            Sweeper(rounds=2, weak=weak),
-            Stranger(),
-        ],
+        *(_incremental(), _sweeper(rounds=2), Stranger),
     ),
-    Config(
-        "overwrite with itself as base, deleter, sweeper, stranger",
-        COMMITTED,
-        lambda weak: [
-            IncrementalWriter(1, overwrite=True, beacon=False, weak=weak),
-            Deleter(weak=weak),
-            Sweeper(weak=weak),
-            Stranger(),
-        ],
-        quick=False,
-    ),
-    Config("a sweep mends .metadata", STALE, lambda weak: [Sweeper(weak=weak)]),
-    Config(
-        "overwrite, deleter, sweeper",
-        COMMITTED,
-        lambda weak: [*_writers(weak, 1), Deleter(weak=weak), Sweeper(weak=weak)],
-    ),
+    _config("a sweep mends .metadata", STALE, _sweeper()),
+    _config("overwrite, deleter, sweeper", COMMITTED, *_writers(1), _deleter(), _sweeper()),
     Config(
         "overwrite, patient sweeper, stock reader",
         COMMITTED,
-        lambda weak: [
-            *_writers(weak, 1),
-            Sweeper(rounds=2, patient=True, weak=weak),
-            StockReader("stock"),
-            Clock(),
-        ],
-        at_rest=False,
+        [*_writers(1), _patient(rounds=2), *_stock],
+        what_is_wrong,
     ),
-    Config(
+    _config(
         "deleter, patient sweeper, stock reader",
         COMMITTED,
-        lambda weak: [
-            Deleter(now=False, weak=weak),
-            Sweeper(rounds=2, patient=True, weak=weak),
-            StockReader("stock"),
-            Clock(),
-        ],
+        *(_deleter(now=False), _patient(rounds=2), *_stock),
     ),
-    Config(
-        "patient sweeper of a tombstone, stock reader",
-        STALE,
-        lambda weak: [Sweeper(rounds=3, patient=True, weak=weak), StockReader("stock"), Clock()],
+    _config("patient sweeper of a tombstone, stock reader", STALE, _patient(rounds=3), *_stock),
+]
+LARGE = [
+    _config(
+        "overwrite, deleter, both with faults, reader",
+        COMMITTED,
+        *(*_writers(2), _deleter(faults=2), _reader),
     ),
-    Config(
+    _config(
+        "overwrite with itself as base, deleter, sweeper, stranger",
+        COMMITTED,
+        *(_incremental(beacon=False), _deleter(), _sweeper(), Stranger),
+    ),
+    _config(
         "overwrite, deleter, patient sweeper, stock reader",
         COMMITTED,
-        lambda weak: [
-            *_writers(weak, 0),
-            Deleter(now=False, weak=weak),
-            Sweeper(rounds=2, patient=True, weak=weak),
-            StockReader("stock"),
-            Clock(),
-        ],
-        quick=False,
+        *(*_writers(0), _deleter(now=False), _patient(rounds=2), *_stock),
     ),
-    Config(
+    _config(
         "create, overwrite where a deletion was left, sweeper",
         DELETING,
-        lambda weak: [*_writers(weak, 1, 0, overwrite="2"), Sweeper(weak=weak)],
-        quick=False,
+        *(*_writers(1, 0, overwrite="2"), _sweeper()),
     ),
-    Config(
+    _config(
         "two overwrite, sweeper that cannot see uploads",
         COMMITTED._replace(data=9),
-        lambda weak: [*_writers(weak, 1, 0, beacon=True), Sweeper(old=9, rounds=2, weak=weak)],
-        quick=False,
+        *(*_writers(1, 0, beacon=True), _sweeper(old=9, rounds=2)),
     ),
-    Config(
+    _config(
         "overwrite with faults, deleter, sweeper, reader",
         COMMITTED,
-        lambda weak: [
-            *_writers(weak, 1),
-            Deleter(tries=0, weak=weak),
-            Sweeper(tries=0, weak=weak),
-            Reader("reader"),
-        ],
-        quick=False,
+        *(*_writers(1), _deleter(tries=0), _sweeper(tries=0), _reader),
     ),
-    Config(
+    _config(
         "overwrite, deleter with faults, sweeper, reader",
         COMMITTED,
-        lambda weak: [
-            *_writers(weak, 0),
-            Deleter(faults=1, weak=weak),
-            Sweeper(weak=weak),
-            Reader("reader"),
-        ],
-        quick=False,
+        *(*_writers(0), _deleter(faults=1), _sweeper(), _reader),
     ),
-    Config(
+    _config(
         "overwrite, deleter, sweeper with faults, reader",
         COMMITTED,
-        lambda weak: [
-            *_writers(weak, 0),
-            Deleter(weak=weak),
-            Sweeper(faults=1, weak=weak),
-            Reader("reader"),
-        ],
-        quick=False,
+        *(*_writers(0), _deleter(), _sweeper(faults=1), _reader),
     ),
-    Config(
-        "two overwrite, sweeper, reader",
-        COMMITTED,
-        lambda weak: [*_writers(weak, 1, 0), Sweeper(weak=weak), Reader("reader")],
-        quick=False,
-    ),
-    Config(
+    _config("two overwrite, sweeper, reader", COMMITTED, *_writers(1, 0), _sweeper(), _reader),
+    _config(
         "two overwrite, sweeper with faults, reader",
         COMMITTED,
-        lambda weak: [*_writers(weak, 0, 0), Sweeper(faults=1, weak=weak), Reader("reader")],
-        quick=False,
+        *(*_writers(0, 0), _sweeper(faults=1), _reader),
     ),
-    Config(
+    _config(
         "create, overwrite, deleter, sweeper, reader",
         ABSENT,
-        lambda weak: [
-            *_writers(weak, 0, 0, overwrite="2"),
-            Deleter(tries=0, weak=weak),
-            Sweeper(tries=0, weak=weak),
-            Reader("reader"),
-        ],
-        quick=False,
+        *(*_writers(0, 0, overwrite="2"), _deleter(tries=0), _sweeper(tries=0), _reader),
     ),
 ]
 
@@ -314,13 +197,3 @@ MUTANTS = {
     BORROWED: "overwrite with itself as base, sweeper, stranger",
     KEEPS_DOT: "create where a deletion is under way, deleter",
 }
-
-# The mutants that the code still is. The trace tests follow it with these rules weakened.
-CODE_LACKS: Weak = frozenset()
-
-
-def catch(mutant: str) -> tuple[str, Result] | None:
-    """What a mutant breaks, the shortest way; None: nothing."""
-    config = next(config for config in CONFIGS if config.name == MUTANTS[mutant])
-    result = config.search(frozenset({mutant}))
-    return (config.name, result) if result.wrong else None

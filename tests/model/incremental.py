@@ -36,7 +36,6 @@ class IncrementalWriter(Writer):
             )
 
     def base_index(self, me: Me, store: Store) -> Iterator[Move]:
-        assert me.base is not None
         event, there = self.get(me, store, INDEX, me.base)
         yield event, me._replace(at="copy" if there else "upload"), store
 
@@ -47,7 +46,6 @@ class IncrementalWriter(Writer):
         yield from self._part(me, store, "complete")
 
     def _part(self, me: Me, store: Store, then: str) -> Iterator[Move]:
-        assert me.base is not None
         bit = 1 << me.base
         event, is_strange = self.event("copy", DATA), bool(store.strange & bit)
         first = then == "copy_rest"
@@ -79,8 +77,8 @@ class IncrementalWriter(Writer):
 class Stranger(Actor):
     """Another program, which overwrites the data of save 0, once."""
 
-    def __init__(self) -> None:
-        super().__init__("stranger")
+    def __init__(self, **options: Any) -> None:
+        super().__init__("stranger", **options)
 
     def begin(self, me: Me, store: Store) -> Iterator[Move]:
         if store.data & 1:

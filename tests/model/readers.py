@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from tests.model.actors import Actor
 from tests.model.world import (
@@ -42,17 +43,14 @@ class Reader(Actor):
         yield self.event("list", EVERYTHING), self.end(me, "absent"), store
 
     def index(self, me: Me, store: Store) -> Iterator[Move]:
-        assert me.token
         event, there = self.get(me, store, INDEX, me.token.commit)
         yield event, me._replace(at="data" if there else "why"), store
 
     def data(self, me: Me, store: Store) -> Iterator[Move]:
-        assert me.token
         event, there = self.get(me, store, DATA, me.token.commit)
         yield event, self.end(me, "whole") if there else me._replace(at="why"), store
 
     def why(self, was: Me, store: Store) -> Iterator[Move]:
-        assert was.token
         for event, found, me in self.get_marker(was, store):
             if found == NO_ANSWER:
                 answer = "failed"
@@ -82,21 +80,17 @@ class StockReader(Actor):
                 yield event, me._replace(at="data"), store._replace(loading=True)
 
     def data(self, me: Me, store: Store) -> Iterator[Move]:
-        assert me.dot_token is not None
         event, there = self.get(me, store, DATA, me.dot_token)
         yield event, self.end(me, "whole" if there else "torn"), store._replace(loading=False)
 
 
 class Clock(Actor):
-    """The grace period passes since the marker was written; no stock reader takes that long.
+    """The grace period passes since the marker was written; no stock reader takes that long."""
 
-    Args:
-        rounds: how many times.
-    """
+    rounds = 3  # how many times
 
-    def __init__(self, *, rounds: int = 3) -> None:
-        super().__init__("time")
-        self.rounds = rounds
+    def __init__(self, **options: Any) -> None:
+        super().__init__("time", **options)
 
     def begin(self, me: Me, store: Store) -> Iterator[Move]:
         if not (store.aged and store.dot_aged) and not store.loading:

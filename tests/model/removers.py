@@ -40,7 +40,6 @@ class Remover(Actor):
         return self.done(me, "unfinished", gave_up=True)
 
     def finish(self, was: Me, store: Store) -> Iterator[Move]:
-        assert was.token
         for event, found, me in self.get_marker(was, store):
             if found == NO_ANSWER:
                 after = self.done(me, "failed", gave_up=True)
@@ -93,7 +92,6 @@ class Remover(Actor):
 
     def remove(self, was: Me, before: Store) -> Iterator[Move]:
         """Data in any order, then indexes: as long as one is there, it says what else was."""
-        assert was.answer
         data = [each for each in was.removing if each[0] == DATA]
         for kind, save in data or was.removing:
             request = Request("delete", kind, 1 << save)
@@ -132,7 +130,6 @@ class Deleter(Remover):
 
     def read_index(self, me: Me, store: Store) -> Iterator[Move]:
         """Which objects there are is read while the index is sure to be there."""
-        assert me.token
         save = me.token.commit
         event, there = self.get(me, store, INDEX, save)
         if there:
@@ -147,7 +144,6 @@ class Deleter(Remover):
             yield event, after, store
 
     def mark(self, me: Me) -> Me:
-        assert me.token
         if me.token.is_committed:
             return self.rewrite(me, "deleting", "mark")
         if me.token.state == "deleted" and not me.removing:
@@ -158,7 +154,6 @@ class Deleter(Remover):
         return me._replace(at="finish" if landed else "beaten")
 
     def beaten(self, was: Me, store: Store) -> Iterator[Move]:
-        assert was.token
         for event, found, me in self.get_marker(was, store):
             if found == NO_ANSWER:
                 after = self.end(me, "failed", gave_up=True)

@@ -77,7 +77,6 @@ class Sweeper(Remover):
             yield event, after, store
 
     def read_index(self, me: Me, store: Store) -> Iterator[Move]:
-        assert me.token
         event, there = self.get(me, store, INDEX, me.token.commit)
         yield event, self.looked(me) if there else me._replace(at="why"), store
 
@@ -105,7 +104,6 @@ class Sweeper(Remover):
 
     def clear(self, was: Me, before: Store) -> Iterator[Move]:
         """In any order: their names are random."""
-        assert was.held
         for bit in (1 << n for n in range(was.body.bit_length()) if was.body >> n & 1):
             for event, _, me, store in self.send(was, before, Request("delete", BEACON, bit)):
                 left = was.body & ~bit
@@ -139,7 +137,6 @@ class Sweeper(Remover):
                 yield event, self.fence(me._replace(removing=loose)), store
 
     def mend(self, was: Me, store: Store) -> Iterator[Move]:
-        assert was.token
         for event, found, me in self.get_marker(was, store):
             if found == NO_ANSWER:
                 after = self.done(me, "failed", gave_up=True)
@@ -158,7 +155,6 @@ class Sweeper(Remover):
         return me._replace(at="read_back") if landed else self.done(me, "lost")
 
     def read_back(self, was: Me, store: Store) -> Iterator[Move]:
-        assert was.token
         for event, found, me in self.get_marker(was, store):
             if found == NO_ANSWER:
                 after = self.done(me, "failed", gave_up=True)
@@ -173,7 +169,6 @@ class Sweeper(Remover):
     # --- `.metadata` into line with `me.token`, in a loop
 
     def align(self, me: Me) -> Me:
-        assert me.token
         if me.token.state == "deleting":
             return self.done(me, "deleting", gave_up=True)
         return me._replace(at="judge_index" if me.token.is_committed else "judge_tombstone")
@@ -196,12 +191,10 @@ class Sweeper(Remover):
                 yield event, self.done(me, "failed", gave_up=True), store
 
     def judge_index(self, me: Me, store: Store) -> Iterator[Move]:
-        assert me.token
         event, there = self.get(me, store, INDEX, me.token.commit)
         yield event, me._replace(at="judge_dot" if there else "why"), store
 
     def judge_dot(self, was: Me, store: Store) -> Iterator[Move]:
-        assert was.token
         for event, answered, me in self.look_at_dot(was, store, "get"):
             if not answered:
                 after = self.done(me, "failed", gave_up=True)
@@ -223,7 +216,6 @@ class Sweeper(Remover):
         return me._replace(at="align_again")
 
     def align_again(self, was: Me, store: Store) -> Iterator[Move]:
-        assert was.token
         for event, found, me in self.get_marker(was, store):
             if not isinstance(found, Marker):
                 after = self.done(me, "failed", gave_up=True)
@@ -238,7 +230,6 @@ class Sweeper(Remover):
             yield event, after, store
 
     def aligned(self, me: Me) -> Me:
-        assert me.token
         if me.then == "fence" and not me.changed:
             return self.removing(me, me.removing, "swept")
         unfenced = NO_SECOND_FENCE in self.weak or (me.then == "mend" and UNFENCED in self.weak)

@@ -82,7 +82,6 @@ class Writer(Remover):
 
     def answered(self, me: Me, step: str, ok: bool = True) -> Me:
         """A request was answered; go on if no other is under way."""
-        assert me.at
         left = "+".join(each for each in me.at.split("+") if each != step)
         failed = me.failed or not ok
         if left:
@@ -103,7 +102,6 @@ class Writer(Remover):
             yield event, self.answered(me, "look", answered), store
 
     def put_out(self, was: Me, before: Store) -> Iterator[Move]:
-        assert was.answer
         for event, _, me, store in self.send(was, before, Request("delete", BEACON, self.bit)):
             yield event, self.end(me, was.answer), store
 

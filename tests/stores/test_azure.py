@@ -25,8 +25,9 @@ from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from dcp_objstore.stores.options.azure import AzureOptions
 from dcp_objstore.stores.options.parse import parse
 from tests.contract import PART, ExpectedError, StoreContract, put_broken
-from tests.support.azurite import ACCOUNT, KEY, AzureBucket, AzureDoor, Azurite
+from tests.support.azurite import ACCOUNT, KEY, Azurite
 from tests.support.servers import BUCKET, Bucket
+from tests.support.side_doors import BucketDoor
 from tests.support.verbs import ONCE, VERBS, check
 
 azure = pytest.mark.backends("azure")
@@ -44,9 +45,8 @@ class TestAzure(StoreContract):
         return open_store(f"{bucket.url}/{self.below}", bucket.storage_options)
 
     @pytest.fixture
-    def side_door(self, bucket: Bucket) -> AzureDoor:
-        assert isinstance(bucket, AzureBucket)
-        return AzureDoor(bucket, self.below)
+    def side_door(self, bucket: Bucket) -> BucketDoor:
+        return BucketDoor(bucket, self.below)
 
     def store_at(self, endpoint_url: str) -> ObjectStore:
         options = {"account_name": "a", "account_key": "a2V5", "endpoint_url": endpoint_url}

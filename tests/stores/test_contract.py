@@ -16,7 +16,7 @@ from dcp_objstore.stores.protocol import Capabilities
 from tests.contract import BucketContract, StoreContract
 from tests.support.servers import Bucket
 from tests.support.side_doors import BucketDoor, FolderDoor, SideDoor
-from tests.support.wrapped_stores import FaultStore, LatencyStore, RecordingStore
+from tests.support.wrapped_stores import FaultStore, RecordingStore
 
 ONCE = TransferConfig(max_retries=0, connect_timeout_seconds=5, request_timeout_seconds=20)
 
@@ -122,4 +122,4 @@ class TestWrapped(StoreContract):
     @pytest.fixture
     def store(self) -> ObjectStore:
         inner = open_store(f"memory://{secrets.token_hex(4)}")
-        return RecordingStore(FaultStore(LatencyStore(inner, 0), lambda *_: None))
+        return RecordingStore(FaultStore(inner, lambda *_: None))

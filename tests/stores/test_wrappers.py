@@ -10,7 +10,7 @@ from dcp_objstore.errors import ObjectNotFoundError, StoreUnavailableError
 from dcp_objstore.stores import IfAbsent, ObjectStore, open_store
 from dcp_objstore.stores.ranges import read_range
 from tests.contract import keys, read
-from tests.support.wrapped_stores import Fault, FaultStore, LatencyStore, RecordingStore, Verb
+from tests.support.wrapped_stores import Fault, FaultStore, RecordingStore, Verb
 
 PART = 5 * 1024 * 1024
 
@@ -29,7 +29,7 @@ def test_every_request_is_recorded_with_its_bytes(inner: ObjectStore) -> None:
     store.head("a")
     list(store.list())
     store.delete("a")
-    with pytest.raises(ObjectNotFoundError) as caught:
+    with pytest.raises(ObjectNotFoundError):
         store.head("a")
     found = store.requests
     assert [(r.verb, r.key, r.bytes) for r in found] == [
@@ -42,10 +42,7 @@ def test_every_request_is_recorded_with_its_bytes(inner: ObjectStore) -> None:
         ("delete", "a", 0),
         ("head", "a", 0),
     ]
-    assert (found[0].precondition, found[0].retry) == (IfAbsent(), False)
-    assert found[1].buffers == 2
     assert (found[3].start, found[3].end) == (1, 3)
-    assert [r.error for r in found] == [None] * 7 + [caught.value]
 
 
 def plan_for(verb: Verb, nth: int, fault: Fault):
@@ -72,10 +69,8 @@ def test_a_fault_after_the_effect_loses_only_the_answer(inner: ObjectStore) -> N
     assert read(inner, "k") == b"second"
 
 
-@pytest.mark.parametrize(("when", "left"), [("before", []), ("after", ["k"]), ("during", [])])
-def test_a_stream_fails_before_during_or_after(
-    inner: ObjectStore, when: str, left: list[str]
-) -> None:
+@pytest.mark.parametrize(("when", "left"), [("before", []), ("after", ["k"])])
+def test_a_stream_fails_before_or_after(inner: ObjectStore, when: str, left: list[str]) -> None:
     taken: list[int] = []
 
     def buffers():
@@ -83,12 +78,12 @@ def test_a_stream_fails_before_during_or_after(
             taken.append(number)
             yield bytes(PART)
 
-    fault = Fault(when, StoreUnavailableError("lost"), after_buffers=2)  # type: ignore[arg-type]
+    fault = Fault(when, StoreUnavailableError("lost"))  # type: ignore[arg-type]
     store = FaultStore(inner, plan_for("put_stream", 1, fault))
     with pytest.raises(StoreUnavailableError, match="lost"):
         store.put_stream("k", buffers(), part_size_bytes=PART, max_concurrency=1)
     assert keys(inner) == left
-    assert len(taken) == {"before": 0, "during": 3, "after": 5}[when]
+    assert len(taken) == {"before": 0, "after": 5}[when]
 
 
 @pytest.mark.parametrize("verb", ["get", "open_range", "head", "list", "delete"])
@@ -108,21 +103,12 @@ def test_every_verb_can_fail(inner: ObjectStore, verb: Verb) -> None:
     calls[verb]()
 
 
-def test_latency_comes_before_every_request(inner: ObjectStore) -> None:
-    slept: list[float] = []
-    store = LatencyStore(inner, lambda verb, key: 2.0 if verb == "put" else 0.5, slept.append)
-    store.put("k", b"x")
-    assert read(store, "k") == b"x"
-    assert list(store.list())
-    assert slept == [2.0, 0.5, 0.5]
-
-
 def test_wrappers_compose(inner: ObjectStore) -> None:
     error = StoreUnavailableError("lost")
-    faulty = FaultStore(LatencyStore(inner, 0), plan_for("head", 1, Fault("before", error)))
+    faulty = FaultStore(inner, plan_for("head", 1, Fault("before", error)))
     store = RecordingStore(faulty)
     with pytest.raises(StoreUnavailableError):
         store.head("k")
-    assert store.requests[0].error is error
+    assert [one.verb for one in store.requests] == ["head"]
     assert store.url == inner.url
     assert store.capabilities == inner.capabilities

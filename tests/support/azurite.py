@@ -13,7 +13,6 @@ import hashlib
 import hmac
 import json
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.support.servers import BUCKET, Bucket, announced
+from tests.support.servers import BUCKET, Bucket, Server
 
 # Both are public: they stand in Microsoft's documentation of the emulator.
 ACCOUNT = "devstoreaccount1"
@@ -32,7 +31,7 @@ KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr
 HOUR_SECONDS = 3600
 
 
-class Azurite:
+class Azurite(Server):
     """One server, in memory, on a port of its own choice.
 
     Args:
@@ -52,17 +51,9 @@ class Azurite:
         if certificate is not None:
             cert, key = map(str, certificate)
             options += ["--cert", cert, "--key", key, "--oauth", "basic"]
-        self.process = subprocess.Popen(
-            [binary, "--blobHost", "127.0.0.1", "--blobPort", "0", "--silent", *options],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        listens = r"successfully listens on (https?://127\.0\.0\.1:\d+)"
-        found = announced("Azurite", self.process.stdout, listens)
-        self.endpoint_url = f"{found[1]}/{ACCOUNT}"
+        command = [binary, "--blobHost", "127.0.0.1", "--blobPort", "0", "--silent", *options]
+        super().__init__(command, r"successfully listens on (https?://127\.0\.0\.1:\d+)")
+        self.endpoint_url = f"{self.started[1]}/{ACCOUNT}"
         self.service.create_container(BUCKET)
 
     @property
@@ -85,15 +76,6 @@ class Azurite:
         trusted = {} if self._certificate is None else {"connection_verify": self._certificate[0]}
         return BlobServiceClient.from_connection_string(self.connection_string, **trusted)
 
-    def __enter__(self) -> Azurite:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
 
 def _binary() -> str | None:
     installed = Path(sys.prefix) / "node_modules" / ".bin"
@@ -111,10 +93,10 @@ class AzureBucket(Bucket):
         assert self.server is not None
         return self.server.service.get_container_client(self.name)
 
-    def keys(self, below: str = "") -> list[str]:
-        start = self.prefix + (below.strip("/") + "/" if below else "")
-        found = self.client().list_blob_names(name_starts_with=start)
-        return sorted(name.removeprefix(start) for name in found)
+    def sizes(self, below: str = "") -> dict[str, int]:
+        start = self._full(f"{below.strip('/')}/" if below else "")
+        listed = self.client().list_blobs(name_starts_with=start)
+        return {blob.name.removeprefix(start): blob.size for blob in listed}
 
     def get(self, key: str) -> bytes:
         body: bytes = self.client().download_blob(self._full(key)).readall()
@@ -135,37 +117,8 @@ class AzureBucket(Bucket):
             blob.name for blob in listed if blob.name.removeprefix(self.prefix) not in committed
         )
 
-
-class AzureDoor:
-    """Below a root of an `AzureBucket`, by Microsoft's client; for the contract of stores."""
-
-    def __init__(self, bucket: AzureBucket, below: str) -> None:
-        self.root = f"{bucket.prefix}{below}/"
-        self.client = bucket.client()
-
-    def sizes(self) -> dict[str, int]:
-        listed = self.client.list_blobs(name_starts_with=self.root)
-        return {blob.name.removeprefix(self.root): blob.size for blob in listed}
-
-    def read(self, key: str) -> bytes:
-        body: bytes = self.client.download_blob(self.root + key).readall()
-        return body
-
-    def write(self, key: str, data: bytes) -> None:
-        self.client.upload_blob(self.root + key, data, overwrite=True)
-
-    def remove(self, key: str) -> None:
-        self.client.delete_blob(self.root + key)
-
-    def leavings(self) -> list[str]:
-        """Blocks that nobody committed, which `list` does not show."""
-        listed = self.client.list_blobs(name_starts_with=self.root, include=["uncommittedblobs"])
-        committed = self.sizes()
-        names = (blob.name.removeprefix(self.root) for blob in listed)
-        return sorted(name for name in names if name not in committed)
-
     def part_sizes(self, key: str) -> list[int] | None:
-        committed, _ = self.client.get_blob_client(self.root + key).get_block_list()
+        committed, _ = self.client().get_blob_client(self._full(key)).get_block_list()
         return [block.size for block in committed]
 
 

@@ -56,7 +56,9 @@ def printed_by_benchmark(*arguments: str, status: int = 0) -> str:
 
 
 def environment(options: Mapping[str, object]) -> dict[str, str]:
-    """Return the variables that name a server and its credentials."""
+    """Return the variables that name a server and its credentials; without options, our own."""
+    if not options:
+        return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     return {
         "AWS_ACCESS_KEY_ID": str(options["key"]),
         "AWS_SECRET_ACCESS_KEY": str(options["secret"]),

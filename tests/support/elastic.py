@@ -85,14 +85,7 @@ class Program:
         """The groups of what it has printed that matches, in order."""
         return re.findall(pattern, self.output)
 
-    def wait_for(
-        self,
-        pattern: str,
-        *,
-        count: int = 1,
-        other: Program | None = None,
-        timeout_seconds: float = 240,
-    ) -> str:
+    def wait_for(self, pattern: str, *, count: int = 1, other: Program | None = None) -> str:
         """Wait until it, or the other, has printed so many matches; the group of the last."""
         found: list[str] = []
 
@@ -100,7 +93,7 @@ class Program:
             found[:] = self.found(pattern) + (other.found(pattern) if other else [])
             return len(found) >= count
 
-        self.wait_until(printed, timeout_seconds)
+        self.wait_until(printed)
         return found[count - 1]
 
     def wait_until(self, holds: Callable[[], bool], timeout_seconds: float = 240) -> None:

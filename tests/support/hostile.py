@@ -386,8 +386,8 @@ class Reducer:
         return self.made
 
 
-def pickled(value: object, protocol: int = 2) -> bytes:
-    return pickle.dumps(value, protocol)
+def pickled(value: object) -> bytes:
+    return pickle.dumps(value, 2)
 
 
 # --- checkpoints that name another place ---------------------------------------------------------

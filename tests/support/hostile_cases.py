@@ -16,10 +16,6 @@ BIG = 1 << 62
 HUGE8 = BIG.to_bytes(8, "little")
 
 
-def whole_value(value: bytes) -> h.Objects:
-    return h.foreign(p.metadata(mcore_data=value))
-
-
 # --- .metadata -----------------------------------------------------------------------------------
 
 

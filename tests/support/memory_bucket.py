@@ -1,16 +1,37 @@
-"""A bucket in memory as an S3 server has it."""
+"""A bucket in memory as an S3 server has it, and the `ObjectStore` in front of it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
 
-from dcp_objstore.errors import ObjectNotFoundError, PreconditionFailedError
-from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectMeta, Precondition, Version
+from dcp_objstore.errors import (
+    CorruptDataError,
+    InputError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+)
+from dcp_objstore.stores.protocol import (
+    Capabilities,
+    IfAbsent,
+    IfVersion,
+    ObjectMeta,
+    Precondition,
+    RangeReading,
+    Version,
+)
+from dcp_objstore.stores.ranges import FetchedSource, Range
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -112,3 +133,68 @@ class Bucket:
         """Gone or not."""
         with self._lock:
             self.uploads.pop(name, None)
+
+
+class BucketStore:
+    """An `ObjectStore` below a root of a bucket. Subclasses step in where requests are made.
+
+    Args:
+        bucket: where the objects are.
+        url: that the store says it has.
+        root: what the keys have before them in the bucket.
+    """
+
+    def __init__(self, bucket: Bucket, url: str, root: str = "") -> None:
+        self.bucket, self.url, self.root = bucket, url, root
+        self.capabilities = Capabilities(copies=False)
+        self.endpoint_url: str | None = None
+        self.reports_throttling = ()
+        self.range_reading = RangeReading()
+
+    def _request(self, verb: str, key: str, effect: Callable[[], T]) -> T:
+        """Make one request; `key` is that of the bucket."""
+        return effect()
+
+    def put(
+        self,
+        key: str,
+        data: Buffer | Sequence[Buffer],
+        *,
+        precondition: Precondition | None = None,
+        retry: bool = True,
+    ) -> Version:
+        body = b"".join(map(bytes, data)) if isinstance(data, (list, tuple)) else bytes(data)
+        full = self.root + key
+        if isinstance(precondition, IfVersion) and precondition.version.e_tag is None:
+            raise InputError("a conditional write needs the ETag")  # as our adapter says
+        return self._request("put", full, lambda: self.bucket.put(full, body, precondition))
+
+    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        full = self.root + key
+        body, meta = self._request("get", full, lambda: self.bucket.get(full))
+        if len(body) > max_size_bytes:
+            raise CorruptDataError("too large", object_key=key)
+        return body, replace(meta, key=key)
+
+    def open_range(self, key: str, start: int, end: int) -> Range:
+        def fetch(start: int, end: int) -> memoryview:
+            body, _ = self.get(key, max_size_bytes=2**63)
+            if end > len(body):
+                raise CorruptDataError("too short", object_key=key)
+            return memoryview(body)[start:end]
+
+        return Range(FetchedSource(fetch), start, end, nullcontext)
+
+    def head(self, key: str) -> ObjectMeta:
+        full = self.root + key
+        _, meta = self._request("head", full, lambda: self.bucket.get(full))
+        return replace(meta, key=key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        full = self.root + prefix
+        found = self._request("list", full, lambda: self.bucket.list(full))
+        return iter([replace(meta, key=meta.key.removeprefix(self.root)) for meta in found])
+
+    def delete(self, key: str) -> None:
+        full = self.root + key
+        self._request("delete", full, lambda: self.bucket.delete(full))

@@ -10,28 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint.clock import DEADLINE_SECONDS, Clock
-from dcp_objstore.errors import (
-    CorruptDataError,
-    PreconditionFailedError,
-    StoreUnavailableError,
-    UnsupportedError,
-)
-from dcp_objstore.stores.protocol import (
-    Capabilities,
-    CopySource,
-    ObjectMeta,
-    Precondition,
-    RangeReading,
-    Version,
-)
-from dcp_objstore.stores.ranges import FetchedSource, Range
-from tests.support.memory_bucket import Bucket
+from dcp_objstore.errors import PreconditionFailedError, StoreUnavailableError, UnsupportedError
+from dcp_objstore.stores.protocol import CopySource, Precondition, Version
+from tests.support.memory_bucket import Bucket, BucketStore, T
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -91,14 +77,9 @@ class TickingClock(Clock):
         self.now += max(seconds, 0.01)
 
 
-class MemoryStore:
+class MemoryStore(BucketStore):
     def __init__(self, url: str = "memory://test/run/step-1") -> None:
-        self.url = url
-        self.capabilities = Capabilities(copies=False)
-        self.endpoint_url: str | None = None
-        self.reports_throttling = ()
-        self.range_reading = RangeReading()
-        self.bucket = Bucket()
+        super().__init__(Bucket(), url)
         self.objects = self.bucket.objects
         self.requests: list[tuple[str, str]] = []
         self.puts: list[Put] = []
@@ -169,36 +150,12 @@ class MemoryStore:
     def copy(self, key: str, sources: Sequence[CopySource], **_: object) -> Version:
         raise UnsupportedError("this store copies nothing")
 
-    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        self.requests.append(("get", key))
-        if self.on_get:
+    def _request(self, verb: str, key: str, effect: Callable[[], T]) -> T:
+        self.requests.append((verb, key))
+        if verb == "get" and self.on_get:
             self.on_get(key)
-        body, meta = self.bucket.get(key)
-        if len(body) > max_size_bytes:
-            raise CorruptDataError("too large")
-        return body, meta
-
-    def open_range(self, key: str, start: int, end: int) -> Range:
-        def fetch(start: int, end: int) -> bytes:
-            body, _ = self.get(key, max_size_bytes=2**63)
-            if end > len(body):
-                raise CorruptDataError("too short")
-            return body[start:end]
-
-        return Range(FetchedSource(fetch), start, end, nullcontext)
-
-    def head(self, key: str) -> ObjectMeta:
-        self.requests.append(("head", key))
-        return self.bucket.get(key)[1]
-
-    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        self.requests.append(("list", prefix))
-        if self.on_list:
+        elif verb == "list" and self.on_list:
             self.on_list()
-        return iter(self.bucket.list(prefix))
-
-    def delete(self, key: str) -> None:
-        self.requests.append(("delete", key))
-        if self.on_delete:
+        elif verb == "delete" and self.on_delete:
             self.on_delete(key)
-        self.bucket.delete(key)
+        return effect()

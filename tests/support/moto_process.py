@@ -26,10 +26,12 @@ class QuietHandler(WSGIRequestHandler):
 def main() -> None:
     app = DomainDispatcherApplication(create_backend_app)
     lock = threading.RLock()
+    ports = []
     for door in (OneAtATime(app, lock), GcsDoor(app, lock)):
         server = make_server("127.0.0.1", 0, door, threaded=True, request_handler=QuietHandler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        print(server.server_port, flush=True)
+        ports.append(server.server_port)
+    print(*ports, flush=True)
     sys.stdin.read()
 
 

@@ -136,7 +136,6 @@ class SlowDown:
         burst: tokens that the bucket holds, and has at first.
         status: 503 as AWS, 429 as others.
         meant: only these requests.
-        clock: monotonic seconds.
 
     Attributes:
         refused: what was refused so far.
@@ -148,17 +147,15 @@ class SlowDown:
         burst: int,
         status: int = 503,
         meant: Meant = lambda asked: True,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.per_second, self.burst, self.status, self.meant = per_second, burst, status, meant
         self.refused: list[Asked] = []
-        self._clock = clock
-        self._tokens, self._at = float(burst), clock()
+        self._tokens, self._at = float(burst), time.monotonic()
 
     def __call__(self, asked: Asked) -> Fault | None:
         if not self.meant(asked):
             return None
-        now = self._clock()
+        now = time.monotonic()
         self._tokens = min(self.burst, self._tokens + (now - self._at) * self.per_second)
         self._at = now
         if self._tokens >= 1:

@@ -13,10 +13,10 @@ import sys
 import sysconfig
 import threading
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import quote, urlsplit
 
 BUCKET = "dcp-tests"
@@ -36,31 +36,52 @@ WRITE_ONLY_IDENTITY = {
 }
 
 
-def announced(name: str, lines: Iterable[str], pattern: str) -> re.Match[str]:
-    """Return the first match in what a server prints when it starts."""
-    seen = []
-    for line in lines:
-        seen.append(line)
-        if found := re.search(pattern, line):
-            return found
-    raise RuntimeError(f"{name} did not start: {''.join(seen)}")
+class Server:
+    """A server in a process of its own, until the `with` block ends.
 
+    Args:
+        command: the program and its arguments. Its standard input ends with this process.
+        started: pattern of the line in which it says that it has started.
 
-class MotoServer:
-    """moto in a process of its own: S3 at `endpoint_url`, GCS at `gcs_endpoint_url`."""
+    Attributes:
+        started: the match.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, command: list[str], started: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.moto_process"],
+            command,
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
             text=True,
         )
         assert self.process.stdout is not None
-        ports = [self.process.stdout.readline().strip() for _ in range(2)]
-        assert all(ports), "moto server did not start"
+        said = []
+        for line in self.process.stdout:
+            said.append(line)
+            if found := re.search(started, line):
+                break
+        else:
+            raise RuntimeError(f"{command[0]} did not start: {''.join(said)}")
+        self.started = found
+        # Some log every request: somebody has to read that, or they stop at a full pipe.
+        threading.Thread(target=self.process.stdout.read, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class MotoServer(Server):
+    """moto in a process of its own: S3 at `endpoint_url`, GCS at `gcs_endpoint_url`."""
+
+    def __init__(self) -> None:
+        super().__init__([sys.executable, "-m", "tests.support.moto_process"], r"^(\d+) (\d+)$")
+        ports = self.started.groups()
         self.endpoint_url, self.gcs_endpoint_url = (f"http://127.0.0.1:{port}" for port in ports)
         self.create_bucket(BUCKET)
 
@@ -76,11 +97,6 @@ class MotoServer:
         request = urllib.request.Request(f"{self.endpoint_url}/{name}", method="PUT")
         with urllib.request.urlopen(request, timeout=30):
             pass
-
-    def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=10)
 
 
 @functools.cache
@@ -139,15 +155,19 @@ class Bucket:
     def _full(self, key: str) -> str:
         return self.prefix + key
 
-    def keys(self, below: str = "") -> list[str]:
-        """Keys relative to the prefix (or to `below`), sorted."""
-        start = self.prefix + (below.strip("/") + "/" if below else "")
+    def sizes(self, below: str = "") -> dict[str, int]:
+        """Sizes of all objects by their keys, relative to the prefix (or to `below`)."""
+        start = self._full(f"{below.strip('/')}/" if below else "")
         pages = self.client().get_paginator("list_objects_v2")
-        return sorted(
-            entry["Key"].removeprefix(start)
+        return {
+            entry["Key"].removeprefix(start): entry["Size"]
             for page in pages.paginate(Bucket=self.name, Prefix=start)
             for entry in page.get("Contents", ())
-        )
+        }
+
+    def keys(self, below: str = "") -> list[str]:
+        """The keys of `sizes`, sorted."""
+        return sorted(self.sizes(below))
 
     def get(self, key: str) -> bytes:
         body: bytes = self.client().get_object(Bucket=self.name, Key=self._full(key))["Body"].read()
@@ -174,6 +194,23 @@ class Bucket:
             if entry["Key"].startswith(self.prefix)
         )
 
+    def part_sizes(self, key: str) -> list[int] | None:
+        """Of the upload that made the object; None if nobody tells."""
+        client = self.client()
+        found: list[int] = []
+        while True:
+            try:
+                part = client.head_object(
+                    Bucket=self.name, Key=self._full(key), PartNumber=len(found) + 1
+                )
+            except client.exceptions.ClientError:
+                return found
+            if "PartsCount" not in part:
+                return None
+            found.append(part["ContentLength"])
+            if len(found) == part["PartsCount"]:
+                return found
+
     def download(self, below: str, directory: Path) -> Path:
         """What `aws s3 sync` does: every object below a prefix, into a directory."""
         for key in self.keys(below):
@@ -190,13 +227,13 @@ class Folder(Bucket):
     def _root(self) -> Path:
         return Path(self.url.removeprefix("file://"))
 
-    def keys(self, below: str = "") -> list[str]:
+    def sizes(self, below: str = "") -> dict[str, int]:
         start = self._root / below
-        return sorted(
-            str(place.relative_to(start))
+        return {
+            str(place.relative_to(start)): place.stat().st_size
             for place in start.rglob("*")
             if place.is_file() and not place.name.startswith(".dcp-objstore.")
-        )
+        }
 
     def get(self, key: str) -> bytes:
         return (self._root / key).read_bytes()
@@ -210,43 +247,32 @@ class Folder(Bucket):
         (self._root / key).unlink()
 
     def uploads(self) -> list[str]:
-        return sorted(place.name for place in self._root.rglob(".dcp-objstore.tmp.*"))
+        found = (place.name for place in self._root.rglob(".dcp-objstore.*"))
+        return sorted(name for name in found if name != ".dcp-objstore.lock")
+
+    def part_sizes(self, key: str) -> list[int] | None:
+        return None
 
 
-class RcloneServer:
+class RcloneServer(Server):
     """`rclone serve s3` over a folder: an S3 server that ignores conditions of a PUT."""
 
-    bucket = "unfenced"
+    bucket = BUCKET
 
     def __init__(self, directory: Path) -> None:
         (directory / self.bucket).mkdir()
         binary = shutil.which("rclone", path=sysconfig.get_path("scripts")) or "rclone"
         command = [binary, "serve", "s3", str(directory), "--addr", "127.0.0.1:0", "-v"]
-        self.process = subprocess.Popen(
-            [*command, "--config", "/dev/null", "--auth-key", "rclone,rclone-secret"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stderr is not None
-        self.endpoint_url = announced("rclone", self.process.stderr, r"http://127\.0\.0\.1:\d+")[0]
-        # It logs every request: somebody has to read that, or it stops at a full pipe.
-        threading.Thread(target=self.process.stderr.read, daemon=True).start()
+        command += ["--config", "/dev/null", "--auth-key", "rclone,rclone-secret"]
+        super().__init__(command, r"http://127\.0\.0\.1:\d+")
+        self.endpoint_url = self.started[0]
 
     @property
     def storage_options(self) -> dict[str, object]:
         return {"key": "rclone", "secret": "rclone-secret", "endpoint_url": self.endpoint_url}
 
-    def __enter__(self) -> RcloneServer:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-class FakeGcsServer:
+class FakeGcsServer(Server):
     """fake-gcs-server: GCS's JSON API, which gcsfs speaks, in memory."""
 
     def __init__(self) -> None:
@@ -258,18 +284,8 @@ class FakeGcsServer:
             port = str(found.getsockname()[1])
         self.endpoint_url = f"http://127.0.0.1:{port}"
         command = [str(_server._get_binary_path()), "-scheme", "http", "-backend", "memory"]
-        self.process = subprocess.Popen(
-            [*command, "-host", "127.0.0.1", "-port", port, "-external-url", self.endpoint_url],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stderr is not None
-        line = self.process.stderr.readline()
-        if "server started" not in line:
-            raise RuntimeError(f"fake-gcs-server did not start: {line}")
-        threading.Thread(target=self.process.stderr.read, daemon=True).start()
+        command += ["-host", "127.0.0.1", "-port", port, "-external-url", self.endpoint_url]
+        super().__init__(command, "server started")
         self._call("POST", "b?project=tests", json.dumps({"name": BUCKET}).encode())
 
     @property
@@ -287,10 +303,3 @@ class FakeGcsServer:
         with urllib.request.urlopen(request, timeout=30) as answer:
             found: bytes = answer.read()
         return found
-
-    def __enter__(self) -> FakeGcsServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()

@@ -1,12 +1,11 @@
-"""Stores around a store: they record, inject faults and add latency.
+"""Stores around a store: they record, inject faults and change bytes.
 
-They compose: `RecordingStore(FaultStore(LatencyStore(store, 0.05), plan))`.
+They compose: `RecordingStore(FaultStore(store, plan))`.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+# What the fixture `through` takes: a wrapper around every store that is opened from now on.
+Through = Callable[[Callable[[ObjectStore], ObjectStore]], None]
 Verb = Literal["put", "put_stream", "copy", "get", "open_range", "head", "list", "delete"]
 
 
@@ -43,11 +44,6 @@ class Request:
             `delete`.
         start: first byte of a range, else None.
         end: end of a range, else None.
-        precondition: of a `put`.
-        retry: of a `put`.
-        buffers: number of buffers that a `put_stream` took.
-        thread: name of the calling thread.
-        error: what it raised, or None.
     """
 
     verb: Verb
@@ -55,11 +51,6 @@ class Request:
     bytes: int = 0
     start: int | None = None
     end: int | None = None
-    precondition: Precondition | None = None
-    retry: bool = True
-    buffers: int = 0
-    thread: str = ""
-    error: BaseException | None = None
 
 
 class WatchedStore(WrappedStore):
@@ -68,9 +59,6 @@ class WatchedStore(WrappedStore):
     def _around(self, request: Request) -> AbstractContextManager[None]:
         """What happens around a request; raising here raises instead of, or after, it."""
         return nullcontext()
-
-    def _on_buffer(self, request: Request, buffer: Buffer) -> None:
-        """What happens to each buffer of a `put_stream` before it is handed on."""
 
     def put(
         self,
@@ -82,8 +70,7 @@ class WatchedStore(WrappedStore):
     ) -> Version:
         """Write an object in one request."""
         size = sum(memoryview(piece).nbytes for piece in as_buffers(data))
-        request = Request("put", key, size, precondition=precondition, retry=retry)
-        with self._around(request):
+        with self._around(Request("put", key, size)):
             return self.inner.put(key, data, precondition=precondition, retry=retry)
 
     def put_stream(
@@ -98,9 +85,7 @@ class WatchedStore(WrappedStore):
         request = Request("put_stream", key)
 
         def seen(buffer: Buffer) -> None:
-            self._on_buffer(request, buffer)
             request.bytes += memoryview(buffer).nbytes
-            request.buffers += 1
 
         with self._around(request):
             return self.inner.put_stream(
@@ -206,18 +191,10 @@ class WatchedRange:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An error to raise instead of an answer.
+    """An error to raise `before` the effect (nothing happens) or `after` it (no answer comes)."""
 
-    Attributes:
-        when: `before` the effect (nothing happens), `after` it (the answer is lost), or, for
-            `put_stream` only, `during` it: in the iterator, which aborts the upload.
-        error: what to raise.
-        after_buffers: with `during`: how many buffers pass first.
-    """
-
-    when: Literal["before", "after", "during"]
+    when: Literal["before", "after"]
     error: BaseException
-    after_buffers: int = 1
 
 
 Plan = Callable[[Verb, str, int], Fault | None]
@@ -227,21 +204,17 @@ class RecordingStore(WatchedStore):
     """Keeps a record of every request, in the order in which they ended.
 
     Attributes:
-        requests: the record; safe to read while requests run.
+        requests: the record, which stores may share; safe to read while requests run.
     """
 
-    def __init__(self, inner: ObjectStore) -> None:
+    def __init__(self, inner: ObjectStore, requests: list[Request] | None = None) -> None:
         super().__init__(inner)
-        self.requests: list[Request] = []
+        self.requests = [] if requests is None else requests
 
     @contextmanager
     def _around(self, request: Request) -> Iterator[None]:
-        request.thread = threading.current_thread().name
         try:
             yield
-        except BaseException as error:
-            request.error = error
-            raise
         finally:
             self.requests.append(request)  # atomic under the GIL
 
@@ -260,7 +233,6 @@ class FaultStore(WatchedStore):
         self._plan = plan
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
-        self._during: dict[int, Fault] = {}
 
     @contextmanager
     def _around(self, request: Request) -> Iterator[None]:
@@ -268,26 +240,10 @@ class FaultStore(WatchedStore):
             self._counts[request.verb, request.key] += 1
             nth = self._counts[request.verb, request.key]
         fault = self._plan(request.verb, request.key, nth)
-        if fault is None:
-            yield
-            return
-        if fault.when == "before":
+        if fault is not None and fault.when == "before":
             raise fault.error
-        if fault.when == "after":
-            yield
-            raise fault.error
-        if request.verb != "put_stream":
-            raise ValueError(f"a fault 'during' needs put_stream, not {request.verb}")
-        self._during[id(request)] = fault
-        try:
-            yield
-        finally:
-            del self._during[id(request)]
-        raise fault.error  # the stream ended before `after_buffers`
-
-    def _on_buffer(self, request: Request, buffer: Buffer) -> None:
-        fault = self._during.get(id(request))
-        if fault is not None and request.buffers >= fault.after_buffers:
+        yield
+        if fault is not None:
             raise fault.error
 
 
@@ -319,29 +275,3 @@ class ChangingStore(WatchedStore):
 
         opened.readinto = readinto  # type: ignore[method-assign]
         return opened
-
-
-class LatencyStore(WatchedStore):
-    """Waits before every request.
-
-    Args:
-        inner: the store.
-        seconds: how long, or a function of (verb, key).
-        sleep: what waits; for tests with a clock of their own.
-    """
-
-    def __init__(
-        self,
-        inner: ObjectStore,
-        seconds: float | Callable[[Verb, str], float],
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        super().__init__(inner)
-        self._seconds = seconds
-        self._sleep = sleep
-
-    @contextmanager
-    def _around(self, request: Request) -> Iterator[None]:
-        seconds = self._seconds
-        self._sleep(seconds(request.verb, request.key) if callable(seconds) else seconds)
-        yield

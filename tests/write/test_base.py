@@ -42,7 +42,7 @@ from tests.support.scripted import Answer
 from tests.support.servers import Bucket, Folder
 from tests.support.states import same_bits, seeded
 from tests.support.tampering import Asked as Tampered, TamperingProxy
-from tests.support.wrapped_stores import RecordingStore
+from tests.support.wrapped_stores import RecordingStore, Request
 
 NUMBERS = (2 * MIB // 4,)
 # Two runs in one object: the head lies between them.
@@ -82,8 +82,8 @@ def of(kind: type, events: list[Any]) -> list[Any]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def sent(recorded: list[RecordingStore], verb: str) -> int:
-    return sum(one.bytes for store in recorded for one in store.requests if one.verb == verb)
+def sent(requests: list[Request], verb: str) -> int:
+    return sum(one.bytes for one in requests if one.verb == verb)
 
 
 @pytest.fixture
@@ -108,18 +108,18 @@ def is_copy(asked: Asked) -> bool:
 @pytest.mark.backends("seaweed", "moto")
 @pytest.mark.parametrize("place", ["server", "folder"])
 def test_what_has_not_changed_is_copied_and_the_rest_uploaded(
-    place: str, bucket: Bucket, local: Folder, recorded: list[RecordingStore], tmp_path: Path
+    place: str, bucket: Bucket, local: Folder, requests: list[Request], tmp_path: Path
 ) -> None:
     bucket = bucket if place == "server" else local
     first = save(bucket.at("step-1"), bucket, base="latest")
     assert (first.copied_bytes, first.uploaded_bytes) == (0, first.total_bytes)
-    recorded.clear()
+    requests.clear()
     events: list[Any] = []
     report = save(bucket.at("step-2"), bucket, 1, base="latest", on_event=events.append)
     assert 16 * MIB < report.copied_bytes < 16 * MIB + 64 * 1024
     assert report.uploaded_bytes < 2 * MIB + 64 * 1024
-    assert sent(recorded, "copy") == report.copied_bytes
-    assert sent(recorded, "put") + sent(recorded, "put_stream") < 2 * MIB + 128 * 1024
+    assert sent(requests, "copy") == report.copied_bytes
+    assert sent(requests, "put") + sent(requests, "put_stream") < 2 * MIB + 128 * 1024
     assert sum(event.size_bytes for event in of(PartCopied, events)) == report.copied_bytes
     (saved,), (planned,) = of(Saved, events), of(Planned, events)
     assert (saved.copied_bytes, saved.objects) == (report.copied_bytes, report.objects)
@@ -136,14 +136,14 @@ def test_what_has_not_changed_is_copied_and_the_rest_uploaded(
 
 
 def test_a_base_with_nothing_in_common_costs_a_digest_a_tensor(
-    local: Folder, recorded: list[RecordingStore]
+    local: Folder, requests: list[Request]
 ) -> None:
     save(local.at("step-1"))
     other = {key: value + 1 for key, value in state().items() if isinstance(value, torch.Tensor)}
     hashed: list[Any] = []
     report = save(local.at("step-2"), state=other, base=local.at("step-1"), on_event=hashed.append)
     assert report.copied_bytes == 0
-    assert sent(recorded, "copy") == 0
+    assert sent(requests, "copy") == 0
     assert of(NotCopied, hashed) == []
     assert_holds(local.at("step-2"), None, other)
 
