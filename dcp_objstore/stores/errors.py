@@ -143,6 +143,9 @@ _FULL = (
 # Of Ceph, of MinIO (twice), and of gateways in front of a file system.
 _FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded")
 _FULL_STATUS = 507
+# A HEAD's answer has no body, so these do not say whether the key or the bucket is missing, or
+# whether the secret is wrong or a right is missing.
+UNCLEAR_IN_HEAD = (400, 403, 404, 409)
 # AWS and most others say 503, GCS and some others 429 (RFC 6585).
 THROTTLING_STATUSES = (429, 503)
 _ADVICE: dict[type[DcpObjstoreError], str] = {

@@ -138,35 +138,6 @@ class Tries:
         self._clock.sleep(min(left_seconds, self.policy.pause_seconds(self.retries)))
         return True
 
-    def failed(self, error: DcpObjstoreError, *, throttled: bool, begun_at: float) -> None:
-        """Return when it is time for the next try, after one that failed.
-
-        Args:
-            error: what it met.
-            throttled: the store asks for fewer requests.
-            begun_at: when the try began.
-
-        Raises:
-            `error`, with the number of retries in its text: there is to be no next try.
-        """
-        if throttled and self._limiter is not None:
-            self._limiter.throttled(begun_at)
-        may_retry = self._left_seconds() > 0
-        spent = may_retry and self._limiter is not None and not self._limiter.spend_retry()
-        if spent or not self.pause(error):
-            if self.retries:
-                slow = "the store was throttling; " if throttled else ""
-                seconds = self._clock.monotonic() - self._began_at
-                error.message += f" ({slow}{self.retries} retries in {seconds:.1f} s)"
-            if spent:
-                error.message += (
-                    "; the retries that all requests of this process to the store share are used"
-                    " up, so there is trouble beyond this request"
-                )
-            raise error
-        if self._limiter is not None:
-            self._limiter.wait_turn()
-
     def run(
         self,
         request: Callable[[], T],
@@ -216,10 +187,23 @@ class Tries:
         """
         if not found.may_pass or not (repeatable or found.had_no_effect):
             raise error
-        try:
-            self.failed(found.error, throttled=found.throttled, begun_at=begun_at)
-        except DcpObjstoreError as last:
-            raise last from error
+        if found.throttled and self._limiter is not None:
+            self._limiter.throttled(begun_at)
+        may_retry = self._left_seconds() > 0
+        spent = may_retry and self._limiter is not None and not self._limiter.spend_retry()
+        if spent or not self.pause(found.error):
+            if self.retries:
+                slow = "the store was throttling; " if found.throttled else ""
+                seconds = self._clock.monotonic() - self._began_at
+                found.error.message += f" ({slow}{self.retries} retries in {seconds:.1f} s)"
+            if spent:
+                found.error.message += (
+                    "; the retries that all requests of this process to the store share are used"
+                    " up, so there is trouble beyond this request"
+                )
+            raise found.error from error
+        if self._limiter is not None:
+            self._limiter.wait_turn()
 
     def _left_seconds(self) -> float:
         """How much later a retry may begin; 0 if there is to be none."""

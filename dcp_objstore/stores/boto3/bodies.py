@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from dcp_objstore.stores.ranges import BrokenOffError
+from dcp_objstore.stores.ranges import Answer, BrokenOffError
 
 # Up to here a body is copied together: a readable one makes botocore wait for the server's
 # "100 Continue" before it sends anything, a round trip more.
@@ -85,7 +85,7 @@ def body_of(
     return JoinedBuffers(buffers, check)
 
 
-class ReceivedBody:
+class ReceivedBody(Answer):
     """An `Answer` whose body botocore receives."""
 
     def __init__(self, body: Any) -> None:
@@ -106,10 +106,6 @@ class ReceivedBody:
         if not count:
             raise BrokenOffError("the body ended early")
         return count
-
-    def cancel(self) -> bool:
-        """Return False: a read cannot be cancelled."""
-        return False
 
     def close(self) -> None:
         """Close the body of the answer."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.boto3.bodies import RECEIVE_BYTES, JoinedBuffers, ReceivedBody, body_of
 from dcp_objstore.stores.protocol import RangeReading
-from dcp_objstore.stores.ranges import Answer, RangeSource
+from dcp_objstore.stores.ranges import RetriedSource
 from dcp_objstore.stores.s3.store import S3Store, Use, check_range_answer
 from dcp_objstore.stores.urls import StoreUrl
 
@@ -88,34 +88,15 @@ class Boto3Store(S3Store):
         """How ranges are read: 1 MiB at once, which the client copies."""
         return RangeReading(memory_bytes=2 * RECEIVE_BYTES)
 
-    def _range_source(self, place: Mapping[str, str]) -> _Boto3Source:
-        return _Boto3Source(self._clients, place)
+    def _range_source(self, place: Mapping[str, str]) -> RetriedSource:
+        return RetriedSource(self._clients, place["Key"], partial(self._ask, place))
 
-
-class _Boto3Source(RangeSource):
-    """Asks for ranges of one object."""
-
-    def __init__(self, clients: Boto3Clients, target: Mapping[str, str]) -> None:
-        self._clients = clients
-        self._target = target
-        self._tries = clients.tries("open_range", target["Key"])
-
-    def ask(self, start: int, end: int) -> Answer:
-        """Ask for bytes `[start, end)`, or for the first part of them."""
-        return self._clients.run(self._tries, partial(self._ask, start, end))
-
-    def _ask(self, start: int, end: int) -> ReceivedBody:
+    def _ask(self, target: Mapping[str, str], start: int, end: int) -> ReceivedBody:
         client = self._clients.get("read")
-        answer = client.get_object(**self._target, Range=f"bytes={start}-{end - 1}")
+        answer = client.get_object(**target, Range=f"bytes={start}-{end - 1}")
         try:
             check_range_answer(answer, start, end)
         except BaseException:
             answer["Body"].close()
             raise
         return ReceivedBody(answer["Body"])
-
-    def failed(self, error: Exception, asked_at: float, *, came: bool) -> None:
-        """Wait until the rest may be asked for, or raise."""
-        if came:
-            self._tries.came()
-        self._clients.again(self._tries, error, asked_at)

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.errors import THROTTLING_STATUSES
 from dcp_objstore.stores.obstore.tls import TlsSocket
+from dcp_objstore.stores.ranges import Answer
 
 logger = logging.getLogger("dcp_objstore")
 
@@ -217,7 +218,7 @@ class DirectLane:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
 
-class DirectAnswer:
+class DirectAnswer(Answer):
     """The `Answer` to a request that a lane has sent."""
 
     def __init__(
