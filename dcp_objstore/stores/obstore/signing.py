@@ -21,6 +21,7 @@ from dcp_objstore.stores.obstore.direct import LaneError, SignedGet
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.credentials.base import Credentials
+    from dcp_objstore.stores.options.azure import AzureOptions
     from dcp_objstore.stores.options.gcs import GcsOptions
     from dcp_objstore.stores.options.s3 import S3Options
     from dcp_objstore.stores.urls import StoreUrl
@@ -36,19 +37,16 @@ _LEAST_LEFT_SECONDS = 60.0
 _AZURE_VERSION = "2023-11-03"
 
 
-def s3_sign(url: StoreUrl, settings: S3Options, found: Credentials) -> Sign | None:
-    """Sign requests by a signed URL; None if they need more than that.
-
-    Raises:
-        ConfigError: an endpoint or a region that cannot be used.
-    """
-    endpoint, region = s3_server(settings, found)
+def s3_sign(
+    url: StoreUrl, settings: S3Options, found: Credentials, endpoint: str | None
+) -> Sign | None:
+    """Sign requests by a signed URL; None if they need more than that."""
     express = endpoint is None and is_directory_bucket(url.bucket)
     if settings.requester_pays or express:
         return None
     if not settings.anon:
         return _signed_url
-    base = endpoint or f"https://s3.{region}.amazonaws.com"
+    base = endpoint or f"https://s3.{s3_server(settings, found)[1]}.amazonaws.com"
     virtual = is_virtual(settings, endpoint, url.bucket)
     return _unsigned(virtual_url(base, url.bucket) if virtual else f"{base}/{url.bucket}")
 
@@ -69,7 +67,9 @@ def gcs_sign(
     return sign
 
 
-def azure_sign(url: StoreUrl, found: Credentials, endpoint: str | None) -> Sign | None:
+def azure_sign(
+    url: StoreUrl, _options: AzureOptions, found: Credentials, endpoint: str | None
+) -> Sign | None:
     """Sign by the account's key, a SAS or an access token; None if obstore finds its own."""
     place = f"{endpoint or f'https://{found.account_name}.blob.core.windows.net'}/{url.bucket}"
     provider = found.provider
