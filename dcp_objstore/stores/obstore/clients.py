@@ -18,10 +18,8 @@ from dcp_objstore.stores.endpoint import tls_context
 from dcp_objstore.stores.obstore.direct import DirectLane
 from dcp_objstore.stores.obstore.errors import (
     http_code,
-    is_expired,
-    is_refused_token,
-    is_unknown_key,
     judge_obstore,
+    refusal_of,
     translate_obstore,
 )
 from dcp_objstore.stores.obstore.makers import (
@@ -153,17 +151,17 @@ class Clients(Requests):
         try:
             return request()
         except Exception as error:
-            if not (is_expired(error) or is_refused_token(error)):
+            if refusal_of(error) not in ("expired", "token"):
                 raise
             raise self._expired(error, "fresh ones from there were refused as well") from error
 
-    def were_refused(self, error: BaseException | None) -> bool:
+    def were_refused(self, error: BaseException) -> bool:
         """Whether a request failed because of credentials in whose place others may do."""
         found = self._credentials
         if found is None or found.anonymous:
             return False
-        gone = found.renew is not None and is_unknown_key(error)
-        return gone or is_expired(error) or is_refused_token(error)
+        why = refusal_of(error)
+        return why is not None and (why != "unknown key" or found.renew is not None)
 
     def renew(self, error: Exception, seen: int | None = None) -> None:
         """Forget the credentials that were refused, so that the next request asks for others.
@@ -189,7 +187,11 @@ class Clients(Requests):
 
     def _expired(self, error: Exception, why: str) -> CredentialsError:
         found = self._credentials or Credentials("unknown")
-        accepts = "no longer accepts" if is_expired(error) else "does not, or no longer, accept"
+        accepts = (
+            "no longer accepts"
+            if refusal_of(error) == "expired"
+            else "does not, or no longer, accept"
+        )
         return CredentialsError(
             f"the store {accepts} the credentials (source: {found.source}), and {why}. Pass new"
             f" ones, {found.advice} ({translate_obstore(error).message})"
