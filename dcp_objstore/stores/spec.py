@@ -28,8 +28,7 @@ from dcp_objstore.stores.options.schemes import (
 from dcp_objstore.stores.urls import StoreUrl, parse_url
 
 if TYPE_CHECKING:
-    from dcp_objstore.stores.boto3.clients import Boto3Clients
-    from dcp_objstore.stores.boto3.store import Boto3Store
+    from dcp_objstore.stores.boto3 import Boto3Clients, Boto3Store
     from dcp_objstore.stores.protocol import ObjectStore
 
 C = TypeVar("C")
@@ -145,7 +144,7 @@ class StoreSpec:
         Raises:
             ConfigError, CredentialsError: see `Boto3Clients`.
         """
-        from dcp_objstore.stores.boto3.clients import Boto3Clients
+        from dcp_objstore.stores.boto3 import Boto3Clients
 
         return self._shared(Boto3Clients)
 
@@ -227,7 +226,7 @@ def _open_obstore(spec: StoreSpec) -> ObjectStore:
 
 
 def _open_boto3(spec: StoreSpec) -> Boto3Store:
-    from dcp_objstore.stores.boto3.store import Boto3Store
+    from dcp_objstore.stores.boto3 import Boto3Store
 
     return Boto3Store(spec.parsed, spec.boto3_clients())
 

@@ -23,13 +23,12 @@ from dcp_objstore.stores.obstore.errors import (
     translate_obstore,
 )
 from dcp_objstore.stores.obstore.makers import (
-    Make,
+    Maker,
     azure_maker,
     gcs_maker,
     memory_maker,
     s3_maker,
 )
-from dcp_objstore.stores.obstore.signing import Sign, azure_sign, gcs_sign, s3_sign
 from dcp_objstore.stores.retries import (
     FIRST_PATIENCE_SECONDS,
     READ_PROGRESS_SECONDS,
@@ -51,12 +50,7 @@ _BACKOFF = {
     "base": 3,
 }
 Use = Literal["stream", "write", "small", "read", "range", "list", "first"]
-# Of each provider, what makes its clients and what signs for the direct lane.
-_PROVIDERS: dict[str, tuple[Callable[..., tuple[Make, str | None]], Callable[..., Sign | None]]] = {
-    "s3": (s3_maker, s3_sign),
-    "gs": (gcs_maker, gcs_sign),
-    "az": (azure_maker, azure_sign),
-}
+_MAKERS: dict[str, Callable[..., Maker]] = {"s3": s3_maker, "gs": gcs_maker, "az": azure_maker}
 
 T = TypeVar("T")
 
@@ -78,21 +72,18 @@ class Clients(Requests):
     def __init__(
         self,
         url: StoreUrl,
-        make: Make,
+        maker: Maker,
         config: TransferConfig,
-        endpoint_url: str | None = None,
         *,
-        sign: Sign | None = None,
         trust: Callable[[], ssl.SSLContext] = ssl.create_default_context,
         credentials: Credentials | None = None,
     ) -> None:
-        super().__init__(config, judge_obstore, endpoint_url, url.scheme, url.bucket)
-        self.endpoint_url = endpoint_url
+        self._make, self.endpoint_url, self._sign = maker
+        super().__init__(config, judge_obstore, self.endpoint_url, url.scheme, url.bucket)
         self._credentials = credentials
-        self._sign, self._trust = sign, trust
+        self._trust = trust
         self._renewals = 0
         self.proven = self.has_put = False
-        self._make = make
         self._config = config
         self.lane = self._new_lane()
         self._made: dict[str, Any] = {}
@@ -242,8 +233,6 @@ def make_clients(
     if url.scheme == "memory":
         return Clients(url, memory_maker(url), config)
     settings, found = find_credentials(url.scheme, options, stripped)
-    maker, signer = _PROVIDERS[url.scheme]
-    make, endpoint_url = maker(url, settings, found)
-    sign = signer(url, settings, found, endpoint_url)
     trust = partial(tls_context, settings.verify)
-    return Clients(url, make, config, endpoint_url, sign=sign, trust=trust, credentials=found)
+    maker = _MAKERS[url.scheme](url, settings, found)
+    return Clients(url, maker, config, trust=trust, credentials=found)

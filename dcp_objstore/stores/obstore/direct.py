@@ -1,7 +1,7 @@
 """`DirectLane`: ranged GETs straight into the caller's memory, past the transport.
 
 The transport gathers the pieces of a body and joins them, which for large ranges is most of what
-a download costs. This lane has a request signed (`signing`) and receives the body where it is
+a download costs. This lane has a request signed (`makers`) and receives the body where it is
 wanted, with the standard library's HTTP client and TLS (figures: docs/design/direct-reads.md).
 
 It only ever tries: an answer that is not exactly the bytes asked for, a refusal, a lost or slow
